@@ -1,0 +1,247 @@
+"""The one file that knows praxis 1.4.0 (April 2024) is older than the JAX it runs on.
+
+`install()` puts an import hook in place; importing anything from praxis then first restores the names praxis expects.
+Nothing in site-packages is touched, every change adds what is missing, and installing twice is the same as once.
+
+| restored | why praxis needs it | how |
+|---|---|---|
+| `jax.tree_map` | 213 call sites; removed in JAX 0.6 | `jax.tree.map`, with the old rule that a None in the first tree stands for "nothing here" whatever the other trees hold (chunked and lazy-prefix decode rely on it) |
+| `jax.tree_flatten` | `py_utils.update_matched_variables` | `jax.tree.flatten` |
+| `jax.lib.xla_client` | imported by `base_input` for custom device orders | a stand-in whose `OpSharding` says that custom device orders are not supported |
+| `pxla.thread_resources` | finds the ambient mesh | a view that sees the mesh of `jax.set_mesh` as well as that of `with mesh:` |
+| `jnp.reshape(newshape=)` | `decoder_utils` only (beam search, token samplers) | that module's own `jnp`, wrapped for that one keyword |
+| `int(array of one element)` | `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on | the three ids are made scalars before the call |
+| (speed) `pax_fiddle.auto_config` of a lambda that calls nothing | class bodies of `optimizers`: fiddle parses the whole 3,000-line file twice, 2 s of every start | such a lambda builds nothing, so it is its own configuration |
+
+Not restored, as nothing here reaches them: `jax.sharding.GSPMDSharding` (custom device orders), `PmapSharding` (pmap
+helpers), Pallas attention of 2024 (imported lazily by `gpu_fast_attention`), flax `fp8_ops.quantize_dequantize`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+PRAXIS_VERSION = "1.4.0"
+# Lowest JAX seen working, and the first version that nobody has looked at.
+JAX_MIN = (0, 10)
+JAX_BELOW = (0, 13)
+
+
+def install() -> None:
+    """Arranges that praxis finds the names it expects, whoever imports it and whenever. Idempotent.
+
+    Raises:
+      ImportError: praxis was already imported, or is imported later, and the installed JAX or praxis is outside the range
+        this bridge knows.
+    """
+    if not any(isinstance(finder, _PraxisFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PraxisFinder())
+    if "praxis" in sys.modules:
+        _restore_jax_names()
+        for name, mend in _MODULE_MENDS.items():
+            if name in sys.modules:
+                mend(sys.modules[name])
+
+
+class _PraxisFinder(importlib.abc.MetaPathFinder):
+    """Restores JAX's old names before praxis' first line runs, and mends the few praxis modules that need it after."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Returns None for everything but praxis itself and the modules of `_MODULE_MENDS`."""
+        if fullname == "praxis":
+            _restore_jax_names()
+            return None
+        mend = _MODULE_MENDS.get(fullname)
+        if mend is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _MendingLoader(spec.loader, mend)
+        return spec
+
+
+class _MendingLoader(importlib.abc.Loader):
+    """Runs a module as its own loader would, then mends it."""
+
+    def __init__(self, loader: Any, mend: Callable[[types.ModuleType], None]):
+        self._loader = loader
+        self._mend = mend
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._mend(module)
+
+    def __getattr__(self, name: str) -> Any:  # get_source and friends, which inspect and fiddle ask for
+        return getattr(self._loader, name)
+
+
+def _check_versions() -> None:
+    import jax
+
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if not JAX_MIN <= version < JAX_BELOW:
+        low, high = (".".join(map(str, v)) for v in (JAX_MIN, JAX_BELOW))
+        raise ImportError(
+            f"spmd_trainer runs praxis {PRAXIS_VERSION} on JAX >= {low}, < {high}; the installed JAX is {jax.__version__}. "
+            f"Install e.g. 'jax>={low},<{high}'."
+        )
+    try:
+        praxis = importlib.metadata.version("praxis")
+    except importlib.metadata.PackageNotFoundError:
+        return  # a source tree on sys.path: it carries no version to check
+    if praxis != PRAXIS_VERSION:
+        raise ImportError(
+            f"spmd_trainer knows praxis {PRAXIS_VERSION}; the installed praxis is {praxis}. "
+            f"Install 'praxis=={PRAXIS_VERSION}' (with --no-deps: its own pins are of 2024)."
+        )
+
+
+def _restore_jax_names() -> None:
+    import jax
+    import jax.lib
+    from jax.interpreters import pxla
+
+    _check_versions()
+    if not hasattr(jax, "tree_map"):
+        jax.tree_map = _tree_map
+    if not hasattr(jax, "tree_flatten"):
+        jax.tree_flatten = jax.tree.flatten
+    if not hasattr(jax.lib, "xla_client"):
+        stand_in = types.ModuleType("jax.lib.xla_client", "Stands in for a module that JAX no longer has.")
+        stand_in.OpSharding = _OpSharding  # type: ignore[attr-defined]
+        sys.modules.setdefault("jax.lib.xla_client", stand_in)
+        jax.lib.xla_client = stand_in  # type: ignore[attr-defined]
+    if not isinstance(vars(pxla).get("thread_resources"), _ThreadResources):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            legacy = getattr(pxla, "thread_resources", None)
+        pxla.thread_resources = _ThreadResources(legacy)  # type: ignore[attr-defined]
+
+
+def _tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """`jax.tree_map` as praxis knew it: a None in `tree` maps to None, whatever `rest` holds there."""
+    import jax
+
+    def stop(x: Any) -> bool:
+        return x is None or (is_leaf is not None and is_leaf(x))
+
+    def call(x: Any, *xs: Any) -> Any:
+        if x is None and not (is_leaf is not None and is_leaf(x)):
+            return None
+        return f(x, *xs)
+
+    return jax.tree.map(call, tree, *rest, is_leaf=stop)
+
+
+class _OpSharding:
+    """Refuses what JAX removed: input batches in a custom device order."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError(
+            "custom device orders for input (BaseInput.experimental_remote_input with a device order) need OpSharding, "
+            "which JAX no longer has; leave `custom_device_order` unset"
+        )
+
+
+class _ThreadResources:
+    """What praxis reads of `pxla.thread_resources`: `.env.physical_mesh`, the mesh in force."""
+
+    def __init__(self, legacy: Any):
+        self._legacy = legacy
+
+    @property
+    def env(self) -> _ThreadResources:
+        return self
+
+    @property
+    def physical_mesh(self) -> Any:
+        import jax
+
+        if self._legacy is not None and not self._legacy.env.physical_mesh.empty:
+            return self._legacy.env.physical_mesh
+        return _AmbientMesh(jax.sharding.get_abstract_mesh())
+
+
+class _AmbientMesh:
+    """The ambient mesh as praxis looks at it: axis names and the shape of `devices`. Also usable while tracing."""
+
+    def __init__(self, mesh: Any):
+        self.empty = mesh.empty
+        self.axis_names = tuple(mesh.axis_names)
+        self.shape = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+    @property
+    def devices(self) -> Any:
+        import numpy as np
+
+        return np.empty(() if self.empty else tuple(self.shape.values()), dtype=object)
+
+
+class _ReshapeWithNewshape:
+    """`jax.numpy`, but `reshape` still knows its old keyword."""
+
+    def __init__(self, jnp: Any):
+        self._jnp = jnp
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jnp, name)
+
+    def reshape(self, a: Any, shape: Any = None, *args: Any, newshape: Any = None, **kwargs: Any) -> Any:
+        return self._jnp.reshape(a, newshape if shape is None else shape, *args, **kwargs)
+
+
+def _mend_decoder_utils(module: Any) -> None:
+    if not isinstance(module.jnp, _ReshapeWithNewshape):
+        module.jnp = _ReshapeWithNewshape(module.jnp)
+
+
+def _mend_py_utils(module: Any) -> None:
+    original = module.get_enumeration_id
+    if hasattr(original, "__wrapped__"):
+        return
+    keys = (module.INDEX_WITHIN_SHARD_KEY, module.SHARD_INDEX_KEY, module.NUM_SHARDS_KEY)
+
+    @functools.wraps(original)
+    def get_enumeration_id(example: dict[str, Any], pop: bool = False) -> str | None:
+        import numpy as np
+
+        if all(key in example for key in keys):
+            example.update({key: np.asarray(example[key]).item() for key in keys})
+        return original(example, pop)
+
+    module.get_enumeration_id = get_enumeration_id
+
+
+def _mend_pax_fiddle(module: Any) -> None:
+    original = module.auto_config
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def auto_config(fn: Any = None, **kwargs: Any) -> Any:
+        code = getattr(fn, "__code__", None)
+        calls_nothing = code is not None and fn.__name__ == "<lambda>" and not (code.co_names or code.co_freevars)
+        if kwargs or not calls_nothing:
+            return original(fn, **kwargs)
+        return module.fdl_auto_config.AutoConfig(fn, fn, always_inline=True)
+
+    module.auto_config = auto_config
+
+
+_MODULE_MENDS: dict[str, Callable[[Any], None]] = {
+    "praxis.decoder_utils": _mend_decoder_utils,
+    "praxis.py_utils": _mend_py_utils,
+    "praxis.pax_fiddle": _mend_pax_fiddle,
+}
