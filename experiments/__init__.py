@@ -1,0 +1,1 @@
+"""Experiments that ship with the trainer; `spmd-trainer --list` prints them."""

@@ -12,6 +12,7 @@ Nothing in site-packages is touched, every change adds what is missing, and inst
 | `jnp.reshape(newshape=)` | `decoder_utils` only (beam search, token samplers) | that module's own `jnp`, wrapped for that one keyword |
 | `int(array of one element)` | `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on | the three ids are made scalars before the call |
 | (speed) `pax_fiddle.auto_config` of a lambda that calls nothing | class bodies of `optimizers`: fiddle parses the whole 3,000-line file twice, 2 s of every start | such a lambda builds nothing, so it is its own configuration |
+| (speed) the type hint of `BaseInput.dataset` | fiddle evaluates the hints of every input it configures, and this one imports TensorFlow (2 s and more) | the hint is `Any` |
 
 Not restored, as nothing here reaches them: `jax.sharding.GSPMDSharding` (custom device orders), `PmapSharding` (pmap
 helpers), Pallas attention of 2024 (imported lazily by `gpu_fast_attention`), flax `fp8_ops.quantize_dequantize`.
@@ -240,7 +241,12 @@ def _mend_pax_fiddle(module: Any) -> None:
     module.auto_config = auto_config
 
 
+def _mend_base_input(module: Any) -> None:
+    module.BaseInput.__annotations__["dataset"] = Any
+
+
 _MODULE_MENDS: dict[str, Callable[[Any], None]] = {
+    "praxis.base_input": _mend_base_input,
     "praxis.decoder_utils": _mend_decoder_utils,
     "praxis.py_utils": _mend_py_utils,
     "praxis.pax_fiddle": _mend_pax_fiddle,

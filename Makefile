@@ -1,0 +1,42 @@
+# Two commands on a machine with nothing but Python 3.11:  make train   make test
+PYTHON ?= python3
+UV_DIR := .uv
+UV := $(shell command -v uv 2>/dev/null || echo $(UV_DIR)/bin/uv)
+RUN := $(UV) run --no-sync
+JOB_DIR ?= runs/stdlib_bytes
+
+.PHONY: setup train test lint format bench clean
+
+setup: .venv/.synced
+
+# uv comes from pip, into a folder of this checkout, where the machine has none.
+$(UV_DIR)/bin/uv:
+	$(PYTHON) -m venv $(UV_DIR)
+	$(UV_DIR)/bin/pip install --quiet --disable-pip-version-check 'uv>=0.8'
+
+# Bytecode is compiled at install: without it every start would pay seconds for it.
+.venv/.synced: pyproject.toml uv.lock | $(if $(filter $(UV_DIR)/bin/uv,$(UV)),$(UV_DIR)/bin/uv)
+	$(UV) sync --frozen --python $(PYTHON) --compile-bytecode
+	touch $@
+
+train: setup
+	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=train
+	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once
+
+test: setup
+	$(RUN) pytest
+
+lint: setup
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: setup
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+bench: setup
+	$(RUN) python -m benchmarks.first_step
+
+clean:
+	rm -rf .venv $(UV_DIR) runs

@@ -1,0 +1,1 @@
+"""Measured ratios against hand-written JAX. Run by hand, never as tests."""

@@ -1,0 +1,177 @@
+"""Tells a whole checkpoint from a damaged one: a list of a step's files with their sizes and checksums.
+
+Process 0 writes the list into the step's directory in the background, after every process has written its arrays and
+before Orbax commits the step (by renaming the directory, or by a commit file on object stores). So a step that can be
+seen and has no list was never committed by this trainer, or was damaged after; there is no moment at which a good step
+lacks its list. Files are also flushed to disk first: what is committed survives a loss of power.
+
+What is checked when:
+
+| check | done by | reads | finds |
+|---|---|---|---|
+| `quick_problem` | every listing of steps | sizes of files | deleted, truncated and grown files, half-deleted steps |
+| `problem` | every restore | contents | also zeroed, swapped and overwritten files |
+
+Files up to `WHOLE_UP_TO` bytes are checksummed whole. In larger ones `SAMPLES` blocks of `SAMPLE_BYTES` are, spread
+evenly with the first and the last byte among them, so that the cost stays flat for the largest checkpoints: a file that
+is zeroed or swapped is still found, local damage between the samples is left to the decoder of the array. CRC-32 runs
+at 1 to 4 GB/s per core, several times the speed of a restore, and several processes share a step's files among them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+WHOLE_UP_TO = 256 * 2**20
+SAMPLES = 64
+SAMPLE_BYTES = 2**20
+_CHUNK_BYTES = 4 * 2**20
+_MAX_THREADS = 8
+# Orbax writes these two at the commit itself, after the manifest, and no restore reads them.
+_NOT_LISTED = frozenset({MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"})
+
+
+def write(step_dir: epath.Path, step: int) -> None:
+    """Lists the files of `step_dir` with sizes and checksums, and flushes all of it to disk.
+
+    Raises:
+      OSError: a file cannot be read back or flushed.
+    """
+    files = {str(path.relative_to(step_dir)): path for path in _files_below(step_dir)}
+    listed = {name: path for name, path in files.items() if name not in _NOT_LISTED}
+
+    def entry(path: epath.Path) -> list[int]:
+        size = path.stat().length
+        checksum = _checksum(path, size, WHOLE_UP_TO, SAMPLES, SAMPLE_BYTES)
+        _flush_to_disk(path)
+        return [size, checksum]
+
+    with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+        entries = dict(zip(listed, pool.map(entry, listed.values()), strict=True))
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "whole_up_to": WHOLE_UP_TO,
+        "samples": SAMPLES,
+        "sample_bytes": SAMPLE_BYTES,
+        "files": entries,
+    }
+    path = step_dir / MANIFEST
+    path.write_text(json.dumps(manifest))
+    _flush_to_disk(path)
+    for directory in {file.parent for file in files.values()} | {step_dir}:
+        _flush_to_disk(directory)
+
+
+def quick_problem(step_dir: epath.Path, step: int) -> str | None:
+    """Returns what is wrong with a step as far as names and sizes tell, or None."""
+    manifest = _read(step_dir, step)
+    if isinstance(manifest, str):
+        return manifest
+    for name, (size, _) in manifest["files"].items():
+        try:
+            found = (step_dir / name).stat().length
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes, not the {size} that were written"
+    return None
+
+
+def problem(step_dir: epath.Path, step: int, share: int = 0, shares: int = 1) -> str | None:
+    """Returns what is wrong with a step, contents included, or None.
+
+    Args:
+      step_dir: the step's directory.
+      step: the step it should hold.
+      share: which part of the files to read, with `shares` parts in all. Sizes are checked for all files.
+      shares: the number of parts.
+    """
+    found = quick_problem(step_dir, step)
+    if found is not None:
+        return found
+    manifest = _read(step_dir, step)
+    if isinstance(manifest, str):
+        return manifest
+
+    def check(item: tuple[str, list[int]]) -> str | None:
+        name, (size, checksum) = item
+        settings = (manifest["whole_up_to"], manifest["samples"], manifest["sample_bytes"])
+        try:
+            same = _checksum(step_dir / name, size, *settings) == checksum
+        except OSError as e:
+            return f"{name} cannot be read ({e})"
+        return None if same else f"{name} does not hold what was written (its checksum differs)"
+
+    mine = sorted(manifest["files"].items())[share::shares]
+    with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+        return next((found for found in pool.map(check, mine) if found), None)
+
+
+def _read(step_dir: epath.Path, step: int) -> dict[str, Any] | str:
+    """Returns the manifest, or what is wrong with it."""
+    try:
+        manifest = json.loads((step_dir / MANIFEST).read_text())
+        saved_step, version, files = manifest["step"], manifest["format"], manifest["files"]
+    except FileNotFoundError:
+        return (
+            f"{MANIFEST} is missing: the step was not written to its end, was partly deleted, or is not of this trainer"
+        )
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        return f"{MANIFEST} cannot be read ({type(e).__name__}: {e})"
+    if version != FORMAT or not isinstance(files, dict):
+        return f"{MANIFEST} has format {version!r}; this trainer reads format {FORMAT}"
+    if saved_step != step:
+        return f"{MANIFEST} belongs to step {saved_step}"
+    return manifest
+
+
+def _files_below(directory: epath.Path) -> Iterator[epath.Path]:
+    for path in sorted(directory.iterdir()):
+        if path.is_dir():
+            yield from _files_below(path)
+        else:
+            yield path
+
+
+def _checksum(path: epath.Path, size: int, whole_up_to: int, samples: int, sample_bytes: int) -> int:
+    """CRC-32 of the whole file, or of evenly spread blocks of a file larger than `whole_up_to`."""
+    blocks = [(0, size)]
+    if size > whole_up_to:
+        last = size - sample_bytes
+        blocks = [(last * i // (samples - 1), sample_bytes) for i in range(samples)]
+    crc = 0
+    with path.open("rb") as f:
+        for start, length in blocks:
+            f.seek(start)
+            while length > 0:
+                chunk = f.read(min(length, _CHUNK_BYTES))
+                if not chunk:
+                    raise OSError(f"{path} ends before byte {start + length}")
+                crc = zlib.crc32(chunk, crc)
+                length -= len(chunk)
+    return crc
+
+
+def _flush_to_disk(path: epath.Path) -> None:
+    """fsync for a local file or directory; object stores are durable once written."""
+    if "://" in str(path):
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _threads() -> int:
+    return min(_MAX_THREADS, os.cpu_count() or 1)

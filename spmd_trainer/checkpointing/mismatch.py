@@ -1,0 +1,111 @@
+"""Finds out whether a checkpoint holds the variables a model wants, and says why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from spmd_trainer.checkpointing.records import SavedVariable
+
+MAX_LISTED = 20
+
+
+def explain(saved: Mapping[str, SavedVariable], wanted: Mapping[str, SavedVariable], checkpoint: str) -> str | None:
+    """Returns None when path for path logical shapes and dtypes are the same, else the whole error message.
+
+    Args:
+      saved: the checkpoint's variables by path.
+      wanted: the model's variables by path. Padding and sharding don't matter.
+      checkpoint: how to name the checkpoint in the message.
+    """
+    missing = [path for path in wanted if path not in saved]
+    extra = [path for path in saved if path not in wanted]
+    common = [path for path in wanted if path in saved]
+    reshaped = [path for path in common if saved[path].shape != wanted[path].shape]
+    retyped = [p for p in common if p not in set(reshaped) and saved[p].dtype != wanted[p].dtype]
+    lines = [f"  missing in the checkpoint: {p}, in the model {_describe(wanted[p])}" for p in missing]
+    lines += [f"  not in the model: {p}, saved {_describe(saved[p])}" for p in extra]
+    for kind, paths in (("other shape", reshaped), ("other dtype", retyped)):
+        lines += [f"  {kind}: {p}, saved {_describe(saved[p])}, in the model {_describe(wanted[p])}" for p in paths]
+    if not lines:
+        return None
+    if len(lines) > MAX_LISTED:
+        lines[MAX_LISTED:] = [f"  ... and {len(lines) - MAX_LISTED} more"]
+    head = (
+        f"{checkpoint} does not fit the model: {len(missing)} missing, {len(extra)} extra, {len(reshaped)} reshaped, "
+        f"{len(retyped)} re-typed ({len(saved)} variables saved, {len(wanted)} in the model)."
+    )
+    cause = (
+        _another_number_of_layers(missing, extra, saved, wanted)
+        or _one_size_changed(reshaped, saved, wanted)
+        or _another_part(missing, extra, reshaped, retyped)
+        or ("the dtype of the variables was changed" if retyped and not reshaped else "another model was saved there")
+    )
+    fix = (
+        "Fix: build the model as it was saved (the checkpoint's record holds its config), or load the parts that fit "
+        "with task.train.init_from_checkpoint_rules."
+    )
+    return "\n".join([head, *lines, f"Likely cause: {cause}.", fix])
+
+
+def _describe(variable: SavedVariable) -> str:
+    return f"{variable.shape} {variable.dtype}"
+
+
+def _another_number_of_layers(
+    missing: list[str], extra: list[str], saved: Iterable[str], wanted: Iterable[str]
+) -> str | None:
+    """Recognises `layer_0 ... layer_11` against `layer_0 ... layer_15`."""
+    changed = set(_numbered(missing)) | set(_numbered(extra))
+    saved_numbers, wanted_numbers = _numbered(saved), _numbered(wanted)
+    for stem in sorted(changed, key=len):
+        before, now = len(saved_numbers.get(stem, ())), len(wanted_numbers.get(stem, ()))
+        if before != now and before and now:
+            return f"saved with {before} layers, the model has {now} (counted at {stem})"
+    return None
+
+
+def _numbered(paths: Iterable[str]) -> dict[str, set[str]]:
+    """{'lm/x_layers_#': {'0', '1'}} for paths below 'lm/x_layers_0' and 'lm/x_layers_1'."""
+    numbers: dict[str, set[str]] = {}
+    for path in paths:
+        for match in re.finditer(r"(?<=_)\d+(?=/|$)", path):
+            numbers.setdefault(path[: match.start()] + "#", set()).add(match.group())
+    return numbers
+
+
+def _one_size_changed(
+    reshaped: list[str], saved: Mapping[str, SavedVariable], wanted: Mapping[str, SavedVariable]
+) -> str | None:
+    """Recognises the one size that explains every reshaped variable: stacked layers, vocabulary, width, ..."""
+    if not reshaped:
+        return None
+    ranks_differ = [p for p in reshaped if len(saved[p].shape) != len(wanted[p].shape)]
+    if ranks_differ:
+        return f"variables have another rank, e.g. {ranks_differ[0]}: layers stacked (repeated) in only one of the two"
+    changes = {
+        (dim, before, now)
+        for p in reshaped
+        for dim, (before, now) in enumerate(zip(saved[p].shape, wanted[p].shape, strict=True))
+        if before != now
+    }
+    sizes = {(before, now) for _, before, now in changes}
+    if len(sizes) > 1:
+        return f"{len(sizes)} sizes changed, among them " + ", ".join(f"{a} to {b}" for a, b in sorted(sizes)[:3])
+    before, now = sizes.pop()
+    if {dim for dim, _, _ in changes} == {0} and all(re.search("repeat|stack|scan|layer|block", p) for p in reshaped):
+        return f"saved with {before} layers, the model has {now} (dimension 0 of stacked layers)"
+    return f"one size was {before} when saved and is {now} in the model (a vocabulary, a width, a number of heads)"
+
+
+def _another_part(missing: list[str], extra: list[str], reshaped: list[str], retyped: list[str]) -> str | None:
+    changed = missing + extra
+    if not changed or reshaped or retyped:
+        return None
+    if all(p.startswith(("opt_states/", "extra_state/")) for p in changed):
+        if not missing:
+            return "saved with optimizer states that this state lacks: another optimizer, or a state for evaluation"
+        if not extra:
+            return "the model's optimizer has states the checkpoint lacks: another optimizer, or EMA switched on since"
+        return "saved with another optimizer"
+    return None

@@ -1,0 +1,66 @@
+"""The steps of a checkpoint directory: which there are, which are whole, and where damaged ones go."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+from absl import logging
+from etils import epath
+
+from spmd_trainer.checkpointing import collective, manifest
+
+REFUSED_PREFIX = "refused-"
+
+
+def step_dir(directory: epath.Path, step: int) -> epath.Path:
+    """Returns where a step lies."""
+    return directory / str(step)
+
+
+def present(directory: epath.Path) -> list[int]:
+    """Returns all committed steps, whole or damaged, ascending."""
+    if not directory.exists():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if re.fullmatch(r"0|[1-9]\d*", path.name))
+
+
+def agreed_newest_first(directory: epath.Path) -> list[int]:
+    """Returns all committed steps, newest first, as process 0 sees them. Called by every process."""
+    steps = present(directory)[::-1] if jax.process_index() == 0 else []
+    count = collective.from_process_0(len(steps))
+    return [collective.from_process_0(steps[i] if steps else 0) for i in range(count)]
+
+
+def is_whole(directory: epath.Path, step: int) -> bool:
+    """Returns whether a step is there and whole, as far as names and sizes of files tell."""
+    path = step_dir(directory, step)
+    return path.exists() and manifest.quick_problem(path, step) is None
+
+
+def newest_whole(directory: epath.Path, newer_than: int = -1) -> int | None:
+    """Returns the newest whole step above `newer_than`, as far as names and sizes of files tell, or None."""
+    newer = (step for step in reversed(present(directory)) if step > newer_than)
+    return next((step for step in newer if is_whole(directory, step)), None)
+
+
+def contents_problem(directory: epath.Path, step: int) -> str | None:
+    """Returns what is wrong with a step, contents of files included, or None.
+
+    Called by every process: they share the files among them, and all get the same answer.
+    """
+    found = manifest.problem(step_dir(directory, step), step, jax.process_index(), jax.process_count())
+    return collective.first_problem(found)
+
+
+def move_aside(directory: epath.Path, step: int) -> None:
+    """Renames a damaged step to `refused-STEP`, so that its number is free again. Called by every process."""
+    if jax.process_index() == 0:
+        target = directory / f"{REFUSED_PREFIX}{step}"
+        number = 1
+        while target.exists():
+            number += 1
+            target = directory / f"{REFUSED_PREFIX}{step}-{number}"
+        step_dir(directory, step).rename(target)
+        logging.warning("Damaged checkpoint step %d is now %s. Delete it when nobody needs it.", step, target)
+    collective.barrier(f"spmd_trainer:move_aside:{step}")

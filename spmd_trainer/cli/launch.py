@@ -1,0 +1,169 @@
+"""Checks a command from cheap to dear, then starts the program: names and fields first, directories next, devices last."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from spmd_trainer import experiment_config, experiment_registry
+from spmd_trainer.errors import UserError
+from spmd_trainer.experiment_config import ResolvedExperiment
+from spmd_trainer.programs.job import Job, JobSettings, claim_directory
+
+_HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
+
+
+def run(flag_values: Any, arguments: list[str]) -> None:
+    """Runs the command that the flags describe.
+
+    Raises:
+      UserError: anything that the user can mend; nothing was written or lost.
+    """
+    if arguments:
+        raise UserError(f"unexpected argument {arguments[0]!r}; every option is a flag, e.g. --exp=NAME")
+    if flag_values.list:
+        print_experiments()
+        return
+    if not flag_values.exp:
+        raise UserError("--exp=NAME is needed; --list shows the experiments")
+    resolved = experiment_config.resolve(flag_values.exp, flag_values["fdl.set"].value)
+    if flag_values.dump:
+        sys.stdout.write("\n".join(experiment_config.flatten_mapping(resolved.flattened())) + "\n")
+        return
+    settings = settings_from_flags(flag_values)
+    check_paths(settings, resolved)
+    prepare_devices(settings, resolved)
+    if flag_values.jax_profiler_port:
+        import jax
+
+        jax.profiler.start_server(flag_values.jax_profiler_port)
+    from spmd_trainer.checkpointing import CheckpointError
+
+    try:
+        start(Job(settings, resolved))
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
+
+
+def start(job: Job) -> None:
+    """Runs the program of the job's mode."""
+    # Each mode imports what it needs: training alone brings in no decoder, inspecting no input.
+    mode = job.settings.mode
+    if mode == "train":
+        from spmd_trainer.programs import train
+
+        train.train(job)
+    elif mode == "eval":
+        from spmd_trainer.programs import evaluate
+
+        evaluate.evaluate_checkpoints(job)
+    elif mode == "inspect":
+        from spmd_trainer.programs import inspect_sharding
+
+        inspect_sharding.inspect_sharding(job)
+    else:
+        from spmd_trainer.programs import decode
+
+        {"decode": decode.decode_checkpoints, "decode_once": decode.decode_once, "infer": decode.decode_once}[mode](job)
+
+
+def print_experiments() -> None:
+    """Prints each registered experiment with the first line of its docstring."""
+    experiment_registry.import_all()
+    rows = {
+        experiment_registry.short_name(name): (cls.__doc__ or "").strip().split("\n")[0]
+        for name, cls in sorted(experiment_registry.get_all().items())
+    }
+    width = max((len(name) for name in rows), default=0)
+    for name, summary in rows.items():
+        sys.stdout.write(f"{name:{width}}  {summary}\n")
+
+
+def settings_from_flags(flag_values: Any) -> JobSettings:
+    """Turns absl flags into settings.
+
+    Raises:
+      UserError: a missing or unreadable flag.
+    """
+    if not flag_values.job_log_dir and flag_values.mode != "inspect":
+        raise UserError("--job_log_dir=DIR is needed: where checkpoints, summaries and outputs of this run go")
+    restore = flag_values.restore_checkpoint_dir
+    return JobSettings(
+        exp=flag_values.exp,
+        job_log_dir=epath.Path(flag_values.job_log_dir or ".").resolve(),
+        mode=flag_values.mode,
+        overrides=tuple(flag_values["fdl.set"].value),
+        restore_checkpoint_dir=epath.Path(restore).resolve() if restore else None,
+        restore_checkpoint_step=flag_values.restore_checkpoint_step,
+        eval_on_test=flag_values.eval_on_test,
+        decode_during_train=flag_values.decode_during_train,
+        enable_checkpoint_saving=flag_values.enable_checkpoint_saving,
+        exit_after_ondemand_checkpoint=flag_values.exit_after_ondemand_checkpoint,
+        mesh=parse_mesh(flag_values.mesh) if flag_values.mesh else None,
+    )
+
+
+def parse_mesh(text: str) -> list[tuple[str, int]]:
+    """Parses 'data:4,mdl:2'.
+
+    Raises:
+      UserError: not of that form.
+    """
+    axes = []
+    for part in text.split(","):
+        name, colon, size = part.partition(":")
+        if not (name and colon and size.lstrip("-").isdigit()):
+            raise UserError(f"--mesh={text}: {part!r} is not of the form axis:size, e.g. --mesh=data:4,mdl:2")
+        axes.append((name.strip(), int(size)))
+    return axes
+
+
+def check_paths(settings: JobSettings, resolved: ResolvedExperiment) -> None:
+    """Checks directories and checkpoints before any device is touched.
+
+    Raises:
+      UserError: the directory is not writable or another experiment's, or there is no checkpoint to read.
+    """
+    if settings.mode == "inspect":
+        return
+    if settings.mode != "train":
+        directory = settings.checkpoint_dir
+        steps = sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit()) if directory.exists() else []
+        if settings.mode in ("decode_once", "infer") and not steps:
+            raise UserError(
+                f"no checkpoint in {directory}; train first, or give --restore_checkpoint_dir=DIR with a directory that has some"
+            )
+        wanted = settings.restore_checkpoint_step
+        if wanted is not None and steps and wanted not in steps:
+            raise UserError(f"no step {wanted} in {directory}; there are {', '.join(map(str, steps))}")
+    claim_directory(settings, resolved.name)
+
+
+def prepare_devices(settings: JobSettings, resolved: ResolvedExperiment) -> None:
+    """Where there is no accelerator, lets host devices stand in for the mesh; says so.
+
+    An explicit XLA_FLAGS device count is left alone.
+    """
+    import jax
+
+    needed = experiment_config.required_devices(resolved.task_p)
+    if settings.mesh:
+        sizes = [size for _, size in settings.mesh]
+        needed = None if -1 in sizes else _product(sizes)
+    if needed is None or needed == 1 or _HOST_DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
+        return
+    # Only the CPU backend reads this; on an accelerator the mesh is made of its own devices.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_HOST_DEVICES_FLAG}={needed}".strip()
+    if jax.default_backend() == "cpu":
+        logging.info("no accelerator: %d host devices stand in for the mesh", needed)
+
+
+def _product(sizes: list[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

@@ -1,0 +1,34 @@
+"""Log lines for people: the trainer's own progress, other libraries' warnings, nothing else."""
+
+from __future__ import annotations
+
+import logging as std_logging
+import pathlib
+import time
+
+from absl import logging
+
+_OWN = pathlib.Path(__file__).resolve().parents[2]
+
+
+class _Format(std_logging.Formatter):
+    def format(self, record: std_logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        level = "" if record.levelno <= std_logging.INFO else f"{record.levelname}: "
+        text = super().format(record)
+        return f"{clock} {level}{text}"
+
+
+def _is_wanted(record: std_logging.LogRecord) -> bool:
+    """Libraries log how they work at INFO (optimizer names, missing backends); that is not this run's progress."""
+    library = "site-packages" in record.pathname or not pathlib.Path(record.pathname).is_relative_to(_OWN)
+    return record.levelno > std_logging.INFO or not library
+
+
+def install() -> None:
+    """Makes absl's handler print 'HH:MM:SS message' to stderr."""
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO)
+    handler = logging.get_absl_handler()
+    handler.setFormatter(_Format())
+    handler.addFilter(_is_wanted)

@@ -1,0 +1,127 @@
+"""What a batch looks like before it exists, and making one larger with rows that count for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+from praxis import base_hyperparams, base_input
+from praxis.py_utils import NestedMap
+
+# Leaves that say whether a row or a token counts. At least one of them is needed to tell padding from data.
+WEIGHT_NAMES = ("weights", "eval_sample_weights", "weight")
+# What a row of padding holds, by the last part of a leaf's path. Other leaves repeat the batch's first row: values that
+# the model has met, so that no NaN or empty prefix arises in a row whose weight is 0 (0 * NaN would be NaN).
+_FILL: dict[str, int] = {**dict.fromkeys(WEIGHT_NAMES, 0), "paddings": 1, "segment_ids": 0, "prompt_index": -1}
+
+
+def pad_batch(batch: Any, to_size: int) -> Any:
+    """Adds rows of weight 0 below the rows of a batch.
+
+    Example: a language-model batch of 6 rows padded to 8 gets two rows with `weights` 0, `eval_sample_weights` 0,
+    `paddings` 1 and `segment_ids` 0; their `ids` and `labels` are those of row 0.
+
+    Args:
+      batch: a NestedMap, or any pytree, of numpy arrays [B, ...], B the same for all.
+      to_size: rows wanted, at least B.
+
+    Returns:
+      The same structure with arrays [to_size, ...] of the same dtypes. `batch` itself where B is already `to_size`.
+
+    Raises:
+      ValueError: the leaves disagree about B, B is 0, `to_size` is below B, or no leaf carries a weight, so that the
+        added rows could not be told from data.
+    """
+    leaves = [(_path(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    size = _batch_size(leaves)
+    if size == to_size:
+        return batch
+    if size > to_size:
+        raise ValueError(f"a batch of {size} rows cannot be padded to {to_size}; pad to {size} or more")
+    if not any(path.rpartition("/")[2] in WEIGHT_NAMES for path, _ in leaves):
+        raise ValueError(
+            f"padding rows in this batch could not be told from data: it has {', '.join(path for path, _ in leaves)}. "
+            "Add `eval_sample_weights`, float32 [B], 1 for each row that counts"
+        )
+    padded = [_pad_rows(path.rpartition("/")[2], leaf, to_size - size) for path, leaf in leaves]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(batch), padded)
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+
+
+def _batch_size(leaves: list[tuple[str, np.ndarray]]) -> int:
+    sizes = {path: leaf.shape[0] if leaf.ndim else None for path, leaf in leaves}
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        raise ValueError(
+            "every array of a batch has the same first dimension; here they are "
+            + ", ".join(f"{path}: {'a scalar' if size is None else size}" for path, size in sizes.items())
+        )
+    size = leaves[0][1].shape[0]
+    if size == 0:
+        raise ValueError("a batch of 0 rows cannot be padded: there is no row to take shapes and values from")
+    return size
+
+
+def _pad_rows(name: str, leaf: np.ndarray, rows: int) -> np.ndarray:
+    shape = (rows, *leaf.shape[1:])
+    if name in _FILL:
+        return np.concatenate([leaf, np.full(shape, _FILL[name], leaf.dtype)])
+    return np.concatenate([leaf, np.broadcast_to(leaf[:1], shape)])
+
+
+def lm_input_specs(batch_size: int, seq_len: int) -> NestedMap:
+    """The batch that praxis' `LanguageModel` is trained and evaluated on, as shapes and dtypes.
+
+    Args:
+      batch_size: rows per process, B.
+      seq_len: tokens per row, T.
+
+    Returns:
+      NestedMap of jax.ShapeDtypeStruct: `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`,
+      `weights` float32 [B, T]; `eval_sample_weights` float32 [B].
+    """
+    tokens = jax.ShapeDtypeStruct((batch_size, seq_len), np.int32)
+    floats = jax.ShapeDtypeStruct((batch_size, seq_len), np.float32)
+    return NestedMap(
+        ids=tokens,
+        labels=tokens,
+        paddings=floats,
+        weights=floats,
+        segment_ids=tokens,
+        segment_pos=tokens,
+        eval_sample_weights=jax.ShapeDtypeStruct((batch_size,), np.float32),
+    )
+
+
+def dataset_input_specs(dataset: Any) -> NestedMap:
+    """Shapes and dtypes of a dataset's batches, without building its pipeline where that can be avoided.
+
+    Inputs with an `input_specs()` of their own are asked; so is the input inside a `LingvoInputAdaptor`. For any other
+    config one batch of a throw-away instance is read and measured.
+
+    Args:
+      dataset: a `pax_fiddle.Config` of a `BaseInput`, or an input with `input_specs()`.
+
+    Returns:
+      NestedMap of jax.ShapeDtypeStruct: the per-process batch without padding.
+
+    Raises:
+      ValueError: an already built input without `input_specs()`: reading a batch from it would lose that batch.
+    """
+    if isinstance(dataset, fdl.Buildable):
+        if fdl.get_callable(dataset) is base_input.LingvoInputAdaptor and hasattr(dataset.input.cls, "input_specs"):
+            return dataset.input.cls.input_specs(dataset.input)
+        built = base_hyperparams.instantiate(dataset)
+        if hasattr(built, "input_specs"):
+            return built.input_specs()
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), built.get_next())
+    if hasattr(dataset, "input_specs"):
+        return dataset.input_specs()
+    raise ValueError(
+        f"{type(dataset).__name__} has no input_specs(), and reading a batch to measure it would lose the batch; "
+        "pass its config instead"
+    )

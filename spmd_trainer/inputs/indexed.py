@@ -1,0 +1,218 @@
+"""Inputs whose batch n is a pure function of n, so that a position is one integer.
+
+The words used here: an *example* is one row of a batch. The examples of all processes stand in one global *order*;
+global batch n holds its places [n * G, (n + 1) * G), where G = batch_size * num_infeed_hosts, and process h takes its
+rows [h * batch_size, (h + 1) * batch_size) of them. The *position* is the number of global batches already taken. So
+the same examples stand in the same global batch however many processes share the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from praxis import base_input
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.inputs import batches
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleOrder:
+    """Which example stands at which place of the global order.
+
+    Attributes:
+      num_examples: size of the set; None for a set without end, where example i stands at place i.
+      endless: the order starts over after the last example. Otherwise it ends there.
+      shuffle: each epoch of an endless order is a permutation of its own, drawn from (seed, epoch).
+      seed: seeds the permutations; 0 or more.
+    """
+
+    num_examples: int | None
+    endless: bool = True
+    shuffle: bool = False
+    seed: int = 0
+
+    def examples(self, first: int, count: int) -> np.ndarray:
+        """int64 [count]: examples at places [first, first + count); after the end of a finite order, `num_examples`."""
+        places = np.arange(first, first + count, dtype=np.int64)
+        if self.num_examples is None:
+            return places
+        if not self.endless:
+            return np.minimum(places, self.num_examples)
+        epochs, within = np.divmod(places, self.num_examples)
+        if not self.shuffle:
+            return within
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            here = epochs == epoch
+            within[here] = _permutation(self.num_examples, self.seed, epoch)[within[here]]
+        return within
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    # RandomState, not Generator: numpy promises that its streams never change, and a resumed run relies on that.
+    bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
+    return np.random.RandomState(bits).permutation(size)
+
+
+class IndexedInput(base_input.BaseInput):
+    """Base of inputs whose batch n is a pure function of n and of the settings.
+
+    A subclass gives `order`, `input_specs` and `batch_at`, and where a pipeline of its own is faster also `_iterate`.
+    Training inputs are endless. Inputs over a finite set are finite when `is_training` is off: each example comes exactly
+    once, the last batch is filled up with rows of weight 0, then StopIteration until `reset()`; `reset_for_eval` is
+    switched on for them. All processes see the same number of batches.
+    """
+
+    _position: int = dataclasses.field(default=0, init=False, repr=False)
+    _iterator: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("batch_size")
+        if not 0 <= self.infeed_host_index < self.num_infeed_hosts:
+            raise self.error(
+                f"infeed_host_index={self.infeed_host_index} with num_infeed_hosts={self.num_infeed_hosts}; set them "
+                "to jax.process_index() and jax.process_count()"
+            )
+        if self.input_random_seed is not None and self.input_random_seed < 0:
+            raise self.error(f"input_random_seed={self.input_random_seed}; set it to 0 or more")
+
+    @property
+    def order(self) -> ExampleOrder:
+        """The global order of examples, the same in every process."""
+        raise NotImplementedError
+
+    def input_specs(self) -> NestedMap:
+        """NestedMap of jax.ShapeDtypeStruct: this process' batch without padding. Reads nothing."""
+        raise NotImplementedError
+
+    def batch_at(self, position: int) -> NestedMap:
+        """This process' rows of global batch `position`, numpy arrays as `input_specs` says."""
+        raise NotImplementedError
+
+    @property
+    def seed(self) -> int:
+        """`input_random_seed`, 0 where it is not set."""
+        return self.input_random_seed or 0
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one batch, all processes together."""
+        return self.batch_size * self.num_infeed_hosts
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches until StopIteration, the same in every process. None: endless."""
+        order = self.order
+        if order.endless or order.num_examples is None:
+            return None
+        return -(-order.num_examples // self.global_batch_size)
+
+    def examples_at(self, position: int) -> np.ndarray:
+        """int64 [batch_size]: the examples in this process' rows of global batch `position`."""
+        first = position * self.global_batch_size + self.infeed_host_index * self.batch_size
+        return self.order.examples(first, self.batch_size)
+
+    def get_next(self) -> NestedMap:
+        """The batch at the position, which moves on by one.
+
+        Raises:
+          StopIteration: the set is finite and all of it has been given; `reset()` starts over.
+        """
+        if self.num_batches is not None and self._position >= self.num_batches:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = self._iterate(self._position)
+        try:
+            batch = next(self._iterator)
+        except Exception:
+            self._iterator = None  # a generator that raised is spent: asked again, it would pretend to have ended
+            raise
+        self._position += 1
+        return batch
+
+    def get_next_padded(self) -> NestedMap:
+        """`get_next` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""
+        if self._peek is not None:
+            return super().get_next_padded()
+        if not self.batch_padding_size:
+            return self.get_next()
+        return batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
+
+    def reset(self) -> None:
+        """Back to the first batch."""
+        super().reset()
+        self._move_to(0)
+
+    def settle_reset_for_eval(self) -> None:
+        """Sets `reset_for_eval` for a finite input; a subclass calls it when its `order` is known.
+
+        Raises:
+          ValueError: it was set for an endless input.
+        """
+        endless = self.order.endless
+        if endless and self.reset_for_eval:
+            raise self.error("reset_for_eval is set, but this input never ends; unset it, or make the input finite")
+        self.reset_for_eval: bool = not endless
+
+    def error(self, message: str) -> ValueError:
+        """A ValueError that says which input is meant."""
+        return ValueError(f"{type(self).__name__} {self.name!r}: {message}")
+
+    def require_positive(self, field: str) -> None:
+        """Refuses a count that is not a whole number of 1 or more.
+
+        Raises:
+          ValueError: naming the input, the field and its value.
+        """
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise self.error(f"{field}={value!r}; set it to a whole number, 1 or more")
+
+    def _iterate(self, start: int) -> Iterator[NestedMap]:
+        return map(self.batch_at, itertools.count(start))
+
+    def _move_to(self, position: int) -> None:
+        self._position = position
+        self._iterator = None
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What the batches depend on besides the position, as JSON values: a position is valid only with the same."""
+        order = self.order
+        return {"num_examples": order.num_examples, "shuffle": order.shuffle, "seed": order.seed}
+
+    def _get_state_internal(self) -> bytes:
+        state = {"position": self._position, "global_batch_size": self.global_batch_size, "data": self._fingerprint()}
+        return json.dumps(state, sort_keys=True).encode()
+
+    def _set_state_internal(self, state: bytes) -> None:
+        try:
+            saved = json.loads(state)
+            taken, old_size, data = int(saved["position"]), int(saved["global_batch_size"]), dict(saved["data"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise self.error(f"this is no saved position of such an input: {state[:80]!r}") from error
+        now = self._fingerprint()
+        changed = [key for key in sorted({*data, *now}) if data.get(key) != now.get(key)]
+        if changed:
+            what = ", ".join(f"{key} was {data.get(key)} and is {now.get(key)}" for key in changed)
+            raise self.error(
+                f"the saved position belongs to other batches: {what}. Put these back as they were, or start the input "
+                "from its beginning with task.train.enable_input_checkpointing=False"
+            )
+        position, rest = divmod(taken * old_size, self.global_batch_size)
+        if self.num_batches is not None and position >= self.num_batches:
+            position, rest = self.num_batches, 0
+        if rest:
+            raise self.error(
+                f"the saved position, {taken} batches of {old_size} rows, falls inside a batch of "
+                f"{self.global_batch_size} rows; choose batch_size and num_infeed_hosts so that their product divides "
+                f"{taken * old_size}, e.g. {old_size} as it was"
+            )
+        self._move_to(position)

@@ -1,0 +1,164 @@
+"""A thread that keeps batches ready on the devices while the step runs."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+
+class Input(Protocol):
+    """What the prefetcher needs of a praxis `BaseInput`."""
+
+    name: str
+
+    def get_next_padded(self) -> Any:
+        """The next batch."""
+
+    def get_state(self) -> bytes:
+        """The position after the batches given so far."""
+
+
+class Prefetched(NamedTuple):
+    """One batch, and where the input stands once it has been used.
+
+    Attributes:
+      batch: what `put` returned.
+      state: the input's `get_state()` right after this batch; None for inputs without a position.
+    """
+
+    batch: Any
+    state: bytes | None
+
+
+class Prefetcher(Iterator[Prefetched]):
+    """Iterates over an input's batches, prepared ahead by a thread of its own.
+
+    The thread takes a batch with `get_next_padded`, calls `put` on the whole tree, and waits when `depth` batches are
+    ready. A checkpoint saves `state`, the position after the last batch handed out, not that of the thread. The end of
+    the input (StopIteration, or TensorFlow's OutOfRangeError) ends the iteration. Whatever else is raised by the input
+    or by `put` comes out of `__next__` after the batches made before it, and again at each later call.
+
+    While a Prefetcher is open, its input belongs to the thread. After `close()` the input may stand up to `depth`
+    batches further than `state`; to go on with it, give it `set_state(prefetcher.state)` or `reset()` first.
+
+        with Prefetcher(train_input, put_on_mesh) as prefetched:
+            for batch, input_state in prefetched:
+                ...
+    """
+
+    def __init__(self, source: Input, put: Callable[[Any], Any], *, depth: int = 2):
+        """Starts the thread.
+
+        Args:
+          source: the input.
+          put: turns a batch of numpy arrays into what the step takes, e.g. global arrays. Called in the thread.
+          depth: batches kept ready, 1 or more.
+
+        Raises:
+          ValueError: `depth` is below 1.
+        """
+        if depth < 1:
+            raise ValueError(f"Prefetcher of input {source.name!r}: depth={depth}; keep 1 batch ready or more")
+        self._source = source
+        self._put = put
+        self._depth = depth
+        self._ready: collections.deque[Prefetched] = collections.deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._ended = False
+        self._error: BaseException | None = None
+        self._made = 0
+        self._state = _state_of(source)
+        self._thread = threading.Thread(target=self._run, name=f"prefetch-{source.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> bytes | None:
+        """The input's position after the last batch handed out; at the start, where it stood when this was made."""
+        return self._state
+
+    def __next__(self) -> Prefetched:
+        """The next batch and the position after it.
+
+        Raises:
+          StopIteration: the input has ended.
+          ValueError, RuntimeError: the thread failed; a ValueError stays one, all else becomes a RuntimeError. The
+            message names the input and the batch, the cause is chained.
+          RuntimeError: the prefetcher is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
+            if self._closed:
+                raise RuntimeError(f"the prefetcher of input {self._source.name!r} is closed; make a new one")
+            if self._ready:
+                item = self._ready.popleft()
+                self._state = item.state
+                self._changed.notify_all()
+                return item
+            if self._error is None:
+                raise StopIteration
+            raise self._explain(self._error) from self._error
+
+    def close(self) -> None:
+        """Ends the thread, waits for it, and drops the batches that are ready. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while self._wait_for_room():
+                batch = self._put(self._source.get_next_padded())
+                self._hand_over(Prefetched(batch, _state_of(self._source)))
+        except BaseException as raised:  # the consumer waits: whatever happened here, it must hear of it
+            error = None if _is_end(raised) else raised
+        with self._changed:
+            self._error = error
+            self._ended = True
+            self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        """Waits until fewer than `depth` batches are ready. False: closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+            return not self._closed
+
+    def _hand_over(self, item: Prefetched) -> None:
+        with self._changed:
+            self._made += 1
+            if not self._closed:
+                self._ready.append(item)
+                self._changed.notify_all()
+
+    def _explain(self, error: BaseException) -> Exception:
+        message = (
+            f"input {self._source.name!r} failed at batch {self._made} of this run: {error or type(error).__name__}"
+        )
+        return ValueError(message) if isinstance(error, ValueError) else RuntimeError(message)
+
+
+def _state_of(source: Input) -> bytes | None:
+    try:
+        return source.get_state()
+    except NotImplementedError:
+        return None
+
+
+def _is_end(error: BaseException) -> bool:
+    if isinstance(error, StopIteration):
+        return True
+    tensorflow = sys.modules.get("tensorflow")  # never imported here: an input that raises its errors has done so
+    return tensorflow is not None and isinstance(error, tensorflow.errors.OutOfRangeError)

@@ -1,0 +1,57 @@
+"""The command line: `spmd-trainer --exp=NAME --job_log_dir=DIR --mode=train|eval|decode|decode_once|infer|inspect`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from spmd_trainer.cli import flag_parsing, launch, log_lines
+from spmd_trainer.errors import UserError
+
+MODES = ("train", "eval", "decode", "decode_once", "infer", "inspect")
+
+flags.DEFINE_string("exp", None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows them.")
+flags.DEFINE_string("job_log_dir", None, "Directory of this run: checkpoints/, summaries/, decode_out/, config.txt.")
+flags.DEFINE_enum("mode", "train", MODES, "What to do.")
+flags.DEFINE_multi_string(
+    "fdl.set",
+    [],
+    "Overrides one field of the experiment's config: --fdl.set='task.train.num_train_steps=200'. May be repeated; the "
+    "value is a Python literal. Paths start at task, train_datasets[i], eval_datasets[i], decode_datasets[i]; --dump "
+    "prints all of them.",
+)
+flags.DEFINE_string("restore_checkpoint_dir", None, "Read checkpoints from here instead of JOB_LOG_DIR/checkpoints.")
+flags.DEFINE_integer("restore_checkpoint_step", None, "Use this step instead of the newest one.", lower_bound=0)
+flags.DEFINE_bool("eval_on_test", True, "Evaluate during training, every task.train.eval_interval_steps.")
+flags.DEFINE_bool("decode_during_train", False, "Decode during training, every task.train.decode_interval_steps.")
+flags.DEFINE_bool(
+    "exit_after_ondemand_checkpoint", True, "Leave after the checkpoint that a SIGTERM or Ctrl-C asked for."
+)
+flags.DEFINE_bool("enable_checkpoint_saving", True, "Save checkpoints during training.")
+flags.DEFINE_integer("jax_profiler_port", None, "Serve JAX's profiler on this port.", lower_bound=1)
+flags.DEFINE_string("mesh", None, "Replaces the experiment's mesh, e.g. --mesh=data:4,mdl:2 (one size may be -1).")
+flags.DEFINE_bool("list", False, "Print the registered experiments, one a line, and exit.")
+flags.DEFINE_bool("dump", False, "Print the resolved config, one 'a.b.c: value' a line, and exit.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the command; leaves through SystemExit with status 2 when the user can mend what is wrong."""
+    log_lines.install()
+    try:
+        launch.run(flags.FLAGS, list(argv[1:]))
+    except UserError as error:
+        flag_parsing.leave(str(error))
+
+
+def run() -> None:
+    """Entry point of the `spmd-trainer` command."""
+    # TensorFlow announces itself on stderr otherwise.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    app.run(main, flags_parser=flag_parsing.parse)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,89 @@
+"""Many scalars as one array: sixty scalar outputs of a step cost the host more than a small step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_trainer.step_fns import StepFnOutput
+
+LOSS = "loss"
+
+
+class ScalarPacking:
+    """Packs loss, weighted scalars and scalar summaries of a step into one float32 vector, and reads it back by name.
+
+    The names are learnt while `pack` is traced, so one instance belongs to one step function.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[tuple[str, str]] = []
+
+    def pack(self, output: StepFnOutput) -> jax.Array:
+        """Returns float32 [2 + 2 * weighted scalars + scalar summaries]. Called while tracing."""
+        scalars: list[tuple[str, str, Any]] = []
+        if output.loss is not None:
+            scalars.append(("loss", LOSS, output.loss))
+        for name, (value, weight) in sorted(output.weighted_scalars.items()):
+            scalars += [("value", name, value), ("weight", name, weight)]
+        for name, value in sorted(output.summary_tensors.items()):
+            if jnp.ndim(value) == 0:
+                scalars.append(("summary", name.removesuffix("_scalar"), value))
+        self._names = [(kind, name) for kind, name, _ in scalars]
+        return jnp.stack([jnp.asarray(value, jnp.float32) for _, _, value in scalars])
+
+    def unpack(self, packed: Any) -> Scalars:
+        """Reads a packed vector back on the host; waits for the device."""
+        values = np.asarray(packed)
+        scalars = Scalars()
+        for (kind, name), value in zip(self._names, values.tolist(), strict=True):
+            if kind == "loss":
+                scalars.loss = value
+            else:
+                {"value": scalars.values, "weight": scalars.weights, "summary": scalars.summaries}[kind][name] = value
+        return scalars
+
+
+class Scalars:
+    """One step's scalars on the host.
+
+    Attributes:
+      loss: mean loss, or None.
+      values: mean of each weighted scalar over the batch.
+      weights: its weight.
+      summaries: scalar summaries.
+    """
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.values: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
+        self.summaries: dict[str, float] = {}
+
+
+class WeightedMean:
+    """Averages weighted scalars over batches: sum(value * weight) / sum(weight), in float64 on the host."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, float], weights: Mapping[str, float]) -> None:
+        """Adds one batch. A batch of weight 0 changes nothing, whatever its value."""
+        for name, value in values.items():
+            weight = weights[name]
+            if weight:
+                self._sums[name] = self._sums.get(name, 0.0) + value * weight
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def result(self) -> dict[str, float]:
+        """Returns the mean of each name that had any weight."""
+        return {name: self._sums[name] / weight for name, weight in self._weights.items() if weight}
+
+    def weight(self, name: str) -> float:
+        """Returns the total weight seen for a name."""
+        return self._weights.get(name, 0.0)

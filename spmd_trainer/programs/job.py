@@ -1,0 +1,163 @@
+"""What every mode needs: the experiment resolved, its mesh, its partitioner, its directories."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+from praxis import pax_fiddle
+
+from spmd_trainer import experiment_config, partitioning, sharding
+from spmd_trainer.errors import UserError
+from spmd_trainer.experiment_config import ResolvedExperiment
+from spmd_trainer.tasks_lib import SingleTask
+
+# Says whose directory a job_log_dir is.
+MARKER = "experiment.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSettings:
+    """The command line, resolved.
+
+    Attributes:
+      exp: the experiment's name.
+      job_log_dir: where everything of this job goes.
+      mode: train, eval, decode, decode_once or inspect.
+      overrides: 'path=value' each, applied to the experiment's config.
+      restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
+      restore_checkpoint_step: this step instead of the newest.
+      eval_on_test: evaluate during training on every evaluation dataset (else only between intervals).
+      decode_during_train: decode during training, at `decode_interval_steps`.
+      enable_checkpoint_saving: False trains without saving.
+      exit_after_ondemand_checkpoint: leave after the checkpoint that a signal asked for.
+      mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)).
+    """
+
+    exp: str
+    job_log_dir: epath.Path
+    mode: str = "train"
+    overrides: Sequence[str] = ()
+    restore_checkpoint_dir: epath.Path | None = None
+    restore_checkpoint_step: int | None = None
+    eval_on_test: bool = True
+    decode_during_train: bool = False
+    enable_checkpoint_saving: bool = True
+    exit_after_ondemand_checkpoint: bool = True
+    mesh: Sequence[tuple[str, int]] | None = None
+
+    @property
+    def checkpoint_dir(self) -> epath.Path:
+        """Where checkpoints are read from."""
+        return self.restore_checkpoint_dir or self.job_log_dir / "checkpoints"
+
+
+class Job:
+    """An experiment on its devices. Building one allocates nothing on them."""
+
+    def __init__(self, settings: JobSettings, resolved: ResolvedExperiment):
+        """Builds task, mesh and partitioner.
+
+        Raises:
+          UserError: the experiment, the mesh and the devices don't fit each other.
+        """
+        self.settings = settings
+        self.resolved = resolved
+        self.experiment = resolved.experiment
+        try:
+            self.task: SingleTask = partitioning.build_task(resolved.task_p)
+            mesh = sharding.create_device_mesh(list(settings.mesh)) if settings.mesh else None
+            self.partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner(mesh)
+            self.process_inputs_shape_dtype = self._process_inputs_shape_dtype()
+            self.partitioner.setup(self.task, self.global_shape_dtype(self.process_inputs_shape_dtype))
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"experiment {settings.exp}: {experiment_config.first_paragraph(error)}") from error
+        logging.info(
+            "experiment %s: %s parameters on mesh %s (%d %s devices)",
+            settings.exp,
+            f"{self.partitioner.metadata.num_params():,}",
+            ", ".join(f"{axis}={size}" for axis, size in self.partitioner.mesh.shape.items()),
+            self.partitioner.mesh.size,
+            jax.default_backend(),
+        )
+
+    @classmethod
+    def from_settings(cls, settings: JobSettings) -> Job:
+        """Resolves the experiment and builds its job."""
+        return cls(settings, experiment_config.resolve(settings.exp, settings.overrides))
+
+    @property
+    def prng_key(self) -> jax.Array:
+        """The run's one key, from `task.train.random_seed`."""
+        return jax.random.key(self.task.train.random_seed)
+
+    def _process_inputs_shape_dtype(self) -> Any:
+        provider = pax_fiddle.build(self.experiment.get_input_specs_provider_params())
+        return provider.get_input_specs()
+
+    @staticmethod
+    def global_shape_dtype(process_shape_dtype: Any) -> Any:
+        """Returns the shapes of the batch over all processes, given those of one process."""
+
+        def scale(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((x.shape[0] * jax.process_count(), *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(scale, process_shape_dtype)
+
+    def build_input(self, input_p: Any) -> Any:
+        """Builds an input for this process's share of the data."""
+        input_p = input_p.clone()
+        input_p.num_infeed_hosts = jax.process_count()
+        input_p.infeed_host_index = jax.process_index()
+        return pax_fiddle.build(input_p)
+
+    def config_lines(self) -> list[str]:
+        """The resolved config, one 'a.b.c: value' a line."""
+        return experiment_config.flatten_mapping(self.resolved.flattened())
+
+    def write_description(self) -> None:
+        """Writes what this job is into its directory: marker, resolved config, sharding report."""
+        if jax.process_index():
+            return
+        directory = self.settings.job_log_dir
+        (directory / MARKER).write_text(json.dumps({"experiment": self.resolved.name}) + "\n")
+        (directory / "config.txt").write_text("\n".join(self.config_lines()) + "\n")
+        for suffix, form in (("txt", "text"), ("json", "json"), ("html", "html")):
+            report = sharding.sharding_report(self.partitioner.metadata.records(), self.partitioner.mesh, format=form)
+            (directory / f"sharding_report.{suffix}").write_text(report)
+
+
+def claim_directory(settings: JobSettings, full_name: str) -> None:
+    """Makes sure that `job_log_dir` is writable and is this experiment's own, before any device is touched.
+
+    Raises:
+      UserError: not writable; holds something else; holds another experiment's run.
+    """
+    directory = settings.job_log_dir
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"--job_log_dir={directory} can't be written ({error}); give a directory that you may write"
+        ) from error
+    marker = directory / MARKER
+    if marker.exists():
+        owner = json.loads(marker.read_text())["experiment"]
+        if owner != full_name:
+            raise UserError(
+                f"--job_log_dir={directory} holds a run of {owner}, not of {full_name}; give each experiment a directory of its own"
+            )
+    elif settings.mode == "train" and any(path.name != ".writable" for path in directory.iterdir()):
+        raise UserError(
+            f"--job_log_dir={directory} is not empty and no run of this trainer; give a new or an empty directory"
+        )

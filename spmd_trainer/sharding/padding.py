@@ -1,0 +1,171 @@
+"""Uneven dimensions: how much padding a spec needs, and putting it on and taking it off.
+
+JAX arrays on a mesh must divide evenly. A variable that does not is kept with zeros behind its logical region: sliced
+off before the step's mathematics, put back (as zeros, whatever the step computed there) after it. Padding to the next
+multiple is what GSPMD does inside a program (Xu et al. 2021, https://arxiv.org/abs/2105.04663); this does it at the
+program's borders, where arrays must be even.
+
+Worked example on a mesh (x=2, y=4): shape (3, 5) with P('x', None) becomes (4, 5); with P(('x', 'y'), None), 8 shards
+of dimension 0, it becomes (8, 5); with P(None, 'y') it becomes (3, 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_trainer.sharding.messages import spec_text
+from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, check_spec, dimension_paddings, mesh_shape_of
+from spmd_trainer.sharding.variables import VariableSpec, broadcast_prefix, is_spec, named_leaves
+
+
+def uneven_paddings(
+    spec: PartitionSpec | None, shape: Sequence[int], mesh_shape: Sequence[int], mesh_axis_names: Sequence[str]
+) -> tuple[int, ...]:
+    """How much each dimension of `shape` must grow to divide by its shards.
+
+    Args:
+      spec: the array's spec; None is replicated.
+      shape: the logical shape.
+      mesh_shape: the mesh's sizes, in the order of `mesh_axis_names`.
+      mesh_axis_names: the mesh's axes.
+
+    Returns:
+      One number per dimension; () for a scalar.
+
+    Raises:
+      ValueError: sizes and names of unequal length, or a spec that does not fit the shape or the mesh.
+    """
+    if len(mesh_shape) != len(mesh_axis_names):
+        raise ValueError(
+            f"mesh_shape {tuple(mesh_shape)} has {len(mesh_shape)} sizes and mesh_axis_names {tuple(mesh_axis_names)} "
+            f"{len(mesh_axis_names)} names: give one size per axis."
+        )
+    sizes = dict(zip(mesh_axis_names, mesh_shape, strict=True))
+    check_spec("uneven_paddings", shape, spec, sizes)
+    return dimension_paddings(spec, shape, sizes)
+
+
+def pad_uneven(tree: Any, specs: Any, logical_shapes: Any, mesh: AnyMesh) -> Any:
+    """Pads every leaf with zeros from its logical shape to the least shape that its spec divides.
+
+    Works on concrete arrays and inside jit; a NumPy leaf stays in host memory. A leaf that needs no padding comes back
+    as the same object. Nodes without leaves (None, optax.MaskedNode) pass through.
+
+    Args:
+      tree: arrays of their logical shapes.
+      specs: a prefix tree of `tree`: PartitionSpecs, NamedShardings, VariableSpecs, or None for replicated.
+      logical_shapes: a prefix tree of `tree`: tuples of ints, things with a `.shape`, or VariableSpecs.
+      mesh: gives the axis sizes.
+
+    Returns:
+      A tree like `tree`.
+
+    Raises:
+      ValueError: a prefix that does not fit the tree, a leaf that does not have its logical shape, or a spec that does
+      not
+        fit the leaf or the mesh.
+    """
+    sizes = mesh_shape_of(mesh)
+
+    def pad(path: str, leaf: Any, spec: PartitionSpec, logical: tuple[int, ...]) -> Any:
+        if np.shape(leaf) != logical:
+            raise ValueError(
+                f"{path}: the array has shape {np.shape(leaf)} and its logical shape is {logical}; pad_uneven wants it "
+                "unpadded. If it carries padding already, call slice_uneven first."
+            )
+        check_spec(path, logical, spec, sizes)
+        paddings = dimension_paddings(spec, logical, sizes)
+        if not any(paddings):
+            return leaf
+        xp: Any = np if isinstance(leaf, np.ndarray) else jnp
+        return xp.pad(leaf, [(0, padding) for padding in paddings])
+
+    return _map_with_prefixes(pad, tree, specs, logical_shapes)
+
+
+def slice_uneven(tree: Any, specs: Any, logical_shapes: Any) -> Any:
+    """Takes the padding off: the inverse of `pad_uneven`.
+
+    Call it inside jit for arrays on a mesh: a slice that does not divide cannot lie split on devices outside of it, and
+    JAX would hand it back replicated.
+
+    Args:
+      tree: arrays as `pad_uneven` returns them.
+      specs: as for `pad_uneven`.
+      logical_shapes: as for `pad_uneven`.
+
+    Returns:
+      A tree like `tree` with logical shapes; a leaf without padding comes back as the same object.
+
+    Raises:
+      ValueError: a prefix that does not fit the tree, or a leaf that is smaller than its logical shape, of another
+      rank, or
+        larger in a dimension that its spec does not split.
+    """
+
+    def unpad(path: str, leaf: Any, spec: PartitionSpec, logical: tuple[int, ...]) -> Any:
+        shape = np.shape(leaf)
+        if shape == logical:
+            return leaf
+        if len(shape) != len(logical) or any(size < least for size, least in zip(shape, logical, strict=True)):
+            raise ValueError(
+                f"{path}: an array of shape {shape} cannot be sliced to its logical shape {logical}: it needs rank "
+                f"{len(logical)} and at least that many elements in each dimension. Is it another variable's?"
+            )
+        for dim, axes in enumerate(axes_by_dim(spec, len(shape))):
+            if shape[dim] != logical[dim] and not axes:
+                raise ValueError(
+                    f"{path}: dimension {dim} is {shape[dim]} long, its logical size is {logical[dim]}, and spec "
+                    f"{spec_text(spec)} does not split it, so that this is no padding. Check the logical shape."
+                )
+        if isinstance(leaf, np.ndarray):
+            return leaf[tuple(slice(size) for size in logical)]
+        return lax.slice(leaf, (0,) * len(shape), logical)
+
+    return _map_with_prefixes(unpad, tree, specs, logical_shapes)
+
+
+def _map_with_prefixes(
+    fn: Callable[[str, Any, PartitionSpec, tuple[int, ...]], Any], tree: Any, specs: Any, logical_shapes: Any
+) -> Any:
+    """`fn(path, leaf, spec, logical shape)` on every leaf of `tree`."""
+    all_specs = broadcast_prefix("specs", specs, tree, is_leaf=is_spec)
+    all_shapes = broadcast_prefix("logical_shapes", logical_shapes, tree, is_leaf=_is_shape)
+    leaves = named_leaves(tree)
+    results = [
+        fn(path, leaf, _as_spec(path, spec), _as_shape(path, shape))
+        for (path, leaf), spec, shape in zip(leaves, all_specs, all_shapes, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(tree), results)
+
+
+def _is_shape(node: Any) -> bool:
+    return hasattr(node, "shape") or (type(node) is tuple and all(isinstance(size, int | np.integer) for size in node))
+
+
+def _as_spec(path: str, entry: Any) -> PartitionSpec:
+    match entry:
+        case None:
+            return PartitionSpec()
+        case PartitionSpec():
+            return entry
+        case NamedSharding() | VariableSpec():
+            return entry.spec
+    raise ValueError(f"{path}: {entry!r} is no spec. Give a PartitionSpec, a NamedSharding, a VariableSpec, or None.")
+
+
+def _as_shape(path: str, entry: Any) -> tuple[int, ...]:
+    if isinstance(entry, VariableSpec):
+        return entry.logical_shape
+    if _is_shape(entry):
+        return tuple(getattr(entry, "shape", entry))
+    raise ValueError(
+        f"{path}: {entry!r} is no shape. Give a tuple of ints, something with a .shape, or a VariableSpec."
+    )

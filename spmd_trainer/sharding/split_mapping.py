@@ -1,0 +1,374 @@
+"""Split mappings: how an experiment says, per rank, over which mesh axes its inputs are split.
+
+    inputs_split_mapping = dict(
+        map_1d=(('replica', 'data'),),            # labels [batch]
+        map_2d=(('replica', 'data'), None),       # token ids [batch, time]
+        map_4d=('data', None, None, 'mdl'),       # images [batch, height, width, channels]
+        by_name={'audio/*': ('data', 'mdl')},     # one input, or a glob of them, that its rank would send elsewhere
+    )
+
+An entry is a tuple with one place per dimension: an axis name, an axis index, a tuple of them (split over their
+product), or None / -1 (whole). An entry that is None replicates every input it covers. `by_name` keys are paths (keys
+joined by '/') or fnmatch globs; an exact path wins over a glob, an earlier glob over a later one, and any of them over
+the rank.
+
+A new rank is one more line (`map_3d=(('replica', 'data'), None, None)`), an exception for one input one more `by_name`
+key.
+
+Wherever a function below takes `mesh_axis_names`, a mapping of names to sizes (`mesh.shape`) does as well; errors then
+show the sizes too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_trainer.sharding.messages import count_text, nearest_text
+from spmd_trainer.sharding.specs import AnyMesh, check_divides, check_spec, entry_axes, mesh_shape_of
+from spmd_trainer.sharding.split_dims import MeshAxes, SplitDimsMapping, axes_names_text, parse_split_dims
+from spmd_trainer.sharding.variables import named_leaves
+
+FIELD = "task.train.inputs_split_mapping"
+BY_NAME = "by_name"
+_RANK_KEY = re.compile(r"map_([1-9][0-9]*)d")
+
+
+def to_partition_spec(split_dims_mapping: SplitDimsMapping, mesh_axis_names: MeshAxes) -> PartitionSpec:
+    """The PartitionSpec of one split_dims_mapping.
+
+    `(0, -1)` on axes ('replica', 'data', 'mdl') is `P('replica', None)`; `(('replica', 'data'), 'mdl')` is
+    `P(('replica', 'data'), 'mdl')`.
+
+    Args:
+      split_dims_mapping: one place per dimension: an axis name, an axis index, a tuple of them, or None / -1 (whole).
+        None in place of the whole mapping is replicated.
+      mesh_axis_names: the mesh's axes, in order.
+
+    Returns:
+      A spec with as many entries as the mapping.
+
+    Raises:
+      ValueError: an unknown axis name, an index outside the mesh, an axis used twice, or a place that is none of the
+      above.
+    """
+    return parse_split_dims("split_dims_mapping", split_dims_mapping, mesh_axis_names)
+
+
+def shard_on_batch_dim_partition_spec(mesh_axis_names: MeshAxes, x: Any) -> PartitionSpec:
+    """Dimension 0 over every mesh axis, the others whole: how a batch comes from the host.
+
+    Rank 3 on ('replica', 'data', 'mdl') is `P(('replica', 'data', 'mdl'), None, None)`.
+
+    Args:
+      mesh_axis_names: the mesh's axes, in order.
+      x: anything with a shape.
+
+    Returns:
+      A spec with one entry per dimension of `x`.
+
+    Raises:
+      ValueError: `x` is a scalar.
+    """
+    rank = len(np.shape(x))
+    if rank == 0:
+        raise ValueError(
+            f"A scalar has no batch dimension to split over the mesh ({axes_names_text(mesh_axis_names)}). "
+            "Give every input a leading batch dimension, or replicate scalars with P()."
+        )
+    return PartitionSpec(tuple(mesh_axis_names), *(None,) * (rank - 1))
+
+
+def infer_partition_spec_based_on_rank_fn(
+    mapping_dict: Mapping[str, Any] | None, mesh_axis_names: MeshAxes, x: Any
+) -> PartitionSpec | None:
+    """The spec that the mapping's entry `map_{rank}d` gives `x`.
+
+    Args:
+      mapping_dict: `map_1d`, `map_2d`, ...; None for no mapping.
+      mesh_axis_names: the mesh's axes, in order.
+      x: anything with a shape.
+
+    Returns:
+      The spec; None (fully replicated) where the entry, or the whole mapping, is None. A scalar has nothing to split:
+      `P()`.
+
+    Raises:
+      ValueError: the mapping has no entry of that rank, or the entry is wrong.
+    """
+    return _spec_by_rank(mapping_dict, mesh_axis_names, "", tuple(np.shape(x)))
+
+
+def input_partition_spec(
+    mapping_dict: Mapping[str, Any] | None, mesh_axis_names: MeshAxes, path: str, x: Any
+) -> PartitionSpec | None:
+    """The spec of the input at `path`: by its name where `by_name` has one, else by its rank.
+
+    With `by_name={'images': ('data', None, None, 'mdl')}` the input `images` [batch, height, width, channels] is
+    `P('data', None, None, 'mdl')`, whatever `map_4d` says for the others.
+
+    Args:
+      mapping_dict: see the module; None for no mapping.
+      mesh_axis_names: the mesh's axes, in order.
+      path: the input's keys joined by '/'.
+      x: anything with a shape.
+
+    Returns:
+      The spec, or None for fully replicated.
+
+    Raises:
+      ValueError: no entry for this input, or one of another rank than the input's.
+    """
+    shape = tuple(np.shape(x))
+    by_name = (mapping_dict or {}).get(BY_NAME) or {}
+    key = _name_key(by_name, path)
+    if key is None:
+        return _spec_by_rank(mapping_dict, mesh_axis_names, path, shape)
+    entry = by_name[key]
+    if entry is None:
+        return None
+    spec = parse_split_dims(f"{FIELD} {BY_NAME}[{key!r}]", entry, mesh_axis_names)
+    if len(spec) != len(shape):
+        raise ValueError(
+            f"{FIELD} {BY_NAME}[{key!r}] = {entry!r} has {count_text(len(spec), 'entry', 'entries')}, and input "
+            f"{path!r} has rank {len(shape)} (shape {shape}). Mesh axes: {axes_names_text(mesh_axis_names)}. Give one "
+            "entry per dimension, None for a whole one."
+        )
+    return spec
+
+
+def input_partition_specs(mapping_dict: Mapping[str, Any] | None, mesh_axis_names: MeshAxes, inputs: Any) -> Any:
+    """The specs of a whole batch by `input_partition_spec`; fully replicated inputs are `P()`.
+
+    Args:
+      mapping_dict: see the module; None for no mapping.
+      mesh_axis_names: the mesh's axes, in order.
+      inputs: a pytree of arrays or ShapeDtypeStructs.
+
+    Returns:
+      A tree like `inputs`.
+
+    Raises:
+      ValueError: what `input_partition_spec` raises.
+    """
+    leaves = named_leaves(inputs)
+    specs = [input_partition_spec(mapping_dict, mesh_axis_names, path, x) or PartitionSpec() for path, x in leaves]
+    return jax.tree.unflatten(jax.tree.structure(inputs), specs)
+
+
+def reshard_input_based_on_rank_fn(
+    mapping_dict: Mapping[str, Any] | None,
+    mesh_axis_names: MeshAxes,
+    x: jax.Array,
+    *,
+    path: str = "",
+    mesh: AnyMesh | None = None,
+    allow_uneven: bool = False,
+) -> jax.Array:
+    """Splits one input inside jit as the mapping says, with a sharding constraint.
+
+    Args:
+      mapping_dict: see the module; None leaves `x` alone.
+      mesh_axis_names: the mesh's axes, in order.
+      x: the input.
+      path: its name, for `by_name` and for errors.
+      mesh: default the ambient mesh (`jax.set_mesh`).
+      allow_uneven: take a dimension that its axes don't divide. XLA then pads it for the computation; but JAX returns
+        such a value replicated when it is an output of the jitted function, without saying so, hence not by default.
+
+    Returns:
+      `x` with its values unchanged.
+
+    Raises:
+      ValueError: what `input_partition_spec` raises, no mesh, or a dimension that its axes don't divide.
+    """
+    if mapping_dict is None:
+        return x
+    spec = input_partition_spec(mapping_dict, mesh_axis_names, path, x)
+    return _constrain(path, x, spec or PartitionSpec(), mesh, allow_uneven)
+
+
+def reshard_inputs(
+    mapping_dict: Mapping[str, Any] | None,
+    mesh_axis_names: MeshAxes,
+    inputs: Any,
+    *,
+    mesh: AnyMesh | None = None,
+    allow_uneven: bool = False,
+) -> Any:
+    """`reshard_input_based_on_rank_fn` on a whole batch, each input by its own path.
+
+    Args:
+      mapping_dict: see the module; None leaves the inputs alone.
+      mesh_axis_names: the mesh's axes, in order.
+      inputs: a pytree of arrays.
+      mesh: default the ambient mesh (`jax.set_mesh`).
+      allow_uneven: see `reshard_input_based_on_rank_fn`.
+
+    Returns:
+      A tree like `inputs`.
+
+    Raises:
+      ValueError: what `input_partition_specs` raises, no mesh, or a dimension that its axes don't divide.
+    """
+    if mapping_dict is None:
+        return inputs
+    specs = jax.tree.leaves(input_partition_specs(mapping_dict, mesh_axis_names, inputs))
+    leaves = [
+        _constrain(path, x, spec, mesh, allow_uneven)
+        for (path, x), spec in zip(named_leaves(inputs), specs, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(inputs), leaves)
+
+
+def validate_split_mapping(
+    mapping_dict: Mapping[str, Any] | None, mesh_axis_names: MeshAxes, inputs: Any = None
+) -> None:
+    """Checks a mapping against the mesh before any device is touched.
+
+    Args:
+      mapping_dict: see the module; None is a valid mapping.
+      mesh_axis_names: the mesh's axes, in order.
+      inputs: the training batch, where its shapes are known: a pytree of anything with shapes. Every input must then
+        have an entry, and every `by_name` key an input. (Evaluation and decode share the mapping and may lack some
+        inputs.)
+
+    Raises:
+      ValueError: an empty mesh, an unknown key, an entry whose length is not its key's rank, an unknown axis, or an
+      axis
+        twice in one entry. The message names the key, the entry, the mesh axes and the fix.
+    """
+    if mapping_dict is None:
+        return
+    axes = axes_names_text(mesh_axis_names)
+    if not tuple(mesh_axis_names):
+        raise ValueError(
+            f"{FIELD} is set, and the mesh has no axes. Give the model mesh_axis_names, or set it to None."
+        )
+    if not isinstance(mapping_dict, Mapping):
+        raise ValueError(
+            f"{FIELD} is a {type(mapping_dict).__name__} ({mapping_dict!r}), and must be a dict such as "
+            f"{{'map_1d': {_batch_entry(None, mesh_axis_names, 1)!r}}}. Mesh axes: {axes}."
+        )
+    for key, entry in mapping_dict.items():
+        if key == BY_NAME:
+            _validate_by_name(entry, mesh_axis_names)
+            continue
+        match = _RANK_KEY.fullmatch(str(key))
+        if match is None:
+            raise ValueError(
+                f"{FIELD} has a key {key!r}.{_nearest_key(key)} Its keys are map_1d, map_2d, ... (one per rank of "
+                f"input) and {BY_NAME}. Mesh axes: {axes}."
+            )
+        rank = int(match[1])
+        if entry is None:
+            continue
+        spec = parse_split_dims(f"{FIELD} {key}", entry, mesh_axis_names)
+        if len(spec) != rank:
+            raise ValueError(
+                f"{FIELD} {key} = {entry!r} has {count_text(len(spec), 'entry', 'entries')}, and needs {rank}: one per "
+                f"dimension. Mesh axes: {axes}. {_rank_fix(key, tuple(spec), rank)}"
+            )
+    if inputs is not None:
+        input_partition_specs(mapping_dict, mesh_axis_names, inputs)
+        paths = [path for path, _ in named_leaves(inputs)]
+        for key in mapping_dict.get(BY_NAME) or {}:
+            if not any(path == key or _globs(key, path) for path in paths):
+                raise ValueError(
+                    f"{FIELD} {BY_NAME}[{key!r}] matches no input.{nearest_text(key, paths)} The inputs are {paths}."
+                )
+
+
+def _validate_by_name(by_name: Any, mesh_axis_names: MeshAxes) -> None:
+    if by_name is None:
+        return
+    if not isinstance(by_name, Mapping) or not all(isinstance(key, str) for key in by_name):
+        raise ValueError(
+            f"{FIELD} {BY_NAME} = {by_name!r} must map input paths to entries, e.g. "
+            f"{{'images': {_batch_entry(None, mesh_axis_names, 4)!r}}}. Mesh axes: {axes_names_text(mesh_axis_names)}."
+        )
+    for key, entry in by_name.items():
+        if entry is not None:
+            parse_split_dims(f"{FIELD} {BY_NAME}[{key!r}]", entry, mesh_axis_names)
+
+
+def _spec_by_rank(
+    mapping_dict: Mapping[str, Any] | None, mesh_axes: MeshAxes, path: str, shape: tuple[int, ...]
+) -> PartitionSpec | None:
+    if mapping_dict is None:
+        return None
+    if not shape:
+        return PartitionSpec()
+    key = f"map_{len(shape)}d"
+    if key not in mapping_dict:
+        entry = _batch_entry(mapping_dict, mesh_axes, len(shape))
+        raise ValueError(
+            f"{FIELD} has no {key}, and input {path!r} has rank {len(shape)} (shape {shape}).\n"
+            f"Mesh axes: {axes_names_text(mesh_axes)}. To split its batch, add {key}={entry!r} to {FIELD}, or "
+            f"{key}=None to replicate it."
+        )
+    if mapping_dict[key] is None:
+        return None
+    spec = parse_split_dims(f"{FIELD} {key}", mapping_dict[key], mesh_axes)
+    if len(spec) != len(shape):
+        raise ValueError(
+            f"{FIELD} {key} = {mapping_dict[key]!r} has {count_text(len(spec), 'entry', 'entries')}, and input "
+            f"{path!r} has rank {len(shape)} (shape {shape}). Mesh axes: {axes_names_text(mesh_axes)}. "
+            f"{_rank_fix(key, tuple(spec), len(shape))}"
+        )
+    return spec
+
+
+def _constrain(path: str, x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None, allow_uneven: bool) -> jax.Array:
+    ambient = jax.sharding.get_abstract_mesh()
+    if mesh is None and ambient.empty:
+        raise ValueError(
+            f"No mesh to split input {path!r} (shape {x.shape}) on: run under `with jax.set_mesh(mesh):`, or pass "
+            "mesh=."
+        )
+    sizes = mesh_shape_of(ambient if mesh is None else mesh)
+    name = f"input {path!r}"
+    check_spec(name, x.shape, spec, sizes)
+    if not allow_uneven:
+        check_divides(name, x.shape, spec, sizes)
+    return jax.lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
+
+
+def _name_key(by_name: Mapping[str, Any], path: str) -> str | None:
+    if path in by_name:
+        return path
+    return next((key for key in by_name if _globs(key, path)), None)
+
+
+def _globs(key: str, path: str) -> bool:
+    return fnmatch.fnmatchcase(path, key)
+
+
+def _batch_entry(mapping_dict: Mapping[str, Any] | None, mesh_axes: MeshAxes, rank: int) -> tuple[Any, ...]:
+    """An entry of that rank to propose: the batch split as other ranks split it, else over the whole mesh."""
+    for key, entry in (mapping_dict or {}).items():
+        if _RANK_KEY.fullmatch(str(key)) and entry:
+            return (entry[0], *(None,) * (rank - 1))
+    names = tuple(mesh_axes)
+    return (names[0] if len(names) == 1 else names, *(None,) * (rank - 1))
+
+
+def _rank_fix(key: str, entries: tuple[Any, ...], rank: int) -> str:
+    axes = tuple(axis for entry in entries for axis in entry_axes(entry))
+    if rank == 1 and len(axes) > 1:
+        return f"One dimension over several axes is {key}=({axes!r},)."
+    if len(entries) < rank:
+        return f"E.g. {key}={entries + (None,) * (rank - len(entries))!r}, None for a whole dimension."
+    return f"Entries of this length belong under map_{len(entries)}d."
+
+
+def _nearest_key(key: Any) -> str:
+    if str(key) == "map_0d":
+        return " A scalar has nothing to split: remove it."
+    return nearest_text(key, [f"map_{rank}d" for rank in range(1, 7)] + [BY_NAME])

@@ -1,0 +1,267 @@
+"""Tactics: what a path rule does with a leaf it matched. Each takes the leaf's spec so far and returns the next one.
+
+A tactic is any callable `(spec, mesh, path, leaf) -> spec`; `spec` has an entry for every dimension of the leaf. The
+ones defined here can also be written as text, as experiments and command lines do: `replicate`, `fsdp(axis="data")`,
+`fsdp(axis="data, mdl", min_size_to_shard_mb=0)`, `shard_dim(-1, "mdl")`.
+
+The design (regular expressions over parameter names, small composable tactics that refuse to split twice) was published
+with big_vision (https://github.com/google-research/big_vision). Here, what a tactic could not do is a note in the
+report instead of a line in a log, and uneven dimensions can be padded.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from jax.sharding import PartitionSpec
+
+from spmd_trainer.sharding.messages import bytes_text, mesh_text, nearest_text, spec_text
+from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, axes_text, mesh_shape_of
+from spmd_trainer.sharding.variables import leaf_shape_dtype
+
+Tactic = Callable[[PartitionSpec, AnyMesh, str, Any], PartitionSpec]
+
+MEBIBYTE = 2**20
+
+
+def replicate() -> BuiltinTactic:
+    """Keeps a leaf whole on every device; refuses one that is split already."""
+    return _Replicate()
+
+
+def fsdp(axis: str | Sequence[str], min_size_to_shard_mb: float = 4, allow_uneven: bool = False) -> BuiltinTactic:
+    """Splits the largest dimension that is still whole and divides by the axes (of equal ones the last).
+
+    Fully sharded data parallelism: parameters, gradients and optimizer state are split over the axis that the batch is
+    split over (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3).
+
+    Args:
+      axis: a mesh axis, or several as a tuple or as 'data, mdl'.
+      min_size_to_shard_mb: a leaf of at most so many MiB is left alone.
+      allow_uneven: where no dimension divides, split the one to which padding adds least.
+
+    Returns:
+      The tactic. It leaves alone, and says so in the report: scalars, small leaves, leaves that these axes split
+      already, and leaves of which no whole dimension divides.
+
+    Raises:
+      ValueError: here, an axis or a size that is none; when applied, an axis that the mesh does not have, or of which a
+        part is already in use on the leaf.
+    """
+    if isinstance(min_size_to_shard_mb, bool) or not isinstance(min_size_to_shard_mb, int | float):
+        raise ValueError(f"fsdp: min_size_to_shard_mb={min_size_to_shard_mb!r} must be a number of MiB, e.g. 4.")
+    return _Fsdp(_parse_axes("fsdp", axis), min_size_to_shard_mb, allow_uneven)
+
+
+def shard_dim(dim: int, axis: str | Sequence[str], allow_uneven: bool = False) -> BuiltinTactic:
+    """Splits one given dimension.
+
+    Args:
+      dim: the dimension; negative counts from the last.
+      axis: a mesh axis, or several as a tuple or as 'data, mdl'.
+      allow_uneven: split the dimension with padding where it does not divide.
+
+    Returns:
+      The tactic. A dimension that does not divide it leaves alone, and says so in the report.
+
+    Raises:
+      ValueError: here, a dimension or an axis that is none; when applied, a leaf without that dimension (such as a
+        scalar), a dimension that is split already, or an axis that the mesh does not have or another dimension uses.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ValueError(f"shard_dim: dim={dim!r} must be a whole number, e.g. 0 for the first dimension or -1.")
+    return _ShardDim(dim, _parse_axes("shard_dim", axis), allow_uneven)
+
+
+_KNOWN: dict[str, Callable[..., BuiltinTactic]] = {"replicate": replicate, "fsdp": fsdp, "shard_dim": shard_dim}
+
+
+def parse_tactic(text: str) -> BuiltinTactic:
+    """The tactic that a text such as `fsdp(axis="data")` or `replicate` names. Nothing in the text is executed.
+
+    Raises:
+      ValueError: no call of a known tactic, or arguments it does not take.
+    """
+    usage = ", ".join(f"{name}{_signature_text(make)}" for name, make in _KNOWN.items())
+    suffix = f"Known tactics: {usage}. Names of axes stand in quotes."
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"Tactic {text!r} cannot be read: {error.msg}. {suffix}") from error
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name):
+        raise ValueError(f"{text!r} is no call of a tactic. {suffix}")
+    name = call.func.id
+    if name not in _KNOWN:
+        raise ValueError(f"There is no tactic {name!r} (in {text!r}).{nearest_text(name, _KNOWN)} {suffix}")
+    parameters = inspect.signature(_KNOWN[name]).parameters
+    unknown = [str(keyword.arg) for keyword in call.keywords if keyword.arg not in parameters]
+    if unknown:
+        raise ValueError(f"{text!r}: {name} takes no {unknown[0]!r}.{nearest_text(unknown[0], parameters)} {suffix}")
+    try:
+        args = [ast.literal_eval(arg) for arg in call.args]
+        kwargs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except ValueError as error:
+        raise ValueError(f"{text!r}: its arguments must be plain strings, numbers and tuples. {suffix}") from error
+    try:
+        inspect.signature(_KNOWN[name]).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"{text!r}: {error}. {suffix}") from error
+    return _KNOWN[name](*args, **kwargs)
+
+
+def _signature_text(make: Callable[..., BuiltinTactic]) -> str:
+    parameters = inspect.signature(make).parameters.values()
+    return f"({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})"
+
+
+def _parse_axes(tactic: str, axis: Any) -> tuple[str, ...]:
+    axes = [part.strip() for part in axis.split(",")] if isinstance(axis, str) else list(axis or ())
+    if not axes or not all(isinstance(name, str) and name for name in axes) or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"{tactic}: axis={axis!r} must be the name of a mesh axis, or several different ones as a tuple or as "
+            "'data, mdl'."
+        )
+    return tuple(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A leaf as a built-in tactic looks at it."""
+
+    where: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    spec: PartitionSpec
+    mesh_shape: Mapping[str, int]
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that split each dimension so far."""
+        return axes_by_dim(self.spec, len(self.shape))
+
+    def split(self, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
+        """The spec with `dim` split over `axes` as well."""
+        entries = [*self.axes[:dim], axes, *self.axes[dim + 1 :]]
+        return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+
+class BuiltinTactic:
+    """A tactic that also says what it could not do. Subclasses are frozen dataclasses of their arguments."""
+
+    name: ClassVar[str]
+    axis: tuple[str, ...] = ()
+
+    def decide(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
+        """`(next spec, '')`, or `(spec, why it could do no more)`. Raises as `__call__`."""
+        shape, dtype = leaf_shape_dtype(path, leaf)
+        sizes = mesh_shape_of(mesh)
+        where = f"{path}: {self} on shape {shape} with spec {spec_text(spec)}, mesh {mesh_text(sizes)}"
+        for axis in self.axis:
+            if axis not in sizes:
+                raise ValueError(f"{where}: the mesh has no axis {axis!r}.{nearest_text(axis, sizes)}")
+        return self._decide(_Leaf(where, shape, math.prod(shape) * dtype.itemsize, spec, sizes))
+
+    def _decide(self, leaf: _Leaf) -> tuple[PartitionSpec, str]:
+        raise NotImplementedError
+
+    def __call__(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> PartitionSpec:
+        """The next spec of the leaf at `path`.
+
+        Raises:
+          ValueError: see the function that made this tactic.
+        """
+        return self.decide(spec, mesh, path, leaf)[0]
+
+    def __str__(self) -> str:
+        """The text that `parse_tactic` reads."""
+        given = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value != field.default:
+                given.append(f"{field.name}={(', '.join(value) if isinstance(value, tuple) else value)!r}")
+        return f"{self.name}({', '.join(given)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replicate(BuiltinTactic):
+    name: ClassVar[str] = "replicate"
+
+    def _decide(self, leaf: _Leaf) -> tuple[PartitionSpec, str]:
+        if any(leaf.axes):
+            raise ValueError(
+                f"{leaf.where}: it is split already, so it cannot be replicated. Drop the tactic that split it, or "
+                "hand it over unsplit."
+            )
+        return leaf.spec, ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fsdp(BuiltinTactic):
+    name: ClassVar[str] = "fsdp"
+    axis: tuple[str, ...]
+    min_size_to_shard_mb: float = 4
+    allow_uneven: bool = False
+
+    def _decide(self, leaf: _Leaf) -> tuple[PartitionSpec, str]:
+        used = {axis for axes in leaf.axes for axis in axes}
+        split_over = axes_text(self.axis, leaf.mesh_shape)
+        if used.issuperset(self.axis):
+            return leaf.spec, f"already split over {split_over}"
+        for axis in self.axis:
+            if axis in used:
+                raise ValueError(
+                    f"{leaf.where}: axis {axis!r} splits it already, and an axis splits one dimension, once. Leave "
+                    f"{axis!r} out of this tactic or of the one before."
+                )
+        if not leaf.shape:
+            return leaf.spec, "a scalar has no dimension to split"
+        if leaf.num_bytes <= self.min_size_to_shard_mb * MEBIBYTE:
+            limit = f"min_size_to_shard_mb={self.min_size_to_shard_mb}"
+            return leaf.spec, f"{bytes_text(leaf.num_bytes)} is not above {limit}"
+        count = math.prod(leaf.mesh_shape[axis] for axis in self.axis)
+        free = [(size, dim) for dim, (size, axes) in enumerate(zip(leaf.shape, leaf.axes, strict=True)) if not axes]
+        even = [(size, dim) for size, dim in free if size % count == 0]
+        if even:
+            return leaf.split(max(even)[1], self.axis), ""
+        if free and self.allow_uneven:
+            _, _, dim = min((-size % count / size, -size, -dim) for size, dim in free)
+            return leaf.split(-dim, self.axis), ""
+        which = "dimension" if len(free) == len(leaf.shape) else "whole dimension"
+        return leaf.spec, f"no {which} of {leaf.shape} divides by {split_over}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardDim(BuiltinTactic):
+    name: ClassVar[str] = "shard_dim"
+    dim: int
+    axis: tuple[str, ...]
+    allow_uneven: bool = False
+
+    def _decide(self, leaf: _Leaf) -> tuple[PartitionSpec, str]:
+        rank = len(leaf.shape)
+        split_over = axes_text(self.axis, leaf.mesh_shape)
+        if not -rank <= self.dim < rank:
+            have = f"It has dimensions 0 to {rank - 1}." if rank else "A scalar cannot be split."
+            raise ValueError(
+                f"{leaf.where}: there is no dimension {self.dim} to split over {split_over}. {have} Narrow the rule's "
+                "regex, or put a rule for this leaf before it."
+            )
+        dim = self.dim % rank
+        if leaf.axes[dim] == self.axis:
+            return leaf.spec, f"dimension {dim} is already split over {split_over}"
+        for other, axes in enumerate(leaf.axes):
+            if axes and (other == dim or set(axes) & set(self.axis)):
+                raise ValueError(
+                    f"{leaf.where}: dimension {other} (size {leaf.shape[other]}) is split over "
+                    f"{axes_text(axes, leaf.mesh_shape)} already. A dimension is split once, and an axis splits one "
+                    "dimension: drop one of the two tactics."
+                )
+        if not self.allow_uneven and leaf.shape[dim] % math.prod(leaf.mesh_shape[axis] for axis in self.axis):
+            return leaf.spec, f"dimension {dim} of {leaf.shape} does not divide by {split_over}"
+        return leaf.split(dim, self.axis), ""

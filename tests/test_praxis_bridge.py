@@ -1,0 +1,102 @@
+"""The bridge, seen from outside: fresh interpreters, whatever they import first."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import spmd_trainer",
+        "from spmd_trainer import base_experiment",
+        "from praxis import pytypes; import spmd_trainer",
+    ],
+)
+def test_praxis_works_whatever_is_imported_first(first):
+    code = f"""
+{first}
+import jax
+from praxis import base_input, layers, optimizers, py_utils
+assert jax.tree_map(lambda x, y: (x, y), {{'a': None, 'b': 1}}, {{'a': 3, 'b': 2}}) == {{'a': None, 'b': (1, 2)}}
+assert len(jax.tree_flatten({{'a': 1}})[0]) == 1
+print('ok')
+"""
+    assert run_python(code).strip() == "ok"
+
+
+def test_installing_twice_is_installing_once():
+    code = """
+import sys, spmd_trainer
+from spmd_trainer import praxis_bridge
+from praxis import decoder_utils, py_utils
+before = (decoder_utils.jnp, py_utils.get_enumeration_id, len(sys.meta_path))
+praxis_bridge.install()
+assert before == (decoder_utils.jnp, py_utils.get_enumeration_id, len(sys.meta_path))
+"""
+    run_python(code)
+
+
+def test_sharding_alone_brings_in_neither_praxis_nor_tensorflow():
+    code = """
+import sys, spmd_trainer.sharding
+heavy = {'praxis', 'tensorflow', 'flax', 'fiddle', 'clu', 'orbax', 'lingvo'} & {m.split('.')[0] for m in sys.modules}
+assert not heavy, heavy
+"""
+    run_python(code)
+
+
+def test_praxis_sees_the_mesh_of_set_mesh_also_while_tracing():
+    code = """
+import os
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'
+import spmd_trainer, jax, numpy as np
+from jax.sharding import AxisType, Mesh
+from praxis import py_utils
+mesh = Mesh(np.array(jax.devices()), ('x',), axis_types=(AxisType.Auto,))
+assert not py_utils.global_mesh_defined()
+seen = []
+with jax.set_mesh(mesh):
+    assert py_utils.global_mesh_defined()
+    jax.jit(lambda x: seen.append(py_utils.global_mesh_defined()) or x)(1)
+assert seen == [True] and not py_utils.global_mesh_defined()
+"""
+    run_python(code)
+
+
+def test_enumeration_ids_may_be_arrays_of_one_element():
+    code = """
+import spmd_trainer, numpy as np
+from praxis import py_utils
+keys = (py_utils.INDEX_WITHIN_SHARD_KEY, py_utils.SHARD_INDEX_KEY, py_utils.NUM_SHARDS_KEY)
+example = {key: np.array([i]) for i, key in enumerate(keys)}
+text = py_utils.get_enumeration_id(example, pop=True)
+assert [part.split('=')[1] for part in text.split('/')] == ['0', '1', '2'] and not example
+"""
+    run_python(code)
+
+
+@pytest.mark.parametrize(("package", "version"), [("jax", "0.4.26"), ("praxis", "1.3.1")])
+def test_a_version_outside_the_known_range_is_a_clear_import_error(package, version):
+    code = f"""
+import spmd_trainer, jax, importlib.metadata
+real = importlib.metadata.version
+if {package!r} == 'jax':
+    jax.__version__ = {version!r}
+else:
+    importlib.metadata.version = lambda name: {version!r} if name == 'praxis' else real(name)
+try:
+    import praxis.base_layer
+except ImportError as error:
+    assert {version!r} in str(error) and '{"0.10" if package == "jax" else "1.4.0"}' in str(error), error
+else:
+    raise AssertionError('imported')
+"""
+    run_python(code)
