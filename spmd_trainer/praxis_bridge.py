@@ -1,6 +1,8 @@
 """The one file that knows praxis 1.4.0 (April 2024) is older than the JAX it runs on.
 
-`install()` puts an import hook in place; importing anything from praxis then first restores the names praxis expects.
+`install()` puts an import hook in place; importing anything from praxis then first restores the names praxis expects. It is
+called when `spmd_trainer` is imported, and by a `.pth` file at interpreter start, so that a user's file may import praxis
+before the trainer.
 Nothing in site-packages is touched, every change adds what is missing, and installing twice is the same as once.
 
 | restored | why praxis needs it | how |
@@ -23,7 +25,6 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -89,6 +90,8 @@ class _MendingLoader(importlib.abc.Loader):
 
 
 def _check_versions() -> None:
+    import importlib.metadata
+
     import jax
 
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])

@@ -17,7 +17,7 @@ def run_python(code: str) -> str:
     [
         "import spmd_trainer",
         "from spmd_trainer import base_experiment",
-        "from praxis import pytypes; import spmd_trainer",
+        "from praxis import base_input, layers",
     ],
 )
 def test_praxis_works_whatever_is_imported_first(first):

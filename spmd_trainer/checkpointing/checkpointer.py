@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import datetime
 import re
@@ -308,20 +309,30 @@ class Checkpointer:
     def _read_or_problem(
         self, step: int, variables: Any, mesh: Mesh, partial: bool
     ) -> tuple[Restored | None, str | None]:
-        """Checks and reads a step. Damage found by checksum or by decoding an array is returned; the rest is raised."""
-        if problem := steps.contents_problem(self._directory, step):
+        """Checks and reads a step. Damage found by checksum or by decoding an array is returned; the rest is raised.
+
+        Checksums are worked out while arrays are read: where there are cores to spare they cost no time.
+        """
+        found = manifest.quick_problem(steps.step_dir(self._directory, step), step)
+        if problem := collective.first_problem(found):
             return None, problem
-        restored = None
-        try:
-            restored = self._read(step, variables, mesh, partial)
-        except CheckpointMismatchError:
-            raise
-        except Exception as e:
-            if not re.search("DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|Error reading|Error decoding", str(e)):
-                raise
-            problem = f"an array cannot be decoded ({e})"
-        problem = collective.first_problem(problem)
-        return (None, problem) if problem else (restored, None)
+        restored, error = None, None
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            checked = pool.submit(steps.contents_problem, self._directory, step)
+            try:
+                restored = self._read(step, variables, mesh, partial)
+            except Exception as e:
+                error = e
+        # What a damaged file made of the reading says nothing; the checksums go first.
+        if problem := collective.first_problem(checked.result()):
+            return None, problem
+        if error is not None and not re.search(
+            "DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|Error reading|Error decoding", str(error)
+        ):
+            raise error
+        if problem := collective.first_problem(error and f"an array cannot be decoded ({error})"):
+            return None, problem
+        return restored, None
 
     def _read(self, step: int, variables: Any, mesh: Mesh, partial: bool) -> Restored:
         record = records.read(steps.step_dir(self._directory, step), step)

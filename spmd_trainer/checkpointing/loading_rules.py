@@ -14,7 +14,7 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import mismatch, records, steps
+from spmd_trainer.checkpointing import collective, mismatch, records, steps
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError, CheckpointNotFoundError, DamagedCheckpointError
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _open_source(directory: epath.Path, step: int | None) -> _Source:
         directory = directory / "checkpoints"
     candidates = steps.agreed_newest_first(directory) if step is None else [step]
     for candidate in candidates:
-        problem = steps.contents_problem(directory, candidate)
+        problem = collective.first_problem(steps.contents_problem(directory, candidate))
         if problem is None:
             step_dir = steps.step_dir(directory, candidate)
             saved = records.saved_variables(records.read(step_dir, candidate))

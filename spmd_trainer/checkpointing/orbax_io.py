@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
@@ -134,13 +133,10 @@ def read_arrays(
         if path not in arrays:
             arrays[path] = jax.device_put(np.zeros(spec.padded_shape, spec.dtype), shardings[path])
         result[path] = arrays[path]
-    # Only padding that was already there when the step was saved can hold anything but zeros.
-    maybe_dirty = {
-        path: result[path]
-        for path, spec in wanted.items()
-        if any(pad and saved[source[path]].padded_shape[dim] > size for dim, (size, pad) in _padded_dims(spec))
-    }
-    result.update(_zero_padding(maybe_dirty, wanted))
+    for path, spec in wanted.items():
+        # Only padding that was there already when the step was saved can hold anything but zeros.
+        if any(pad and saved[source[path]].padded_shape[dim] > size for dim, (size, pad) in _padded_dims(spec)):
+            result[path] = _with_zero_padding(result[path], spec)
     return result
 
 
@@ -176,19 +172,25 @@ def _padded_dims(spec: VariableSpec) -> enumerate[tuple[int, int]]:
     return enumerate(zip(spec.logical_shape, spec.paddings, strict=True))
 
 
-def _zero_padding(arrays: Mapping[str, jax.Array], wanted: Mapping[str, VariableSpec]) -> dict[str, jax.Array]:
-    """Returns the arrays with zeros outside their logical shapes, shardings unchanged."""
-    if not arrays:
-        return {}
+def _with_zero_padding(array: jax.Array, spec: VariableSpec) -> jax.Array:
+    """Returns the array with zeros outside its logical shape; the same object if that is what it holds.
 
-    def clear(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        for path, x in tree.items():
-            inside: Any = True
-            for dim, (size, pad) in _padded_dims(wanted[path]):
-                if pad:
-                    inside &= jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < size
-            tree[path] = jnp.where(inside, x, jnp.zeros((), x.dtype))
-        return tree
-
-    out_shardings = {path: x.sharding for path, x in arrays.items()}
-    return jax.jit(clear, donate_argnums=0, out_shardings=out_shardings)(dict(arrays))
+    Shard by shard on the host: only shards at the rim are looked at, nothing is compiled, and no process needs another.
+    """
+    shards, changed = [], False
+    for shard in array.addressable_shards:
+        data = shard.data
+        slabs = []
+        for dim, (size, _) in _padded_dims(spec):
+            inside = max(0, size - (shard.index[dim].start or 0))
+            if inside < data.shape[dim]:
+                slabs.append((slice(None),) * dim + (slice(inside, None),))
+        host = np.asarray(data) if slabs else None
+        if host is not None and any(host[slab].any() for slab in slabs):
+            host = host.copy()
+            for slab in slabs:
+                host[slab] = 0
+            data = jax.device_put(host, shard.device)
+            changed = True
+        shards.append(data)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards) if changed else array

@@ -45,12 +45,11 @@ def newest_whole(directory: epath.Path, newer_than: int = -1) -> int | None:
 
 
 def contents_problem(directory: epath.Path, step: int) -> str | None:
-    """Returns what is wrong with a step, contents of files included, or None.
+    """Returns what is wrong with this process' share of a step's files, contents included, or None.
 
-    Called by every process: they share the files among them, and all get the same answer.
+    Called by every process: together they read all files. `collective.first_problem` puts their answers together.
     """
-    found = manifest.problem(step_dir(directory, step), step, jax.process_index(), jax.process_count())
-    return collective.first_problem(found)
+    return manifest.problem(step_dir(directory, step), step, jax.process_index(), jax.process_count())
 
 
 def move_aside(directory: epath.Path, step: int) -> None:

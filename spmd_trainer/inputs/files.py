@@ -8,6 +8,8 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 
+from spmd_trainer.errors import UserError
+
 Paths = Sequence[str | os.PathLike[str]]
 # What an input's `files` field may hold.
 FileSource = Paths | Callable[[], Paths] | str | os.PathLike[str]
@@ -39,16 +41,16 @@ class TextFiles:
         """The file's bytes, or its first `limit`.
 
         Raises:
-          ValueError: it can no longer be read, or has changed its size since it was found.
+          UserError: it can no longer be read, or has changed its size since it was found.
         """
         path, size = self.paths[index], self.sizes[index]
         try:
             with open(path, "rb") as file:
                 data = file.read(size + 1 if limit is None else limit)
         except OSError as error:
-            raise ValueError(f"{path} can't be read: {error.strerror}. {_FIX}") from error
+            raise UserError(f"{path} can't be read: {error.strerror}. {_FIX}") from error
         if len(data) != (size if limit is None else min(size, limit)):
-            raise ValueError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
+            raise UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
         return data
 
 
@@ -62,7 +64,7 @@ def find_files(files: FileSource | None) -> TextFiles:
       files: paths, one path, or a function without arguments that returns paths.
 
     Raises:
-      ValueError: there are no paths, a path is missing, a directory or unreadable, or all the files are empty.
+      UserError: there are no paths, a path is missing, a directory or unreadable, or all the files are empty.
     """
     given = files() if callable(files) else files
     if isinstance(given, str | os.PathLike):
@@ -70,12 +72,10 @@ def find_files(files: FileSource | None) -> TextFiles:
     paths = tuple(os.fspath(path) for path in given or ())
     if not paths:
         name = f"{getattr(files, '__name__', files)}() returned" if callable(files) else "`files` has"
-        raise ValueError(f"{name} no paths; give at least one text file")
+        raise UserError(f"{name} no paths; give at least one text file")
     sizes = tuple(_size(path) for path in paths)
     if not any(sizes):
-        raise ValueError(
-            f"all {len(paths)} files are empty, the first is {paths[0]}; give at least one with text in it"
-        )
+        raise UserError(f"all {len(paths)} files are empty, the first is {paths[0]}; give at least one with text in it")
     return TextFiles(paths, sizes)
 
 
@@ -83,9 +83,9 @@ def _size(path: str) -> int:
     try:
         size = os.stat(path).st_size
     except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}. {_FIX}") from error
+        raise UserError(f"{path} can't be read: {error.strerror}. {_FIX}") from error
     if os.path.isdir(path):
-        raise ValueError(f"{path} is a directory; list the files in it instead, e.g. with glob.glob")
+        raise UserError(f"{path} is a directory; list the files in it instead, e.g. with glob.glob")
     if not os.access(path, os.R_OK):
-        raise ValueError(f"{path} can't be read: permission denied. {_FIX}")
+        raise UserError(f"{path} can't be read: permission denied. {_FIX}")
     return size

@@ -19,6 +19,7 @@ import numpy as np
 from praxis import base_input
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import batches
 
 
@@ -155,22 +156,22 @@ class IndexedInput(base_input.BaseInput):
         """Sets `reset_for_eval` for a finite input; a subclass calls it when its `order` is known.
 
         Raises:
-          ValueError: it was set for an endless input.
+          UserError: it was set for an endless input.
         """
         endless = self.order.endless
         if endless and self.reset_for_eval:
             raise self.error("reset_for_eval is set, but this input never ends; unset it, or make the input finite")
         self.reset_for_eval: bool = not endless
 
-    def error(self, message: str) -> ValueError:
-        """A ValueError that says which input is meant."""
-        return ValueError(f"{type(self).__name__} {self.name!r}: {message}")
+    def error(self, message: str) -> UserError:
+        """A UserError that says which input is meant."""
+        return UserError(f"{type(self).__name__} {self.name!r}: {message}")
 
     def require_positive(self, field: str) -> None:
         """Refuses a count that is not a whole number of 1 or more.
 
         Raises:
-          ValueError: naming the input, the field and its value.
+          UserError: naming the input, the field and its value.
         """
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

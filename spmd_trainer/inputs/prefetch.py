@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
-import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
+
+from spmd_trainer.errors import UserError
 
 
 class Input(Protocol):
@@ -85,8 +87,8 @@ class Prefetcher(Iterator[Prefetched]):
 
         Raises:
           StopIteration: the input has ended.
-          ValueError, RuntimeError: the thread failed; a ValueError stays one, all else becomes a RuntimeError. The
-            message names the input and the batch, the cause is chained.
+          UserError, ValueError, RuntimeError: the thread failed; the first two stay what they are, all else becomes a
+            RuntimeError. The message names the input and the batch, the cause is chained.
           RuntimeError: the prefetcher is closed.
         """
         with self._changed:
@@ -144,10 +146,11 @@ class Prefetcher(Iterator[Prefetched]):
                 self._changed.notify_all()
 
     def _explain(self, error: BaseException) -> Exception:
-        message = (
-            f"input {self._source.name!r} failed at batch {self._made} of this run: {error or type(error).__name__}"
-        )
-        return ValueError(message) if isinstance(error, ValueError) else RuntimeError(message)
+        where = f"input {self._source.name!r} failed at batch {self._made} of this run"
+        for kind in (UserError, ValueError):
+            if isinstance(error, kind):
+                return kind(f"{where}: {error}")
+        return RuntimeError(f"{where}: {''.join(traceback.format_exception_only(error)).strip()}")
 
 
 def _state_of(source: Input) -> bytes | None:
@@ -158,7 +161,7 @@ def _state_of(source: Input) -> bytes | None:
 
 
 def _is_end(error: BaseException) -> bool:
-    if isinstance(error, StopIteration):
-        return True
-    tensorflow = sys.modules.get("tensorflow")  # never imported here: an input that raises its errors has done so
-    return tensorflow is not None and isinstance(error, tensorflow.errors.OutOfRangeError)
+    # TensorFlow's own end is known by name: importing TensorFlow to ask would take seconds.
+    return isinstance(error, StopIteration) or any(
+        kind.__name__ == "OutOfRangeError" and kind.__module__.startswith("tensorflow") for kind in type(error).__mro__
+    )

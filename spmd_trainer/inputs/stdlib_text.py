@@ -10,6 +10,8 @@ import os
 import sysconfig
 import zlib
 
+from spmd_trainer.errors import UserError
+
 # Tests are left out (they repeat the library's text), and what is not the library: installed packages, caches.
 _LEFT_OUT_DIRS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 # Written when this interpreter was built: full of the builder's paths, and different on every machine.
@@ -46,7 +48,7 @@ def stdlib_files(root: str | None = None) -> list[tuple[str, str]]:
       (path relative to `root` with '/' between its parts, full path), sorted by the first.
 
     Raises:
-      ValueError: there are no source files, as in a Python whose library is packed into an archive.
+      UserError: there are no source files, as in a Python whose library is packed into an archive.
     """
     root = root or sysconfig.get_paths()["stdlib"]
     found = []
@@ -57,7 +59,7 @@ def stdlib_files(root: str | None = None) -> list[tuple[str, str]]:
                 path = os.path.join(directory, name)
                 found.append((os.path.relpath(path, root).replace(os.sep, "/"), path))
     if not found:
-        raise ValueError(
+        raise UserError(
             f"there are no .py files in {root}, where this Python says its standard library is; use a Python with its "
             "library as source files, or give the input text files of your own"
         )

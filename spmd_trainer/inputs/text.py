@@ -5,8 +5,9 @@ one stream s[0], s[1], ..., s[N-1]; s[-1] is end-of-text too. Window w has the l
 s[wT-1 : (w+1)T-1]: each position sees the token before the one it predicts, and every token is predicted exactly once.
 The last window may be shorter than T; its rest has weight 0.
 
-Example, T = 4, one file holding b"hello": the stream is h e l l o EOS. Window 0: ids EOS h e l, labels h e l l. Window
-1: ids l o . ., labels o EOS . ., weights 1 1 0 0.
+Example, T = 4, one file holding b"hello", so that the stream is h e l l o EOS:
+    window 0: ids EOS h e l, labels h e l l, weights 1 1 1 1
+    window 1: ids l o 0 0, labels o EOS 0 0, weights 1 1 0 0
 """
 
 from __future__ import annotations

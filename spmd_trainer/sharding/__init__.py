@@ -1,7 +1,22 @@
-"""Where arrays live on a mesh: meshes, specs, padding, rules and a report. Needs JAX and NumPy only."""
+"""Where arrays live on a mesh: meshes, specs, padding, rules, placement and a report. Needs JAX and NumPy only.
+
+Sizes of a mesh come from `create_device_mesh`. Who says where an array lives is one of four: a split mapping (by rank,
+for inputs), a declaration of the layer, a path rule (`infer_sharding`), or a shape rule (`MeshPartitionHelper`).
+Whoever it was, the answer is a `VariableSpec`: path, logical shape, spec, padding, and the reason; `sharding_report`
+shows them all.
+"""
 
 from spmd_trainer.sharding.mesh import create_device_mesh, create_hybrid_mesh
 from spmd_trainer.sharding.padding import pad_uneven, slice_uneven, uneven_paddings
+from spmd_trainer.sharding.path_rules import infer_sharding, plan_sharding
+from spmd_trainer.sharding.placement import (
+    get_local_slice_from_fsarray,
+    make_fsarray_from_local_slice,
+    place_like_target,
+    update_model_sharding,
+)
+from spmd_trainer.sharding.report import ShardingTotals, sharding_report, sharding_totals
+from spmd_trainer.sharding.shape_rules import MeshPartitionHelper
 from spmd_trainer.sharding.split_mapping import (
     infer_partition_spec_based_on_rank_fn,
     input_partition_spec,
@@ -12,24 +27,39 @@ from spmd_trainer.sharding.split_mapping import (
     to_partition_spec,
     validate_split_mapping,
 )
+from spmd_trainer.sharding.tactics import fsdp, parse_tactic, replicate, shard_dim
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, named_shardings, path_str
 
 __all__ = [
+    "MeshPartitionHelper",
+    "ShardingTotals",
     "VariableSpec",
     "create_device_mesh",
     "create_hybrid_mesh",
+    "fsdp",
+    "get_local_slice_from_fsarray",
     "infer_partition_spec_based_on_rank_fn",
+    "infer_sharding",
     "input_partition_spec",
     "input_partition_specs",
+    "make_fsarray_from_local_slice",
     "make_variable_spec",
     "named_shardings",
     "pad_uneven",
+    "parse_tactic",
     "path_str",
+    "place_like_target",
+    "plan_sharding",
+    "replicate",
     "reshard_input_based_on_rank_fn",
     "reshard_inputs",
+    "shard_dim",
     "shard_on_batch_dim_partition_spec",
+    "sharding_report",
+    "sharding_totals",
     "slice_uneven",
     "to_partition_spec",
     "uneven_paddings",
+    "update_model_sharding",
     "validate_split_mapping",
 ]

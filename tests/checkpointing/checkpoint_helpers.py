@@ -90,7 +90,9 @@ def train_state(seed: int = 0) -> TrainState:
         opt_states=[
             (
                 optax.EmptyState(),
-                optax.ScaleByAdamState(count=np.int32(7), mu=moments, nu=NestedMap(emb=optax.MaskedNode(), x=normal(5))),
+                optax.ScaleByAdamState(
+                    count=np.int32(7), mu=moments, nu=NestedMap(emb=optax.MaskedNode(), x=normal(5))
+                ),
                 NestedMap(ema=NestedMap(params=NestedMap(emb=NestedMap(w=normal(13, 6))))),
             )
         ],

@@ -46,7 +46,11 @@ def test_comes_back_as_it_was(saved):
     with Checkpointer(saved.directory) as checkpoints:
         assert checkpoints.all_steps() == [10, 20, 30]
         restored = checkpoints.restore(saved.variables, saved.mesh)
-        assert (restored.step, restored.input_state, restored.metadata["metadata"]) == (30, {"position": 30}, {"run": "test"})
+        assert (restored.step, restored.input_state, restored.metadata["metadata"]) == (
+            30,
+            {"position": 30},
+            {"run": "test"},
+        )
         assert_restored(restored.state, saved.variables, saved.states[30], saved.mesh)
         assert checkpoints.restore(saved.variables, saved.mesh, step=10).input_state == {"position": 10}
 
@@ -121,8 +125,12 @@ def test_partial_restore_leaves_optimizer_states_unread(saved):
         assert_restored(state, variables, saved.states[30].to_eval_state(), saved.mesh)
         with pytest.raises(CheckpointMismatchError, match="state for evaluation"):
             checkpoints.restore(variables, saved.mesh)
-        more = variables.replace(extra_state=(saved.variables.step.__class__("new", (2,), np.dtype("f4"), P(), (0,), ""),))
-        with pytest.raises(CheckpointMismatchError, match=r"missing in the checkpoint: new, in the model \(2,\) float32"):
+        more = variables.replace(
+            extra_state=(saved.variables.step.__class__("new", (2,), np.dtype("f4"), P(), (0,), ""),)
+        )
+        with pytest.raises(
+            CheckpointMismatchError, match=r"missing in the checkpoint: new, in the model \(2,\) float32"
+        ):
             checkpoints.restore(more, saved.mesh, partial=True)
 
 
@@ -157,7 +165,9 @@ def test_input_position_of_any_plain_kind(tmp_path):
 
 def test_saves_what_is_due_and_keeps_what_it_should(tmp_path):
     state, variables, _ = one_variable()
-    with Checkpointer(tmp_path, save_interval_steps=2, save_max_to_keep=2, save_keep_interval_duration=None) as checkpoints:
+    with Checkpointer(
+        tmp_path, save_interval_steps=2, save_max_to_keep=2, save_keep_interval_duration=None
+    ) as checkpoints:
         started = [step for step in range(1, 9) if save(checkpoints, step, state, variables)]
         assert started == [2, 4, 6, 8]
         assert not checkpoints.should_save(8)
@@ -210,11 +220,19 @@ def test_nan_is_refused_by_name(tmp_path):
     variables = specs_for(logical, partition_specs(logical), mesh)
     state = place(logical, variables, mesh)
     with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(NonFiniteStateError, match="step 1 was not saved: NaN or infinity in mdl_vars/params/ffn/1/w") as e:
+        with pytest.raises(
+            NonFiniteStateError, match="step 1 was not saved: NaN or infinity in mdl_vars/params/ffn/1/w"
+        ) as e:
             save(checkpoints, 1, state, variables, check_finite=True)
         assert isinstance(e.value, ValueError)
         with pytest.raises(NonFiniteStateError, match="refused its state"):
-            save(checkpoints, 1, state, variables, check_finite=lambda s: jnp.isfinite(s.mdl_vars["params"].ffn[1].w).all())
+            save(
+                checkpoints,
+                1,
+                state,
+                variables,
+                check_finite=lambda s: jnp.isfinite(s.mdl_vars["params"].ffn[1].w).all(),
+            )
         assert checkpoints.all_steps() == []
         assert save(checkpoints, 1, place(train_state(), variables, mesh), variables, check_finite=True)
 

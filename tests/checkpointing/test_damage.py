@@ -136,7 +136,9 @@ def test_directory_of_another_program(saved, caplog):
 def test_nothing_whole_left(saved):
     for step in (10, 20, 30):
         zero(data_file(saved.directory / str(step)))
-    with pytest.raises(CheckpointNotFoundError, match="(?s)step 30 is refused: .*step 20 is refused: .*step 10 is refused: "):
+    with pytest.raises(
+        CheckpointNotFoundError, match="(?s)step 30 is refused: .*step 20 is refused: .*step 10 is refused: "
+    ):
         Checkpointer(saved.directory).restore(saved.variables, saved.mesh)
     assert sorted(p.name for p in saved.directory.iterdir()) == ["10", "20", "30"]
 

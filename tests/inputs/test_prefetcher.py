@@ -8,6 +8,7 @@ import pytest
 from input_helpers import assert_same, take
 from praxis import base_input
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import synthetic
 from spmd_trainer.inputs.prefetch import Prefetcher
 
@@ -103,7 +104,9 @@ def test_an_input_without_a_position_has_none():
         assert next(prefetched) == (0, None)
 
 
-@pytest.mark.parametrize(("error", "raised"), [(ValueError, ValueError), (KeyError, RuntimeError)])
+@pytest.mark.parametrize(
+    ("error", "raised"), [(UserError, UserError), (ValueError, ValueError), (KeyError, RuntimeError)]
+)
 def test_an_error_of_the_input_comes_after_the_batches_before_it(error, raised):
     source = CountingInput(batch_size=1, name="corpus", fail_at=3, error=error)
     with Prefetcher(source, identity, depth=5) as prefetched:
@@ -111,6 +114,7 @@ def test_an_error_of_the_input_comes_after_the_batches_before_it(error, raised):
         for _ in range(2):
             with pytest.raises(raised, match=r"input 'corpus' failed at batch 3 of this run: .*out of luck") as info:
                 next(prefetched)
+            assert info.type is raised
             assert isinstance(info.value.__cause__, error)
 
 
@@ -147,7 +151,7 @@ def test_close_ends_the_thread_whatever_it_does():
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_consumer_that_waits_hears_of_close():

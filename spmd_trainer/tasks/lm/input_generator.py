@@ -12,6 +12,7 @@ import numpy as np
 from praxis import lingvo_lib
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import batches
 
 
@@ -48,7 +49,7 @@ class SyntheticLmData:
           params: what `HParams()` returned.
 
         Raises:
-          ValueError: `batch_size` or `seq_len` has not been set.
+          UserError: `batch_size` or `seq_len` has not been set.
         """
         _check(params)
         self.params = params
@@ -69,7 +70,7 @@ class SyntheticLmData:
 
 def _check(p: Any) -> None:
     if p.batch_size < 1 or p.seq_len < 1:
-        raise ValueError(
+        raise UserError(
             f"SyntheticLmData has batch_size={p.batch_size} and seq_len={p.seq_len}; set both to 1 or more on what "
             "SyntheticLmData.HParams() returns"
         )
