@@ -78,7 +78,7 @@ from praxis import py_utils
 keys = (py_utils.INDEX_WITHIN_SHARD_KEY, py_utils.SHARD_INDEX_KEY, py_utils.NUM_SHARDS_KEY)
 example = {key: np.array([i]) for i, key in enumerate(keys)}
 text = py_utils.get_enumeration_id(example, pop=True)
-assert [part.split('=')[1] for part in text.split('/')] == ['0', '1', '2'] and not example
+assert text == '/'.join(f'{key}={i}' for i, key in enumerate(keys)) and not example
 """
     run_python(code)
 

@@ -330,7 +330,7 @@ class Checkpointer:
             "DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|Error reading|Error decoding", str(error)
         ):
             raise error
-        if problem := collective.first_problem(error and f"an array cannot be decoded ({error})"):
+        if problem := collective.first_problem(f"an array cannot be decoded ({error})" if error else None):
             return None, problem
         return restored, None
 

@@ -10,12 +10,15 @@ What is checked when:
 | check | done by | reads | finds |
 |---|---|---|---|
 | `quick_problem` | every listing of steps | sizes of files | deleted, truncated and grown files, half-deleted steps |
-| `problem` | every restore | contents | also zeroed, swapped and overwritten files |
+| `problem` | every restore | contents | also zeroed, swapped and overwritten files, single bits |
 
-Files up to `WHOLE_UP_TO` bytes are checksummed whole. In larger ones `SAMPLES` blocks of `SAMPLE_BYTES` are, spread
-evenly with the first and the last byte among them, so that the cost stays flat for the largest checkpoints: a file that
-is zeroed or swapped is still found, local damage between the samples is left to the decoder of the array. CRC-32 runs
-at 1 to 4 GB/s per core, several times the speed of a restore, and several processes share a step's files among them.
+A checksum is the CRC-32 of the sums of the 64-bit words of each 4 KiB page: four times as fast as a CRC of all bytes
+(14 GB/s against 3.3 on one core, files in memory), and blind only to words that change places within a page, which no
+storage does. Of a step of up to `WHOLE_STEP` bytes every byte is checked. In a larger one, files over `WHOLE_FILE` are
+sampled: `SAMPLES` blocks of `SAMPLE_BYTES`, spread evenly with the first and the last byte among them, so that the cost
+stays flat for the largest checkpoints, which process 0 has to read back over a network. There a zeroed or swapped file is
+still found; local damage between samples is left to the decoder of the array. At a restore the processes share a step's
+files among them.
 """
 
 from __future__ import annotations
@@ -27,14 +30,17 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-WHOLE_UP_TO = 256 * 2**20
+WHOLE_STEP = 32 * 2**30
+WHOLE_FILE = 256 * 2**20
 SAMPLES = 64
 SAMPLE_BYTES = 2**20
-_CHUNK_BYTES = 4 * 2**20
+_PAGE_BYTES = 4096
+_CHUNK_BYTES = 2**20
 _MAX_THREADS = 8
 # Orbax writes these two at the commit itself, after the manifest, and no restore reads them.
 _NOT_LISTED = frozenset({MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"})
@@ -47,20 +53,21 @@ def write(step_dir: epath.Path, step: int) -> None:
       OSError: a file cannot be read back or flushed.
     """
     files = {str(path.relative_to(step_dir)): path for path in _files_below(step_dir)}
-    listed = {name: path for name, path in files.items() if name not in _NOT_LISTED}
+    sizes = {name: path.stat().length for name, path in files.items() if name not in _NOT_LISTED}
+    total = sum(sizes.values())
+    whole_up_to = total if total <= WHOLE_STEP else WHOLE_FILE
 
-    def entry(path: epath.Path) -> list[int]:
-        size = path.stat().length
-        checksum = _checksum(path, size, WHOLE_UP_TO, SAMPLES, SAMPLE_BYTES)
-        _flush_to_disk(path)
-        return [size, checksum]
+    def entry(name: str) -> list[int]:
+        checksum = _checksum(files[name], sizes[name], whole_up_to, SAMPLES, SAMPLE_BYTES)
+        _flush_to_disk(files[name])
+        return [sizes[name], checksum]
 
     with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
-        entries = dict(zip(listed, pool.map(entry, listed.values()), strict=True))
+        entries = dict(zip(sizes, pool.map(entry, sizes), strict=True))
     manifest = {
         "format": FORMAT,
         "step": step,
-        "whole_up_to": WHOLE_UP_TO,
+        "whole_up_to": whole_up_to,
         "samples": SAMPLES,
         "sample_bytes": SAMPLE_BYTES,
         "files": entries,
@@ -144,7 +151,7 @@ def _files_below(directory: epath.Path) -> Iterator[epath.Path]:
 
 
 def _checksum(path: epath.Path, size: int, whole_up_to: int, samples: int, sample_bytes: int) -> int:
-    """CRC-32 of the whole file, or of evenly spread blocks of a file larger than `whole_up_to`."""
+    """The checksum of a file, or of evenly spread blocks of a file larger than `whole_up_to`."""
     blocks = [(0, size)]
     if size > whole_up_to:
         last = size - sample_bytes
@@ -157,9 +164,16 @@ def _checksum(path: epath.Path, size: int, whole_up_to: int, samples: int, sampl
                 chunk = f.read(min(length, _CHUNK_BYTES))
                 if not chunk:
                     raise OSError(f"{path} ends before byte {start + length}")
-                crc = zlib.crc32(chunk, crc)
+                crc = zlib.crc32(_page_sums(chunk), crc)
                 length -= len(chunk)
     return crc
+
+
+def _page_sums(chunk: bytes) -> bytes:
+    """The sum of the 64-bit words of each page, modulo 2**64; the last page is filled up with zeros."""
+    missing = -len(chunk) % _PAGE_BYTES
+    words = np.frombuffer(chunk + bytes(missing) if missing else chunk, "<u8")
+    return words.reshape(-1, _PAGE_BYTES // 8).sum(axis=1, dtype="<u8").tobytes()
 
 
 def _flush_to_disk(path: epath.Path) -> None:

@@ -127,7 +127,7 @@ def read_arrays(
     source = source or {path: path for path in wanted}
     shardings = named_shardings(dict(wanted), mesh)
     stored = {path: spec for path, spec in wanted.items() if math.prod(saved[source[path]].padded_shape)}
-    arrays = _read_stored(step_dir, stored, source, shardings) if stored else {}
+    arrays = _read_stored(step_dir, saved, stored, source, shardings) if stored else {}
     result = {}
     for path, spec in wanted.items():
         if path not in arrays:
@@ -142,6 +142,7 @@ def read_arrays(
 
 def _read_stored(
     step_dir: epath.Path,
+    saved: Mapping[str, records.SavedVariable],
     stored: Mapping[str, VariableSpec],
     source: Mapping[str, str],
     shardings: Mapping[str, NamedSharding],
@@ -154,18 +155,26 @@ def _read_stored(
         batch = {source[path]: path for path in reversed(rest)}
         items, args = {}, {}
         for saved_path, path in batch.items():
-            spec = rest[path]
+            spec = rest.pop(path)
             items[saved_path] = jax.ShapeDtypeStruct(spec.padded_shape, spec.dtype)
-            args[saved_path] = ocp.ArrayRestoreArgs(
-                sharding=shardings[path], global_shape=tuple(spec.padded_shape), dtype=spec.dtype, strict=False
-            )
+            args[saved_path] = _restore_args(saved[saved_path], spec, shardings[path])
         restore_args = ocp.args.PyTreeRestore(item=items, restore_args=args, partial_restore=True)
         read = handler.restore(step_dir / STATE_ITEM, args=restore_args)
         for saved_path, path in batch.items():
             # A key on one device comes back without its mesh.
             arrays[path] = jax.device_put(read[saved_path], shardings[path])
-            del rest[path]
     return arrays
+
+
+def _restore_args(saved: records.SavedVariable, spec: VariableSpec, sharding: NamedSharding) -> ocp.ArrayRestoreArgs:
+    # Shape and dtype only where they change: padding, truncating and converting cost Orbax time for every shard.
+    same_shape, same_dtype = saved.padded_shape == spec.padded_shape, saved.dtype == records.dtype_name(spec.dtype)
+    return ocp.ArrayRestoreArgs(
+        sharding=sharding,
+        global_shape=None if same_shape else spec.padded_shape,
+        strict=same_shape,
+        dtype=None if same_dtype else spec.dtype,
+    )
 
 
 def _padded_dims(spec: VariableSpec) -> enumerate[tuple[int, int]]:

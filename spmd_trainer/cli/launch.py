@@ -12,7 +12,7 @@ from etils import epath
 from spmd_trainer import experiment_config, experiment_registry
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiment_config import ResolvedExperiment
-from spmd_trainer.programs.job import Job, JobSettings, claim_directory
+from spmd_trainer.programs.job import Job, JobSettings, check_directory
 
 _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
@@ -140,7 +140,7 @@ def check_paths(settings: JobSettings, resolved: ResolvedExperiment) -> None:
         wanted = settings.restore_checkpoint_step
         if wanted is not None and steps and wanted not in steps:
             raise UserError(f"no step {wanted} in {directory}; there are {', '.join(map(str, steps))}")
-    claim_directory(settings, resolved.name)
+    check_directory(settings, resolved.name)
 
 
 def prepare_devices(settings: JobSettings, resolved: ResolvedExperiment) -> None:

@@ -41,6 +41,16 @@ class SummaryWriters:
         values = dict(scalars)
         self._queue.put(lambda: self._write_now(name, step, values))
 
+    def flush(self) -> None:
+        """Returns when all that is queued is written, so that a checkpoint never outlives the scalars before it.
+
+        Raises:
+          RuntimeError: a write failed; its cause is attached.
+        """
+        if self._thread is not None:
+            self._queue.join()
+        self._raise_earlier_error()
+
     def close(self) -> None:
         """Writes all that is queued, closes the files, and raises the error of a failed write."""
         if self._thread is not None:
@@ -52,10 +62,12 @@ class SummaryWriters:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                job()
+                if self._error is None:
+                    job()
             except BaseException as error:  # it belongs to the caller, who gets it at the next write
                 self._error = error
-                return
+            finally:
+                self._queue.task_done()
         for writer in self._writers.values():
             writer.close()
 

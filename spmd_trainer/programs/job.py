@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,6 +128,7 @@ class Job:
         if jax.process_index():
             return
         directory = self.settings.job_log_dir
+        directory.mkdir(parents=True, exist_ok=True)
         (directory / MARKER).write_text(json.dumps({"experiment": self.resolved.name}) + "\n")
         (directory / "config.txt").write_text("\n".join(self.config_lines()) + "\n")
         for suffix, form in (("txt", "text"), ("json", "json"), ("html", "html")):
@@ -134,30 +136,27 @@ class Job:
             (directory / f"sharding_report.{suffix}").write_text(report)
 
 
-def claim_directory(settings: JobSettings, full_name: str) -> None:
-    """Makes sure that `job_log_dir` is writable and is this experiment's own, before any device is touched.
+def check_directory(settings: JobSettings, full_name: str) -> None:
+    """Makes sure, before any device is touched and without writing, that `job_log_dir` can be this experiment's own.
 
     Raises:
       UserError: not writable; holds something else; holds another experiment's run.
     """
     directory = settings.job_log_dir
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(
-            f"--job_log_dir={directory} can't be written ({error}); give a directory that you may write"
-        ) from error
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"--job_log_dir={directory} can't be written below {existing}; give a directory that you may write")
     marker = directory / MARKER
     if marker.exists():
         owner = json.loads(marker.read_text())["experiment"]
         if owner != full_name:
             raise UserError(
-                f"--job_log_dir={directory} holds a run of {owner}, not of {full_name}; give each experiment a directory of its own"
+                f"--job_log_dir={directory} holds a run of {owner}, not of {full_name}; "
+                "give each experiment a directory of its own"
             )
-    elif settings.mode == "train" and any(path.name != ".writable" for path in directory.iterdir()):
+    elif settings.mode == "train" and directory.exists() and any(directory.iterdir()):
         raise UserError(
             f"--job_log_dir={directory} is not empty and no run of this trainer; give a new or an empty directory"
         )

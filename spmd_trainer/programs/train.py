@@ -44,8 +44,8 @@ def train(job: Job) -> None:
         # Compilation (mostly C++) and everything else that start-up needs go side by side.
         with concurrent.futures.ThreadPoolExecutor(1, "compile") as pool:
             step_future = pool.submit(compile_train_step, job)
-            state, input_state = _first_state(job, checkpoints)
-            batches = stack.enter_context(_train_batches(job, input_state))
+            state, saved_input_state = _first_state(job, checkpoints)
+            batches = stack.enter_context(_train_batches(job, saved_input_state))
             compiled = step_future.result()
 
         step = int(state.step)
@@ -58,7 +58,7 @@ def train(job: Job) -> None:
         logging.info("training from step %d to %d", step, num_steps)
 
         while step < num_steps and not stop.is_set():
-            batch, input_state = next(batches)
+            batch, _ = next(batches)
             state, packed = compiled.fn(state, key, batch)
             step += 1
             in_flight.append((step, packed))
@@ -74,7 +74,8 @@ def train(job: Job) -> None:
             while in_flight:
                 _report(job, progress, writers, compiled.packing, *in_flight.popleft())
             if save:
-                _save(job, checkpoints, step, state, input_state)
+                writers.flush()
+                _save(job, checkpoints, step, state, batches.state)
             metrics: dict[str, float] = {}
             if evaluate_now:
                 metrics = evals.run(_eval_state(job, state, ema=train_p.eval_use_ema_states), step)
@@ -87,7 +88,8 @@ def train(job: Job) -> None:
         while in_flight:
             _report(job, progress, writers, compiled.packing, *in_flight.popleft())
         if stop.is_set() and settings.enable_checkpoint_saving:
-            _save(job, checkpoints, step, state, input_state)
+            writers.flush()
+            _save(job, checkpoints, step, state, batches.state)
         checkpoints.wait_until_finished()
         logging.info("stopped after step %d of %d", step, num_steps)
 

@@ -163,12 +163,27 @@ def _place(path: str, leaf: Any, shape: tuple[int, ...], sharding: Sharding) -> 
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys are small and have no host form
             return jax.device_put(leaf, sharding)
         if not leaf.is_fully_addressable:
-            # Other processes hold parts of it: it moves by a collective, on devices that `sharding` must have too.
-            return jax.jit(lambda x: _pad_to(x, shape), out_shardings=sharding)(leaf)
+            return _place_global(path, leaf, shape, sharding)
     host = np.asarray(leaf)
     if host.dtype != jax.dtypes.canonicalize_dtype(host.dtype):
         host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
     return jax.make_array_from_callback(shape, sharding, lambda index: _padded_piece(host, shape, index))
+
+
+def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
+    """`_place` for an array of which other processes hold parts: it moves by collectives, among the same devices."""
+    if leaf.sharding.device_set != sharding.device_set:
+        raise ValueError(
+            f"{path}: an array of shape {leaf.shape} that several processes hold can only move among its own "
+            f"{len(leaf.sharding.device_set)} devices, and the target has {len(sharding.device_set)}, not all the same. "
+            "Hand it over as host arrays, e.g. from a checkpoint."
+        )
+    if leaf.shape != shape and isinstance(leaf.sharding, NamedSharding) and isinstance(sharding, NamedSharding):
+        # One program keeps one order of devices, so that the padding goes on in the order the leaf has now.
+        devices = leaf.sharding.mesh.devices.reshape(sharding.mesh.devices.shape)
+        here = NamedSharding(Mesh(devices, sharding.mesh.axis_names), sharding.spec)
+        leaf = jax.jit(lambda x: _pad_to(x, shape), out_shardings=here)(leaf)
+    return jax.device_put(leaf, sharding)
 
 
 def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -164,7 +164,8 @@ def test_same_number_refused_twice(saved):
 
 
 def test_large_files_are_sampled(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "WHOLE_UP_TO", 1000)
+    monkeypatch.setattr(manifest, "WHOLE_STEP", 5000)
+    monkeypatch.setattr(manifest, "WHOLE_FILE", 1000)
     monkeypatch.setattr(manifest, "SAMPLES", 5)
     monkeypatch.setattr(manifest, "SAMPLE_BYTES", 10)
     content = np.random.default_rng(0).bytes(10_000)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from sharding_helpers import saying
 
 from spmd_trainer.sharding import create_device_mesh, create_hybrid_mesh
 from spmd_trainer.sharding.mesh import _granules
@@ -57,10 +58,8 @@ def test_given_devices_are_all_used():
     ],
 )
 def test_sizes_that_do_not_fit_say_what_would(config, words):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=saying(*words)):
         create_device_mesh(config)
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_proposed_sizes_really_fit():

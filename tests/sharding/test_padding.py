@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharding_helpers import saying
 
 from spmd_trainer.sharding import make_variable_spec, pad_uneven, slice_uneven, uneven_paddings
 
@@ -44,10 +45,8 @@ def test_uneven_paddings(shape, spec, paddings):
     ],
 )
 def test_uneven_paddings_errors(spec, shape, words):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=saying(*words)):
         uneven_paddings(spec, shape, *XY)
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_sizes_and_names_of_unequal_length():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from sharding_helpers import saying
 
 from spmd_trainer.sharding import (
     infer_partition_spec_based_on_rank_fn,
@@ -64,10 +65,8 @@ def test_to_partition_spec(mapping, spec):
     ],
 )
 def test_to_partition_spec_errors(mapping, words):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=saying(*words)):
         to_partition_spec(mapping, AXES)
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_shard_on_batch_dim():
@@ -88,7 +87,7 @@ def test_infer_by_rank():
 
 
 def test_missing_rank_says_what_to_add():
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match="map_3d") as error:
         input_partition_spec(MAPPING, SIZES, "images/patches", array(16, 196, 768))
     assert str(error.value) == (
         "task.train.inputs_split_mapping has no map_3d, and input 'images/patches' has rank 3 (shape (16, 196, 768)).\n"
@@ -202,10 +201,8 @@ def test_valid_mappings(mapping):
     ],
 )
 def test_validation_errors_name_key_entry_axes_and_fix(mapping, words):
-    with pytest.raises(ValueError, match=r"task\.train\.inputs_split_mapping") as error:
+    with pytest.raises(ValueError, match=saying("task.train.inputs_split_mapping", "replica=1, data=4, mdl=2", *words)):
         validate_split_mapping(mapping, SIZES)
-    for word in [*words, "replica=1, data=4, mdl=2"]:
-        assert word in str(error.value)
 
 
 def test_validation_on_an_empty_mesh():

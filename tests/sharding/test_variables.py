@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from sharding_helpers import saying
 
 from spmd_trainer.sharding import make_variable_spec, named_shardings
 from spmd_trainer.sharding.variables import leaf_shape_dtype, named_leaves
@@ -63,10 +64,8 @@ def test_prng_keys_have_records():
     ],
 )
 def test_record_errors(spec, words):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=saying(*words)):
         make_variable_spec("a/w", (4, 8), np.float32, spec, SIZES, "")
-    for word in words:
-        assert word in str(error.value)
 
 
 Pair = collections.namedtuple("Pair", ["left", "right"])

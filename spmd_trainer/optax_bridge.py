@@ -1,0 +1,180 @@
+"""Optimizers of three kinds as one: praxis' sharded ones, praxis' older ones built on optax, and plain optax.
+
+A trainer needs `init`, `update` and `init_partition_spec`; the last says where each part of the state lives. Here every
+optimizer gets it, in one form: `init_partition_spec(hparams)` has the structure of `init(vars)` inside one
+`optax.MaskedState`, which is how praxis' chains have it. `optax.masked` gives the state itself that same wrapper, and
+only therefore do praxis' masked chains fit together; so do all others once they follow.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import optax
+from praxis import base_layer, optimizers, pax_fiddle
+
+ShardedGradientTransformation = optimizers.ShardedGradientTransformation
+
+
+@dataclasses.dataclass(frozen=True)
+class OptaxTransformation:
+    """A plain optax transformation as a praxis optimizer. Learning rate, clipping and decay are its own affair.
+
+    For praxis' clipping, weight decay or EMA around an optax transformation, use `praxis.optimizers.OptaxOptimizer`.
+    """
+
+    grad_tx: optax.GradientTransformation
+    clip_gradient_norm_to_value: float = 0.0
+    clip_gradient_single_norm_to_value: float = 0.0
+    ema_decay: float = 0.0
+
+    def get_grad_transformation(self, var_weight_hparams: Any = None, include_ema: bool = True) -> Any:
+        """Returns the transformation itself; the arguments are those of praxis' protocol."""
+        return self.grad_tx
+
+    def get_learning_rate(self, step_count: jax.Array) -> None:
+        """Returns None: optax keeps its learning rate to itself."""
+
+
+def as_optimizer(optimizer: Any) -> Any:
+    """Returns a praxis optimizer for a praxis optimizer, an optax transformation, or a config of either.
+
+    Raises:
+      ValueError: it is none of these, or its own fields contradict each other.
+    """
+    if isinstance(optimizer, fdl.Buildable):
+        optimizer = pax_fiddle.build(optimizer)
+    if isinstance(optimizer, optax.GradientTransformation):
+        return OptaxTransformation(optimizer)
+    name = type(optimizer).__name__
+    if isinstance(optimizer, type) or not isinstance(optimizer, optimizers.Optimizer):
+        raise ValueError(
+            f"task.train.learner.optimizer is {optimizer!r:.80}; give a praxis optimizer such as "
+            "pax_fiddle.Config(optimizers.Adam, ...), or an optax GradientTransformation such as optax.adamw(1e-3)"
+        )
+    if optimizer.clip_gradient_norm_to_value and optimizer.clip_gradient_single_norm_to_value:
+        raise ValueError(f"{name} has both clip_gradient_norm_to_value and clip_gradient_single_norm_to_value; set one")
+    if isinstance(optimizer, optimizers.OptaxOptimizer) and optimizer.grad_tx is None:
+        raise ValueError(f"{name}.grad_tx is not set; give an optax transformation such as optax.scale_by_adam()")
+    if isinstance(optimizer, optimizers.BaseOptimizer):
+        _check_schedule(optimizer)
+        return _with_raw_specs(optimizer)
+    return optimizer
+
+
+def learning_rate(optimizer: Any, step: jax.Array) -> jax.Array | None:
+    """Returns the learning rate that an optimizer of `as_optimizer` has at a step, a scalar; None if it doesn't tell."""
+    if isinstance(optimizer, optimizers.OptaxOptimizer) and optimizer.lr_schedule is None:
+        return None
+    rate = optimizer.get_learning_rate(step)
+    return None if rate is None else jnp.asarray(rate)
+
+
+def grad_transformation(
+    optimizer: Any, var_weight_hparams: Any, *, include_ema: bool = True
+) -> ShardedGradientTransformation:
+    """Returns the gradient transformation of an optimizer of `as_optimizer`.
+
+    Args:
+      optimizer: the optimizer.
+      var_weight_hparams: WeightHParams of the variables, for what praxis decides by variable (no weight decay on biases).
+      include_ema: whether a praxis optimizer with `ema_decay` keeps its moving averages in this transformation.
+    """
+    grad_tx = optimizer.get_grad_transformation(var_weight_hparams, include_ema=include_ema)
+    declared = getattr(grad_tx, "init_partition_spec", None)
+
+    def init_partition_spec(hparams: Any) -> optax.MaskedState:
+        # Some of praxis' functions look at the first variable, and a group of repeated layers may have none.
+        if declared is None or not jax.tree.leaves(hparams):
+            return optax.MaskedState(derived_specs(grad_tx, hparams))
+        specs = declared(hparams)
+        return specs if isinstance(specs, optax.MaskedState) else optax.MaskedState(specs)
+
+    return ShardedGradientTransformation(
+        init=grad_tx.init, update=grad_tx.update, init_partition_spec=init_partition_spec
+    )
+
+
+def masked(grad_tx: ShardedGradientTransformation, mask: Any) -> ShardedGradientTransformation:
+    """Returns `grad_tx` for the variables where `mask` is True; the others' updates pass through.
+
+    It differs from praxis' `sharded_masked` in its specs: they leave the other variables out, as the state does.
+
+    Args:
+      grad_tx: from `grad_transformation`.
+      mask: a tree of bools of the variables' structure.
+    """
+    tx = optimizers.sharded_masked(grad_tx, mask)
+
+    def init_partition_spec(hparams: Any) -> optax.MaskedState:
+        return grad_tx.init_partition_spec(jax.tree.map(lambda m, p: p if m else optax.MaskedNode(), mask, hparams))
+
+    return dataclasses.replace(tx, init_partition_spec=init_partition_spec)
+
+
+def derived_specs(grad_tx: Any, var_weight_hparams: Any) -> Any:
+    """Works out where the state of a transformation lives that doesn't say so itself.
+
+    Args:
+      grad_tx: anything with optax' `init`.
+      var_weight_hparams: WeightHParams of the variables.
+
+    Returns:
+      WeightHParams in the structure of `grad_tx.init(vars)`. A part of the state that stands under a variable's path and
+      has its shape is split like the variable. Everything else is replicated: counters, and what has another shape,
+      such as factored moments.
+    """
+    shapes = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), var_weight_hparams
+    )
+    by_path = dict(jax.tree_util.tree_leaves_with_path(var_weight_hparams))
+
+    def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> base_layer.WeightHParams:
+        # Slices from the left: the longest path wins.
+        hparams = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
+        if hparams is not None and tuple(hparams.full_shape) == tuple(leaf.shape):
+            return dataclasses.replace(hparams, dtype=leaf.dtype, init=None, collections=None)
+        return base_layer.WeightHParams(shape=tuple(leaf.shape), dtype=leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(grad_tx.init, shapes))
+
+
+def _check_schedule(optimizer: optimizers.BaseOptimizer) -> None:
+    """Raises ValueError where praxis would stop at `None.value_at` in the first step."""
+    own_rate = type(optimizer).get_learning_rate is not optimizers.BaseOptimizer.get_learning_rate
+    if optimizer.lr_schedule is None and not own_rate:
+        raise ValueError(
+            f"{type(optimizer).__name__}.lr_schedule is not set; e.g. lr_schedule=pax_fiddle.Config(schedules.Constant), "
+            "which multiplies learning_rate by 1"
+        )
+
+
+def _with_raw_specs(optimizer: optimizers.BaseOptimizer) -> optimizers.BaseOptimizer:
+    """Returns a copy whose inner transformation has `init_partition_spec`.
+
+    praxis' Sgd, Lamb, Lars, Adafactor, Adagrad and Adam(sharded_adam=False) hand out plain optax transformations, which
+    praxis' own chain then refuses to give specs for.
+    """
+    optimizer = copy.copy(optimizer)
+    if isinstance(optimizer, optimizers.ShardedStaticAccumulator):
+        optimizer.base_optimizer = _with_raw_specs(optimizer.base_optimizer)
+    raw = functools.partial(type(optimizer)._get_raw_grad_transformation, optimizer)
+
+    def with_specs(lr: optax.Schedule) -> Any:
+        grad_tx = raw(lr)
+        if hasattr(grad_tx, "init_partition_spec"):
+            return grad_tx
+        return ShardedGradientTransformation(
+            init=grad_tx.init,
+            update=grad_tx.update,
+            init_partition_spec=functools.partial(derived_specs, grad_tx),
+        )
+
+    optimizer._get_raw_grad_transformation = with_specs
+    return optimizer

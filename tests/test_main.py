@@ -1,0 +1,105 @@
+"""The command line's refusals: one message with the fix, exit status 2, nothing written."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+TINY = "lm.stdlib.StdlibBytesTiny"
+
+
+def spmd_trainer(*args: str, **env: str) -> subprocess.CompletedProcess:
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | env
+    return subprocess.run(
+        [sys.executable, "-m", "spmd_trainer.main", *args], capture_output=True, text=True, timeout=300, env=environment
+    )
+
+
+def refused(*args: str, **env: str) -> str:
+    result = spmd_trainer(*args, **env)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    own = [line for line in result.stderr.splitlines() if line.startswith("spmd-trainer: ")]
+    assert len(own) == 1, result.stderr
+    return own[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--expp=x"], ["--expp", "exp"]),
+        (["--exp=lm.stdlib.StdlibByte"], ["lm.stdlib.StdlibBytes"]),
+        (["--job_log_dir=/nonexistent"], ["--exp"]),
+        ([f"--exp={TINY}"], ["--job_log_dir"]),
+        ([f"--exp={TINY}", "--mode=trian"], ["--mode", "train"]),
+        ([f"--exp={TINY}", "--fdl.set=task.train.num_train_step=2"], ["num_train_step'", "num_train_steps"]),
+        ([f"--exp={TINY}", "--fdl.set=task.train.num_train_steps=many"], ["num_train_steps", "literal"]),
+        ([f"--exp={TINY}", "--mode=inspect", "--mesh=data4"], ["--mesh", "axis:size"]),
+    ],
+)
+def test_a_bad_command_is_one_message_with_the_fix(args, says):
+    message = refused(*args)
+    for word in says:
+        assert word in message
+
+
+def test_no_checkpoint_to_decode(tmp_path: pathlib.Path):
+    directory = tmp_path / "run"
+    message = refused(f"--exp={TINY}", f"--job_log_dir={directory}", "--mode=decode_once")
+    assert "no checkpoint" in message
+    assert "--restore_checkpoint_dir" in message
+    assert not directory.exists()
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path: pathlib.Path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    message = refused(f"--exp={TINY}", f"--job_log_dir={tmp_path}")
+    assert str(tmp_path) in message
+    assert "not empty" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_another_experiments_directory_is_refused(tmp_path: pathlib.Path):
+    (tmp_path / "experiment.json").write_text('{"experiment": "experiments.lm.stdlib.StdlibBytes"}')
+    message = refused(f"--exp={TINY}", f"--job_log_dir={tmp_path}")
+    assert "experiments.lm.stdlib.StdlibBytes," in message
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: pathlib.Path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    assert "can't be written" in refused(f"--exp={TINY}", f"--job_log_dir={blocker / 'run'}")
+
+
+def test_a_mesh_that_the_devices_do_not_fit(tmp_path: pathlib.Path):
+    message = refused(
+        f"--exp={TINY}", f"--job_log_dir={tmp_path}", XLA_FLAGS="--xla_force_host_platform_device_count=3"
+    )
+    for word in ("8", "3"):
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("task.train.inputs_split_mapping={'map_1d': ('data',)}", ["map_2d", "inputs_split_mapping"]),
+        ("task.train.inputs_split_mapping={'map_1d': ('dta',), 'map_2d': ('data', None)}", ["map_1d", "dta", "data"]),
+    ],
+)
+def test_a_split_mapping_that_does_not_fit(tmp_path: pathlib.Path, override, says):
+    message = refused(f"--exp={TINY}", f"--job_log_dir={tmp_path}", f"--fdl.set={override}")
+    for word in says:
+        assert word in message
+
+
+def test_list_and_dump():
+    listed = spmd_trainer("--list")
+    assert listed.returncode == 0
+    assert any(line.startswith(f"{TINY} ") for line in listed.stdout.splitlines())
+    dumped = spmd_trainer(f"--exp={TINY}", "--dump", "--fdl.set=task.train.num_train_steps=77")
+    assert dumped.returncode == 0
+    lines = dumped.stdout.splitlines()
+    assert "task.train.num_train_steps: 77" in lines
+    assert all(": " in line for line in lines)
