@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, TypeAlias
 
 from praxis import base_input, pax_fiddle
 
 from spmd_trainer import tasks_lib
 
-InputConfig = pax_fiddle.Config[base_input.BaseInput]
+# pax_fiddle.Config of a praxis BaseInput.
+InputConfig: TypeAlias = Any
 
 
 class BaseExperiment(metaclass=abc.ABCMeta):
@@ -61,7 +62,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
             )
         return pax_fiddle.Config(specs.DatasetSpecsProvider, input_p=training[0])
 
-    def validate(self) -> None:
+    def validate(self) -> None:  # noqa: B027 (empty on purpose: overriding it is optional)
         """Called before anything is built; raises ValueError where the experiment contradicts itself."""
 
     def partitioner(self) -> Any | None:

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 import optax
 from praxis import base_layer, optimizers, pax_fiddle
 
-ShardedGradientTransformation = optimizers.ShardedGradientTransformation
-
 
 @dataclasses.dataclass(frozen=True)
 class OptaxTransformation:
@@ -78,7 +76,7 @@ def learning_rate(optimizer: Any, step: jax.Array) -> jax.Array | None:
 
 def grad_transformation(
     optimizer: Any, var_weight_hparams: Any, *, include_ema: bool = True
-) -> ShardedGradientTransformation:
+) -> optimizers.ShardedGradientTransformation:
     """Returns the gradient transformation of an optimizer of `as_optimizer`.
 
     Args:
@@ -96,12 +94,12 @@ def grad_transformation(
         specs = declared(hparams)
         return specs if isinstance(specs, optax.MaskedState) else optax.MaskedState(specs)
 
-    return ShardedGradientTransformation(
+    return optimizers.ShardedGradientTransformation(
         init=grad_tx.init, update=grad_tx.update, init_partition_spec=init_partition_spec
     )
 
 
-def masked(grad_tx: ShardedGradientTransformation, mask: Any) -> ShardedGradientTransformation:
+def masked(grad_tx: optimizers.ShardedGradientTransformation, mask: Any) -> optimizers.ShardedGradientTransformation:
     """Returns `grad_tx` for the variables where `mask` is True; the others' updates pass through.
 
     It differs from praxis' `sharded_masked` in its specs: they leave the other variables out, as the state does.
@@ -170,7 +168,7 @@ def _with_raw_specs(optimizer: optimizers.BaseOptimizer) -> optimizers.BaseOptim
         grad_tx = raw(lr)
         if hasattr(grad_tx, "init_partition_spec"):
             return grad_tx
-        return ShardedGradientTransformation(
+        return optimizers.ShardedGradientTransformation(
             init=grad_tx.init,
             update=grad_tx.update,
             init_partition_spec=functools.partial(derived_specs, grad_tx),

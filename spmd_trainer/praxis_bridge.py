@@ -119,9 +119,9 @@ def _restore_jax_names() -> None:
 
     _check_versions()
     if not hasattr(jax, "tree_map"):
-        jax.tree_map = _tree_map
+        jax.tree_map = _tree_map  # type: ignore[attr-defined]
     if not hasattr(jax, "tree_flatten"):
-        jax.tree_flatten = jax.tree.flatten
+        jax.tree_flatten = jax.tree.flatten  # type: ignore[attr-defined]
     if not hasattr(jax.lib, "xla_client"):
         stand_in = types.ModuleType("jax.lib.xla_client", "Stands in for a module that JAX no longer has.")
         stand_in.OpSharding = _OpSharding  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def _restore_jax_names() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             legacy = getattr(pxla, "thread_resources", None)
-        pxla.thread_resources = _ThreadResources(legacy)  # type: ignore[attr-defined]
+        pxla.thread_resources = _ThreadResources(legacy)  # type: ignore[assignment]
 
 
 def _tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from praxis import base_layer, py_utils
+from praxis import base_layer
 
 from spmd_trainer import variable_masks
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
 
-NestedMap = py_utils.NestedMap
 # Collections that the forward pass itself updates (batch-norm averages and the like).
 _FORWARD_COLLECTIONS = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECTION)
 
@@ -42,7 +41,7 @@ class StepFnOutput:
 
 
 def train_step(
-    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: NestedMap, var_weight_hparams: Any
+    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: Any, var_weight_hparams: Any
 ) -> tuple[TrainState, StepFnOutput]:
     """Takes one training step: forward, backward, learner.
 
@@ -81,7 +80,7 @@ def train_step(
 
 
 def eval_step(
-    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: NestedMap, var_weight_hparams: Any
+    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: Any, var_weight_hparams: Any
 ) -> tuple[None, StepFnOutput]:
     """Evaluates the model on one global batch. Arguments as in `train_step`; no state comes back."""
     prng_key = jax.random.fold_in(prng_key, state.step)
@@ -93,7 +92,7 @@ def eval_step(
 
 
 def decode_step(
-    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: NestedMap, var_weight_hparams: Any
+    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: Any, var_weight_hparams: Any
 ) -> tuple[None, StepFnOutput]:
     """Decodes one global batch with `model.decode`. Arguments as in `train_step`; no state comes back.
 
@@ -135,7 +134,7 @@ def grad_transformation(task: SingleTask, var_weight_hparams: Any) -> tuple[Any,
     return task.learner.get_grad_tx(variable_masks.mask_out(var_weight_hparams, excluded)), excluded
 
 
-def init_model_vars(task: SingleTask, prng_key: jax.Array, inputs: NestedMap) -> Any:
+def init_model_vars(task: SingleTask, prng_key: jax.Array, inputs: Any) -> Any:
     """Initialises the model's variables at their logical shapes.
 
     Args:
@@ -165,7 +164,7 @@ def _rngs(prng_key: jax.Array) -> dict[str, jax.Array]:
 
 
 def _forward(
-    task: SingleTask, mdl_vars: Any, inputs: NestedMap, prng_key: jax.Array, var_weight_hparams: Any, mutable: list[str]
+    task: SingleTask, mdl_vars: Any, inputs: Any, prng_key: jax.Array, var_weight_hparams: Any, mutable: list[str]
 ) -> tuple[StepFnOutput, Any]:
     """Runs the model and picks the loss out of its metrics."""
     mdl_vars, inputs = _to_fprop_dtype(task, mdl_vars, inputs, var_weight_hparams)

@@ -20,7 +20,7 @@ class TrainState:
       extra_state: a tuple of whatever an experiment adds; empty by default.
     """
 
-    step: jax.Array | Any
+    step: Any
     mdl_vars: Any
     opt_states: list[Any]
     extra_state: Any = ()

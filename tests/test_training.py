@@ -94,7 +94,9 @@ def test_directory_says_what_the_run_was(uninterrupted):
 def test_killed_and_started_again_the_curve_is_the_same_numbers(uninterrupted, compilation_cache, tmp_path):
     directory = tmp_path / "run"
     train_file = directory / "summaries" / "train" / "metrics.jsonl"
-    process = subprocess.Popen(command(directory), stderr=subprocess.PIPE, text=True, env=environment(compilation_cache))
+    process = subprocess.Popen(
+        command(directory), stderr=subprocess.PIPE, text=True, env=environment(compilation_cache)
+    )
     deadline = time.monotonic() + 300
     # Past the first whole checkpoint, somewhere in the middle of a step.
     while not (list((directory / "checkpoints").glob("[0-9]*")) and train_file.exists()):

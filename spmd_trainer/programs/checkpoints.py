@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from absl import logging
@@ -40,7 +41,7 @@ def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -
     if use_ema:
         if not learners.has_ema(job.task.learner):
             raise UserError("EMA variables were asked for, but the learner's optimizer has no ema_decay")
-        state = state.replace(mdl_vars=learners.extract_ema(state.opt_states, state.mdl_vars))
+        state = dataclasses.replace(state, mdl_vars=learners.extract_ema(state.opt_states, state.mdl_vars))
     logging.info("restored step %d from %s", restored.step, directory)
     return restored.step, state.to_eval_state()
 

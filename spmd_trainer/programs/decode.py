@@ -101,7 +101,7 @@ class DecodeDataset:
         """One record per example that counts: the prompt, the best output, its score, and the ids."""
         outputs = jax.tree.map(np.asarray, outputs)
         counts = np.asarray(batch.get("eval_sample_weights", np.ones(len(batch.ids))))
-        for row in np.flatnonzero(counts):
+        for row in np.flatnonzero(counts).tolist():
             # praxis gives [batch, samples, length]; the first sample is the best.
             ids = outputs.output_ids[row]
             lengths = np.atleast_1d(outputs.decode_lengths[row])
@@ -132,7 +132,7 @@ def _scores(outputs: Any, row: int) -> list[float | None]:
         return [float(score) for score in np.atleast_1d(outputs.scores[row])]
     if "logprobs" not in outputs:
         return [None]
-    totals = []
+    totals: list[float | None] = []
     lengths = np.atleast_1d(outputs.decode_lengths[row])
     prefix = int(np.atleast_1d(outputs.prefix_lengths[row])[0])
     for logprobs, length in zip(np.atleast_2d(outputs.logprobs[row]), lengths, strict=True):

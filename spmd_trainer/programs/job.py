@@ -147,7 +147,9 @@ def check_directory(settings: JobSettings, full_name: str) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"--job_log_dir={directory} can't be written below {existing}; give a directory that you may write")
+        raise UserError(
+            f"--job_log_dir={directory} can't be written below {existing}; give a directory that you may write"
+        )
     marker = directory / MARKER
     if marker.exists():
         owner = json.loads(marker.read_text())["experiment"]

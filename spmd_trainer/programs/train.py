@@ -184,7 +184,12 @@ def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, inp
         "num_train_steps": int(job.task.train.num_train_steps),
     }
     started = checkpoints.save(
-        step, state, job.partitioner.metadata.variables, input_state={"state": input_state}, metadata=metadata, force=True
+        step,
+        state,
+        job.partitioner.metadata.variables,
+        input_state={"state": input_state},
+        metadata=metadata,
+        force=True,
     )
     if started:
         logging.info("saving step %d", step)
@@ -198,7 +203,8 @@ def _eval_state(job: Job, state: TrainState, *, ema: bool) -> TrainState:
         raise ValueError(
             "eval_use_ema_states or decode_use_ema_states is set, but the learner's optimizer has no ema_decay"
         )
-    return state.replace(mdl_vars=learners.extract_ema(state.opt_states, state.mdl_vars)).to_eval_state()
+    averages = learners.extract_ema(state.opt_states, state.mdl_vars)
+    return dataclasses.replace(state.to_eval_state(), mdl_vars=averages)
 
 
 def _stops_early(job: Job, metrics: dict[str, float], step: int, num_steps: int) -> bool:
@@ -209,7 +215,7 @@ def _stops_early(job: Job, metrics: dict[str, float], step: int, num_steps: int)
 
 
 def _due(step: int, interval: int | None) -> bool:
-    return bool(interval) and step % interval == 0
+    return bool(interval and step % interval == 0)
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ def test_a_mesh_of_devices_names_them(variables, pax_mesh):
 
 def test_html_needs_nothing_beside_itself(variables, mesh):
     page = sharding_report(variables, mesh, format="html")
-    assert not re.search(r"""(src|href)\s*=|@import|url\(""", page)
+    assert not re.search(r"""(src|href)\s*=|@import|url\((?!#)""", page)
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", page)
     assert page.count("</script>") == 2  # a path that holds one cannot end the data early
 
@@ -120,7 +120,7 @@ def test_html_needs_nothing_beside_itself(variables, mesh):
 def test_errors(variables, mesh):
     with pytest.raises(ValueError, match=saying("'htm'", "Did you mean 'html'?", "text")):
         sharding_report(variables, mesh, format="htm")
-    with pytest.raises(ValueError, match=saying("PartitionSpec", "plan_sharding")):
+    with pytest.raises(ValueError, match=saying("P('data'", "plan_sharding")):
         sharding_report([P("data")], mesh)
 
 
@@ -167,9 +167,7 @@ def rows(dom: str) -> list[str]:
 @needs_chromium
 def test_page_shows_and_selects(variables, mesh, browse):
     dom = browse(sharding_report(variables, mesh, format="html"), "at=emb/table")
-    assert rows(dom) == ["emb/table", "evil/</script><b>x", "out/kernel", "ln/scale"] or set(rows(dom)) == {
-        v.path for v in variables.values()
-    }
+    assert rows(dom) == [v.path for v in jax.tree.leaves(variables)]
     assert "<b>bold</b>" not in dom
     assert texts(dom, r'id="reason"[^>]*>(.*?)</div>') == ["declared"]
     assert "mesh replica=1, data=4, mdl=2 · 8 devices" in dom

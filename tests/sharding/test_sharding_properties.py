@@ -69,7 +69,7 @@ def test_padded_shape_is_the_least_that_divides(case, sizes):
 @given(shape_and_spec(), meshes)
 def test_pad_then_slice_is_the_identity(case, sizes):
     shape, spec = case
-    x = np.random.default_rng(0).normal(size=shape)
+    x = np.random.default_rng(0).integers(1, 100, size=shape)
     padded = pad_uneven({"x": x}, spec, shape, make_mesh(sizes))
     assert padded["x"].sum() == x.sum()
     back = slice_uneven(padded, spec, shape)
@@ -84,7 +84,7 @@ def test_device_put_accepts_the_padded_shape_and_bytes_add_up(case, sizes):
     v = make_variable_spec("x", shape, np.float32, spec, mesh.shape, "declared")
     placed = jax.device_put(np.zeros(v.padded_shape, np.float32), NamedSharding(mesh, v.spec))
     assert {shard.data.nbytes for shard in placed.addressable_shards} == {v.bytes_per_device(mesh.shape)}
-    pieces = {shard.index for shard in placed.addressable_shards}
+    pieces = {str(shard.index) for shard in placed.addressable_shards}
     if placed.size:
         assert len(pieces) * v.bytes_per_device(mesh.shape) == v.logical_bytes() + v.padding_bytes()
 
