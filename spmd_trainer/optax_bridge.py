@@ -61,15 +61,12 @@ def as_optimizer(optimizer: Any) -> Any:
     if isinstance(optimizer, optimizers.OptaxOptimizer) and optimizer.grad_tx is None:
         raise ValueError(f"{name}.grad_tx is not set; give an optax transformation such as optax.scale_by_adam()")
     if isinstance(optimizer, optimizers.BaseOptimizer):
-        _check_schedule(optimizer)
         return _with_raw_specs(optimizer)
     return optimizer
 
 
 def learning_rate(optimizer: Any, step: jax.Array) -> jax.Array | None:
     """Returns the learning rate that an optimizer of `as_optimizer` has at a step, a scalar; None if it doesn't tell."""
-    if isinstance(optimizer, optimizers.OptaxOptimizer) and optimizer.lr_schedule is None:
-        return None
     rate = optimizer.get_learning_rate(step)
     return None if rate is None else jnp.asarray(rate)
 
@@ -81,7 +78,7 @@ def grad_transformation(
 
     Args:
       optimizer: the optimizer.
-      var_weight_hparams: WeightHParams of the variables, for what praxis decides by variable (no weight decay on biases).
+      var_weight_hparams: WeightHParams of the variables, for what praxis decides by variable (such as no weight decay).
       include_ema: whether a praxis optimizer with `ema_decay` keeps its moving averages in this transformation.
     """
     grad_tx = optimizer.get_grad_transformation(var_weight_hparams, include_ema=include_ema)
@@ -141,16 +138,6 @@ def derived_specs(grad_tx: Any, var_weight_hparams: Any) -> Any:
         return base_layer.WeightHParams(shape=tuple(leaf.shape), dtype=leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(grad_tx.init, shapes))
-
-
-def _check_schedule(optimizer: optimizers.BaseOptimizer) -> None:
-    """Raises ValueError where praxis would stop at `None.value_at` in the first step."""
-    own_rate = type(optimizer).get_learning_rate is not optimizers.BaseOptimizer.get_learning_rate
-    if optimizer.lr_schedule is None and not own_rate:
-        raise ValueError(
-            f"{type(optimizer).__name__}.lr_schedule is not set; e.g. lr_schedule=pax_fiddle.Config(schedules.Constant), "
-            "which multiplies learning_rate by 1"
-        )
 
 
 def _with_raw_specs(optimizer: optimizers.BaseOptimizer) -> optimizers.BaseOptimizer:

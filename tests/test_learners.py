@@ -9,113 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from learner_helpers import (
+    NestedMap,
+    assert_close,
+    assert_same,
+    build,
+    hparams,
+    model,
+    one_step,
+    praxis,
+    random_like,
+    sgd,
+    state_specs,
+    train,
+    train_optax,
+    two_groups,
+)
 
 from spmd_trainer import learners, variable_masks
 
 # isort: split
-from praxis import base_layer, optimizers, pax_fiddle, py_utils, schedules
+from praxis import base_layer, optimizers
 
-NestedMap = py_utils.NestedMap
-Config = pax_fiddle.Config
 COLLECTIONS = base_layer.WeightHParamsCollection
 STACKED = "p#3#i-1"  # the key of optimizer states of 3 repeated layers that are not split over the mesh
-
-
-def hparams(shape: tuple[int, ...], mapping: Any = None, *, stack: int = 0, **kwargs: Any) -> base_layer.WeightHParams:
-    p = base_layer.WeightHParams(shape, dtype=jnp.float32, tensor_split_dims_mapping=mapping, **kwargs)
-    if stack:
-        p.repeat_prefix, p.repeat_prefix_split_dims_mapping = [stack], [-1]
-    return p
-
-
-def model(*, stacked: bool = False) -> tuple[NestedMap, NestedMap]:
-    """A small model: its variables, seeded, and their WeightHParams."""
-    params = NestedMap(
-        emb=hparams((6, 4), ("mdl", None)),
-        head=NestedMap(w=hparams((4, 6), (None, "mdl")), b=hparams((6,))),
-    )
-    if stacked:
-        params.layers = NestedMap(w=hparams((4, 4), ("data", "mdl"), stack=3), scale=hparams((4,), stack=3))
-    var_hparams = NestedMap(params=params)
-    return random_like(var_hparams, 0), var_hparams
-
-
-def random_like(var_hparams: Any, seed: int, scale: float = 1.0) -> Any:
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda p: (
-            jnp.asarray(scale * rng.normal(size=tuple(p.full_shape)), jnp.float32)
-            if isinstance(p, base_layer.WeightHParams)
-            else jnp.asarray(scale * rng.normal(size=p.shape), jnp.float32)
-        ),
-        var_hparams,
-    )
-
-
-def praxis(cls: Any, learning_rate: float = 0.1, **kwargs: Any) -> Any:
-    return Config(cls, learning_rate=learning_rate, lr_schedule=Config(schedules.Constant), **kwargs)
-
-
-def sgd(learning_rate: float = 0.1, **kwargs: Any) -> Any:
-    return praxis(optimizers.ShardedSgd, learning_rate, **kwargs)
-
-
-def build(optimizer: Any, cls: Any = learners.Learner, **kwargs: Any) -> Any:
-    return pax_fiddle.build(Config(cls, name="learner", loss_name="loss", optimizer=optimizer, **kwargs))
-
-
-def two_groups(optimizer: Any, auxiliary: Any, regex: str = ".*/head", **kwargs: Any) -> Any:
-    return build(
-        optimizer,
-        learners.MultiOptimizerLearner,
-        auxiliary_optimizers=[auxiliary],
-        auxiliary_regex=[regex],
-        auxiliary_names=["head"],
-        **kwargs,
-    )
-
-
-def train(learner: Any, mdl_vars: Any, var_hparams: Any, gradients: list[Any]) -> tuple[Any, Any]:
-    """Takes a step per gradient and returns variables and optimizer state."""
-    state = learner.get_grad_tx(var_hparams).init(mdl_vars)
-    step = jax.jit(lambda v, s, g: one_step(learner, v, s, g, var_hparams))
-    for grads in gradients:
-        mdl_vars, state = step(mdl_vars, state, grads)
-    return mdl_vars, state
-
-
-def one_step(learner: Any, mdl_vars: Any, state: Any, grads: Any, var_hparams: Any) -> tuple[Any, Any]:
-    updates, state = learner.update_states(grads, state, mdl_vars, var_hparams)
-    return learner.apply_gradient(mdl_vars, updates, var_hparams), state
-
-
-def train_optax(tx: Any, mdl_vars: Any, gradients: list[Any]) -> Any:
-    state = tx.init(mdl_vars)
-    for grads in gradients:
-        updates, state = tx.update(grads, state, mdl_vars)
-        mdl_vars = optax.apply_updates(mdl_vars, updates)
-    return mdl_vars
-
-
-def assert_close(actual: Any, expected: Any, rtol: float = 1e-5) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), actual, expected)
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
-def state_specs(learner: Any, var_hparams: Any) -> Any:
-    """The learner's specs without the one MaskedState around each group of repeated layers."""
-    is_masked = lambda x: isinstance(x, optax.MaskedState)  # noqa: E731
-    specs = learner.get_grad_tx(var_hparams).init_partition_spec(var_hparams)
-    outermost = jax.tree.leaves(specs, is_leaf=is_masked)
-    assert outermost
-    assert all(map(is_masked, outermost))
-    return jax.tree.map(lambda x: x.inner_state, specs, is_leaf=is_masked)
-
 
 # --- one optimizer -------------------------------------------------------------------------------------------------------
 
@@ -126,24 +43,6 @@ def test_praxis_adam_is_adam() -> None:
     adam = praxis(optimizers.Adam, 0.01, beta1=0.9, beta2=0.99, epsilon=1e-6, clip_threshold=1e9)
     new_vars, _ = train(build(adam), mdl_vars, var_hparams, gradients)
     assert_close(new_vars, train_optax(optax.adam(0.01, 0.9, 0.99, 1e-6), mdl_vars, gradients), rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "given", [optax.adamw(0.01), Config(optax.adamw, learning_rate=0.01)], ids=["transformation", "config"]
-)
-def test_an_optax_transformation_is_an_optimizer(given: Any) -> None:
-    mdl_vars, var_hparams = model(stacked=True)
-    gradients = [random_like(mdl_vars, seed) for seed in (1, 2, 3)]
-    new_vars, _ = train(build(given), mdl_vars, var_hparams, gradients)
-    assert_close(new_vars, train_optax(optax.adamw(0.01), mdl_vars, gradients))
-
-
-def test_optax_optimizer_of_praxis_adds_its_weight_decay() -> None:
-    mdl_vars, var_hparams = model()
-    grads = random_like(mdl_vars, 1)
-    optimizer = praxis(optimizers.OptaxOptimizer, 0.1, grad_tx=optax.sgd(0.1), decoupled_weight_decay=0.5)
-    new_vars, _ = train(build(optimizer), mdl_vars, var_hparams, [grads])
-    assert_close(new_vars, jax.tree.map(lambda v, g: v - 0.1 * g - 0.1 * 0.5 * v, mdl_vars, grads))
 
 
 def test_accumulation_over_four_batches_is_one_step_on_their_mean_gradient() -> None:
@@ -207,8 +106,7 @@ def test_zero_gradients_survive_clipping() -> None:
         np.testing.assert_array_equal(grads.a, np.zeros(3))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("bad", "stacked"), [(np.nan, False), (np.nan, True), (np.inf, False), (1e6, False)])
 def test_a_bad_gradient_leaves_variables_and_states_untouched(bad: float, stacked: bool) -> None:
     mdl_vars, var_hparams = model(stacked=stacked)
     learner = build(praxis(optimizers.Adam, ema_decay=0.9), skip_step_gradient_norm_value=1e5)
@@ -292,78 +190,6 @@ def test_auxiliary_regexes_that_fit_badly_are_refused(regexes: list[str], messag
     )
     with pytest.raises(ValueError, match=message):
         learner.get_grad_tx(var_hparams).init(var_hparams)
-
-
-# --- where states live ---------------------------------------------------------------------------------------------------
-
-
-def keep_all(tree: Any) -> Any:
-    return jax.tree.map(lambda _: True, tree)
-
-
-def by_rank(tree: Any) -> Any:
-    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", tree)
-
-
-OPTIMIZERS = {
-    "adam": praxis(optimizers.Adam, ema_decay=0.9),
-    "adam of optax": praxis(optimizers.Adam, sharded_adam=False),
-    "sgd": praxis(optimizers.Sgd, momentum=0.9),
-    "lamb": praxis(optimizers.Lamb),
-    "sharded adafactor": praxis(optimizers.ShardedAdafactor, decay_method="adam", decay_adam=0.99),
-    "accumulator": praxis(optimizers.ShardedStaticAccumulator, optimizer_tpl=praxis(optimizers.Sgd), num_sub_batches=2),
-    "optax optimizer": praxis(optimizers.OptaxOptimizer, grad_tx=optax.adam(0.1), ema_decay=0.9),
-    "optax adamw": optax.adamw(0.1),
-    "optax adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "optax masked": optax.masked(optax.adam(0.1), keep_all),
-    "optax by label": optax.multi_transform({"matrix": optax.adam(0.1), "vector": optax.sgd(0.1, 0.9)}, by_rank),
-    "optax with hyperparameters": optax.inject_hyperparams(optax.adamw)(0.1),
-}
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_specs_have_the_structure_and_shapes_of_states_and_steps_keep_both(name: str, several: bool) -> None:
-    mdl_vars, var_hparams = model(stacked=True)
-    optimizer = OPTIMIZERS[name]
-    learner = two_groups(optimizer, optimizer) if several else build(optimizer)
-    state = jax.eval_shape(learner.get_grad_tx(var_hparams).init, mdl_vars)
-    specs = state_specs(learner, var_hparams)
-    assert jax.tree.structure(specs) == jax.tree.structure(state)
-    jax.tree.map(lambda leaf, spec: np.testing.assert_equal(tuple(leaf.shape), tuple(spec.full_shape)), state, specs)
-    new_vars, new_state = jax.eval_shape(
-        lambda s: one_step(learner, mdl_vars, s, random_like(mdl_vars, 1), var_hparams), state
-    )
-    assert new_state == state
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), new_vars) == jax.tree.map(lambda x: (x.shape, x.dtype), mdl_vars)
-
-
-@pytest.mark.parametrize("name", ["adam", "optax adamw"])
-def test_moments_are_split_like_their_variable_and_counters_replicated(name: str) -> None:
-    _, var_hparams = model(stacked=True)
-    mappings: dict[Any, set[Any]] = {}
-    for path, spec in jax.tree_util.tree_leaves_with_path(state_specs(build(OPTIMIZERS[name]), var_hparams)):
-        keys = [getattr(key, "key", getattr(key, "name", None)) for key in path]
-        if "params" in keys:
-            variable = "/".join(keys[keys.index("params") + 1 :])
-            mappings.setdefault(variable, set()).add(tuple(spec.full_split_dims_mapping))
-        else:
-            assert set(spec.full_split_dims_mapping) <= {-1}
-    assert mappings["emb"] == {("mdl", None)}
-    assert mappings["head/w"] == {(None, "mdl")}
-    assert mappings["head/b"] == {(-1,)}
-    assert mappings["layers/w"] == {(-1, "data", "mdl")}
-
-
-def test_factored_moments_of_an_optax_transformation_are_replicated() -> None:
-    _, var_hparams = model()
-    specs = state_specs(build(OPTIMIZERS["optax adafactor"]), var_hparams)
-    row, column = (
-        next(s for path, s in jax.tree_util.tree_leaves_with_path(specs) if name in str(path) and "emb" in str(path))
-        for name in ("v_row", "v_col")
-    )
-    assert {tuple(row.shape), tuple(column.shape)} == {(4,), (6,)}
-    assert set(row.full_split_dims_mapping) == set(column.full_split_dims_mapping) == {-1}
 
 
 # --- repeated layers -----------------------------------------------------------------------------------------------------
@@ -510,9 +336,8 @@ def test_overwritten_variables_take_their_gradient_and_fixed_ones_stay() -> None
 
 
 def test_summaries_of_a_step() -> None:
-    mdl_vars, var_hparams = NestedMap(a=jnp.array([1.0, 2.0]), b=jnp.array([2.0])), NestedMap(
-        a=hparams((2,)), b=hparams((1,))
-    )  # fmt: skip
+    mdl_vars = NestedMap(a=jnp.array([1.0, 2.0]), b=jnp.array([2.0]))
+    var_hparams = NestedMap(a=hparams((2,)), b=hparams((1,)))
     learner = build(sgd(clip_gradient_norm_to_value=6.5), grad_norm_individual_vars=True, var_norm_individual_vars=True)
     with base_layer.JaxContext.new_context():
         learner.plot_learning_rate(jnp.array(3))
@@ -551,7 +376,6 @@ def test_learning_rates_of_several_optimizers() -> None:
         (None, {}, "optimizer is not set; e.g. pax_fiddle.Config"),
         ("adam", {}, "optimizer is 'adam'; give a praxis optimizer such as .*, or an optax GradientTransformation"),
         (optimizers.Adam, {}, "optimizer is <class 'praxis.optimizers.Adam'>; give"),
-        (Config(optimizers.Adam, learning_rate=0.1), {}, r"Adam\.lr_schedule is not set; e\.g\."),
         (praxis(optimizers.OptaxOptimizer), {}, r"OptaxOptimizer\.grad_tx is not set"),
         (sgd(clip_gradient_norm_to_value=1.0, clip_gradient_single_norm_to_value=1.0), {}, "has both .*; set one"),
         (sgd(), {"skip_zero_gradients": "variable"}, "skip_zero_gradients='variable' is not supported"),

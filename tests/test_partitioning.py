@@ -84,8 +84,8 @@ def test_padding_holds_zeros_after_every_step_in_optimizer_state_too():
             assert np.any(whole)
             whole[tuple(slice(size) for size in variable.logical_shape)] = 0
             assert not np.any(whole), variable.path
-    # 257 and 67 over two: softmax weight and bias, feed-forward weights and bias of two layers; each with two moments.
-    assert padded == 3 * (2 + 2 * 3)
+    # 257 and 67 over two: softmax weight and bias, stacked feed-forward weights and bias; each with two moments.
+    assert padded == 3 * (2 + 3)
 
 
 def test_state_is_laid_out_as_its_record_says_and_no_device_holds_a_whole_split_variable():
@@ -116,10 +116,11 @@ def test_the_state_is_donated_in_the_compiled_program():
 def test_v1_sharding_settings_split_the_weights_as_pax_documents_them():
     partitioner = make_partitioner((1, 4, 2))
     params = partitioner.metadata.partition_specs.mdl_vars[base_layer.PARAMS]["lm"]
-    layer = params["transformer"]["x_layers_0"]
-    assert layer["ff_layer"]["ffn_layer1"]["linear"]["w"] == P("data", "mdl")  # w_df
-    assert layer["ff_layer"]["ffn_layer2"]["linear"]["w"] == P("mdl", "data")  # w_df, transposed
-    assert layer["self_attention"]["post"]["w"] == P("data", "mdl", None)  # w_dnh
+    # Stacked layers: their dimension comes first, and is whole.
+    layer = params["transformer"]["repeat"]["sub"]["x_layers_0"]
+    assert layer["ff_layer"]["ffn_layer1"]["linear"]["w"] == P(None, "data", "mdl")  # w_df
+    assert layer["ff_layer"]["ffn_layer2"]["linear"]["w"] == P(None, "mdl", "data")  # w_df, transposed
+    assert layer["self_attention"]["post"]["w"] == P(None, "data", "mdl", None)  # w_dnh
     assert params["softmax"]["logits_ffn"]["linear"]["w"] == P("data", "mdl")
 
 
@@ -127,7 +128,7 @@ def test_optimizer_state_follows_its_variable():
     partitioner = make_partitioner((1, 4, 2))
     by_path = {variable.path: variable for variable in partitioner.metadata.records()}
     moments = [path for path in by_path if "/m/params/" in path or "/v/params/" in path]
-    assert moments
+    assert len(moments) == 2 * sum(path.startswith("mdl_vars/params/") for path in by_path)
     for path in moments:
         variable = by_path["mdl_vars/params/" + path.split("/params/")[1]]
         assert (by_path[path].spec, by_path[path].paddings) == (variable.spec, variable.paddings)

@@ -153,12 +153,13 @@ def _read_stored(
     rest = dict(stored)
     while rest:
         batch = {source[path]: path for path in reversed(rest)}
-        items, args = {}, {}
-        for saved_path, path in batch.items():
-            spec = rest.pop(path)
-            items[saved_path] = jax.ShapeDtypeStruct(spec.padded_shape, spec.dtype)
-            args[saved_path] = _restore_args(saved[saved_path], spec, shardings[path])
-        restore_args = ocp.args.PyTreeRestore(item=items, restore_args=args, partial_restore=True)
+        args = {
+            saved_path: _restore_args(saved[saved_path], rest.pop(path), shardings[path])
+            for saved_path, path in batch.items()
+        }
+        # The item only names what to read: from a shape or an array Orbax would take a dtype to convert to.
+        names = dict.fromkeys(args, 0)
+        restore_args = ocp.args.PyTreeRestore(item=names, restore_args=args, partial_restore=True)
         read = handler.restore(step_dir / STATE_ITEM, args=restore_args)
         for saved_path, path in batch.items():
             # A key on one device comes back without its mesh.

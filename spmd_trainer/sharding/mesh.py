@@ -39,8 +39,7 @@ def create_device_mesh(
 
     Raises:
       ValueError: no axis, a name given twice, a size that is no positive number, two sizes of -1, sizes whose product
-      is
-        not the number of devices (the message names sizes that fit), or a TPU topology that cannot be cut that way.
+        is not the number of devices (the message names sizes that fit), or a TPU topology that cannot be cut that way.
     """
     names, sizes = _parse_config(config_mesh)
     devices = list(jax.devices() if devices is None else devices)
@@ -73,8 +72,7 @@ def create_hybrid_mesh(
 
     Raises:
       ValueError: what `create_device_mesh` raises, `ici`, `dcn` and `names` of unequal length, or a `dcn` part that
-      would
-        cut through a slice.
+        would cut through a slice.
     """
     dcn = (1,) * len(tuple(names)) if dcn is None else tuple(dcn)
     if not len(tuple(ici)) == len(dcn) == len(tuple(names)):

@@ -69,8 +69,7 @@ def pad_uneven(tree: Any, specs: Any, logical_shapes: Any, mesh: AnyMesh) -> Any
 
     Raises:
       ValueError: a prefix that does not fit the tree, a leaf that does not have its logical shape, or a spec that does
-      not
-        fit the leaf or the mesh.
+        not fit the leaf or the mesh.
     """
     sizes = mesh_shape_of(mesh)
 
@@ -106,8 +105,7 @@ def slice_uneven(tree: Any, specs: Any, logical_shapes: Any) -> Any:
 
     Raises:
       ValueError: a prefix that does not fit the tree, or a leaf that is smaller than its logical shape, of another
-      rank, or
-        larger in a dimension that its spec does not split.
+        rank, or larger in a dimension that its spec does not split.
     """
 
     def unpad(path: str, leaf: Any, spec: PartitionSpec, logical: tuple[int, ...]) -> Any:

@@ -60,9 +60,8 @@ def plan_sharding(state: Any, strategy: Strategy, mesh: AnyMesh, *, declared: An
 
     Raises:
       ValueError: a strategy that is no list of (regex, tactic), a regex that does not compile, an unknown tactic, an
-      axis
-        that the mesh does not have, a leaf that is split already and is to be replicated or split by the same axis, a
-        scalar that is to be split, or a tactic's spec that does not fit.
+        axis that the mesh does not have, a leaf that is split already and is to be replicated or split by the same
+        axis, a scalar that is to be split, or a tactic's spec that does not fit.
     """
     rules = [_Rule(number, entry) for number, entry in enumerate(_checked(strategy), start=1)]
 

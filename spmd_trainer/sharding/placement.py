@@ -31,8 +31,7 @@ def place_like_target(tree: Any, target: Any) -> Any:
 
     Raises:
       ValueError: another structure, a leaf of another shape than its counterpart, a dimension that does not divide, or
-      a leaf
-        on other processes' devices that is to come to the host.
+        a leaf on other processes' devices that is to come to the host.
     """
     leaves, targets = named_leaves(tree), named_leaves(target)
     paths, target_paths = [path for path, _ in leaves], [path for path, _ in targets]
@@ -175,8 +174,8 @@ def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: 
     if leaf.sharding.device_set != sharding.device_set:
         raise ValueError(
             f"{path}: an array of shape {leaf.shape} that several processes hold can only move among its own "
-            f"{len(leaf.sharding.device_set)} devices, and the target has {len(sharding.device_set)}, not all the same. "
-            "Hand it over as host arrays, e.g. from a checkpoint."
+            f"{len(leaf.sharding.device_set)} devices, and the target has {len(sharding.device_set)}, not all the "
+            "same. Hand it over as host arrays, e.g. from a checkpoint."
         )
     if leaf.shape != shape and isinstance(leaf.sharding, NamedSharding) and isinstance(sharding, NamedSharding):
         # One program keeps one order of devices, so that the padding goes on in the order the leaf has now.

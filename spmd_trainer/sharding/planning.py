@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding.specs import AnyMesh, check_spec, mesh_shape_of
+from spmd_trainer.sharding.specs import AnyMesh, mesh_shape_of
 from spmd_trainer.sharding.variables import (
     broadcast_prefix,
     is_spec,
@@ -46,8 +46,10 @@ def plan_leaves(state: Any, mesh: AnyMesh, decide: Decision, declared: Any = Non
             spec, reason = getattr(spec, "spec", spec), "declared"
         else:
             spec, reason = decide(path, shape, leaf, _spec_so_far(leaf, len(shape), sizes))
-            check_spec(f"{path} by {reason}", shape, spec, sizes)
-        records.append(make_variable_spec(path, shape, dtype, spec, sizes, reason))
+        try:
+            records.append(make_variable_spec(path, shape, dtype, spec, sizes, reason))
+        except ValueError as error:
+            raise ValueError(f"{error} Decided by: {reason}.") from error
     return jax.tree.unflatten(jax.tree.structure(state), records)
 
 

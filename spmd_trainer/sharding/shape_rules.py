@@ -8,6 +8,7 @@ holds.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -122,14 +123,15 @@ class MeshPartitionHelper:
           A tree like `tree` of VariableSpecs; reasons read `shape rule: dp, tp` or `replicated: ...`.
         """
 
-        def decide(path: str, shape: tuple[int, ...], leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
+        @functools.cache  # a state has few shapes
+        def by_shape(shape: tuple[int, ...]) -> tuple[PartitionSpec, str]:
             methods = self._methods(shape)
             spec = self.create_partition_spec(shape, methods, min_shard_size)
             if any(spec):
                 return spec, f"shape rule: {', '.join(axis for axis in spec if axis)}"
             return spec, f"replicated: {self._why_whole(shape, methods, min_shard_size)}"
 
-        return plan_leaves(tree, self.mesh, decide)
+        return plan_leaves(tree, self.mesh, lambda path, shape, leaf, spec: by_shape(shape))
 
     def _methods(self, shape: tuple[int, ...]) -> list[Method]:
         return [m for m in METHODS if len(shape) >= len(m) and all(axis in self._sizes for axis in m)]

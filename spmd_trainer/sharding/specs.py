@@ -31,8 +31,8 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
 
 def axes_by_dim(spec: PartitionSpec | None, rank: int) -> tuple[tuple[str, ...], ...]:
     """The axes that split each of `rank` dimensions; dimensions beyond the spec's end are whole."""
-    entries = tuple(spec or ())
-    return tuple(entry_axes(entries[dim]) if dim < len(entries) else () for dim in range(rank))
+    axes = tuple(entry_axes(entry) for entry in spec or ())
+    return axes[:rank] + ((),) * (rank - len(axes))
 
 
 def shard_counts(spec: PartitionSpec | None, rank: int, mesh_shape: Mapping[str, int]) -> tuple[int, ...]:
@@ -72,35 +72,37 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec | None, mesh
     """
     shape = tuple(shape)
     entries = tuple(spec or ())
-    where = f"{path}: spec {spec_text(spec)} for shape {shape} on mesh {mesh_text(mesh_shape)}"
     if len(entries) > len(shape):
-        if not shape:
-            fix = "A scalar cannot be split: use P()."
-        else:
-            fix = f"Give at most {len(shape)}: e.g. {spec_text(entries[: len(shape)])}."
+        fix = f"Give at most {len(shape)}: e.g. {spec_text(entries[: len(shape)])}."
         raise ValueError(
-            f"{where} has {count_text(len(entries), 'entry', 'entries')}, and the array has rank {len(shape)}. {fix}"
+            f"{_where(path, shape, spec, mesh_shape)} has {count_text(len(entries), 'entry', 'entries')}, and the "
+            f"array has rank {len(shape)}. {fix if shape else 'A scalar cannot be split: use P().'}"
         )
     seen: dict[str, int] = {}
     for dim, entry in enumerate(entries):
         if entry is PartitionSpec.UNCONSTRAINED:
             raise ValueError(
-                f"{where} leaves dimension {dim} (size {shape[dim]}) UNCONSTRAINED, which only a constraint inside jit "
-                "may do. Name its axes, or write None to keep it whole."
+                f"{_where(path, shape, spec, mesh_shape)} leaves dimension {dim} (size {shape[dim]}) UNCONSTRAINED, "
+                "which only a constraint inside jit may do. Name its axes, or write None to keep it whole."
             )
         for axis in entry_axes(entry):
             if axis not in mesh_shape:
                 raise ValueError(
-                    f"{where} splits dimension {dim} (size {shape[dim]}) over {axis!r}, an axis the mesh does not have."
-                    f"{nearest_text(axis, mesh_shape)} Its axes are {list(mesh_shape)}."
+                    f"{_where(path, shape, spec, mesh_shape)} splits dimension {dim} (size {shape[dim]}) over "
+                    f"{axis!r}, an axis the mesh does not have.{nearest_text(axis, mesh_shape)} Its axes are {list(mesh_shape)}."
                 )
             if axis in seen:
                 first, second = (f"dimension {d} (size {shape[d]})" for d in (seen[axis], dim))
                 both = f"{first} twice" if seen[axis] == dim else f"both {first} and {second}"
                 raise ValueError(
-                    f"{where} uses axis {axis!r} for {both}. An axis splits one dimension, once: drop one."
+                    f"{_where(path, shape, spec, mesh_shape)} uses axis {axis!r} for {both}. An axis splits one "
+                    "dimension, once: drop one."
                 )
             seen[axis] = dim
+
+
+def _where(path: str, shape: tuple[int, ...], spec: PartitionSpec | None, mesh_shape: Mapping[str, int]) -> str:
+    return f"{path}: spec {spec_text(spec)} for shape {shape} on mesh {mesh_text(mesh_shape)}"
 
 
 def check_divides(path: str, shape: Sequence[int], spec: PartitionSpec | None, mesh_shape: Mapping[str, int]) -> None:

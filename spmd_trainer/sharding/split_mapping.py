@@ -56,7 +56,7 @@ def to_partition_spec(split_dims_mapping: SplitDimsMapping, mesh_axis_names: Mes
 
     Raises:
       ValueError: an unknown axis name, an index outside the mesh, an axis used twice, or a place that is none of the
-      above.
+        above.
     """
     return parse_split_dims("split_dims_mapping", split_dims_mapping, mesh_axis_names)
 
@@ -241,8 +241,7 @@ def validate_split_mapping(
 
     Raises:
       ValueError: an empty mesh, an unknown key, an entry whose length is not its key's rank, an unknown axis, or an
-      axis
-        twice in one entry. The message names the key, the entry, the mesh axes and the fix.
+        axis twice in one entry. The message names the key, the entry, the mesh axes and the fix.
     """
     if mapping_dict is None:
         return

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -134,13 +135,20 @@ def _parse_axes(tactic: str, axis: Any) -> tuple[str, ...]:
 class _Leaf:
     """A leaf as a built-in tactic looks at it."""
 
-    where: str
+    tactic: BuiltinTactic
+    path: str
     shape: tuple[int, ...]
     num_bytes: int
     spec: PartitionSpec
     mesh_shape: Mapping[str, int]
 
     @property
+    def where(self) -> str:
+        """How an error about this leaf begins."""
+        mesh = mesh_text(self.mesh_shape)
+        return f"{self.path}: {self.tactic} on shape {self.shape} with spec {spec_text(self.spec)}, mesh {mesh}"
+
+    @functools.cached_property
     def axes(self) -> tuple[tuple[str, ...], ...]:
         """The axes that split each dimension so far."""
         return axes_by_dim(self.spec, len(self.shape))
@@ -161,11 +169,11 @@ class BuiltinTactic:
         """`(next spec, '')`, or `(spec, why it could do no more)`. Raises as `__call__`."""
         shape, dtype = leaf_shape_dtype(path, leaf)
         sizes = mesh_shape_of(mesh)
-        where = f"{path}: {self} on shape {shape} with spec {spec_text(spec)}, mesh {mesh_text(sizes)}"
+        view = _Leaf(self, path, shape, math.prod(shape) * dtype.itemsize, spec, sizes)
         for axis in self.axis:
             if axis not in sizes:
-                raise ValueError(f"{where}: the mesh has no axis {axis!r}.{nearest_text(axis, sizes)}")
-        return self._decide(_Leaf(where, shape, math.prod(shape) * dtype.itemsize, spec, sizes))
+                raise ValueError(f"{view.where}: the mesh has no axis {axis!r}.{nearest_text(axis, sizes)}")
+        return self._decide(view)
 
     def _decide(self, leaf: _Leaf) -> tuple[PartitionSpec, str]:
         raise NotImplementedError

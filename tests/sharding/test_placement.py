@@ -97,7 +97,7 @@ def loaded_state():
 
 
 def bytes_on_devices():
-    """Bytes of all live arrays, by device. A buffer counts once: looking at a shard makes one more array of the same one."""
+    """Bytes of all live arrays, by device. Each buffer counts once: looking at a shard makes another array of it."""
     buffers = {
         (shard.device, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
         for x in jax.live_arrays()

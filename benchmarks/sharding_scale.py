@@ -1,0 +1,113 @@
+"""How long it takes to decide where every variable of a state lives, from 100 to 10,000 variables.
+
+    python -m benchmarks.sharding_scale [--rounds=3] [--sizes=100,300,1000,3000,10000]
+
+Prints, per job, the seconds at each number of variables (the median of the rounds, whose order is random) and the
+growth exponent: the slope of log(seconds) over log(variables), 1.0 being linear. The sum of all jobs but the HTML page
+has 2 s at 10,000 variables; beyond that the exit status is 1. No device is touched, and one thread does all the work:
+what is measured is its CPU time, which neighbours on the machine disturb least.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from spmd_trainer import sharding
+from spmd_trainer.sharding.variables import named_leaves
+
+MESH = jax.sharding.AbstractMesh((1, 16, 8), ("replica", "data", "mdl"))
+SHAPE_MESH = jax.sharding.AbstractMesh((4, 4, 8), ("dp", "fsdp", "tp"))
+STRATEGY = [
+    ("embed", 'shard_dim(0, "mdl", allow_uneven=True)'),
+    ("scale|bias", "replicate"),
+    ("attention/(query|key|value)", ["shard_dim(1, 'mdl')", "fsdp('data', 0)"]),
+    ("attention/out", ["shard_dim(0, 'mdl')", "fsdp('data', 0)"]),
+    (".*", 'fsdp("data, mdl", 0, allow_uneven=True)'),
+]
+LIMIT_SECONDS, LIMIT_AT = 2.0, 10_000
+
+
+def make_state(num_variables: int) -> dict:
+    """A transformer's parameters and their Adam moments, unrolled to `num_variables` leaves, some of uneven size."""
+    shapes = {
+        "attention": {"query": (1024, 16, 64), "key": (1024, 16, 64), "value": (1024, 16, 64), "out": (16, 64, 1024)},
+        "ffn": {"up": (1024, 4099), "down": (4099, 1024), "bias": (4099,)},
+        "norm": {"scale": (1024,)},
+        "embed": (50257, 1024),
+        "head": (1024, 50257),
+    }
+    flat = named_leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
+    state: dict = {}
+    for i in range(num_variables):
+        path, shape = flat[i % len(flat)]
+        layer, slot = divmod(i // len(flat), 3)
+        tree = state.setdefault(("params", "mu", "nu")[slot], {}).setdefault(f"layer_{layer}", {})
+        *parents, name = path.split("/")
+        for parent in parents:
+            tree = tree.setdefault(parent, {})
+        tree[name] = jax.ShapeDtypeStruct(shape, np.float32)
+    return state
+
+
+def jobs(state: dict) -> dict:
+    """Name to (what is timed, whether it counts towards the limit)."""
+    leaves = jax.tree.leaves(state)
+    spec = PartitionSpec("data")
+    plan = sharding.plan_sharding(state, STRATEGY, MESH)
+    names, sizes = tuple(MESH.shape), tuple(MESH.shape.values())
+    mappings = [("data", *(None,) * (len(leaf.shape) - 1)) for leaf in leaves]
+    return {
+        "split mappings": (lambda: [sharding.to_partition_spec(mapping, names) for mapping in mappings], True),
+        "paddings": (lambda: [sharding.uneven_paddings(spec, leaf.shape, sizes, names) for leaf in leaves], True),
+        "path rules": (lambda: sharding.plan_sharding(state, STRATEGY, MESH), True),
+        "shape rules": (lambda: sharding.MeshPartitionHelper(SHAPE_MESH).plan_sharding(state), True),
+        "NamedShardings": (lambda: sharding.named_shardings(plan, MESH), True),
+        "totals": (lambda: sharding.sharding_totals(plan, MESH), True),
+        "HTML page": (lambda: sharding.sharding_report(plan, MESH, format="html"), False),
+    }
+
+
+def growth_exponent(sizes: list[int], seconds: list[float]) -> float:
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+def measure(sizes: list[int], rounds: int) -> tuple[dict, dict]:
+    """Median seconds per job and size, and which jobs count."""
+    todo = [(name, size, *job) for size in sizes for name, job in jobs(make_state(size)).items()]
+    taken: dict = {(name, size): [] for name, size, *_ in todo}
+    for _ in range(rounds):
+        for name, size, call, _counts in random.sample(todo, len(todo)):
+            start = time.process_time()
+            call()
+            taken[name, size].append(time.process_time() - start)
+    return {key: statistics.median(times) for key, times in taken.items()}, {
+        name: counts for name, _, _, counts in todo
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sizes", default="100,300,1000,3000,10000")
+    args = parser.parse_args()
+    sizes = [int(size) for size in args.sizes.split(",")]
+    seconds, counts = measure(sizes, args.rounds)
+    total = {size: sum(seconds[name, size] for name in counts if counts[name]) for size in sizes}
+    print("seconds".ljust(16) + "".join(f"{size:>10,}" for size in sizes) + "    growth")
+    rows = [(name, [seconds[name, size] for size in sizes]) for name in counts]
+    for name, row in [*rows, ("sum but HTML", list(total.values()))]:
+        print(name.ljust(16) + "".join(f"{s:10.4f}" for s in row) + f"{growth_exponent(sizes, row):10.2f}")
+    if total.get(LIMIT_AT, 0) > LIMIT_SECONDS:
+        print(f"{total[LIMIT_AT]:.2f} s at {LIMIT_AT:,} variables: the limit is {LIMIT_SECONDS} s.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
