@@ -55,7 +55,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):
       vectorize_on_repeat_prefix: treat the layers of a repeated (stacked) variable as separate variables.
       force_repeat_prefix_structure: give optimizer states the stacked structure even where no layer is repeated.
       skip_step_gradient_norm_value: skip a step whose gradient norm reaches this value; 0 for no such limit.
-      enable_skip_step_on_gradient_anomalies: skip a step found invalid: variables and optimizer state stay as they were.
+      enable_skip_step_on_gradient_anomalies: an invalid step leaves variables and optimizer state as they were.
       bprop_variable_exclusion: regexes; variables whose whole path matches one don't learn.
       bprop_variable_inclusion: regexes; only variables whose whole path matches one learn. Give one of the two.
       repeat_prefix_sep: stands between dimensions in the keys of stacked optimizer states.
@@ -90,7 +90,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):
             raise ValueError(f"skip_zero_gradients={self.skip_zero_gradients!r} is not supported; leave it None")
         if self.bprop_variable_inclusion and self.bprop_variable_exclusion:
             raise ValueError(
-                "the learner has both bprop_variable_inclusion and bprop_variable_exclusion; give the one that is shorter"
+                "the learner has both bprop_variable_inclusion and bprop_variable_exclusion; give the shorter one"
             )
         if self.force_repeat_prefix_structure and not self.vectorize_on_repeat_prefix:
             raise ValueError("force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True")
@@ -102,9 +102,10 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):
     def get_grad_tx(self, var_weight_hparams: Any) -> Any:
         """Returns the gradient transformation for variables of these WeightHParams.
 
-        It has `init(vars)`, `update(grads, state, vars)` and `init_partition_spec(hparams)`. The last gives WeightHParams
-        in the structure of `init`, inside one `optax.MaskedState` as Pax's have it. With repeated layers, state and specs
-        are dicts with one entry per kind of stacking, 'no_prefix' for the variables of no repeated layer.
+        It has `init(vars)`, `update(grads, state, vars)` and `init_partition_spec(hparams)`. The last gives
+        WeightHParams in the structure of `init`, inside one `optax.MaskedState` as Pax's have it. With repeated layers,
+        state and specs are dicts with one entry per kind of stacking (each with its own `MaskedState` in the specs),
+        'no_prefix' for the variables of no repeated layer.
         """
         grad_tx = self.raw_grad_tx(var_weight_hparams)
         if not self.vectorize_on_repeat_prefix:
@@ -271,9 +272,8 @@ class MultiOptimizerLearner(Learner):
         chosen = [[re.match(regex, path) is not None for path in paths] for regex in self.auxiliary_regex]
         for regex, mask in zip(self.auxiliary_regex, chosen, strict=True):
             if not any(mask):
-                raise ValueError(
-                    f"auxiliary_regex {regex!r} selects no variable that learns; they are {paths_text(var_weight_hparams)}"
-                )
+                known = paths_text(var_weight_hparams)
+                raise ValueError(f"auxiliary_regex {regex!r} selects no variable that learns; they are {known}")
         counts = [sum(mask[i] for mask in chosen) for i in range(len(paths))]
         if any(count > 1 for count in counts):
             twice = paths[next(i for i, count in enumerate(counts) if count > 1)]
@@ -313,7 +313,7 @@ class MultiOptimizerLearner(Learner):
         return [("main", self.optimizer), *auxiliary]
 
 
-# --- norms and averages --------------------------------------------------------------------------------------------------
+# --- norms and averages -----------------------------------------------------------------------------------------------
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -360,7 +360,7 @@ def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
 
 
 def _ema_trees(node: Any) -> Iterator[Any]:
-    """Yields every `ema` of a {'count', 'ema'} state, the form of praxis' averages, below a node of the optimizer state."""
+    """Yields every `ema` of a {'count', 'ema'} state (so praxis keeps averages) below a node of the optimizer state."""
     if isinstance(node, Mapping):
         if set(node) == {"count", "ema"}:
             yield node["ema"]

@@ -66,7 +66,7 @@ def as_optimizer(optimizer: Any) -> Any:
 
 
 def learning_rate(optimizer: Any, step: jax.Array) -> jax.Array | None:
-    """Returns the learning rate that an optimizer of `as_optimizer` has at a step, a scalar; None if it doesn't tell."""
+    """Returns an optimizer's learning rate at a step, both scalars; None if it doesn't tell."""
     rate = optimizer.get_learning_rate(step)
     return None if rate is None else jnp.asarray(rate)
 
@@ -121,9 +121,9 @@ def derived_specs(grad_tx: Any, var_weight_hparams: Any) -> Any:
       var_weight_hparams: WeightHParams of the variables.
 
     Returns:
-      WeightHParams in the structure of `grad_tx.init(vars)`. A part of the state that stands under a variable's path and
-      has its shape is split like the variable. Everything else is replicated: counters, and what has another shape,
-      such as factored moments.
+      WeightHParams in the structure of `grad_tx.init(vars)`. A part of the state that stands under a variable's path
+      and has its shape is split like the variable. Everything else is replicated: counters, and what has another
+      shape, such as factored moments.
     """
     shapes = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), var_weight_hparams

@@ -34,7 +34,7 @@ from praxis import base_layer, optimizers
 COLLECTIONS = base_layer.WeightHParamsCollection
 STACKED = "p#3#i-1"  # the key of optimizer states of 3 repeated layers that are not split over the mesh
 
-# --- one optimizer -------------------------------------------------------------------------------------------------------
+# --- one optimizer ----------------------------------------------------------------------------------------------------
 
 
 def test_praxis_adam_is_adam() -> None:
@@ -79,7 +79,7 @@ def test_scale_update_by_var_norm_scales_matrices_by_their_initial_magnitude() -
     np.testing.assert_allclose(new_vars.b, 1.0)
 
 
-# --- clipping and skipped steps ------------------------------------------------------------------------------------------
+# --- clipping and skipped steps ---------------------------------------------------------------------------------------
 
 GRADS = NestedMap(a=jnp.array([3.0, 4.0]), b=jnp.array([12.0]))  # norms 5 and 12, together 13
 
@@ -134,7 +134,7 @@ def test_the_skip_limit_looks_at_the_norm_before_clipping() -> None:
     assert not learner.scale_gradients(jax.tree.map(lambda g: 2 * g, GRADS))[1]
 
 
-# --- several optimizers --------------------------------------------------------------------------------------------------
+# --- several optimizers -----------------------------------------------------------------------------------------------
 
 
 def test_each_group_has_its_own_optimizer() -> None:
@@ -192,7 +192,7 @@ def test_auxiliary_regexes_that_fit_badly_are_refused(regexes: list[str], messag
         learner.get_grad_tx(var_hparams).init(var_hparams)
 
 
-# --- repeated layers -----------------------------------------------------------------------------------------------------
+# --- repeated layers --------------------------------------------------------------------------------------------------
 
 
 def test_states_of_repeated_layers_are_kept_by_kind_of_stacking() -> None:
@@ -231,7 +231,7 @@ def test_layers_of_a_stacked_variable_are_optimized_one_by_one() -> None:
     np.testing.assert_allclose(as_one.params.layers.w, together, rtol=1e-5)
 
 
-# --- moving averages -----------------------------------------------------------------------------------------------------
+# --- moving averages --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -272,7 +272,7 @@ def test_a_variable_called_ema_is_not_taken_for_an_average() -> None:
         learners.extract_ema([state], mdl_vars)
 
 
-# --- which variables learn -----------------------------------------------------------------------------------------------
+# --- which variables learn --------------------------------------------------------------------------------------------
 
 
 def mixed_model() -> NestedMap:
@@ -332,7 +332,7 @@ def test_overwritten_variables_take_their_gradient_and_fixed_ones_stay() -> None
     assert not np.array_equal(new_vars.params.a, mdl_vars.params.a)
 
 
-# --- summaries and errors ------------------------------------------------------------------------------------------------
+# --- summaries and errors ---------------------------------------------------------------------------------------------
 
 
 def test_summaries_of_a_step() -> None:

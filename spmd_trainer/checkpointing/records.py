@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import platform
@@ -163,6 +164,7 @@ def _describe_mesh(state: Any) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in ("spmd-trainer", "jax", "orbax-checkpoint", "praxis"):

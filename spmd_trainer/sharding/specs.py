@@ -89,7 +89,8 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec | None, mesh
             if axis not in mesh_shape:
                 raise ValueError(
                     f"{_where(path, shape, spec, mesh_shape)} splits dimension {dim} (size {shape[dim]}) over "
-                    f"{axis!r}, an axis the mesh does not have.{nearest_text(axis, mesh_shape)} Its axes are {list(mesh_shape)}."
+                    f"{axis!r}, an axis the mesh does not have.{nearest_text(axis, mesh_shape)} "
+                    f"Its axes are {list(mesh_shape)}."
                 )
             if axis in seen:
                 first, second = (f"dimension {d} (size {shape[d]})" for d in (seen[axis], dim))
