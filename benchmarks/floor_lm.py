@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-LAYERS, WIDTH, HEADS, HIDDEN, SEQ, BATCH, VOCAB = 4, 256, 4, 1024, 256, 16, 257
+LAYERS, WIDTH, HEADS, HIDDEN, SEQ, BATCH, VOCAB = 4, 256, 4, 1024, 256, 8, 257
 PADDED_VOCAB = 258
 BATCH_AXES = ("replica", "data")
 SPECS = {
@@ -73,16 +73,23 @@ def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * (1 + scale)
 
 
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of [batch, time, heads, width]."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(SEQ)[:, None, None] / 10000 ** (jnp.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
 def loss_fn(params: dict, ids: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats."""
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=P(BATCH_AXES, None, None))
-    position = jnp.arange(SEQ)[:, None] / 10000 ** (jnp.arange(0, WIDTH, 2) / WIDTH)
-    x = jax.nn.one_hot(ids, PADDED_VOCAB) @ params["emb"] * WIDTH**0.5
-    x = split(x + jnp.concatenate([jnp.sin(position), jnp.cos(position)], -1))
+    x = split(jax.nn.one_hot(ids, PADDED_VOCAB) @ params["emb"] * WIDTH**0.5)
     mask = jnp.where(jnp.tril(jnp.ones((SEQ, SEQ), bool)), 0.0, -1e9)
     for layer in params["layers"]:
         q, k, v = jnp.einsum("btd,cdnh->cbtnh", layer_norm(x, layer["ln1"]), layer["qkv"])
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (WIDTH // HEADS) ** -0.5 + mask
+        scores = jnp.einsum("btnh,bsnh->bnts", rotate(q), rotate(k)) * (WIDTH // HEADS) ** -0.5 + mask
         mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
         x = split(x + jnp.einsum("btnh,dnh->btd", mixed, layer["out"]))
         hidden = jax.nn.gelu(layer_norm(x, layer["ln2"]) @ layer["w1"] + layer["b1"])
@@ -100,7 +107,7 @@ def train_step(state: dict, ids: jax.Array, labels: jax.Array) -> tuple[dict, ja
     t = state["step"] + 1
     m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], grads)
     v = jax.tree.map(lambda v, g: 0.98 * v + 0.02 * g * g, state["v"], grads)
-    rate = 2e-3 * jnp.minimum(1.0, t / 50)
+    rate = 2e-3 * jnp.minimum(1.0, t / 100)
 
     def update(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
         return p - rate * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.98**t)) + 1e-6)

@@ -10,9 +10,8 @@ Names and behaviour are Pax's. A learner works on trees in which the variables i
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +36,7 @@ __all__ = [
     "get_excluded_var_mask_for_opt",
     "global_norm",
     "has_ema",
+    "reset_ema",
 ]
 
 
@@ -351,7 +351,10 @@ def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
       ValueError: the optimizer state holds no averages of these variables.
     """
     averages = {
-        path: leaf for tree in _ema_trees(opt_states) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        path: leaf
+        for node in jax.tree.leaves(opt_states, is_leaf=_is_ema_state)
+        if _is_ema_state(node)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(node["ema"])
     }
     leaves, treedef = jax.tree_util.tree_flatten_with_path(mdl_vars)
     if not any(path in averages for path, _ in leaves):
@@ -359,18 +362,24 @@ def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
     return jax.tree.unflatten(treedef, [averages.get(path, leaf) for path, leaf in leaves])
 
 
-def _ema_trees(node: Any) -> Iterator[Any]:
-    """Yields every `ema` of a {'count', 'ema'} state (so praxis keeps averages) below a node of the optimizer state."""
-    if isinstance(node, Mapping):
-        if set(node) == {"count", "ema"}:
-            yield node["ema"]
-            return
-        children = list(node.values())
-    elif isinstance(node, tuple | list):
-        children = list(node)
-    elif dataclasses.is_dataclass(node):
-        children = [getattr(node, field.name) for field in dataclasses.fields(node)]
-    else:
-        return
-    for child in children:
-        yield from _ema_trees(child)
+def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
+    """Returns `opt_states` with every moving average set to the variable it is of; all else as it was.
+
+    Args:
+      opt_states: a train state's `opt_states`.
+      mdl_vars: the variables, shaped as their averages.
+    """
+    variables = dict(jax.tree_util.tree_leaves_with_path(mdl_vars))
+
+    def reset(node: Any) -> Any:
+        if not _is_ema_state(node):
+            return node
+        ema = jax.tree_util.tree_map_with_path(lambda path, old: variables[path].astype(old.dtype), node["ema"])
+        return type(node)(count=node["count"], ema=ema)
+
+    return jax.tree.map(reset, opt_states, is_leaf=_is_ema_state)
+
+
+def _is_ema_state(node: Any) -> bool:
+    """Whether a node of an optimizer state is praxis' state of moving averages."""
+    return isinstance(node, Mapping) and set(node) == {"count", "ema"}

@@ -1,4 +1,4 @@
-"""The command line: `spmd-trainer --exp=NAME --job_log_dir=DIR --mode=train|eval|decode|decode_once|infer|inspect`."""
+"""The command line: `spmd-trainer --exp=NAME --job_log_dir=DIR --mode=train|eval|decode|decode_once|infer|inspect|verify`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from absl import app, flags
 from spmd_trainer.cli import flag_parsing, launch, log_lines
 from spmd_trainer.errors import UserError
 
-MODES = ("train", "eval", "decode", "decode_once", "infer", "inspect")
+MODES = ("train", "eval", "decode", "decode_once", "infer", "inspect", "verify")
 
 flags.DEFINE_string("exp", None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows them.")
 flags.DEFINE_string("job_log_dir", None, "Directory of this run: checkpoints/, summaries/, decode_out/, config.txt.")
@@ -32,6 +32,7 @@ flags.DEFINE_bool(
 flags.DEFINE_bool("enable_checkpoint_saving", True, "Save checkpoints during training.")
 flags.DEFINE_integer("jax_profiler_port", None, "Serve JAX's profiler on this port.", lower_bound=1)
 flags.DEFINE_string("mesh", None, "Replaces the experiment's mesh, e.g. --mesh=data:4,mdl:2 (one size may be -1).")
+flags.DEFINE_integer("verify_steps", 5, "Steps that --mode=verify takes on one device and on the mesh.", lower_bound=1)
 flags.DEFINE_bool("list", False, "Print the registered experiments, one a line, and exit.")
 flags.DEFINE_bool("dump", False, "Print the resolved config, one 'a.b.c: value' a line, and exit.")
 

@@ -40,6 +40,22 @@ class OptaxTransformation:
         """Returns None: optax keeps its learning rate to itself."""
 
 
+def require_schedule(optimizer_p: Any) -> None:
+    """Checks the config of a learner's optimizer for what praxis' own error does not explain.
+
+    Raises:
+      ValueError: a praxis optimizer without a learning-rate schedule.
+    """
+    if not isinstance(optimizer_p, fdl.Buildable) or "lr_schedule" not in optimizer_p.__signature_info__.parameters:
+        return
+    if optimizer_p.lr_schedule is None:
+        name = fdl.get_callable(optimizer_p).__name__
+        raise ValueError(
+            f"task.train.learner.optimizer ({name}) has no lr_schedule; give e.g. "
+            "pax_fiddle.Config(schedules.Constant, value=1.0), which its learning_rate is multiplied with"
+        )
+
+
 def as_optimizer(optimizer: Any) -> Any:
     """Returns a praxis optimizer for a praxis optimizer, an optax transformation, or a config of either.
 

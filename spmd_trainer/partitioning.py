@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,9 @@ class PjitPartitioner:
       metadata: one `VariableSpec` per variable, set by `setup`.
     """
 
+    # How `numpy.pad` fills the rows that are missing to a multiple of the devices.
+    _row_padding: Literal["constant", "wrap"] = "constant"
+
     def __init__(self, mesh: Mesh | None = None, *, devices: Sequence[jax.Device] | None = None):
         """Uses `mesh`, or builds the one that the task's model declares out of `devices` (None for all)."""
         self._given_mesh = mesh
@@ -98,10 +101,13 @@ class PjitPartitioner:
         self.mesh = self._given_mesh or mesh_from_model(task.model, self._devices)
         mapping = task.train.inputs_split_mapping
         if mapping is not None:
-            sharding.validate_split_mapping(mapping, self.mesh.axis_names)
+            sharding.validate_split_mapping(mapping, self.mesh.axis_names, inputs_shape_dtype)
             sharding.input_partition_specs(mapping, dict(self.mesh.shape), inputs_shape_dtype)
         self._inputs_shape_dtype = inputs_shape_dtype
-        self.metadata = state_specs.build(task, inputs_shape_dtype, self.mesh)
+        self.metadata = self._build_metadata()
+
+    def _build_metadata(self) -> StateMetadata:
+        return state_specs.build(self.task, self._inputs_shape_dtype, self.mesh)
 
     def eval_metadata(self) -> StateMetadata:
         """The metadata of a state without optimizer states."""
@@ -129,7 +135,10 @@ class PjitPartitioner:
             )
             return metadata.pad(state)
 
-        return jax.jit(init, out_shardings=metadata.shardings)
+        # It runs once, so compiling it must be cheap: on CPU the same values come out of half the compile time.
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        options = {"xla_backend_optimization_level": 1} if on_cpu else None
+        return jax.jit(init, out_shardings=metadata.shardings, compiler_options=options)
 
     def initialize_train_state(self, prng_key: jax.Array, *, with_opt_states: bool = True) -> TrainState:
         """Runs `init_fn`. The state is laid out as `metadata` says."""
@@ -165,7 +174,8 @@ class PjitPartitioner:
 
         def pad(x: Any) -> np.ndarray:
             missing = -len(x) % shards
-            return np.pad(x, [(0, missing)] + [(0, 0)] * (np.ndim(x) - 1)) if missing else np.asarray(x)
+            widths = [(0, missing)] + [(0, 0)] * (np.ndim(x) - 1)
+            return np.pad(x, widths, mode=self._row_padding) if missing else np.asarray(x)
 
         batch = jax.tree.map(pad, batch)
         shardings = self._shardings(specs)
@@ -199,14 +209,25 @@ class PjitPartitioner:
         mapping = self.task.train.inputs_split_mapping
 
         def step(state: TrainState, prng_key: jax.Array, inputs: Any) -> tuple[Any, Any]:
+            passes = self._passes(metadata, state.mdl_vars, inputs, inputs_shape_dtype)
             inputs = jax.tree.map(lambda x, logical: x[: logical.shape[0]], inputs, inputs_shape_dtype)
             # A batch that its axes don't divide is padded by the compiler inside the program, at its own cost.
             inputs = sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
             state = metadata.slice(state)
-            new_state, outputs = step_fn(self.task, state, prng_key, inputs, metadata.var_weight_hparams)
+            new_state, outputs = step_fn(self.task, state, prng_key, inputs, metadata.var_weight_hparams, *passes)
             return (None if new_state is None else metadata.pad(new_state)), outputs
 
         return step
+
+    def _passes(
+        self, metadata: StateMetadata, mdl_vars: Any, inputs: Any, inputs_shape_dtype: Any
+    ) -> tuple[()] | tuple[step_fns.Passes]:
+        """What a step function gets besides, as `passes`: nothing here, where the compiler splits forward and backward.
+
+        `mdl_vars` and `inputs` are the padded ones.
+        """
+        del metadata, mdl_vars, inputs, inputs_shape_dtype
+        return ()
 
     # --- what other layers ask ------------------------------------------------------------------------------------
 
@@ -251,3 +272,107 @@ def build_task(task_p: Any) -> SingleTask:
     from praxis import pax_fiddle
 
     return pax_fiddle.build(task_p)
+
+
+def partition_spmd_model(
+    task_p: Any, init_key: jax.Array, inputs_shape: Any
+) -> tuple[TrainState, TrainState, Any, Callable[..., Any], Callable[..., Any], int]:
+    """Everything for a training loop of one's own: the state on the mesh that the task's model declares, and its steps.
+
+        state, state_specs, input_specs, train_step, eval_step, num_params = partition_spmd_model(task_p, key, shapes)
+        for batch in batches:  # numpy arrays of this process's rows, or global arrays split as input_specs say
+            state, loss, metrics, per_example_out, summaries = train_step(state, key, batch)
+
+    Args:
+      task_p: config of a SingleTask, or a built one.
+      init_key: key of the initial variables.
+      inputs_shape: ShapeDtypeStructs of the global batch.
+
+    Returns:
+      partitioned_train_state: the initial TrainState, padded and sharded.
+      train_state_partition_specs: its PartitionSpecs, same structure.
+      inputs_partition_spec: PartitionSpecs with which the inputs arrive.
+      train_step: (state, prng_key, inputs) -> (state, weighted_loss, mean_metrics, per_example_out, summary_tensors).
+        `state` is donated. weighted_loss is the mean loss, a float32 scalar; mean_metrics is {name: (mean, weight)}.
+      eval_step: (mdl_vars, prng_key, step, inputs) -> the same without the state.
+      total_num_params: elements of the trainable variables, padding not counted.
+
+    Raises:
+      ValueError: the mesh, the mappings, the variables and the devices don't fit each other.
+    """
+    partitioner = PjitPartitioner()
+    partitioner.setup(build_task(task_p), inputs_shape)
+    train = partitioner.partition(step_fns.train_step, inputs_shape, is_eval=False)
+
+    def train_step(state: TrainState, prng_key: jax.Array, inputs: Any) -> tuple[Any, ...]:
+        state, output = train.fn(state, prng_key, _placed(partitioner, train, inputs))
+        return state, output.loss, output.weighted_scalars, output.per_example_out, output.summary_tensors
+
+    return (
+        partitioner.initialize_train_state(init_key),
+        partitioner.metadata.partition_specs,
+        train.inputs_partition_spec,
+        train_step,
+        _inference_fn(partitioner, step_fns.eval_step, inputs_shape)[0],
+        partitioner.metadata.num_params(),
+    )
+
+
+def get_partitioned_spmd_model_decode_fn(
+    jax_task: SingleTask,
+    init_key: jax.Array,
+    partitioned_train_state: TrainState,
+    train_state_partition_specs: TrainState,
+    inputs_shape: Any,
+) -> tuple[Callable[..., Any], Any]:
+    """The decode step for a loop of one's own, for the state of `partition_spmd_model`.
+
+    Args:
+      jax_task: the built task.
+      init_key: not needed, nothing is initialised; here so that callers written for Pax stay as they are.
+      partitioned_train_state: the state on the mesh.
+      train_state_partition_specs: its PartitionSpecs.
+      inputs_shape: ShapeDtypeStructs of the global batch; it has every input that the model's `__call__` reads.
+
+    Returns:
+      decode_step_fn: (mdl_vars, prng_key, step, inputs) -> (None, mean_metrics, per_example_out, summary_tensors).
+      inputs_partition_spec: PartitionSpecs with which the inputs arrive.
+
+    Raises:
+      ValueError: the state is not laid out as the task's model declares; names the first variable.
+    """
+    del init_key
+    partitioner = PjitPartitioner()
+    partitioner.setup(jax_task, inputs_shape)
+    _check_same_layout(partitioner.metadata, partitioned_train_state, train_state_partition_specs)
+    return _inference_fn(partitioner, step_fns.decode_step, inputs_shape)
+
+
+def _inference_fn(
+    partitioner: PjitPartitioner, step_fn: StepFn, inputs_shape: Any
+) -> tuple[Callable[..., tuple[Any, ...]], Any]:
+    partitioned = partitioner.partition(step_fn, inputs_shape, is_eval=True)
+
+    def step(mdl_vars: Any, prng_key: jax.Array, step: jax.Array, inputs: Any) -> tuple[Any, ...]:
+        state = TrainState(step=jnp.asarray(step, jnp.uint32), mdl_vars=mdl_vars, opt_states=[], extra_state=())
+        _, output = partitioned.fn(state, prng_key, _placed(partitioner, partitioned, inputs))
+        return output.loss, output.weighted_scalars, output.per_example_out, output.summary_tensors
+
+    return step, partitioned.inputs_partition_spec
+
+
+def _placed(partitioner: PjitPartitioner, step: PartitionedStep, inputs: Any) -> Any:
+    if all(isinstance(x, jax.Array) for x in jax.tree.leaves(inputs)):
+        return inputs
+    return partitioner.preprocess_inputs(inputs, step.inputs_partition_spec)
+
+
+def _check_same_layout(metadata: StateMetadata, state: TrainState, specs: TrainState) -> None:
+    def check(variable: Any, array: jax.Array, spec: PartitionSpec) -> None:
+        if array.shape != variable.padded_shape or spec != variable.spec:
+            raise ValueError(
+                f"{variable.path} of the train state has shape {array.shape} and spec {spec}, but the task's model declares "
+                f"{variable.padded_shape} (logical {variable.logical_shape}) and {variable.spec}; give the task that made it"
+            )
+
+    jax.tree.map(check, metadata.variables, state, specs)

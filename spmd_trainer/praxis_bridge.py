@@ -12,9 +12,11 @@ Nothing in site-packages is touched, every change adds what is missing, and inst
 | `jax.lib.xla_client` | imported by `base_input` for custom device orders | a stand-in whose `OpSharding` says that custom device orders are not supported |
 | `pxla.thread_resources` | finds the ambient mesh | a view that sees the mesh of `jax.set_mesh` as well as that of `with mesh:` |
 | `jnp.reshape(newshape=)` | `decoder_utils` only (beam search, token samplers) | that module's own `jnp`, wrapped for that one keyword |
+| `jnp.issubdtype(array, ...)` | `optimizers.apply_ema_weights`; deprecated, an error in a later JAX | that module's own `jnp`, wrapped for it |
 | `int(array of one element)` | `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on | the three ids are made scalars before the call |
 | (speed) `pax_fiddle.auto_config` of a lambda that calls nothing | class bodies of `optimizers`: fiddle parses the whole 3,000-line file twice, 2 s of every start | such a lambda builds nothing, so it is its own configuration |
 | (speed) the type hint of `BaseInput.dataset` | fiddle evaluates the hints of every input it configures, and this one imports TensorFlow (2 s and more) | the hint is `Any` |
+| (speed) `lingvo.core.symbolic`, `jax.experimental.sparse.linalg` | imported on the way by modules that don't use them; they bring in sympy and scipy, 0.5 s of every start | executed at their first use |
 
 Not restored, as nothing here reaches them: `jax.sharding.GSPMDSharding` (custom device orders), `PmapSharding` (pmap
 helpers), Pallas attention of 2024 (imported lazily by `gpu_fast_attention`), flax `fp8_ops.quantize_dequantize`.
@@ -58,10 +60,15 @@ class _PraxisFinder(importlib.abc.MetaPathFinder):
     """Restores JAX's old names before praxis' first line runs, and mends the few praxis modules that need it after."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns None for everything but praxis itself and the modules of `_MODULE_MENDS`."""
+        """Returns None for everything but praxis itself and the modules of `_MODULE_MENDS` and `_LAZY_MODULES`."""
         if fullname == "praxis":
             _restore_jax_names()
             return None
+        if fullname in _LAZY_MODULES:
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = importlib.util.LazyLoader(spec.loader)
+            return spec
         mend = _MODULE_MENDS.get(fullname)
         if mend is None:
             return None
@@ -193,8 +200,8 @@ class _AmbientMesh:
         return np.empty(() if self.empty else tuple(self.shape.values()), dtype=object)
 
 
-class _ReshapeWithNewshape:
-    """`jax.numpy`, but `reshape` still knows its old keyword."""
+class _NumpyOf2024:
+    """`jax.numpy` with two habits it has dropped: `reshape(newshape=)`, and `issubdtype` of an array."""
 
     def __init__(self, jnp: Any):
         self._jnp = jnp
@@ -205,10 +212,13 @@ class _ReshapeWithNewshape:
     def reshape(self, a: Any, shape: Any = None, *args: Any, newshape: Any = None, **kwargs: Any) -> Any:
         return self._jnp.reshape(a, newshape if shape is None else shape, *args, **kwargs)
 
+    def issubdtype(self, a: Any, b: Any) -> bool:
+        return bool(self._jnp.issubdtype(a.dtype if hasattr(a, "aval") else a, b))
 
-def _mend_decoder_utils(module: Any) -> None:
-    if not isinstance(module.jnp, _ReshapeWithNewshape):
-        module.jnp = _ReshapeWithNewshape(module.jnp)
+
+def _mend_numpy(module: Any) -> None:
+    if not isinstance(module.jnp, _NumpyOf2024):
+        module.jnp = _NumpyOf2024(module.jnp)
 
 
 def _mend_py_utils(module: Any) -> None:
@@ -248,9 +258,12 @@ def _mend_base_input(module: Any) -> None:
     module.BaseInput.__annotations__["dataset"] = Any
 
 
+_LAZY_MODULES = frozenset({"jax.experimental.sparse.linalg", "lingvo.core.symbolic"})
+
 _MODULE_MENDS: dict[str, Callable[[Any], None]] = {
     "praxis.base_input": _mend_base_input,
-    "praxis.decoder_utils": _mend_decoder_utils,
+    "praxis.decoder_utils": _mend_numpy,
+    "praxis.optimizers": _mend_numpy,
     "praxis.py_utils": _mend_py_utils,
     "praxis.pax_fiddle": _mend_pax_fiddle,
 }

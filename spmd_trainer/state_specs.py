@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,7 +75,9 @@ class StateMetadata:
         return sum(int(np.prod(v.logical_shape)) for v in jax.tree.leaves(params))
 
 
-def build(task: SingleTask, inputs_shape_dtype: Any, mesh: Mesh) -> StateMetadata:
+def build(
+    task: SingleTask, inputs_shape_dtype: Any, mesh: Mesh, plan: Callable[[Any], Any] | None = None
+) -> StateMetadata:
     """Works out spec, padding and reason for every variable and optimizer state.
 
     A variable's spec is the one its layer declares; where the layer declares none, `task.train.sharding_strategy`
@@ -84,6 +87,7 @@ def build(task: SingleTask, inputs_shape_dtype: Any, mesh: Mesh) -> StateMetadat
       task: the built task.
       inputs_shape_dtype: ShapeDtypeStructs of the global batch.
       mesh: the device mesh.
+      plan: decides every variable in place of its layer and of the strategy: WeightHParams -> VariableSpecs.
 
     Raises:
       ValueError: a declared mapping doesn't fit its variable or the mesh.
@@ -93,8 +97,12 @@ def build(task: SingleTask, inputs_shape_dtype: Any, mesh: Mesh) -> StateMetadat
         inputs_shape_dtype, do_eval=not task.train.always_use_train_for_model_init
     )
     reasons = jax.tree.map(_reason, hparams)
-    if task.train.sharding_strategy is not None:
-        hparams, reasons = _apply_strategy(task.train.sharding_strategy, hparams, reasons, mesh)
+    if plan is not None:
+        hparams, reasons = _apply_plan(plan(hparams), hparams, reasons, mesh, also_declared=True)
+    elif task.train.sharding_strategy is not None:
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams)
+        planned = sharding.plan_sharding(shapes, task.train.sharding_strategy, mesh)
+        hparams, reasons = _apply_plan(planned, hparams, reasons, mesh, also_declared=False)
     logical = jax.eval_shape(
         lambda mdl_vars: step_fns.create_train_state(task, mdl_vars, hparams),
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
@@ -148,13 +156,11 @@ def _unmask(opt_hparams: Any) -> Any:
     )
 
 
-def _apply_strategy(strategy: Any, hparams: Any, reasons: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Gives a mapping by rule to each variable whose layer declares none."""
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams)
-    planned = sharding.plan_sharding(shapes, strategy, mesh)
+def _apply_plan(planned: Any, hparams: Any, reasons: Any, mesh: Mesh, *, also_declared: bool) -> tuple[Any, Any]:
+    """Gives the planned mapping to each variable whose layer declares none, or to all."""
 
     def merge(p: base_layer.WeightHParams, reason: str, plan: VariableSpec) -> tuple[Any, str]:
-        if reason != NOT_DECLARED:
+        if reason != NOT_DECLARED and not also_declared:
             return p, reason
         entries = tuple(plan.spec) + (None,) * (len(plan.logical_shape) - len(plan.spec))
         prefix = len(p.repeat_prefix or ())

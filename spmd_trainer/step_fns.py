@@ -6,6 +6,8 @@ the inputs, slices the padding off the state before and pads it after, and jits.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
 
 # Collections that the forward pass itself updates (batch-norm averages and the like).
-_FORWARD_COLLECTIONS = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECTION)
+FORWARD_COLLECTIONS = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECTION)
 
 
 @struct.dataclass
@@ -40,8 +42,44 @@ class StepFnOutput:
     clu_metrics: Any = None
 
 
+class Passes:
+    """The forward and backward pass of a step over the whole batch at once; a partitioner may bring one of its own."""
+
+    def __init__(self, mdl_vars: Any, inputs: Any):
+        """Runs the model with `mdl_vars`, logical shapes, on the global batch `inputs`."""
+        self._mdl_vars = mdl_vars
+        self._inputs = inputs
+
+    def gradients(
+        self, task: SingleTask, prng_key: jax.Array, var_weight_hparams: Any
+    ) -> tuple[StepFnOutput, Any, Any]:
+        """Returns the output of `forward`, the collections that the forward pass wrote, and the gradients.
+
+        Variables that don't learn are masked out of the gradients (`variable_masks.mask_out`).
+        """
+        excluded = variable_masks.get_excluded_var_mask_for_grad(var_weight_hparams, task.learner)
+
+        def loss_fn(trainable: Any) -> tuple[jax.Array, tuple[StepFnOutput, Any]]:
+            mdl_vars = merge(excluded, trainable, self._mdl_vars)
+            output, forward_vars = forward(task, mdl_vars, prng_key, self._inputs, var_weight_hparams, do_eval=False)
+            return output.loss, (output, forward_vars)
+
+        trainable = variable_masks.mask_out(self._mdl_vars, excluded)
+        (_, (output, forward_vars)), grads = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)(trainable)
+        return output, forward_vars, grads
+
+    def evaluate(self, task: SingleTask, prng_key: jax.Array, var_weight_hparams: Any) -> StepFnOutput:
+        """Returns the output of `forward`, in evaluation."""
+        return forward(task, self._mdl_vars, prng_key, self._inputs, var_weight_hparams, do_eval=True)[0]
+
+
 def train_step(
-    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: Any, var_weight_hparams: Any
+    task: SingleTask,
+    state: TrainState,
+    prng_key: jax.Array,
+    inputs: Any,
+    var_weight_hparams: Any,
+    passes: Passes | None = None,
 ) -> tuple[TrainState, StepFnOutput]:
     """Takes one training step: forward, backward, learner.
 
@@ -51,52 +89,49 @@ def train_step(
       prng_key: the run's key; the step number is folded in here, so the same key serves every step.
       inputs: the global batch.
       var_weight_hparams: WeightHParams of `state.mdl_vars`, same structure.
+      passes: how the forward and backward pass run; None for `Passes(state.mdl_vars, inputs)`.
 
     Returns:
       The state after n + 1 steps, and the step's outputs.
     """
-    learner = task.learner
-    context = _context(task, do_eval=False)
+    passes = passes or Passes(state.mdl_vars, inputs)
     prng_key = jax.random.fold_in(prng_key, state.step)
-    excluded_for_grad = variable_masks.get_excluded_var_mask_for_grad(var_weight_hparams, learner)
-    excluded_for_opt = variable_masks.get_excluded_var_mask_for_opt(var_weight_hparams, learner)
-
-    def loss_fn(trainable: Any) -> tuple[jax.Array, tuple[StepFnOutput, Any]]:
-        mdl_vars = _merge(excluded_for_grad, trainable, state.mdl_vars)
-        with base_layer.JaxContext.new_context(hparams=context):
-            output, updated = _forward(
-                task, mdl_vars, inputs, prng_key, var_weight_hparams, task.train.apply_mutable_list
-            )
-        return output.loss, (output, {name: updated[name] for name in _FORWARD_COLLECTIONS if name in updated})
-
-    trainable = variable_masks.mask_out(state.mdl_vars, excluded_for_grad)
-    (_, (output, forward_vars)), grads = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)(trainable)
-    with base_layer.JaxContext.new_context(hparams=context):
-        mdl_vars, opt_state = _learn(
-            task, state, grads, forward_vars, var_weight_hparams, excluded_for_grad, excluded_for_opt
-        )
+    output, forward_vars, grads = passes.gradients(task, prng_key, var_weight_hparams)
+    output = _with_task_metrics(task, output)
+    with base_layer.JaxContext.new_context(hparams=_context(task, do_eval=False)):
+        mdl_vars, opt_state = _learn(task, state, grads, forward_vars, var_weight_hparams)
         summaries = {**output.summary_tensors, **base_layer.all_global_summaries()}
-    return state.new_state(mdl_vars, [opt_state], state.extra_state), output.replace(summary_tensors=summaries)
+    return state.new_state(mdl_vars, [opt_state], state.extra_state), dataclasses.replace(
+        output, summary_tensors=summaries
+    )
 
 
 def eval_step(
-    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: Any, var_weight_hparams: Any
+    task: SingleTask,
+    state: TrainState,
+    prng_key: jax.Array,
+    inputs: Any,
+    var_weight_hparams: Any,
+    passes: Passes | None = None,
 ) -> tuple[None, StepFnOutput]:
     """Evaluates the model on one global batch. Arguments as in `train_step`; no state comes back."""
-    prng_key = jax.random.fold_in(prng_key, state.step)
-    with base_layer.JaxContext.new_context(hparams=_context(task, do_eval=True)):
-        output, _ = _forward(
-            task, state.mdl_vars, inputs, prng_key, var_weight_hparams, task.evaluate.apply_mutable_list
-        )
-    return None, _floats_to_float32(output)
+    passes = passes or Passes(state.mdl_vars, inputs)
+    output = passes.evaluate(task, jax.random.fold_in(prng_key, state.step), var_weight_hparams)
+    return None, _floats_to_float32(_with_task_metrics(task, output))
 
 
 def decode_step(
-    task: SingleTask, state: TrainState, prng_key: jax.Array, inputs: Any, var_weight_hparams: Any
+    task: SingleTask,
+    state: TrainState,
+    prng_key: jax.Array,
+    inputs: Any,
+    var_weight_hparams: Any,
+    passes: Passes | None = None,
 ) -> tuple[None, StepFnOutput]:
     """Decodes one global batch with `model.decode`. Arguments as in `train_step`; no state comes back.
 
-    Randomness depends on the key and the step only, so the same seed gives the same text on any mesh.
+    `passes` has no part in it: the compiler splits decoding, whatever the partitioner. Randomness depends on the key and
+    the step only, so the same seed gives the same text on any mesh.
     """
     mdl_vars, inputs = _to_fprop_dtype(task, state.mdl_vars, inputs, var_weight_hparams)
     with base_layer.JaxContext.new_context(hparams=_context(task, do_eval=True)):
@@ -150,7 +185,8 @@ def init_model_vars(task: SingleTask, prng_key: jax.Array, inputs: Any) -> Any:
     return mdl_vars
 
 
-def _merge(excluded: Any, trainable: Any, mdl_vars: Any) -> Any:
+def merge(excluded: Any, trainable: Any, mdl_vars: Any) -> Any:
+    """Returns `trainable` with the variables of `mdl_vars` where `excluded` holds."""
     return jax.tree.map(lambda e, new, old: old if e else new, excluded, trainable, mdl_vars)
 
 
@@ -163,24 +199,51 @@ def _rngs(prng_key: jax.Array) -> dict[str, jax.Array]:
     return {base_layer.PARAMS: params, base_layer.RANDOM: random, base_layer.NON_PAX_RNG_KEY: non_pax}
 
 
-def _forward(
-    task: SingleTask, mdl_vars: Any, inputs: Any, prng_key: jax.Array, var_weight_hparams: Any, mutable: list[str]
+def forward(
+    task: SingleTask,
+    mdl_vars: Any,
+    prng_key: jax.Array,
+    inputs: Any,
+    var_weight_hparams: Any,
+    *,
+    do_eval: bool,
+    prepare: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
 ) -> tuple[StepFnOutput, Any]:
-    """Runs the model and picks the loss out of its metrics."""
+    """Runs the model and picks the loss out of its outputs.
+
+    Args:
+      task: the built task.
+      mdl_vars: the variables.
+      prng_key: the step's key.
+      inputs: the rows to run on.
+      var_weight_hparams: WeightHParams of `mdl_vars`, same structure.
+      do_eval: evaluation, not training.
+      prepare: called with the variables after they are cast to the dtype that the model computes in.
+
+    Returns:
+      The output, with the weighted scalars as the model gives them, and the collections that the pass itself wrote.
+    """
+    mutable = task.evaluate.apply_mutable_list if do_eval else task.train.apply_mutable_list
     mdl_vars, inputs = _to_fprop_dtype(task, mdl_vars, inputs, var_weight_hparams)
-    (weighted_scalars, per_example_out), updated = task.model.apply(
-        mdl_vars, inputs, method=task.model.__call__, mutable=list(mutable), rngs=_rngs(prng_key)
-    )
+    with base_layer.JaxContext.new_context(hparams=_context(task, do_eval=do_eval)):
+        (weighted_scalars, per_example_out), updated = task.model.apply(
+            prepare(mdl_vars), inputs, method=task.model.__call__, mutable=list(mutable), rngs=_rngs(prng_key)
+        )
     name = task.learner.loss_name
     if name not in weighted_scalars:
         raise ValueError(
             f"task.train.learner.loss_name is {name!r}, but the model's outputs are {sorted(weighted_scalars)}"
         )
     loss = jnp.asarray(weighted_scalars[name][0], jnp.float32)
-    if task.metrics is not None:
-        weighted_scalars = task.metrics(weighted_scalars)
     summaries = _flatten_summaries(updated.get(base_layer.SUMMARIES, {}))
-    return StepFnOutput(loss, weighted_scalars, per_example_out, summaries), updated
+    written = {name: updated[name] for name in FORWARD_COLLECTIONS if name in updated}
+    return StepFnOutput(loss, weighted_scalars, per_example_out, summaries), written
+
+
+def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
+    if task.metrics is None:
+        return output
+    return dataclasses.replace(output, weighted_scalars=task.metrics(output.weighted_scalars))
 
 
 def _learn(
@@ -189,11 +252,11 @@ def _learn(
     grads: Any,
     forward_vars: Any,
     var_weight_hparams: Any,
-    excluded_for_grad: Any,
-    excluded_for_opt: Any,
 ) -> tuple[Any, Any]:
     """Turns gradients into new variables and a new optimizer state."""
     learner = task.learner
+    excluded_for_grad = variable_masks.get_excluded_var_mask_for_grad(var_weight_hparams, learner)
+    excluded_for_opt = variable_masks.get_excluded_var_mask_for_opt(var_weight_hparams, learner)
     learner.plot_learning_rate(state.step)
     # Variables with an optimizer state but no gradient (EMA of batch-norm averages) enter the learner with a zero one.
     grads = jax.tree.map(
@@ -204,12 +267,14 @@ def _learn(
         grads,
     )
     seen_by_learner = {**state.mdl_vars, **forward_vars}
-    mdl_vars = variable_masks.mask_out(seen_by_learner, excluded_for_opt)
-    hparams = variable_masks.mask_out(var_weight_hparams, excluded_for_opt)
+    # A variable that its gradient overwrites (fp8 scales) has no optimizer state, yet the learner writes it.
+    left_alone = jax.tree.map(lambda no_opt, no_grad: no_opt and no_grad, excluded_for_opt, excluded_for_grad)
+    mdl_vars = variable_masks.mask_out(seen_by_learner, left_alone)
+    hparams = variable_masks.mask_out(var_weight_hparams, left_alone)
     updates, opt_state = learner.update_states(grads, state.opt_states[0], mdl_vars, hparams)
     new_vars = learner.apply_gradient(mdl_vars, updates, hparams)
-    new_vars = _merge(excluded_for_grad, new_vars, seen_by_learner)
-    new_vars = _merge(variable_masks.explicitly_excluded(var_weight_hparams, learner), new_vars, state.mdl_vars)
+    new_vars = merge(excluded_for_grad, new_vars, seen_by_learner)
+    new_vars = merge(variable_masks.explicitly_excluded(var_weight_hparams, learner), new_vars, state.mdl_vars)
     if task.train.variable_norm_summary:
         for path, value in jax.tree_util.tree_leaves_with_path(new_vars):
             name = "/".join(str(getattr(key, "key", key)) for key in path)

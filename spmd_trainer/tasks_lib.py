@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 
 from spmd_trainer import learners as learners_lib
+from spmd_trainer import optax_bridge
 
 # Collections a forward pass may write. Pax's lists.
 TRAIN_MUTABLE = [
@@ -165,6 +166,7 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
             raise ValueError(
                 "task.train.learner is a list; give one learner (MultiOptimizerLearner for several optimizers)"
             )
+        optax_bridge.require_schedule(self.train.learner.optimizer)
         self._learner = pax_fiddle.build(self.train.learner.clone().set(name="learner"))
         if self._learner.loss_name is None:
             raise ValueError("task.train.learner.loss_name is not set; e.g. 'total_loss' for praxis' language models")

@@ -46,16 +46,16 @@ def explicitly_excluded(var_weight_hparams: Any, learner: Any) -> Any:
 
 
 def _excluded_by_regex(var_weight_hparams: Any, learner: Any) -> Any:
+    for field in ("bprop_variable_inclusion", "bprop_variable_exclusion"):
+        patterns = _as_list(getattr(learner, field))
+        for pattern in patterns:
+            if not any(jax.tree.leaves(matches(var_weight_hparams, [pattern]))):
+                known = paths_text(var_weight_hparams)
+                raise ValueError(f"{field}: {pattern!r} matches the whole path of no variable; they are {known}")
     if learner.bprop_variable_inclusion:
         included = matches(var_weight_hparams, _as_list(learner.bprop_variable_inclusion))
         return jax.tree.map(lambda x: not x, included)
-    patterns = _as_list(learner.bprop_variable_exclusion)
-    excluded = matches(var_weight_hparams, patterns)
-    if patterns and not any(jax.tree.leaves(excluded)):
-        raise ValueError(
-            f"bprop_variable_exclusion {patterns} matches no variable; they are {paths_text(var_weight_hparams)}"
-        )
-    return excluded
+    return matches(var_weight_hparams, _as_list(learner.bprop_variable_exclusion))
 
 
 def _as_list(patterns: str | Sequence[str]) -> list[str]:
@@ -63,7 +63,9 @@ def _as_list(patterns: str | Sequence[str]) -> list[str]:
 
 
 def matches(tree: Any, patterns: Sequence[str]) -> Any:
-    """Returns a tree of bools: does the whole path of a leaf, joined by '.' as Pax has it or by '/', match a pattern?
+    """Returns a tree of bools: does the whole path of a leaf match a pattern?
+
+    A path is written as Pax writes it, 'params/lm/x_layers[0]/w', or joined by '.' as older Pax files have it.
 
     Raises:
       ValueError: a pattern doesn't compile.
@@ -72,16 +74,13 @@ def matches(tree: Any, patterns: Sequence[str]) -> Any:
         compiled = [re.compile(pattern) for pattern in patterns]
     except re.error as error:
         raise ValueError(f"one of the learner's regexes {list(patterns)} doesn't compile: {error}") from error
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    found = []
-    for keys, _ in leaves:
-        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys]
-        found.append(any(p.fullmatch(".".join(parts)) or p.fullmatch("/".join(parts)) for p in compiled))
-    return jax.tree.unflatten(treedef, found)
+    paths = [path for path, _ in with_paths(tree)]
+    found = [any(p.fullmatch(path) or p.fullmatch(path.replace("/", ".")) for p in compiled) for path in paths]
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 
 def with_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Returns (path, leaf) of every leaf, paths joined by '.'."""
+    """Returns (path, leaf) of every leaf, paths as praxis writes them: 'params/lm/x_layers[0]/w'."""
     keys = jax.tree.leaves(py_utils.extract_prefixed_keys_from_nested_map(tree))
     return list(zip(keys, jax.tree.leaves(tree), strict=True))
 

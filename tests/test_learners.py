@@ -394,18 +394,3 @@ def test_learning_rates_of_several_optimizers() -> None:
 def test_what_cannot_work_is_refused_when_built(optimizer: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(optimizer, **fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"auxiliary_optimizers": [sgd()]}, "equally many .*; they are 1, 0 and 0"),
-        (
-            {"auxiliary_optimizers": [sgd()], "auxiliary_regex": ["("], "auxiliary_names": ["x"]},
-            r"auxiliary_regex '\(' doesn't compile",
-        ),
-    ],
-)
-def test_auxiliary_fields_that_do_not_belong_together_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(sgd(), learners.MultiOptimizerLearner, **fields)

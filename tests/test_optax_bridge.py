@@ -1,4 +1,4 @@
-"""Optimizers of every kind as one: they train alike, and their specs tell where their states live."""
+"""Optimizers of every kind and number as one: they train alike, and their specs tell where their states live."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from learner_helpers import (
     one_step,
     praxis,
     random_like,
+    sgd,
     state_specs,
     train,
     train_optax,
@@ -24,6 +25,8 @@ from learner_helpers import (
 
 # isort: split
 from praxis import optimizers
+
+from spmd_trainer import learners, optax_bridge
 
 
 @pytest.mark.parametrize(
@@ -111,3 +114,23 @@ def test_factored_moments_of_an_optax_transformation_are_replicated() -> None:
     )
     assert {tuple(row.shape), tuple(column.shape)} == {(4,), (6,)}
     assert set(row.full_split_dims_mapping) == set(column.full_split_dims_mapping) == {-1}
+
+
+def test_an_optimizer_without_a_schedule_is_refused_with_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"optimizer \(Adam\) has no lr_schedule; give e\.g\. .*schedules\.Constant"):
+        optax_bridge.require_schedule(Config(optimizers.Adam, learning_rate=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"auxiliary_optimizers": [sgd()]}, "equally many .*; they are 1, 0 and 0"),
+        (
+            {"auxiliary_optimizers": [sgd()], "auxiliary_regex": ["("], "auxiliary_names": ["x"]},
+            r"auxiliary_regex '\(' doesn't compile",
+        ),
+    ],
+)
+def test_auxiliary_fields_that_do_not_belong_together_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(sgd(), learners.MultiOptimizerLearner, **fields)

@@ -288,6 +288,7 @@ class Checkpointer:
           DamagedCheckpointError: the step asked for is damaged.
         """
         self.wait_until_finished()
+        self._last_save = None
         if step is not None:
             self._require(step)
             restored, problem = self._read_or_problem(step, variables, mesh, partial)

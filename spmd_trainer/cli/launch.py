@@ -14,6 +14,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiment_config import ResolvedExperiment
 from spmd_trainer.programs.job import Job, JobSettings, check_directory
 
+# Modes that neither read nor write a run's directory.
+_WITHOUT_A_RUN = ("inspect", "verify")
 _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
@@ -65,6 +67,10 @@ def start(job: Job) -> None:
         from spmd_trainer.programs import inspect_sharding
 
         inspect_sharding.inspect_sharding(job)
+    elif mode == "verify":
+        from spmd_trainer.programs import verify
+
+        verify.verify(job, job.settings.verify_steps)
     else:
         from spmd_trainer.programs import decode
 
@@ -89,7 +95,7 @@ def settings_from_flags(flag_values: Any) -> JobSettings:
     Raises:
       UserError: a missing or unreadable flag.
     """
-    if not flag_values.job_log_dir and flag_values.mode != "inspect":
+    if not flag_values.job_log_dir and flag_values.mode not in _WITHOUT_A_RUN:
         raise UserError("--job_log_dir=DIR is needed: where checkpoints, summaries and outputs of this run go")
     restore = flag_values.restore_checkpoint_dir
     return JobSettings(
@@ -103,6 +109,7 @@ def settings_from_flags(flag_values: Any) -> JobSettings:
         decode_during_train=flag_values.decode_during_train,
         enable_checkpoint_saving=flag_values.enable_checkpoint_saving,
         exit_after_ondemand_checkpoint=flag_values.exit_after_ondemand_checkpoint,
+        verify_steps=flag_values.verify_steps,
         mesh=parse_mesh(flag_values.mesh) if flag_values.mesh else None,
     )
 
@@ -128,7 +135,7 @@ def check_paths(settings: JobSettings, resolved: ResolvedExperiment) -> None:
     Raises:
       UserError: the directory is not writable or another experiment's, or there is no checkpoint to read.
     """
-    if settings.mode == "inspect":
+    if settings.mode in _WITHOUT_A_RUN:
         return
     if settings.mode != "train":
         directory = settings.checkpoint_dir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,13 @@ import numpy as np
 from spmd_trainer.step_fns import StepFnOutput
 
 LOSS = "loss"
+# praxis adds the kind of a summary to its name; a layer that is applied several times adds a number after that.
+_KIND = re.compile(r"_(aggregate_)?scalar(?=/|$)")
+
+
+def summary_name(key: str) -> str:
+    """Returns 'layer/norm' for praxis' key 'layer/norm_aggregate_scalar'."""
+    return _KIND.sub("", key)
 
 
 class ScalarPacking:
@@ -32,7 +40,7 @@ class ScalarPacking:
             scalars += [("value", name, value), ("weight", name, weight)]
         for name, value in sorted(output.summary_tensors.items()):
             if jnp.ndim(value) == 0:
-                scalars.append(("summary", name.removesuffix("_scalar"), value))
+                scalars.append(("summary", summary_name(name), value))
         self._names = [(kind, name) for kind, name, _ in scalars]
         return jnp.stack([jnp.asarray(value, jnp.float32) for _, _, value in scalars])
 

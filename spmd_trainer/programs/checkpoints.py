@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from absl import logging
 
 from spmd_trainer import learners
-from spmd_trainer.checkpointing import Checkpointer, iterate_checkpoints
+from spmd_trainer.checkpointing import (
+    Checkpointer,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    iterate_checkpoints,
+)
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs.job import Job
 from spmd_trainer.train_states import TrainState
@@ -52,4 +57,10 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
     for step in iterate_checkpoints(
         job.settings.checkpoint_dir, stop_fn=lambda step: step is not None and step >= last
     ):
-        yield restore_for_inference(job, use_ema=use_ema, step=step)
+        try:
+            restored = restore_for_inference(job, use_ema=use_ema, step=step)
+        except (CheckpointNotFoundError, DamagedCheckpointError) as error:
+            # The training run keeps only its newest steps, and may delete one while it is read.
+            logging.warning("step %d is left out: %s", step, error)
+            continue
+        yield restored

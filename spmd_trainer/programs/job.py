@@ -14,7 +14,7 @@ from etils import epath
 from praxis import pax_fiddle
 
 from spmd_trainer import experiment_config, partitioning, sharding
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.experiment_config import ResolvedExperiment
 from spmd_trainer.tasks_lib import SingleTask
 
@@ -29,7 +29,7 @@ class JobSettings:
     Attributes:
       exp: the experiment's name.
       job_log_dir: where everything of this job goes.
-      mode: train, eval, decode, decode_once or inspect.
+      mode: train, eval, decode, decode_once, infer, inspect or verify.
       overrides: 'path=value' each, applied to the experiment's config.
       restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
       restore_checkpoint_step: this step instead of the newest.
@@ -37,7 +37,8 @@ class JobSettings:
       decode_during_train: decode during training, at `decode_interval_steps`.
       enable_checkpoint_saving: False trains without saving.
       exit_after_ondemand_checkpoint: leave after the checkpoint that a signal asked for.
-      mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)).
+      verify_steps: steps that `verify` takes.
+      mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)); declared axes that it leaves out get size 1.
     """
 
     exp: str
@@ -50,6 +51,7 @@ class JobSettings:
     decode_during_train: bool = False
     enable_checkpoint_saving: bool = True
     exit_after_ondemand_checkpoint: bool = True
+    verify_steps: int = 5
     mesh: Sequence[tuple[str, int]] | None = None
 
     @property
@@ -72,7 +74,7 @@ class Job:
         self.experiment = resolved.experiment
         try:
             self.task: SingleTask = partitioning.build_task(resolved.task_p)
-            mesh = sharding.create_device_mesh(list(settings.mesh)) if settings.mesh else None
+            mesh = sharding.create_device_mesh(_axes(settings.mesh, self.task)) if settings.mesh else None
             self.partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner(mesh)
             self.process_inputs_shape_dtype = self._process_inputs_shape_dtype()
             self.partitioner.setup(self.task, self.global_shape_dtype(self.process_inputs_shape_dtype))
@@ -134,6 +136,22 @@ class Job:
         for suffix, form in (("txt", "text"), ("json", "json"), ("html", "html")):
             report = sharding.sharding_report(self.partitioner.metadata.records(), self.partitioner.mesh, format=form)
             (directory / f"sharding_report.{suffix}").write_text(report)
+
+
+def _axes(given: Sequence[tuple[str, int]], task: SingleTask) -> list[tuple[str, int]]:
+    """The axes of `--mesh` in the order that the model declares, those left out at size 1."""
+    declared = task.model.mesh_axis_names
+    if declared is None:
+        return list(given)
+    sizes = dict(given)
+    for name in sizes:
+        if name not in declared:
+            raise UserError(
+                f"--mesh has an axis {name!r}; the experiment's axes are {', '.join(declared)}{did_you_mean(name, declared)}"
+            )
+    if len(sizes) != len(given):
+        raise UserError(f"--mesh names an axis twice: {', '.join(name for name, _ in given)}")
+    return [(name, sizes.get(name, 1)) for name in declared]
 
 
 def check_directory(settings: JobSettings, full_name: str) -> None:

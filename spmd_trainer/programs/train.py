@@ -7,23 +7,24 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import math
-import signal
-import threading
-import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from absl import logging
+from praxis import base_layer
 
 from spmd_trainer import learners, step_fns
-from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, preflight
+from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.metrics.packing import ScalarPacking, Scalars
+from spmd_trainer.metrics.packing import ScalarPacking
 from spmd_trainer.metrics.progress import Progress
 from spmd_trainer.metrics.writers import SummaryWriters
 from spmd_trainer.programs import decode, evaluate
+from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.signals import save_requests
+from spmd_trainer.state_specs import StateMetadata
 from spmd_trainer.train_states import TrainState
 
 
@@ -38,60 +39,130 @@ def train(job: Job) -> None:
         checkpoints = stack.enter_context(open_checkpointer(job))
         writers = SummaryWriters(settings.job_log_dir, enabled=jax.process_index() == 0)
         stack.callback(writers.close)
-        stop = stack.enter_context(_stop_on_signal())
+        request = stack.enter_context(
+            save_requests(exit_after_ondemand_checkpoint=settings.exit_after_ondemand_checkpoint)
+        )
         job.write_description()
 
-        # Compilation (mostly C++) and everything else that start-up needs go side by side.
-        with concurrent.futures.ThreadPoolExecutor(1, "compile") as pool:
-            step_future = pool.submit(compile_train_step, job)
-            state, saved_input_state = _first_state(job, checkpoints)
-            batches = stack.enter_context(_train_batches(job, saved_input_state))
-            compiled = step_future.result()
-
+        compiled, state, batches = _start_up(job, checkpoints, stack)
         step = int(state.step)
         key = job.prng_key
-        evals = evaluate.Evaluations(job, writers)
-        decodes = decode.Decodes(job, writers)
-        progress = _make_progress(job, num_steps)
-        progress.start(step)
-        in_flight: collections.deque[tuple[int, Any]] = collections.deque()
+        evals, decodes = evaluate.Evaluations(job, writers), decode.Decodes(job, writers)
+        reports = _Reports(job, writers, compiled.packing, num_steps)
+        reports.progress.start(step)
+        profile = stack.enter_context(_profile(job))
         logging.info("training from step %d to %d", step, num_steps)
+        if step == 0:
+            logging.info("variables:\n%s", _overview(job.partitioner.metadata))
 
-        while step < num_steps and not stop.is_set():
-            batch, _ = next(batches)
-            state, packed = compiled.fn(state, key, batch)
-            step += 1
-            in_flight.append((step, packed))
-            # The host waits for an older step, never for the one it just dispatched.
-            while len(in_flight) > max(1, train_p.max_inflight_steps):
-                _report(job, progress, writers, compiled.packing, *in_flight.popleft())
+        leave = False
+        while step < num_steps and not leave:
+            prefetched = next(batches, None)
+            if prefetched is None:
+                logging.warning("the training input has ended after step %d of %d", step, num_steps)
+                leave = True
+            else:
+                batch = prefetched.batch
+                state, packed = compiled.fn(state, key, batch)
+                step += 1
+                profile(step)
+                # The host waits for an older step, never for the one it just dispatched.
+                reports.add(step, packed, keep=max(1, train_p.max_inflight_steps))
 
-            save = settings.enable_checkpoint_saving and (checkpoints.should_save(step) or step == num_steps)
-            evaluate_now = settings.eval_on_test and _due(step, train_p.eval_interval_steps)
-            decode_now = settings.decode_during_train and _due(step, train_p.decode_interval_steps)
-            if not (save or evaluate_now or decode_now):
+            asked = request.take()
+            leave |= asked and request.leaves
+            due = _due(job, checkpoints, step, asked=asked, leaves=leave)
+            if not due.any:
                 continue
-            while in_flight:
-                _report(job, progress, writers, compiled.packing, *in_flight.popleft())
-            if save:
+            reports.add_none()
+            if due.save:
+                # A checkpoint never outlives the scalars before it.
                 writers.flush()
                 _save(job, checkpoints, step, state, batches.state)
-            metrics: dict[str, float] = {}
-            if evaluate_now:
-                metrics = evals.run(_eval_state(job, state, ema=train_p.eval_use_ema_states), step)
-            if decode_now:
+            if due.evaluate:
+                train_batch = None if train_p.eval_skip_train else batch
+                metrics = evals.run(_eval_state(job, state, ema=train_p.eval_use_ema_states), step, train_batch)
+                leave = _stops_early(job, metrics, step, num_steps)
+            if due.decode:
                 decodes.run(_eval_state(job, state, ema=train_p.decode_use_ema_states), step)
-            if metrics and job.task.early_stopping_fn is not None and _stops_early(job, metrics, step, num_steps):
-                stop.set()
-            progress.start(step)
+            reports.progress.start(step)
 
-        while in_flight:
-            _report(job, progress, writers, compiled.packing, *in_flight.popleft())
-        if stop.is_set() and settings.enable_checkpoint_saving:
+        reports.add_none()
+        if leave and settings.enable_checkpoint_saving:
             writers.flush()
             _save(job, checkpoints, step, state, batches.state)
         checkpoints.wait_until_finished()
         logging.info("stopped after step %d of %d", step, num_steps)
+
+
+def _start_up(
+    job: Job, checkpoints: Checkpointer, stack: contextlib.ExitStack
+) -> tuple[CompiledTrainStep, TrainState, Prefetcher]:
+    """Compiles the step while the state is restored or initialised: most of the compiler's work leaves Python free."""
+    with concurrent.futures.ThreadPoolExecutor(1, "compile") as pool:
+        step_future = pool.submit(compile_train_step, job)
+        state, saved_input_state = first_state(job, checkpoints)
+        batches = stack.enter_context(_train_batches(job, saved_input_state))
+        return step_future.result(), state, batches
+
+
+class _Reports:
+    """Steps whose scalars are still on the devices, and where they are reported once they are known."""
+
+    def __init__(self, job: Job, writers: SummaryWriters, packing: ScalarPacking, num_steps: int):
+        self.progress = _make_progress(job, num_steps)
+        self._interval = max(1, job.task.train.summary_interval_steps)
+        self._writers = writers
+        self._packing = packing
+        self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
+
+    def add(self, step: int, packed: Any, *, keep: int) -> None:
+        """Adds a step just dispatched; reports the oldest ones until only `keep` are in flight."""
+        self._in_flight.append((step, packed))
+        self._report_until(keep)
+
+    def add_none(self) -> None:
+        """Waits for every step in flight and reports it."""
+        self._report_until(0)
+
+    def _report_until(self, keep: int) -> None:
+        while len(self._in_flight) > keep:
+            step, packed = self._in_flight.popleft()
+            scalars = self._packing.unpack(packed)
+            timing = self.progress.report(step, scalars)
+            if step % self._interval == 0:
+                loss = {} if scalars.loss is None else {"loss": scalars.loss}
+                self._writers.write("train", step, {**loss, **scalars.values, **scalars.summaries, **timing})
+
+
+@contextlib.contextmanager
+def _profile(job: Job) -> Iterator[Callable[[int], object]]:
+    """Yields what is called after each step: at `profiler_capture_step` it takes a profile into `job_log_dir/profile`."""
+    train_p = job.task.train
+    if train_p.profiler_capture_step is None:
+        yield lambda step: None
+        return
+    from clu import periodic_actions
+
+    action = periodic_actions.Profile(
+        logdir=str(job.settings.job_log_dir / "profile"),
+        num_profile_steps=train_p.profiler_num_steps,
+        profile_duration_ms=int(1000 * train_p.profiler_min_duration_sec),
+        first_profile=train_p.profiler_capture_step,
+        every_secs=None,
+    )
+    yield action
+    # Ends a profile that spans the end of training.
+    action(2**62, math.inf)
+
+
+def _overview(metadata: StateMetadata) -> str:
+    """The trainable variables at their logical shapes, as clu's table."""
+    from clu import parameter_overview
+
+    params = metadata.variables.mdl_vars.get(base_layer.PARAMS, {})
+    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.logical_shape, v.dtype), params)
+    return str(parameter_overview.get_parameter_overview(shapes, include_stats=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,20 +201,6 @@ def open_checkpointer(job: Job, *, read_only: bool = False) -> Checkpointer:
     )
 
 
-def _first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
-    """Restores the newest checkpoint, or initialises."""
-    partitioner = job.partitioner
-    variables = partitioner.metadata.variables
-    if checkpoints.latest_step() is not None:
-        restored = checkpoints.restore(variables, partitioner.mesh)
-        logging.info("restored step %d from %s", restored.step, job.settings.checkpoint_dir)
-        return restored.state, restored.input_state
-    if job.settings.enable_checkpoint_saving:
-        kept = job.task.train.save_max_to_keep or 1
-        preflight(checkpoints.directory, checkpoint_bytes(variables) * (kept + 1))
-    return partitioner.initialize_train_state(job.prng_key), None
-
-
 @contextlib.contextmanager
 def _train_batches(job: Job, input_state: Any) -> Iterator[Prefetcher]:
     """The training input on the devices, from where the checkpoint left it."""
@@ -164,16 +221,6 @@ def _make_progress(job: Job, num_steps: int) -> Progress:
         return Progress(num_steps=num_steps, items_per_step=math.prod(tokens.shape), unit="tokens", interval=interval)
     batch = jax.tree.leaves(shapes)[0].shape[0]
     return Progress(num_steps=num_steps, items_per_step=batch, unit="examples", interval=interval)
-
-
-def _report(
-    job: Job, progress: Progress, writers: SummaryWriters, packing: ScalarPacking, step: int, packed: Any
-) -> Scalars:
-    scalars = packing.unpack(packed)
-    timing = progress.report(step, scalars)
-    if step % max(1, job.task.train.summary_interval_steps) == 0:
-        writers.write("train", step, {"loss": scalars.loss or 0.0, **scalars.values, **scalars.summaries, **timing})
-    return scalars
 
 
 def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, input_state: bytes | None) -> None:
@@ -208,39 +255,39 @@ def _eval_state(job: Job, state: TrainState, *, ema: bool) -> TrainState:
 
 
 def _stops_early(job: Job, metrics: dict[str, float], step: int, num_steps: int) -> bool:
-    stops = bool(job.task.early_stopping_fn(metrics, "eval", step, step == num_steps))  # type: ignore[misc]
+    if job.task.early_stopping_fn is None:
+        return False
+    stops = bool(job.task.early_stopping_fn(metrics, "eval", step, step == num_steps))
     if stops:
         logging.info("early_stopping_fn ends training at step %d", step)
     return stops
 
 
-def _due(step: int, interval: int | None) -> bool:
+@dataclasses.dataclass(frozen=True)
+class _Due:
+    """What is to be done after a step."""
+
+    save: bool
+    evaluate: bool
+    decode: bool
+
+    @property
+    def any(self) -> bool:
+        return self.save or self.evaluate or self.decode
+
+
+def _due(job: Job, checkpoints: Checkpointer, step: int, *, asked: bool, leaves: bool) -> _Due:
+    """Works out what is due after `step`; a run that leaves only saves, and does that after its loop."""
+    settings, train_p = job.settings, job.task.train
+    last = step == int(train_p.num_train_steps)
+    save = settings.enable_checkpoint_saving and (checkpoints.should_save(step) or last or asked)
+    decode_now = settings.decode_during_train and step >= train_p.decode_start_after_n_steps
+    return _Due(
+        save=save and not leaves,
+        evaluate=settings.eval_on_test and _at_interval(step, train_p.eval_interval_steps) and not leaves,
+        decode=decode_now and _at_interval(step, train_p.decode_interval_steps) and not leaves,
+    )
+
+
+def _at_interval(step: int, interval: int | None) -> bool:
     return bool(interval and step % interval == 0)
-
-
-@contextlib.contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C or SIGTERM into a request to stop after the step in progress; a second one acts at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def handle(number: int, frame: types.FrameType | None) -> None:
-        logging.warning(
-            "%s: finishing this step, saving, leaving (again to leave at once)", signal.Signals(number).name
-        )
-        stop.set()
-        restore()
-
-    for number in previous:
-        signal.signal(number, handle)
-    try:
-        yield stop
-    finally:
-        restore()

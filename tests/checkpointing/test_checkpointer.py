@@ -191,7 +191,7 @@ def test_read_only_saves_nothing(saved):
 
 def test_missing_step_lists_those_that_exist(saved, tmp_path):
     checkpoints = Checkpointer(saved.directory, read_only=True)
-    with pytest.raises(CheckpointNotFoundError, match="No checkpoint of step 15.*Whole steps there: 10, 20, 30"):
+    with pytest.raises(CheckpointNotFoundError, match=r"No checkpoint of step 15.*Whole steps there: 10, 20, 30"):
         checkpoints.restore(saved.variables, saved.mesh, step=15)
     empty = Checkpointer(tmp_path / "nowhere")
     assert (empty.all_steps(), empty.latest_step()) == ([], None)
@@ -261,14 +261,19 @@ def test_failed_save_stops_the_next_one_and_leaves_nothing(tmp_path, no_room):
     checkpoints.wait_until_finished()
     no_room()
     save(checkpoints, 2, state, variables)
-    with pytest.raises(CheckpointError, match="(?s)step 2 .*failed.*newest whole step is 1") as e:
+    with pytest.raises(CheckpointError, match=r"(?s)step 2 .*failed.*newest whole step is 1") as e:
         save(checkpoints, 3, state, variables)
     assert e.value.__cause__ is not None
-    with pytest.raises(CheckpointError, match="step 2 .*failed"):
+    with pytest.raises(CheckpointError, match=r"step 2 .*failed"):
         checkpoints.wait_until_finished()
-    with pytest.raises(CheckpointError, match="step 2 .*failed"):
+    with pytest.raises(CheckpointError, match=r"step 2 .*failed"):
         checkpoints.close()
     assert Checkpointer(tmp_path).all_steps() == [1]
+
+
+def save_and_fail(checkpoints, state, variables):
+    save(checkpoints, 1, state, variables)
+    raise KeyError("first")
 
 
 @IGNORE_ORBAX_THREADS
@@ -279,11 +284,10 @@ def test_failure_at_the_end_is_raised_but_hides_no_other_error(tmp_path, no_room
     variables = specs_for(logical, {"w": P("data")}, mesh)
     state = place(logical, variables, mesh)
     no_room()
-    with pytest.raises(CheckpointError, match="step 1 .*failed"), Checkpointer(tmp_path) as checkpoints:
+    with pytest.raises(CheckpointError, match=r"step 1 .*failed"), Checkpointer(tmp_path) as checkpoints:
         save(checkpoints, 1, state, variables)
     with pytest.raises(KeyError, match="first"), Checkpointer(tmp_path) as checkpoints:
-        save(checkpoints, 1, state, variables)
-        raise KeyError("first")
+        save_and_fail(checkpoints, state, variables)
 
 
 def test_resume_clears_what_a_killed_save_left(tmp_path):

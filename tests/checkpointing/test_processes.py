@@ -46,8 +46,11 @@ with Checkpointer(directory) as checkpoints:
         for a, b in zip(x.addressable_shards, y.addressable_shards)
     ]
     assert restored.step == 2 and restored.input_state == {"n": 2} and all(same) and len(same) == 12, (restored, same)
-    checkpoints.save(3, want, variables, input_state=None, metadata={})
-assert list(iterate_checkpoints(directory, last_step_seen=2, stop_fn=lambda step: step == 3, poll_seconds=0.1)) == [3]
+    assert checkpoints.save(3, want, variables, input_state=None, metadata={})
+followed = iterate_checkpoints(
+    directory, last_step_seen=2, stop_fn=lambda step: step == 3, poll_seconds=0.1, timeout_seconds=20
+)
+assert list(followed) == [3]
 print("done")
 """
 
@@ -82,7 +85,7 @@ def test_two_processes_save_and_one_restores(tmp_path):
     ]
     try:
         for child in children:
-            out, err = child.communicate(timeout=90)
+            out, err = child.communicate(timeout=60)
             assert child.returncode == 0, err[-3000:]
             assert "done" in out
     finally:

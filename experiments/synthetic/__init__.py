@@ -1,0 +1,1 @@
+"""Experiments on made-up data: small, quick, each showing one structure."""

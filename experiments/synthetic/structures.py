@@ -1,0 +1,269 @@
+"""One tiny language model in every structure that praxis offers: the experiments on which the trainer proves its law.
+
+Nothing divides: vocabulary 61, feed-forward width 67, a batch of 6 rows. Each class changes one thing of `TinyLm`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from praxis import layers, optimizers, pax_fiddle, schedules
+
+from spmd_trainer import base_experiment, experiment_registry, learners, tasks_lib
+from spmd_trainer.inputs import synthetic
+
+Config = pax_fiddle.Config
+
+
+class TinyLmBase(base_experiment.BaseExperiment):
+    """What they share."""
+
+    ICI_MESH_SHAPE = (1, 4, 2)
+    MESH_AXIS_NAMES = ("replica", "data", "mdl")
+    BATCH_AXES: tuple[str, ...] = ("replica", "data")
+
+    VOCAB_SIZE = 61
+    MODEL_DIMS = 16
+    HIDDEN_DIMS = 67
+    NUM_HEADS = 2
+    NUM_LAYERS = 2
+    MAX_SEQ_LEN = 12
+    GLOBAL_BATCH_SIZE = 6
+
+    def datasets(self) -> list[Any]:
+        """A small language, endless for training, ten examples for evaluation."""
+        fields = {"seq_len": self.MAX_SEQ_LEN, "batch_size": self.GLOBAL_BATCH_SIZE, "vocab_size": self.VOCAB_SIZE}
+        train = Config(synthetic.SyntheticLmInput, name="train", is_training=True, **fields)
+        return [train, Config(synthetic.SyntheticLmInput, name="heldout", num_examples=10, **fields)]
+
+    def task(self) -> Config[tasks_lib.SingleTask]:
+        """The task; `customize` has the last word."""
+        task_p = Config(tasks_lib.SingleTask, name="tiny")
+        task_p.model = Config(layers.LanguageModel, name="lm")
+        task_p.model.ici_mesh_shape = list(self.ICI_MESH_SHAPE)
+        task_p.model.mesh_axis_names = list(self.MESH_AXIS_NAMES)
+        task_p.model.lm_tpl = layers.TransformerLm.set_sharding_params_v1(
+            self.lm(),
+            replica_axis=self.MESH_AXIS_NAMES[0],
+            data_axis=self.MESH_AXIS_NAMES[1],
+            mdl_axis=self.MESH_AXIS_NAMES[2],
+            ici_mesh_shape=task_p.model.ici_mesh_shape,
+            mesh_axis_names=task_p.model.mesh_axis_names,
+            training_optimized=False,
+        )
+        train_p = task_p.train
+        train_p.num_train_steps = 10
+        train_p.inputs_split_mapping = {"map_1d": (self.BATCH_AXES,), "map_2d": (self.BATCH_AXES, None)}
+        train_p.learner.loss_name = "total_loss"
+        train_p.learner.optimizer = adam()
+        self.customize(task_p)
+        return task_p
+
+    def lm(self) -> Config[layers.TransformerLm]:
+        """The decoder-only transformer."""
+        lm_p = Config(layers.TransformerLm, vocab_size=self.VOCAB_SIZE, model_dims=self.MODEL_DIMS)
+        lm_p.stacked_transformer_tpl = self.stack(self.NUM_LAYERS)
+        return lm_p
+
+    def stack(self, num_layers: int) -> Config[layers.StackedTransformer]:
+        """`num_layers` layers, each with variables of its own."""
+        stack_p = Config(
+            layers.StackedTransformer,
+            model_dims=self.MODEL_DIMS,
+            hidden_dims=self.HIDDEN_DIMS,
+            num_layers=num_layers,
+            num_heads=self.NUM_HEADS,
+        )
+        layer_p = stack_p.transformer_layer_params_tpl
+        # A bias of the keys has no effect, so no gradient but noise, which Adam would blow up to full steps.
+        layer_p.tr_atten_tpl.use_bias = False
+        return stack_p
+
+    def repeated(self, **fields: Any) -> Config[layers.StackedTransformerRepeated]:
+        """The same layers as one, repeated over stacked variables."""
+        return Config(layers.StackedTransformerRepeated, block=self.stack(1), x_times=self.NUM_LAYERS, **fields)
+
+    def customize(self, task_p: Config[tasks_lib.SingleTask]) -> None:
+        """Changes the one thing that a subclass is about."""
+
+
+def adam() -> Config[optimizers.Adam]:
+    """Adam with an epsilon that is large enough for rounding noise to stay noise."""
+    schedule = Config(schedules.Constant, value=1.0)
+    return Config(optimizers.Adam, beta1=0.9, beta2=0.99, epsilon=1e-3, learning_rate=1e-2, lr_schedule=schedule)
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyLm(TinyLmBase):
+    """Two transformer layers, each with its own variables; Adam with clipping."""
+
+    def customize(self, task_p: Any) -> None:
+        task_p.train.learner.optimizer.clip_gradient_norm_to_value = 1.0
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyRepeated(TinyLmBase):
+    """Repeated layers (a scan over stacked variables) that save dot products alone; Adam's state keeps the stacking."""
+
+    def lm(self) -> Any:
+        lm_p = super().lm()
+        lm_p.stacked_transformer_tpl = self.repeated(checkpoint_policy=layers.AutodiffCheckpointType.SAVE_DOT_ONLY)
+        return lm_p
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyRematerialized(TinyLmBase):
+    """Repeated layers that save nothing and compute the forward pass again in the backward one."""
+
+    def lm(self) -> Any:
+        lm_p = super().lm()
+        lm_p.stacked_transformer_tpl = self.repeated(checkpoint_policy=layers.AutodiffCheckpointType.SAVE_NOTHING)
+        return lm_p
+
+
+class TinyPipelineBase(TinyLmBase):
+    """Two stages of one layer over a mesh axis of their own; microbatches of three rows."""
+
+    MESH_AXIS_NAMES = ("stage", "data", "mdl")
+    ICI_MESH_SHAPE = (2, 2, 2)
+    BATCH_AXES = ("data",)
+    STREAM_IO = False
+
+    def lm(self) -> Any:
+        lm_p = super().lm()
+        lm_p.stacked_transformer_tpl = Config(
+            layers.PipelinedTransformer,
+            pipeline_stage=self.stack(1),
+            num_pipeline_stages=2,
+            num_pipeline_microbatches=2,
+            stream_io=self.STREAM_IO,
+        )
+        return lm_p
+
+    def task(self) -> Any:
+        """Weights of a stage live on its devices; activations are split over 'data' alone."""
+        task_p = super().task()
+        lm_p = layers.TransformerLm.set_custom_sharding_params(
+            task_p.model.lm_tpl,
+            ici_mesh_shape=list(self.ICI_MESH_SHAPE),
+            mesh_axis_names=list(self.MESH_AXIS_NAMES),
+            w_df=["data", "mdl"],
+            w_dnh=["data", "mdl", None],
+            w_vd=["mdl", "data"],
+            a_bld=["data", None, None],
+            a_blf=["data", None, "mdl"],
+            a_blnh=["data", None, "mdl", None],
+            a_blv=["data", None, "mdl"],
+        )
+        lm_p.stacked_transformer_tpl.weight_split_dims_mapping.stages = ["stage"]
+        task_p.model.lm_tpl = lm_p
+        return task_p
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyPipeline(TinyPipelineBase):
+    """A pipeline of two stages; its input and output stand on every stage."""
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyPipelineStreaming(TinyPipelineBase):
+    """A pipeline of two stages whose microbatches are split over the stages and streamed through."""
+
+    STREAM_IO = True
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyMixtureOfExperts(TinyLmBase):
+    """The second layer's feed-forward is a mixture of four experts, two per token."""
+
+    def stack(self, num_layers: int) -> Any:
+        stack_p = super().stack(num_layers)
+        stack_p.num_experts = 4
+        stack_p.moe_layers = [1]
+        stack_p.num_groups = 2
+        return stack_p
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyBFloat16(TinyLmBase):
+    """Computes in bfloat16; variables and optimizer stay in float32."""
+
+    def customize(self, task_p: Any) -> None:
+        task_p.model.fprop_dtype = jnp.bfloat16
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyDropout(TinyLmBase):
+    """Dropout after embedding, attention and feed-forward: masks come from the key and the step alone."""
+
+    def customize(self, task_p: Any) -> None:
+        stack_p = task_p.model.lm_tpl.stacked_transformer_tpl
+        stack_p.dropout_prob = 0.1
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyMultiOptimizer(TinyLmBase):
+    """Two optimizers: SGD for the softmax, Adam for all else."""
+
+    def customize(self, task_p: Any) -> None:
+        learner_p = Config(learners.MultiOptimizerLearner, name="learner", loss_name="total_loss")
+        learner_p.optimizer = task_p.train.learner.optimizer
+        learner_p.auxiliary_optimizers = [
+            Config(optimizers.ShardedSgd, learning_rate=0.1, lr_schedule=Config(schedules.Constant, value=1.0))
+        ]
+        learner_p.auxiliary_regex = ["params/lm/softmax"]
+        learner_p.auxiliary_names = ["softmax"]
+        task_p.train.learner = learner_p
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyAccumulation(TinyLmBase):
+    """Gradients of two steps make one update."""
+
+    def customize(self, task_p: Any) -> None:
+        base = task_p.train.learner.optimizer
+        task_p.train.learner.optimizer = Config(
+            optimizers.ShardedStaticAccumulator,
+            optimizer_tpl=adam(),
+            num_sub_batches=2,
+            learning_rate=base.learning_rate,
+            lr_schedule=base.lr_schedule,
+        )
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyEma(TinyLmBase):
+    """Keeps moving averages of the variables and evaluates those."""
+
+    def customize(self, task_p: Any) -> None:
+        task_p.train.learner.optimizer.ema_decay = 0.99
+        task_p.train.eval_use_ema_states = True
+        task_p.train.decode_use_ema_states = True
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyAdafactor(TinyRepeated):
+    """Adafactor: second moments factored into rows and columns, on repeated layers."""
+
+    def customize(self, task_p: Any) -> None:
+        task_p.train.learner.optimizer = Config(
+            optimizers.ShardedAdafactor,
+            decay_method="adam",
+            decay_adam=0.99,
+            clip_threshold=1.0,
+            learning_rate=1e-2,
+            lr_schedule=Config(schedules.Constant, value=1.0),
+        )
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyByStrategy(TinyLmBase):
+    """No layer says how to split its variables: `sharding_strategy` decides, with padding where nothing divides."""
+
+    def customize(self, task_p: Any) -> None:
+        task_p.model.lm_tpl = self.lm()
+        task_p.train.sharding_strategy = [
+            ("softmax", 'fsdp(axis="data, mdl", min_size_to_shard_mb=0, allow_uneven=True)'),
+            (".*", 'fsdp(axis="data", min_size_to_shard_mb=0)'),
+        ]

@@ -1,0 +1,69 @@
+"""Where a training run begins: its own newest checkpoint, another run's, or fresh variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+
+from spmd_trainer import learners
+from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, init_from_rules, preflight
+from spmd_trainer.errors import UserError
+from spmd_trainer.programs.job import Job
+from spmd_trainer.train_states import TrainState
+
+
+def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
+    """Restores the run's newest checkpoint, else the one of `--restore_checkpoint_dir`, else initialises.
+
+    Args:
+      job: the job.
+      checkpoints: the run's own checkpoints.
+
+    Returns:
+      The state, and the input's position as it was saved (None: from the beginning).
+
+    Raises:
+      UserError: `--restore_checkpoint_dir` holds no checkpoint.
+      CheckpointError: the checkpoint is damaged or another model's; or there is no room for this run's own.
+    """
+    settings, train_p = job.settings, job.task.train
+    variables, mesh = job.partitioner.metadata.variables, job.partitioner.mesh
+    if settings.enable_checkpoint_saving:
+        preflight(checkpoints.directory, checkpoint_bytes(variables) * ((train_p.save_max_to_keep or 1) + 1))
+    if checkpoints.latest_step() is not None:
+        restored = checkpoints.restore(variables, mesh)
+        logging.info("restored step %d from %s", restored.step, checkpoints.directory)
+        return restored.state, restored.input_state
+    if settings.restore_checkpoint_dir is not None:
+        return _restore_from(settings.restore_checkpoint_dir, settings.restore_checkpoint_step, job)
+    state = job.partitioner.initialize_train_state(job.prng_key)
+    if train_p.init_from_checkpoint_rules:
+        state = _warm_start(job, state, train_p.init_from_checkpoint_rules)
+    return state, None
+
+
+def _restore_from(directory: epath.Path, step: int | None, job: Job) -> tuple[TrainState, Any]:
+    with Checkpointer(directory, read_only=True) as other:
+        if not other.all_steps():
+            raise UserError(f"no checkpoint in {directory}; give a --restore_checkpoint_dir that has some, or none")
+        restored = other.restore(job.partitioner.metadata.variables, job.partitioner.mesh, step=step)
+    logging.info("restored step %d from %s; this run's own checkpoints go to its job_log_dir", restored.step, directory)
+    return restored.state, restored.input_state
+
+
+def _warm_start(job: Job, state: TrainState, rules: Mapping[epath.PathLike, Any]) -> TrainState:
+    metadata, mesh = job.partitioner.metadata, job.partitioner.mesh
+    state, report = init_from_rules(state, metadata.variables, mesh, rules)
+    logging.info("init_from_checkpoint_rules: %s", report)
+    if learners.has_ema(job.task.learner) and not report.opt_states_loaded:
+        # Averages began at the fresh values; they must begin at the loaded ones.
+        state = jax.jit(
+            lambda s: s.replace(opt_states=learners.reset_ema(s.opt_states, s.mdl_vars)),
+            out_shardings=metadata.shardings,
+            donate_argnums=0,
+        )(state)
+    return state

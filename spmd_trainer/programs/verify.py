@@ -1,0 +1,217 @@
+"""Does the experiment give the same numbers on its mesh as on one device? `--mode=verify` shows it, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.packing import summary_name
+from spmd_trainer.programs.job import Job
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import TrainState
+
+# A gradient norm is a sum over all that a loss is summed over once more.
+_NORM_SLACK = 10
+_GRAD_NORM = "learning/raw_grad_norm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far the two runs may be apart.
+
+    Attributes:
+      loss: of losses and gradient norms, relative.
+      variables: of a variable: its largest difference over its largest magnitude.
+      floor: magnitudes below this count as this. 0 in float32. In bfloat16 the gradient of a bias, a sum in which much
+        cancels, may be noise altogether; differences of small variables are then absolute.
+    """
+
+    loss: float = 1e-5
+    variables: float = 1e-4
+    floor: float = 0.0
+
+    @classmethod
+    def for_task(cls, task: SingleTask) -> Tolerance:
+        """The tolerance of the dtype that the task computes in."""
+        # bfloat16 has 8 bits of mantissa, and another mesh adds up in another order.
+        return cls() if jnp.dtype(task.fprop_dtype) == jnp.float32 else cls(loss=1e-2, variables=3e-2, floor=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A run after some steps.
+
+    Attributes:
+      step: steps taken; 0 for the initial state.
+      loss: of the step that led here, None at step 0.
+      grad_norm: of that step before clipping, None where the learner does not summarise it.
+      variables: {path: array of the logical shape} of the whole state.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    variables: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One step of both runs.
+
+    Attributes:
+      step: steps taken.
+      loss: of the reference and of the mesh.
+      grad_norm: of the reference and of the mesh.
+      worst: path and deviation of the variable that is furthest apart.
+      departed: paths of all variables outside the tolerance, in the model's order.
+      passed: whether losses, norms and variables are all inside.
+    """
+
+    step: int
+    loss: tuple[float | None, float | None]
+    grad_norm: tuple[float | None, float | None]
+    worst: tuple[str, float]
+    departed: Sequence[str]
+    passed: bool
+
+
+def run_steps(
+    partitioner: partitioning.PjitPartitioner,
+    batches: Iterable[Any],
+    prng_key: jax.Array,
+    initial: TrainState | None = None,
+) -> Iterator[Snapshot]:
+    """Trains on given batches; yields the initial state and the state after each step.
+
+    Args:
+      partitioner: set up with the batches' shapes.
+      batches: numpy batches, all of one shape.
+      prng_key: the run's key.
+      initial: a state of logical numpy arrays to begin with; None initialises from the key.
+    """
+    metadata = partitioner.metadata
+    batches = iter(batches)
+    first = next(batches)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), first)
+    step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
+    state = partitioner.initialize_train_state(prng_key) if initial is None else place(metadata, initial)
+    yield Snapshot(0, None, None, _logical(metadata, state))
+    for count, batch in enumerate(itertools.chain([first], batches), start=1):
+        inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
+        state, output = step.fn(state, prng_key, inputs)
+        summaries = {summary_name(name): x for name, x in output.summary_tensors.items()}
+        norm = summaries.get(_GRAD_NORM)
+        variables = _logical(metadata, state)
+        yield Snapshot(count, float(output.loss), None if norm is None else float(norm), variables)
+
+
+def place(metadata: Any, logical: TrainState) -> TrainState:
+    """Puts a state of logical numpy arrays on the mesh, padded with zeros."""
+    return jax.tree.map(
+        lambda v, x, s: jax.device_put(np.pad(x, [(0, p) for p in v.paddings]) if v.is_padded else x, s),
+        metadata.variables,
+        logical,
+        metadata.shardings,
+    )
+
+
+def _logical(metadata: Any, state: TrainState) -> dict[str, np.ndarray]:
+    arrays = zip(metadata.records(), jax.tree.leaves(state), strict=True)
+    return {v.path: np.asarray(x)[tuple(slice(size) for size in v.logical_shape)] for v, x in arrays}
+
+
+def compare(reference: Snapshot, other: Snapshot, tolerance: Tolerance) -> Comparison:
+    """Compares two runs after the same number of steps."""
+    deviations = {path: deviation(x, other.variables[path], tolerance.floor) for path, x in reference.variables.items()}
+    worst = max(deviations, key=deviations.__getitem__)
+    departed = [path for path, value in deviations.items() if not value <= tolerance.variables]
+    loss, norm = (reference.loss, other.loss), (reference.grad_norm, other.grad_norm)
+    passed = not departed and _close(*loss, tolerance.loss) and _close(*norm, _NORM_SLACK * tolerance.loss)
+    return Comparison(reference.step, loss, norm, (worst, deviations[worst]), departed, passed)
+
+
+def deviation(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> float:
+    """Returns the largest difference over the largest magnitude of `x`, at least `floor`; infinite if only one is finite."""
+    if not x.size:
+        return 0.0
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    if not (np.isfinite(x) == np.isfinite(y)).all():
+        return float("inf")
+    difference = float(np.nanmax(np.abs(x - y), initial=0.0))
+    return difference / max(float(np.nanmax(np.abs(x))), floor, np.finfo(np.float64).tiny) if difference else 0.0
+
+
+def _close(x: float | None, y: float | None, tolerance: float) -> bool:
+    if x is None or y is None:
+        return x is y
+    return bool(np.isclose(y, x, rtol=tolerance, atol=0.0, equal_nan=True))
+
+
+def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> partitioning.PjitPartitioner:
+    """Returns a partitioner on a mesh of one device, with the axes that the task's model names: nothing is split or padded."""
+    names = task.model.mesh_axis_names or [partitioning.DEFAULT_AXIS]
+    mesh = sharding.create_device_mesh([(name, 1) for name in names], devices=jax.local_devices()[:1])
+    partitioner = partitioning.PjitPartitioner(mesh)
+    partitioner.setup(task, inputs_shape_dtype)
+    return partitioner
+
+
+def verify(job: Job, num_steps: int) -> None:
+    """Takes `num_steps` steps of the experiment on one device and on its mesh, and prints both side by side.
+
+    Raises:
+      UserError: there are several processes.
+      SystemExit: with status 1 when the runs are further apart than the dtype's tolerance.
+    """
+    if jax.process_count() > 1:
+        raise UserError("--mode=verify runs in one process: it reads every variable whole")
+    source = job.build_input(job.resolved.config.train_datasets[0])
+    batches = [source.get_next_padded() for _ in range(num_steps)]
+    tolerance = Tolerance.for_task(job.task)
+    reference = run_steps(single_device_partitioner(job.task, job.process_inputs_shape_dtype), batches, job.prng_key)
+    on_mesh = run_steps(job.partitioner, batches, job.prng_key)
+    sys.stdout.write(
+        _row("step", "loss, one device", "loss, mesh", "grad norm", "grad norm", "deviation", "of variable")
+    )
+    failed: Comparison | None = None
+    for one, many in zip(reference, on_mesh, strict=True):
+        result = compare(one, many, tolerance)
+        numbers = [_number(x) for x in (*result.loss, *result.grad_norm)]
+        sys.stdout.write(_row(str(result.step), *numbers, f"{result.worst[1]:.1e}", result.worst[0]))
+        sys.stdout.flush()
+        failed = failed or (None if result.passed else result)
+    mesh = ", ".join(f"{axis}={size}" for axis, size in job.partitioner.mesh.shape.items())
+    if failed is None:
+        sys.stdout.write(f"same numbers on one device and on {mesh} (tolerance: {_text(tolerance)})\n")
+        return
+    where = failed.departed[0] if failed.departed else "the loss or the gradient norm alone"
+    sys.stdout.write(
+        f"DIFFERENT numbers on one device and on {mesh} from step {failed.step} on (tolerance: {_text(tolerance)})\n"
+        f"first to depart: {where}; {len(failed.departed)} variables outside the tolerance at that step\n"
+    )
+    logging.error("verify failed at step %d", failed.step)
+    raise SystemExit(1)
+
+
+def _row(*cells: str) -> str:
+    """Formats step, losses, norms, deviation and path."""
+    step, *numbers, path = cells
+    return "  ".join([f"{step:>4}", *(f"{cell:>16}" for cell in numbers), path]) + "\n"
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.7g}"
+
+
+def _text(tolerance: Tolerance) -> str:
+    return f"loss {tolerance.loss:g}, variables {tolerance.variables:g}"

@@ -1,0 +1,128 @@
+"""The law of the house: N steps on any mesh equal N steps on one device, for every registered tiny experiment.
+
+`spmd-trainer --mode=verify --exp=NAME` shows the same for an experiment of one's own.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.errors import ScopeParamShapeError
+from praxis import pax_fiddle
+
+from spmd_trainer import experiment_config, experiment_registry, partitioning, sharding, state_specs
+from spmd_trainer.programs import verify
+
+MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
+STEPS = 5
+KEY = jax.random.key(1)
+
+experiment_registry.import_all()
+EXPERIMENTS = sorted(
+    experiment_registry.short_name(name)
+    for name in experiment_registry.get_all()
+    if "tiny" in experiment_registry.get_registry_tags(name)
+)
+
+
+class Reference:
+    """An experiment's run on one device."""
+
+    def __init__(self, name):
+        resolved = experiment_config.resolve(name)
+        self.experiment = resolved.experiment
+        self.task = partitioning.build_task(resolved.task_p)
+        source = pax_fiddle.build(resolved.config.train_datasets[0])
+        self.batches = [source.get_next_padded() for _ in range(STEPS)]
+        self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batches[0])
+        partitioner = verify.single_device_partitioner(self.task, self.shapes)
+        self.snapshots = list(verify.run_steps(partitioner, self.batches, KEY))
+        first = self.snapshots[0].variables
+        self.initial = jax.tree.map(lambda v: first[v.path], partitioner.metadata.variables)
+
+    def on(self, sizes):
+        """Compares each step with that of a run on a mesh of these sizes, from the same initial values."""
+        axes = list(zip(self.task.model.mesh_axis_names, sizes, strict=True))
+        mesh = sharding.create_device_mesh(axes, devices=jax.devices()[: int(np.prod(sizes))])
+        partitioner = partitioning.PjitPartitioner(mesh)
+        partitioner.setup(self.task, self.shapes)
+        run = verify.run_steps(partitioner, self.batches, KEY, self.initial)
+        tolerance = verify.Tolerance.for_task(self.task)
+        return [verify.compare(ours, theirs, tolerance) for ours, theirs in zip(self.snapshots, run, strict=True)]
+
+
+@functools.lru_cache(maxsize=1)
+def reference(name):
+    return Reference(name)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_any_mesh_gives_the_numbers_of_one_device(name, sizes):
+    for step in reference(name).on(sizes):
+        assert step.passed, (name, sizes, step)
+
+
+def test_the_law_covers_what_it_should():
+    assert len(EXPERIMENTS) >= 15
+    for part in ("Pipeline", "PipelineStreaming", "MixtureOfExperts", "Dropout", "Adafactor", "Accumulation", "Ema"):
+        assert f"synthetic.structures.Tiny{part}" in EXPERIMENTS
+    losses = [step.loss for step in reference("synthetic.structures.TinyLm").snapshots[1:]]
+    assert np.isfinite(losses).all()
+    assert len(set(losses)) == STEPS
+
+
+def failing_steps(name, sizes):
+    return [step for step in Reference(name).on(sizes) if not step.passed]
+
+
+def test_a_skipped_slice_is_caught(monkeypatch):
+    """The model would meet 62 rows of vocabulary where it declares 61: its layer refuses them."""
+    monkeypatch.setattr(state_specs.StateMetadata, "slice", lambda self, state: state)
+    with pytest.raises(ScopeParamShapeError, match=r"\(16, 61\).*\(16, 62\)"):
+        failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
+
+
+def test_a_slice_from_the_wrong_end_is_caught(monkeypatch):
+    def last_rows(self, state):
+        return jax.tree.map(lambda v, x: x[tuple(slice(-n, None) for n in v.logical_shape)], self.variables, state)
+
+    monkeypatch.setattr(state_specs.StateMetadata, "slice", last_rows)
+    assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
+
+
+def test_padded_rows_summed_into_the_loss_are_caught(monkeypatch):
+    """Two rows of zeros join the six of the batch, and count."""
+    place = partitioning.PjitPartitioner.preprocess_inputs
+
+    def with_weight(self, batch, specs):
+        missing = -len(batch.ids) % self.mesh.size
+        padded = jax.tree.map(lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge"), batch)
+        return place(self, padded, specs)
+
+    pad = partitioning.PjitPartitioner.pad_inputs_shape_dtype
+    monkeypatch.setattr(partitioning.PjitPartitioner, "preprocess_inputs", with_weight)
+    partition = partitioning.PjitPartitioner.partition
+
+    def without_slice(self, step_fn, shapes, is_eval):
+        return partition(self, step_fn, pad(self, shapes), is_eval)
+
+    monkeypatch.setattr(partitioning.PjitPartitioner, "partition", without_slice)
+    assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
+
+
+def test_one_mask_on_every_shard_is_caught(monkeypatch):
+    """Dropout as it would be with a key that every device draws from alike."""
+    uniform = jax.random.uniform
+
+    def same_for_every_shard(key, shape=(), *args, **kwargs):
+        shards = 2
+        if jax.sharding.get_abstract_mesh().size == 1 or not shape or shape[0] % shards:
+            return uniform(key, shape, *args, **kwargs)
+        mask = uniform(key, (shape[0] // shards, *shape[1:]), *args, **kwargs)
+        return jnp.tile(mask, (shards, *[1] * (len(shape) - 1)))
+
+    monkeypatch.setattr(jax.random, "uniform", same_for_every_shard)
+    assert failing_steps("synthetic.structures.TinyDropout", (1, 4, 2))

@@ -1,0 +1,74 @@
+"""`--mode=verify` and `--mode=inspect` as a user meets them."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from spmd_trainer.programs import verify
+
+TINY = "--exp=lm.stdlib.StdlibBytesTiny"
+
+
+def command(*args, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "spmd_trainer.main", *args], capture_output=True, text=True, timeout=300, cwd=cwd
+    )
+
+
+def test_verify_prints_both_runs_side_by_side(tmp_path):
+    done = command("--mode=verify", TINY, "--verify_steps=2", "--mesh=replica:1,data:2,mdl:4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "2"]
+    step, one, mesh, norm, norm_mesh, worst, path = lines[2].split()
+    assert (step, path.split("/")[0] in ("mdl_vars", "opt_states")) == ("1", True)
+    assert float(one) == pytest.approx(float(mesh), rel=1e-5)
+    assert float(norm) == pytest.approx(float(norm_mesh), rel=1e-4)
+    assert float(worst) < 1e-4
+    assert "same numbers on one device and on replica=1, data=2, mdl=4" in lines[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def snapshot(step=1, loss=1.0, **variables):
+    return verify.Snapshot(step, loss, None, {name: np.asarray(x, np.float32) for name, x in variables.items()})
+
+
+def test_a_difference_names_the_worst_variable_and_all_that_departed_in_order():
+    ours = snapshot(a=[1.0, 2.0], b=[1.0], c=[4.0])
+    result = verify.compare(ours, snapshot(a=[1.0, 2.1], b=[1.0], c=[5.0]), verify.Tolerance())
+    assert not result.passed
+    assert result.departed == ["a", "c"]
+    assert result.worst == ("c", pytest.approx(0.25))
+    assert verify.compare(ours, ours, verify.Tolerance()).passed
+    assert not verify.compare(ours, snapshot(loss=1.001, a=[1.0, 2.0], b=[1.0], c=[4.0]), verify.Tolerance()).passed
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_number_that_is_finite_on_one_side_only_is_a_difference(bad):
+    assert not verify.compare(snapshot(a=[1.0]), snapshot(a=[bad]), verify.Tolerance()).passed
+
+
+def test_inspect_prints_and_writes_the_report(tmp_path):
+    done = command("--mode=inspect", TINY, f"--job_log_dir={tmp_path}", "--mesh=data:4,mdl:2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "mdl_vars/params/lm/softmax/logits_ffn/linear/w" in line)
+    assert re.search(r"32.*257.*32.*258", row), row
+    assert "declared" in row
+    report = json.loads((tmp_path / "sharding_report.json").read_text())
+    assert report["mesh"]["axes"] == [
+        {"name": "replica", "size": 1},
+        {"name": "data", "size": 4},
+        {"name": "mdl", "size": 2},
+    ]
+    assert (tmp_path / "sharding_report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_mesh_with_an_unknown_axis_is_refused_with_those_that_exist(tmp_path):
+    done = command("--mode=inspect", TINY, "--mesh=data:4,model:2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "--mesh has an axis 'model'; the experiment's axes are replica, data, mdl" in done.stderr
