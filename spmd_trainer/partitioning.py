@@ -87,6 +87,10 @@ class PjitPartitioner:
         self.metadata: StateMetadata
         self._inputs_shape_dtype: Any = None
 
+    def use_mesh(self, mesh: Mesh) -> None:
+        """Replaces the mesh that the model declares. Before `setup`; with an AbstractMesh, only metadata can be asked for."""
+        self._given_mesh = mesh
+
     def setup(self, task: SingleTask, inputs_shape_dtype: Any) -> None:
         """Works out where every variable lives. Nothing is allocated.
 

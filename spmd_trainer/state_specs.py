@@ -166,7 +166,7 @@ def _apply_plan(planned: Any, hparams: Any, reasons: Any, mesh: Mesh, *, also_de
         prefix = len(p.repeat_prefix or ())
         p = dataclasses.replace(
             p,
-            mesh_shape=tuple(mesh.devices.shape),
+            mesh_shape=tuple(mesh.shape.values()),
             tensor_split_dims_mapping=entries[prefix:],
             repeat_prefix_split_dims_mapping=entries[:prefix] if p.repeat_prefix is not None else None,
         )

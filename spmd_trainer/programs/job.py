@@ -74,8 +74,9 @@ class Job:
         self.experiment = resolved.experiment
         try:
             self.task: SingleTask = partitioning.build_task(resolved.task_p)
-            mesh = sharding.create_device_mesh(_axes(settings.mesh, self.task)) if settings.mesh else None
-            self.partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner(mesh)
+            self.partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner()
+            if settings.mesh:
+                self.partitioner.use_mesh(sharding.create_device_mesh(_axes(settings.mesh, self.task)))
             self.process_inputs_shape_dtype = self._process_inputs_shape_dtype()
             self.partitioner.setup(self.task, self.global_shape_dtype(self.process_inputs_shape_dtype))
         except UserError:

@@ -1,0 +1,64 @@
+"""Where every registered experiment puts its variables and inputs, kept in `tests/golden/` so that a change is seen.
+
+After a change that is meant: UPDATE_GOLDEN=1 pytest tests/test_golden_layouts.py
+"""
+
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from praxis import pax_fiddle
+
+from spmd_trainer import experiment_config, experiment_registry, partitioning, sharding
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+UPDATE = "UPDATE_GOLDEN=1 pytest tests/test_golden_layouts.py"
+
+experiment_registry.import_all()
+EXPERIMENTS = sorted(experiment_registry.short_name(name) for name in experiment_registry.get_all())
+
+
+def layout(name):
+    """The experiment's layout on the mesh that it declares, whatever devices there are: nothing is allocated."""
+    resolved = experiment_config.resolve(name)
+    task = partitioning.build_task(resolved.task_p)
+    model = task.model
+    shape = np.multiply(model.ici_mesh_shape, model.dcn_mesh_shape or [1] * len(model.ici_mesh_shape))
+    axes = tuple(model.mesh_axis_names)
+    mesh = AbstractMesh(tuple(int(n) for n in shape), axes, axis_types=(AxisType.Auto,) * len(axes))
+    partitioner = resolved.experiment.partitioner() or partitioning.PjitPartitioner()
+    partitioner.use_mesh(mesh)
+    specs = pax_fiddle.build(resolved.experiment.get_input_specs_provider_params()).get_input_specs()
+    partitioner.setup(task, specs)
+    metadata = partitioner.metadata
+    lines = [f"mesh {', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}"]
+    lines.append(f"{metadata.num_params()} parameters, {len(metadata.records())} arrays in the train state")
+    mapping = task.train.inputs_split_mapping
+    if mapping is not None:
+        inputs = sharding.input_partition_specs(mapping, dict(mesh.shape), specs)
+        by_path = dict(jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: x is None))
+        for path, x in jax.tree_util.tree_leaves_with_path(specs):
+            lines.append(f"input {sharding.path_str(path)} {x.shape} {by_path[path]}")
+    for v in metadata.records():
+        if not v.path.startswith("opt_states"):
+            padded = f" padded to {v.padded_shape}" if v.is_padded else ""
+            lines.append(f"{v.path} {np.dtype(v.dtype)} {v.logical_shape}{padded} {v.spec}: {v.reason}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_layout_is_the_golden_one(name):
+    path = GOLDEN / f"{name}.txt"
+    text = layout(name)
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert path.exists(), f"{path.name} is missing; {UPDATE}"
+    assert text == path.read_text(), f"the layout of {name} has changed; if it is meant to: {UPDATE}"
+
+
+def test_there_is_no_golden_file_without_an_experiment():
+    assert sorted(path.name.removesuffix(".txt") for path in GOLDEN.iterdir()) == EXPERIMENTS
