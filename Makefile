@@ -24,7 +24,7 @@ train: setup
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once
 
 test: setup
-	$(RUN) pytest
+	$(RUN) pytest -n 2 --dist loadgroup
 
 lint: setup
 	$(RUN) ruff check .

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd_trainer import sharding, state_specs, step_fns
+from spmd_trainer import carried_padding, sharding, state_specs, step_fns
 from spmd_trainer.state_specs import StateMetadata
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
@@ -211,17 +211,23 @@ class PjitPartitioner:
 
     def _wrap(self, step_fn: StepFn, metadata: StateMetadata, inputs_shape_dtype: Any) -> PartitionedStepFn:
         mapping = self.task.train.inputs_split_mapping
+        view = self._step_view(metadata, inputs_shape_dtype)
 
         def step(state: TrainState, prng_key: jax.Array, inputs: Any) -> tuple[Any, Any]:
             passes = self._passes(metadata, state.mdl_vars, inputs, inputs_shape_dtype)
             inputs = jax.tree.map(lambda x, logical: x[: logical.shape[0]], inputs, inputs_shape_dtype)
             # A batch that its axes don't divide is padded by the compiler inside the program, at its own cost.
             inputs = sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
-            state = metadata.slice(state)
-            new_state, outputs = step_fn(self.task, state, prng_key, inputs, metadata.var_weight_hparams, *passes)
-            return (None if new_state is None else metadata.pad(new_state)), outputs
+            new_state, outputs = step_fn(
+                view.task, view.slice(state), prng_key, inputs, view.metadata.var_weight_hparams, *passes
+            )
+            return (None if new_state is None else view.pad(new_state)), outputs
 
         return step
+
+    def _step_view(self, metadata: StateMetadata, inputs_shape_dtype: Any) -> carried_padding.StepView:
+        """How the pure step sees the state."""
+        return carried_padding.step_view(self.task, metadata, inputs_shape_dtype)
 
     def _passes(
         self, metadata: StateMetadata, mdl_vars: Any, inputs: Any, inputs_shape_dtype: Any

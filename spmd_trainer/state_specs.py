@@ -164,11 +164,15 @@ def _apply_plan(planned: Any, hparams: Any, reasons: Any, mesh: Mesh, *, also_de
             return p, reason
         entries = tuple(plan.spec) + (None,) * (len(plan.logical_shape) - len(plan.spec))
         prefix = len(p.repeat_prefix or ())
+        repeats = p.repeat_prefix_split_dims_mapping
+        if p.repeat_prefix is not None and (any(entries[:prefix]) or repeats is None or not _all_whole(repeats)):
+            repeats = entries[:prefix]
+        # Else it stays as it is written: praxis names the optimizer states of repeated layers after it.
         p = dataclasses.replace(
             p,
             mesh_shape=tuple(mesh.shape.values()),
             tensor_split_dims_mapping=entries[prefix:],
-            repeat_prefix_split_dims_mapping=entries[:prefix] if p.repeat_prefix is not None else None,
+            repeat_prefix_split_dims_mapping=repeats,
         )
         return p, plan.reason
 

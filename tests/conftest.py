@@ -10,5 +10,5 @@ os.environ["XLA_FLAGS"] = " ".join(
         if not flag.startswith("--xla_force_host_platform_device_count")
     ]
     # Compiling is most of what tests do; how much LLVM optimizes changes none of the results they look at.
-    + ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1"]
+    + ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 )

@@ -24,7 +24,16 @@ FLOORS = [
         "inputs",
     ],
     ["collectives", "step_fns"],
-    ["state_specs", "partitioning", "shard_map_partitioning", "checkpointing", "metrics"],
+    [
+        "state_specs",
+        "carried_padding",
+        "partitioning",
+        "gathered_on_use",
+        "shard_map_passes",
+        "shard_map_partitioning",
+        "checkpointing",
+        "metrics",
+    ],
     ["programs"],
     ["main", "cli"],
 ]

@@ -45,8 +45,8 @@ class Reference:
     def on(self, sizes):
         """Compares each step with that of a run on a mesh of these sizes, from the same initial values."""
         axes = list(zip(self.task.model.mesh_axis_names, sizes, strict=True))
-        mesh = sharding.create_device_mesh(axes, devices=jax.devices()[: int(np.prod(sizes))])
-        partitioner = partitioning.PjitPartitioner(mesh)
+        partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner()
+        partitioner.use_mesh(sharding.create_device_mesh(axes, devices=jax.devices()[: int(np.prod(sizes))]))
         partitioner.setup(self.task, self.shapes)
         run = verify.run_steps(partitioner, self.batches, KEY, self.initial)
         tolerance = verify.Tolerance.for_task(self.task)
@@ -59,7 +59,7 @@ def reference(name):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in EXPERIMENTS])
 def test_any_mesh_gives_the_numbers_of_one_device(name, sizes):
     for step in reference(name).on(sizes):
         assert step.passed, (name, sizes, step)

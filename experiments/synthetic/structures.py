@@ -175,12 +175,14 @@ class TinyPipelineStreaming(TinyPipelineBase):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyMixtureOfExperts(TinyLmBase):
-    """The second layer's feed-forward is a mixture of four experts, two per token."""
+    """The feed-forward layer is a mixture of four experts, two per token."""
+
+    NUM_LAYERS = 1
 
     def stack(self, num_layers: int) -> Any:
         stack_p = super().stack(num_layers)
         stack_p.num_experts = 4
-        stack_p.moe_layers = [1]
+        stack_p.moe_layers = [0]
         stack_p.num_groups = 2
         return stack_p
 
@@ -188,6 +190,8 @@ class TinyMixtureOfExperts(TinyLmBase):
 @experiment_registry.register(tags=["tiny"])
 class TinyBFloat16(TinyLmBase):
     """Computes in bfloat16; variables and optimizer stay in float32."""
+
+    NUM_LAYERS = 1
 
     def customize(self, task_p: Any) -> None:
         task_p.model.fprop_dtype = jnp.bfloat16
@@ -197,6 +201,8 @@ class TinyBFloat16(TinyLmBase):
 class TinyDropout(TinyLmBase):
     """Dropout after embedding, attention and feed-forward: masks come from the key and the step alone."""
 
+    NUM_LAYERS = 1
+
     def customize(self, task_p: Any) -> None:
         stack_p = task_p.model.lm_tpl.stacked_transformer_tpl
         stack_p.dropout_prob = 0.1
@@ -205,6 +211,8 @@ class TinyDropout(TinyLmBase):
 @experiment_registry.register(tags=["tiny"])
 class TinyMultiOptimizer(TinyLmBase):
     """Two optimizers: SGD for the softmax, Adam for all else."""
+
+    NUM_LAYERS = 1
 
     def customize(self, task_p: Any) -> None:
         learner_p = Config(learners.MultiOptimizerLearner, name="learner", loss_name="total_loss")
@@ -221,6 +229,8 @@ class TinyMultiOptimizer(TinyLmBase):
 class TinyAccumulation(TinyLmBase):
     """Gradients of two steps make one update."""
 
+    NUM_LAYERS = 1
+
     def customize(self, task_p: Any) -> None:
         base = task_p.train.learner.optimizer
         task_p.train.learner.optimizer = Config(
@@ -235,6 +245,8 @@ class TinyAccumulation(TinyLmBase):
 @experiment_registry.register(tags=["tiny"])
 class TinyEma(TinyLmBase):
     """Keeps moving averages of the variables and evaluates those."""
+
+    NUM_LAYERS = 1
 
     def customize(self, task_p: Any) -> None:
         task_p.train.learner.optimizer.ema_decay = 0.99
@@ -260,6 +272,8 @@ class TinyAdafactor(TinyRepeated):
 @experiment_registry.register(tags=["tiny"])
 class TinyByStrategy(TinyLmBase):
     """No layer says how to split its variables: `sharding_strategy` decides, with padding where nothing divides."""
+
+    NUM_LAYERS = 1
 
     def customize(self, task_p: Any) -> None:
         task_p.model.lm_tpl = self.lm()

@@ -1,0 +1,212 @@
+"""Step time, collective bytes and peak device bytes of both partitioners, data parallel and FSDP, against the floor.
+
+    python -m benchmarks.shard_map [--rounds 10] [--rows 32]
+
+All run the model of `lm.stdlib.StdlibBytes` on 8 devices, mesh (replica, data, mdl) = (1, 8, 1), in one process, a step
+of each in random order, round after round. The floor is `benchmarks.floor_lm`'s step, hand-written, data parallel on the
+same mesh. Printed: the median over the rounds of step time / the floor's step time in the same round, with quartiles;
+bytes that collectives give each device per step (their results; a reduce-scatter's operand), counted in the compiled
+program with the trips of its loops; and the compiler's own count of temporary and of argument bytes per device.
+The exit status is 1, and no ratio stands, where the floor's own steps vary by more than 15% between their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import floor_lm  # sets up the host devices, so before JAX
+from experiments.lm.stdlib import StdlibBytes
+from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer.inputs import batches
+from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
+
+MESH = (("replica", 1), ("data", 8), ("mdl", 1))
+LIMIT_SPREAD = 0.15
+MIN_WEIGHT_SIZE = 2**12
+ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1, "f64": 8, "s64": 8}
+COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+@dataclasses.dataclass
+class Variant:
+    """One way to take the step."""
+
+    name: str
+    compiled: Any
+    state: Any
+    call: Callable[[Any], Any]  # state -> state
+
+    def step(self) -> float:
+        """Takes one step, and returns its seconds."""
+        started = time.perf_counter()
+        self.state = self.call(self.state)
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - started
+
+
+def collective_bytes(hlo: str) -> dict[str, int]:
+    """Bytes of each kind of collective that one run of a compiled program gives a device."""
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL))
+    entry = re.search(r"^ENTRY %?([\w.-]+)", hlo, re.MULTILINE)
+    total: dict[str, int] = {}
+
+    def visit(name: str, times: int) -> None:
+        for line in bodies.get(name, "").splitlines():
+            found = COLLECTIVE.search(line)
+            if found:
+                size = _bytes(found[1]) * (jax.device_count() if found[2] == "reduce-scatter" else 1)
+                total[found[2]] = total.get(found[2], 0) + times * size
+            loop = re.search(r" while\(.*body=%?([\w.-]+)", line)
+            if loop:
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+                visit(loop[1], times * (int(trips[1]) if trips else 1))
+            for called in re.findall(r" (?:call|conditional)\(.*?(?:to_apply|calls)=%?([\w.-]+)", line):
+                visit(called, times)
+
+    visit(entry[1] if entry else "", 1)
+    return total
+
+
+def _bytes(result: str) -> int:
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
+    return sum(ITEM_BYTES[kind] * math.prod(int(n) for n in sizes.split(",") if n) for kind, sizes in arrays)
+
+
+def ours(name: str, partitioner: partitioning.PjitPartitioner, rows: int, strategy: Any, batch: Any) -> Variant:
+    """A train step of the trainer."""
+    task_p = StdlibBytes().task()
+    task_p.train.variable_norm_summary = False
+    task_p.train.sharding_strategy = strategy
+    if strategy is not None:
+        _declare_nothing(task_p.model.lm_tpl)
+    partitioner.setup(partitioning.build_task(task_p), batches.lm_input_specs(rows, floor_lm.SEQ))
+
+    def step(*args: Any) -> tuple[Any, jax.Array]:
+        state, output = step_fns.train_step(*args)
+        return state, output.loss
+
+    partitioned = partitioner.partition(step, batches.lm_input_specs(rows, floor_lm.SEQ), is_eval=False)
+    key = jax.random.key(0)
+    compiled = partitioned.fn.lower(
+        partitioner.abstract_state(), key, partitioner.abstract_inputs(partitioned)
+    ).compile()
+    inputs = partitioner.preprocess_inputs(batch, partitioned.inputs_partition_spec)
+    return Variant(
+        name, compiled, partitioner.initialize_train_state(key), lambda state: compiled(state, key, inputs)[0]
+    )
+
+
+def _declare_nothing(config: Any) -> None:
+    """Takes the layers' own split mappings away, so that a strategy decides."""
+    import fiddle as fdl
+    from fiddle import daglish
+
+    for value, _ in daglish.iterate(config):
+        if isinstance(value, fdl.Buildable) and "weight_split_dims_mapping" in fdl.ordered_arguments(value):
+            for field in list(fdl.ordered_arguments(value.weight_split_dims_mapping)):
+                setattr(value.weight_split_dims_mapping, field, None)
+
+
+def floor(mesh: jax.sharding.Mesh, rows: int, batch: Any) -> Variant:
+    """The hand-written step, parameters whole on each device."""
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
+
+    def init(key: jax.Array) -> dict:
+        params = floor_lm.init(key)
+        zeros = jax.tree.map(jax.numpy.zeros_like, params)
+        return {"step": jax.numpy.zeros(()), "params": params, "m": zeros, "v": zeros}
+
+    with jax.set_mesh(mesh):
+        state = jax.jit(init, out_shardings=whole)(jax.random.key(0))
+        ids, labels = jax.device_put((batch.ids, batch.labels), split)
+        step = jax.jit(
+            floor_lm.train_step,
+            in_shardings=(whole, split, split),
+            out_shardings=(whole, whole),
+            donate_argnums=0,
+        )
+        compiled = step.lower(state, ids, labels).compile()
+    return Variant("floor dp", compiled, state, lambda state: compiled(state, ids, labels)[0])
+
+
+def variants(rows: int) -> list[Variant]:
+    """The floor first."""
+    mesh = sharding.create_device_mesh(list(MESH))
+    tokens = np.random.default_rng(0).integers(1, 257, (rows, floor_lm.SEQ + 1)).astype(np.int32)
+    batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), batches.lm_input_specs(rows, floor_lm.SEQ))
+    batch.ids, batch.labels = tokens[:, :-1], tokens[:, 1:]
+    batch.paddings = np.zeros_like(batch.paddings)
+    batch.segment_pos = np.broadcast_to(np.arange(floor_lm.SEQ, dtype=np.int32), batch.segment_pos.shape)
+    make = functools.partial(ours, rows=rows, batch=batch)
+    pjit = partitioning.PjitPartitioner
+    megabytes = MIN_WEIGHT_SIZE * 4 / 2**20
+    split = [(".*", sharding.fsdp("data", megabytes, allow_uneven=True))]
+    result = [
+        floor(mesh, rows, batch),
+        make("pjit dp", pjit(mesh), strategy=[(".*", sharding.replicate())]),
+        make("pjit fsdp", pjit(mesh), strategy=split),
+    ]
+    for count in (1, 4):
+        label = f"{count} minibatch{'es' if count > 1 else ''}"
+        dp = ShardMapPartitioner("dp", num_minibatches=count, mesh=mesh)
+        result.append(make(f"shard_map dp, {label}", dp, strategy=None))
+        for gather in ("layer", "step"):
+            fsdp = ShardMapPartitioner("fsdp", None, MIN_WEIGHT_SIZE, num_minibatches=count, gather=gather, mesh=mesh)
+            result.append(make(f"shard_map fsdp, {label}, by {gather}", fsdp, strategy=None))
+    return result
+
+
+def main() -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=32)
+    args = parser.parse_args()
+    if args.rows % 32:
+        parser.error(f"--rows={args.rows}: 8 devices times 4 minibatches need a multiple of 32")
+    all_variants = variants(args.rows)
+    times: dict[str, list[float]] = {variant.name: [] for variant in all_variants}
+    for index in range(args.rounds + 1):
+        for variant in random.sample(all_variants, len(all_variants)):
+            seconds = variant.step()
+            if index:  # the first round warms up
+                times[variant.name].append(seconds)
+    base = np.array(times["floor dp"])
+    low, middle, high = np.percentile(base, (25, 50, 75))
+    print(f"{args.rounds} rounds, {args.rows} rows of {floor_lm.SEQ}; floor: median {middle * 1e3:.0f} ms")
+    print(
+        f"{'':38}{'step/floor':>12}{'quartiles':>14}{'temp MiB':>10}{'args MiB':>10}  collective MiB per device and step"
+    )
+    for variant in all_variants:
+        q1, q2, q3 = np.percentile(np.array(times[variant.name]) / base, (25, 50, 75))
+        memory = variant.compiled.memory_analysis()
+        sizes = collective_bytes(variant.compiled.as_text())
+        moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(sizes.items()))
+        print(
+            f"{variant.name:38}{q2:12.2f}{f'{q1:.2f}-{q3:.2f}':>14}{memory.temp_size_in_bytes / 2**20:10.1f}"
+            f"{memory.argument_size_in_bytes / 2**20:10.1f}  {moved}"
+        )
+    if (high - low) / middle > LIMIT_SPREAD:
+        print(
+            f"The floor's own steps vary by {(high - low) / middle:.0%} (more than {LIMIT_SPREAD:.0%}): no ratio stands."
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
