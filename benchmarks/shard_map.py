@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 import random
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -31,14 +29,13 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import floor_lm  # sets up the host devices, so before JAX
 from experiments.lm.stdlib import StdlibBytes
 from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer.hlo_collectives import collectives_text
 from spmd_trainer.inputs import batches
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 
 MESH = (("replica", 1), ("data", 8), ("mdl", 1))
 LIMIT_SPREAD = 0.15
 MIN_WEIGHT_SIZE = 2**12
-ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1, "f64": 8, "s64": 8}
-COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 @dataclasses.dataclass
@@ -56,34 +53,6 @@ class Variant:
         self.state = self.call(self.state)
         jax.block_until_ready(self.state)
         return time.perf_counter() - started
-
-
-def collective_bytes(hlo: str) -> dict[str, int]:
-    """Bytes of each kind of collective that one run of a compiled program gives a device."""
-    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL))
-    entry = re.search(r"^ENTRY %?([\w.-]+)", hlo, re.MULTILINE)
-    total: dict[str, int] = {}
-
-    def visit(name: str, times: int) -> None:
-        for line in bodies.get(name, "").splitlines():
-            found = COLLECTIVE.search(line)
-            if found:
-                size = _bytes(found[1]) * (jax.device_count() if found[2] == "reduce-scatter" else 1)
-                total[found[2]] = total.get(found[2], 0) + times * size
-            loop = re.search(r" while\(.*body=%?([\w.-]+)", line)
-            if loop:
-                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-                visit(loop[1], times * (int(trips[1]) if trips else 1))
-            for called in re.findall(r" (?:call|conditional)\(.*?(?:to_apply|calls)=%?([\w.-]+)", line):
-                visit(called, times)
-
-    visit(entry[1] if entry else "", 1)
-    return total
-
-
-def _bytes(result: str) -> int:
-    arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
-    return sum(ITEM_BYTES[kind] * math.prod(int(n) for n in sizes.split(",") if n) for kind, sizes in arrays)
 
 
 def ours(name: str, partitioner: partitioning.PjitPartitioner, rows: int, strategy: Any, batch: Any) -> Variant:
@@ -194,8 +163,7 @@ def main() -> int:
     for variant in all_variants:
         q1, q2, q3 = np.percentile(np.array(times[variant.name]) / base, (25, 50, 75))
         memory = variant.compiled.memory_analysis()
-        sizes = collective_bytes(variant.compiled.as_text())
-        moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(sizes.items()))
+        moved = collectives_text(variant.compiled.as_text())
         print(
             f"{variant.name:38}{q2:12.2f}{f'{q1:.2f}-{q3:.2f}':>14}{memory.temp_size_in_bytes / 2**20:10.1f}"
             f"{memory.argument_size_in_bytes / 2**20:10.1f}  {moved}"

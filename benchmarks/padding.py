@@ -1,0 +1,137 @@
+"""What padding costs: the step time of uneven models over that of the same models at the next even size.
+
+    python -m benchmarks.padding [--rounds 12]
+
+Three pairs on 8 devices, each pair in one process and interleaved: vocabulary 50257 over 4 (mesh data=2, mdl=4) and over 8
+(data=1, mdl=8), and feed-forward width 1004 over 8. Printed: the median ratio over the rounds with quartiles, and the bytes
+of collectives in both compiled programs by kind. The exit status is 1, and no ratio stands, where the even model's own
+steps vary by more than 15% between their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+from praxis import layers, optimizers, pax_fiddle, schedules
+
+from spmd_trainer import hlo_collectives, partitioning, sharding, step_fns, tasks_lib
+from spmd_trainer.inputs import batches
+
+Config = pax_fiddle.Config
+LIMIT_SPREAD = 0.15
+ROWS, LENGTH, DIMS = 8, 64, 512
+# name: (vocabulary, feed-forward width) uneven and even, mesh sizes of (replica, data, mdl)
+PAIRS = {
+    "vocabulary 50257 over 4": ((50257, 512), (50260, 512), (1, 2, 4)),
+    "vocabulary 50257 over 8": ((50257, 512), (50264, 512), (1, 1, 8)),
+    "feed-forward 1004 over 8": ((1024, 1004), (1024, 1008), (1, 1, 8)),
+}
+
+
+def task(words: int, hidden: int, sizes: tuple[int, ...]) -> Config[tasks_lib.SingleTask]:
+    """A transformer of two layers with tied embedding, v1 sharding and Adam."""
+    axes = ("replica", "data", "mdl")
+    lm_p = Config(layers.TransformerLm, vocab_size=words, model_dims=DIMS)
+    stack = Config(layers.StackedTransformer, model_dims=DIMS, hidden_dims=hidden, num_layers=2, num_heads=8)
+    stack.transformer_layer_params_tpl.tr_atten_tpl.use_bias = False
+    lm_p.stacked_transformer_tpl = stack
+    task_p = Config(tasks_lib.SingleTask, name="padding")
+    task_p.model = Config(layers.LanguageModel, name="lm", ici_mesh_shape=list(sizes), mesh_axis_names=list(axes))
+    task_p.model.lm_tpl = layers.TransformerLm.set_sharding_params_v1(
+        lm_p,
+        replica_axis="replica",
+        data_axis="data",
+        mdl_axis="mdl",
+        ici_mesh_shape=list(sizes),
+        mesh_axis_names=list(axes),
+        training_optimized=False,
+    )
+    task_p.train.inputs_split_mapping = {
+        "map_1d": (("replica", "data"),),
+        "map_2d": (("replica", "data"), None),
+    }
+    task_p.train.learner.loss_name = "total_loss"
+    task_p.train.learner.optimizer = Config(
+        optimizers.Adam, learning_rate=1e-3, lr_schedule=Config(schedules.Constant, value=1.0)
+    )
+    return task_p
+
+
+class Run:
+    """One model, compiled."""
+
+    def __init__(self, shape: tuple[int, int], sizes: tuple[int, ...]):
+        mesh = sharding.create_device_mesh(list(zip(("replica", "data", "mdl"), sizes, strict=True)))
+        partitioner = partitioning.PjitPartitioner(mesh)
+        specs = batches.lm_input_specs(ROWS, LENGTH)
+        partitioner.setup(partitioning.build_task(task(*shape, sizes)), specs)
+        step = partitioner.partition(_loss_only, specs, is_eval=False)
+        self.key = jax.random.key(0)
+        arguments = (partitioner.abstract_state(), self.key, partitioner.abstract_inputs(step))
+        self.compiled = step.fn.lower(*arguments).compile()
+        self.state = partitioner.initialize_train_state(self.key)
+        rng = np.random.default_rng(0)
+        batch = jax.tree.map(lambda x: rng.integers(1, 2, x.shape).astype(x.dtype), specs)
+        self.inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
+
+    def seconds(self) -> float:
+        """Takes one step."""
+        started = time.perf_counter()
+        self.state, loss = self.compiled(self.state, self.key, self.inputs)
+        jax.block_until_ready(loss)
+        return time.perf_counter() - started
+
+
+def _loss_only(*args: Any) -> tuple[Any, jax.Array]:
+    state, output = step_fns.train_step(*args)
+    return state, output.loss
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Returns first quartile, median, third quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def compare(name: str, rounds: int) -> bool:
+    """Measures one pair and prints it. Returns whether the even model's own steps were steady."""
+    uneven_shape, even_shape, sizes = PAIRS[name]
+    runs = {"uneven": Run(uneven_shape, sizes), "even": Run(even_shape, sizes)}
+    for run in runs.values():
+        run.seconds()
+    times: dict[str, list[float]] = {kind: [] for kind in runs}
+    for _ in range(rounds):
+        for kind in random.sample(list(runs), 2):
+            times[kind].append(runs[kind].seconds())
+    ratios = [uneven / even for uneven, even in zip(times["uneven"], times["even"], strict=True)]
+    low, middle, high = quartiles(ratios)
+    even_low, even_middle, even_high = quartiles(times["even"])
+    steady = (even_high - even_low) / even_middle <= LIMIT_SPREAD
+    ratio = f"{middle:.2f}  [{low:.2f}, {high:.2f}]" if steady else "no ratio: the even model's own steps vary too much"
+    print(f"{name}: even {even_middle * 1e3:.0f} ms, uneven / even {ratio}", flush=True)
+    for kind, run in runs.items():
+        print(f"  {kind:7} {hlo_collectives.collectives_text(run.compiled.as_text())}", flush=True)
+    return steady
+
+
+def main() -> None:
+    """Measures and prints all pairs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    rounds = parser.parse_args().rounds
+    steady = [compare(name, rounds) for name in PAIRS]
+    sys.exit(0 if all(steady) else 1)
+
+
+if __name__ == "__main__":
+    main()
