@@ -26,6 +26,7 @@ FLOORS = [
     ["collectives", "step_fns"],
     [
         "state_specs",
+        "moving",
         "carried_padding",
         "partitioning",
         "gathered_on_use",

@@ -6,7 +6,13 @@ Whoever it was, the answer is a `VariableSpec`: path, logical shape, spec, paddi
 shows them all.
 """
 
+from spmd_trainer.sharding.intermediate_sharding import (
+    NoIntermediateShardingError,
+    NoIntermediateShardingNeededError,
+    find_intermediate_sharding,
+)
 from spmd_trainer.sharding.mesh import create_device_mesh, create_hybrid_mesh
+from spmd_trainer.sharding.mesh_split import split_by_mesh_axis
 from spmd_trainer.sharding.padding import pad_uneven, slice_uneven, uneven_paddings
 from spmd_trainer.sharding.path_rules import infer_sharding, plan_sharding
 from spmd_trainer.sharding.placement import (
@@ -16,6 +22,7 @@ from spmd_trainer.sharding.placement import (
     update_model_sharding,
 )
 from spmd_trainer.sharding.report import ShardingTotals, sharding_report, sharding_totals
+from spmd_trainer.sharding.resharding import reshard, reshard_with_intermediate_sharding
 from spmd_trainer.sharding.shape_rules import MeshPartitionHelper
 from spmd_trainer.sharding.split_mapping import (
     infer_partition_spec_based_on_rank_fn,
@@ -32,10 +39,13 @@ from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, na
 
 __all__ = [
     "MeshPartitionHelper",
+    "NoIntermediateShardingError",
+    "NoIntermediateShardingNeededError",
     "ShardingTotals",
     "VariableSpec",
     "create_device_mesh",
     "create_hybrid_mesh",
+    "find_intermediate_sharding",
     "fsdp",
     "get_local_slice_from_fsarray",
     "infer_partition_spec_based_on_rank_fn",
@@ -51,13 +61,16 @@ __all__ = [
     "place_like_target",
     "plan_sharding",
     "replicate",
+    "reshard",
     "reshard_input_based_on_rank_fn",
     "reshard_inputs",
+    "reshard_with_intermediate_sharding",
     "shard_dim",
     "shard_on_batch_dim_partition_spec",
     "sharding_report",
     "sharding_totals",
     "slice_uneven",
+    "split_by_mesh_axis",
     "to_partition_spec",
     "uneven_paddings",
     "update_model_sharding",

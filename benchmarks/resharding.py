@@ -1,0 +1,133 @@
+"""A state moved from 8 devices to 4: `reshard` and its way over an intermediate sharding against `jax.device_put`.
+
+    python -m benchmarks.resharding [--mib 1024] [--rounds 10] [--pair all]
+
+Every measurement is a fresh process with 8 host devices, in random order within a round. Prints, as medians and as
+ratios to `jax.device_put` with quartiles: seconds of the first move (compilation included) and of a second, and the
+growth of the process's peak memory over the state itself. Bytes moved are counted, not timed: what is read from
+devices to host memory, what is written from there to devices, and what collectives bring to a device (from the HLO).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+METHODS = ("device_put", "reshard", "intermediate")
+# Specs on a source mesh [fsdp=8, tp=1] and on a target mesh of four of its devices.
+PAIRS = {
+    "fsdp8-tp4": (("fsdp", None), (1, 4), (None, "tp")),
+    "fsdp8-fsdp4": (("fsdp", None), (4, 1), ("fsdp", None)),
+}
+LEAVES = 16
+TIMEOUT_SECONDS = 600
+
+
+def measure(method: str, pair: str, mib: int) -> dict[str, float]:
+    """Moves the state twice in this process. Times in seconds, sizes in MiB."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from spmd_trainer.sharding import reshard, reshard_with_intermediate_sharding
+
+    source_spec, shape, target_spec = PAIRS[pair]
+    devices = np.array(jax.devices())
+    source = NamedSharding(Mesh(devices.reshape(8, 1), ("fsdp", "tp")), PartitionSpec(*source_spec))
+    target = NamedSharding(Mesh(devices[:4].reshape(shape), ("fsdp", "tp")), PartitionSpec(*target_spec))
+    move = {
+        "device_put": lambda x: jax.device_put(x, target),
+        "reshard": lambda x: reshard(x, target, cache_resharding_plans=True),
+        "intermediate": lambda x: reshard_with_intermediate_sharding(x, source, target),
+    }[method]
+    rows = max(mib * 2**20 // (LEAVES * 4 * 4096) // 8, 1) * 8
+    make = jax.jit(lambda i: jax.numpy.full((rows, 4096), i, "float32"), out_shardings=source)
+    state = jax.block_until_ready([make(float(i)) for i in range(LEAVES)])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        moved = jax.block_until_ready(move(state))
+        seconds.append(time.perf_counter() - started)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        if any(float(x[0, -1]) != i or x.sharding != target for i, x in enumerate(moved)):
+            raise SystemExit(f"{method}: the values did not survive")
+        del moved
+    return {
+        "first": seconds[0],
+        "again": seconds[1],
+        "peak": grown / 1024,
+        "moved": bytes_moved(method, source, target, (rows, 4096)) * LEAVES / 2**20,
+    }
+
+
+def bytes_moved(method: str, source, target, shape: tuple[int, ...]) -> int:
+    """Bytes of one float32 array on their way: to the host, to devices, and between devices."""
+    import math
+
+    from spmd_trainer.sharding import NoIntermediateShardingError, find_intermediate_sharding
+
+    def held(sharding) -> int:
+        return sharding.num_devices * 4 * math.prod(sharding.shard_shape(shape))
+
+    through_host = 4 * math.prod(shape) + held(target)
+    if method != "intermediate":
+        return through_host
+    try:
+        between, _ = find_intermediate_sharding(source, target)
+    except NoIntermediateShardingError:
+        return through_host
+    return through_host + held(between) - held(source)  # each device keeps what it has and receives the rest
+
+
+def in_fresh_process(method: str, pair: str, mib: int) -> dict[str, float]:
+    """`measure` in a process of its own."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, "-m", "benchmarks.resharding", f"--measure={method}", f"--pair={pair}", f"--mib={mib}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    if done.returncode:
+        raise SystemExit(f"{method} failed:\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ratio(values: list[float], floor: list[float]) -> str:
+    """Median ratio of the pairs of each round, with quartiles."""
+    ratios = [value / base for value, base in zip(values, floor, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:5.2f} [{low:.2f}, {high:.2f}]"
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the whole state")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pair", choices=["all", *PAIRS], default="all")
+    parser.add_argument("--measure", choices=METHODS, help="one measurement in this process, as JSON")
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.pair, args.mib)))
+        return
+    for pair in PAIRS if args.pair == "all" else [args.pair]:
+        results: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
+        for _ in range(args.rounds):
+            for method in random.sample(METHODS, len(METHODS)):
+                results[method].append(in_fresh_process(method, pair, args.mib))
+        print(f"\n{pair}, {args.mib} MiB in {LEAVES} arrays, {args.rounds} rounds; ratios to jax.device_put")
+        for method in METHODS:
+            print(f"  {method}")
+            for what, unit in (("first", "s"), ("again", "s"), ("peak", "MiB"), ("moved", "MiB")):
+                values = [result[what] for result in results[method]]
+                floor = [result[what] for result in results["device_put"]]
+                print(f"    {what:6} {statistics.median(values):9.2f} {unit:4} ratio {ratio(values, floor)}")
+
+
+if __name__ == "__main__":
+    main()

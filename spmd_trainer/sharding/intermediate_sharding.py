@@ -1,0 +1,167 @@
+"""The layout between two meshes: the source's devices, holding as many different shards as the target wants.
+
+A state that is split in 8 and wanted in 4 other pieces need not be gathered: pairs of devices first merge their shards,
+so that each piece lies on two devices, and one of these copies then moves. The idea is published in pathwaysutils
+(`pathwaysutils/experimental/reshard.py`, whose names are kept). What is computed here: the number of pieces left is the
+target's, whichever of its dimensions it splits; devices that merge are neighbours along the axis they merge over, so
+that the merge is one gather among them; and no other axis changes place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from spmd_trainer.sharding.messages import mesh_text, spec_text
+from spmd_trainer.sharding.specs import axes_by_dim, mesh_shape_of, shard_counts
+
+SPLIT_SUFFIX = "_intermediate_split"
+REPLICA_SUFFIX = "_intermediate_replica"
+
+
+class NoIntermediateShardingError(ValueError):
+    """No layout on the source's devices brings the array nearer to the target than the source's own."""
+
+
+class NoIntermediateShardingNeededError(NoIntermediateShardingError):
+    """Source and target split a dimension in common: their shards fit together as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Intermediate:
+    """An intermediate sharding, twice.
+
+    Attributes:
+      sharding: as it is given out, its replica axes first.
+      replica_axes: the names of these.
+      in_order: the same shards on the same devices, with the devices in the source mesh's order, which is what one
+        compiled program from source to intermediate needs.
+    """
+
+    sharding: NamedSharding
+    replica_axes: tuple[str, ...]
+    in_order: NamedSharding
+
+
+def find_intermediate_sharding(in_sharding: Sharding, out_sharding: Sharding) -> tuple[NamedSharding, list[str]]:
+    """A layout on the source's devices with as many different shards as the target, each held several times.
+
+    Example, meshes as [fsdp, tp]: from [8, 1] with P('fsdp', None) to [1, 4] with P(None, 'tp') it is the mesh
+    (fsdp_intermediate_replica=2, fsdp_intermediate_split=4, tp=1) with P('fsdp_intermediate_split', None): 4 pieces,
+    two copies of each. Any one copy (`split_by_mesh_axis` over the replica axes) then moves to the target.
+
+    Published as `pathwaysutils.experimental.reshard.find_intermediate_sharding`.
+
+    Args:
+      in_sharding: where the array lies: a NamedSharding on a mesh of devices.
+      out_sharding: where it is to go. P('x') and P('x', None) are the same.
+
+    Returns:
+      The layout and the names of its replica axes. These come first in its mesh; the other axes follow in the
+      source's order, and a device keeps its coordinate along each axis that was not cut.
+
+    Raises:
+      NoIntermediateShardingNeededError: source and target split a dimension in common.
+      NoIntermediateShardingError: the source has no more shards than the target, or no whole multiple of them, or its
+        axes cannot be cut there, or one of the two is no NamedSharding.
+    """
+    found = plan_intermediate(in_sharding, out_sharding)
+    return found.sharding, list(found.replica_axes)
+
+
+def plan_intermediate(in_sharding: Sharding, out_sharding: Sharding) -> Intermediate:
+    """`find_intermediate_sharding` with all that is known about what was found. Raises the same."""
+    source, target = _on_devices(in_sharding), _on_devices(out_sharding)
+    rank = max(len(source.spec), len(target.spec))
+    source_counts = shard_counts(source.spec, rank, _shape(source))
+    target_counts = shard_counts(target.spec, rank, _shape(target))
+    pair = f"{spec_text(source.spec)} on {mesh_text(_shape(source))} to {spec_text(target.spec)} on "
+    pair += f"{mesh_text(_shape(target))}: {math.prod(source_counts)} shards {source_counts} to {target_counts}"
+    copies, rest = divmod(math.prod(source_counts), math.prod(target_counts))
+    if rest or copies <= 1:
+        raise NoIntermediateShardingError(
+            f"{pair}. Only a source with several times as many shards as its target has a layout between. "
+            "Move it directly (`reshard`)."
+        )
+    if any(math.gcd(*counts) > 1 for counts in zip(source_counts, target_counts, strict=True)):
+        raise NoIntermediateShardingNeededError(
+            f"{pair}. Both split the same dimension, so that their shards fit together. Move it directly (`reshard`)."
+        )
+    merged = _merged_axes(axes_by_dim(source.spec, rank), _shape(source), copies)
+    if merged is None:
+        raise NoIntermediateShardingError(
+            f"{pair}. No axes of the source can be cut so that {copies} neighbours merge their shards. Move it "
+            "directly (`reshard`)."
+        )
+    return _build(source, rank, merged)
+
+
+def _merged_axes(
+    axes_of_dims: tuple[tuple[str, ...], ...], sizes: dict[str, int], copies: int
+) -> dict[str, int] | None:
+    """How many neighbours along each axis merge, `copies` in all; None where the axes cannot be cut so.
+
+    Neighbouring pieces of a dimension lie along its last axis: an earlier one takes part only when the last merges
+    whole.
+    """
+    merged: dict[str, int] = {}
+    for axes in axes_of_dims:
+        for axis in reversed(axes):
+            factor = math.gcd(copies, sizes[axis])
+            if factor > 1:
+                merged[axis] = factor
+                copies //= factor
+            if factor < sizes[axis]:
+                break
+    return merged if copies == 1 else None
+
+
+def _build(source: NamedSharding, rank: int, merged: dict[str, int]) -> Intermediate:
+    """Cuts each merged axis into (split, replica) where it stands, then brings the replicas to the front."""
+    names: list[str] = []
+    sizes: list[int] = []
+    split_name: dict[str, str] = {}
+    replica_axes: list[str] = []
+    taken = [axis for axis in _shape(source) if axis not in merged]
+    for axis, size in _shape(source).items():
+        if axis not in merged:
+            names.append(axis)
+            sizes.append(size)
+            continue
+        split_name[axis] = _free_name(axis + SPLIT_SUFFIX, taken)
+        replica_axes.append(_free_name(axis + REPLICA_SUFFIX, taken))
+        names += [split_name[axis], replica_axes[-1]]
+        sizes += [size // merged[axis], merged[axis]]
+    entries = [tuple(split_name.get(axis, axis) for axis in axes) for axes in axes_by_dim(source.spec, rank)]
+    spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+    devices = np.asarray(source.mesh.devices).reshape(sizes)
+    order = [names.index(axis) for axis in replica_axes]
+    order += [i for i in range(len(names)) if i not in order]
+
+    def sharding(mesh: Mesh) -> NamedSharding:
+        return NamedSharding(mesh, spec, memory_kind=source.memory_kind)
+
+    given_out = Mesh(devices.transpose(order), [names[i] for i in order])
+    return Intermediate(sharding(given_out), tuple(replica_axes), sharding(Mesh(devices, names)))
+
+
+def _on_devices(sharding: Sharding) -> NamedSharding:
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding
+    raise NoIntermediateShardingError(
+        f"An intermediate sharding stands between two NamedShardings on devices, and {sharding!r} is none. Move it "
+        "directly (`reshard`), which goes between any two."
+    )
+
+
+def _free_name(name: str, taken: list[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _shape(sharding: NamedSharding) -> dict[str, int]:
+    return mesh_shape_of(sharding.mesh)
