@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import fiddle as fdl
@@ -59,12 +59,16 @@ class ResolvedExperiment:
         return dict(_flatten(self.config, ""))
 
 
-def resolve(name: str, overrides: Iterable[str] = ()) -> ResolvedExperiment:
+def resolve(
+    name: str, overrides: Iterable[str] = (), *, before_datasets: Callable[[Any], None] | None = None
+) -> ResolvedExperiment:
     """Finds the experiment, applies the overrides and validates the result. Builds nothing.
 
     Args:
       name: a registered name, see `experiment_registry.get`.
       overrides: 'path.to.field=value' each; the value is a Python literal.
+      before_datasets: called with the task's config, overrides applied, before the experiment is asked for its datasets:
+        Pax's experiments count the devices there (`jax.local_device_count()`).
 
     Raises:
       UserError: unknown experiment or field, an unreadable value, or an experiment that contradicts itself.
@@ -75,6 +79,14 @@ def resolve(name: str, overrides: Iterable[str] = ()) -> ResolvedExperiment:
         raise UserError(str(error)) from error
     experiment = cls()
     try:
+        overrides = list(overrides)
+        if before_datasets is not None:
+            task_only = pax_fiddle.Config(ExperimentConfig, task=experiment.task())
+            for assignment in overrides:
+                if assignment.startswith("task."):
+                    apply_override(task_only, assignment)
+            _validate_mesh(task_only.task)
+            before_datasets(task_only.task)
         config = _configure(experiment)
         for assignment in overrides:
             apply_override(config, assignment)

@@ -44,7 +44,10 @@ class Reference:
 
     def on(self, sizes):
         """Compares each step with that of a run on a mesh of these sizes, from the same initial values."""
-        axes = list(zip(self.task.model.mesh_axis_names, sizes, strict=True))
+        names = self.task.model.mesh_axis_names
+        if len(names) == 4:  # Pax's pipelines: (stage, replica, data, mdl)
+            sizes = (sizes[0], 1, *sizes[1:])
+        axes = list(zip(names, sizes, strict=True))
         partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner()
         partitioner.use_mesh(sharding.create_device_mesh(axes, devices=jax.devices()[: int(np.prod(sizes))]))
         partitioner.setup(self.task, self.shapes)

@@ -32,13 +32,18 @@ def run(flag_values: Any, arguments: list[str]) -> None:
         return
     if not flag_values.exp:
         raise UserError("--exp=NAME is needed; --list shows the experiments")
-    resolved = experiment_config.resolve(flag_values.exp, flag_values["fdl.set"].value)
+    mesh = parse_mesh(flag_values.mesh) if flag_values.mesh else None
+    resolved = experiment_config.resolve(
+        flag_values.exp,
+        flag_values["fdl.set"].value,
+        before_datasets=lambda task_p: let_host_devices_stand_in(task_p, mesh),
+    )
     if flag_values.dump:
         sys.stdout.write("\n".join(experiment_config.flatten_mapping(resolved.flattened())) + "\n")
         return
     settings = settings_from_flags(flag_values)
     check_paths(settings, resolved)
-    prepare_devices(settings, resolved)
+    say_who_stands_in()
     if flag_values.jax_profiler_port:
         import jax
 
@@ -150,23 +155,31 @@ def check_paths(settings: JobSettings, resolved: ResolvedExperiment) -> None:
     check_directory(settings, resolved.name)
 
 
-def prepare_devices(settings: JobSettings, resolved: ResolvedExperiment) -> None:
-    """Where there is no accelerator, lets host devices stand in for the mesh; says so.
+def let_host_devices_stand_in(task_p: Any, mesh: list[tuple[str, int]] | None) -> None:
+    """Where there is no accelerator, lets host devices stand in for the mesh. Touches no device.
 
     An explicit XLA_FLAGS device count is left alone.
-    """
-    import jax
 
-    needed = experiment_config.required_devices(resolved.task_p)
-    if settings.mesh:
-        sizes = [size for _, size in settings.mesh]
+    Args:
+      task_p: the task's config, whose model declares the mesh.
+      mesh: what `--mesh` replaces it with, or None.
+    """
+    needed = experiment_config.required_devices(task_p)
+    if mesh:
+        sizes = [size for _, size in mesh]
         needed = None if -1 in sizes else _product(sizes)
     if needed is None or needed == 1 or _HOST_DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
         return
     # Only the CPU backend reads this; on an accelerator the mesh is made of its own devices.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_HOST_DEVICES_FLAG}={needed}".strip()
-    if jax.default_backend() == "cpu":
-        logging.info("no accelerator: %d host devices stand in for the mesh", needed)
+
+
+def say_who_stands_in() -> None:
+    """Logs that host devices stand in for the mesh, where they do."""
+    import jax
+
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        logging.info("no accelerator: %d host devices stand in for the mesh", jax.device_count())
 
 
 def _product(sizes: list[int]) -> int:

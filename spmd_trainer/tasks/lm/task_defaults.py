@@ -1,0 +1,208 @@
+"""What Pax's language-model experiments share: mesh and sharding, the two default optimizers, mixtures of experts.
+
+Signatures and values are those of paxml 1.4.0 (`paxml/tasks/lm/model_params.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import fiddle as fdl
+from praxis import base_layer, layers, optimizers, schedules
+from praxis.pax_fiddle import Config
+from praxis.py_utils import NestedMap
+
+from spmd_trainer import tasks_lib
+from spmd_trainer.errors import UserError
+
+REPLICA_AXIS, DATA_AXIS, MDL_AXIS, STAGE_AXIS = "replica", "data", "mdl", "stage"
+MESH_AXIS_NAMES = (REPLICA_AXIS, DATA_AXIS, MDL_AXIS)
+
+# What a mixture of experts takes over from the feed-forward layer whose place it has. Not `use_gated_activation`: an
+# expert has one input projection.
+_SHARED_WITH_EXPERTS = (
+    "name",
+    "input_dims",
+    "ln_tpl",
+    "activation_tpl",
+    "relu_dropout_tpl",
+    "relu_dropout_prob",
+    "residual_dropout_tpl",
+    "residual_dropout_prob",
+    "add_skip_connection",
+    "norm_policy",
+)
+
+
+class UnsupportedError(UserError, NotImplementedError):
+    """An experiment asks for something of Pax's that is not here; the message says what to set instead."""
+
+
+def set_sharding_annotations_v1(
+    task_p: Config[tasks_lib.SingleTask],
+    training_optimized: bool,
+    ici_mesh_shape: Sequence[int],
+    dcn_mesh_shape: Sequence[int] | None = None,
+) -> None:
+    """Puts a task on a mesh ('replica', 'data', 'mdl') and splits inputs, variables and activations over it.
+
+    Inputs are split on the batch over replica and data. The weights of a `TransformerLm` are split over data and mdl as
+    its `set_sharding_params_v1` says; a model without `lm_tpl` gets the mesh and the input mapping alone.
+
+    Args:
+      task_p: the task's config; its model is set. Changed in place.
+      training_optimized: split saved activations over mdl too, which saves memory between forward and backward pass
+        and costs communication.
+      ici_mesh_shape: 3 sizes, within a slice.
+      dcn_mesh_shape: 3 sizes, across slices; None for one slice.
+
+    Raises:
+      UserError: a mesh shape that has not 3 sizes.
+    """
+    model_p = task_p.model
+    check_mesh_shape("ICI_MESH_SHAPE", ici_mesh_shape, MESH_AXIS_NAMES)
+    model_p.ici_mesh_shape = list(ici_mesh_shape)
+    if dcn_mesh_shape is not None:
+        check_mesh_shape("DCN_MESH_SHAPE", dcn_mesh_shape, MESH_AXIS_NAMES)
+        model_p.dcn_mesh_shape = list(dcn_mesh_shape)
+    model_p.mesh_axis_names = list(MESH_AXIS_NAMES)
+    task_p.train.inputs_split_mapping = batch_split_mapping((REPLICA_AXIS, DATA_AXIS))
+    if hasattr(model_p, "lm_tpl"):
+        shard_lm_v1(model_p, training_optimized)
+
+
+def shard_lm_v1(model_p: Any, training_optimized: bool) -> None:
+    """Applies `set_sharding_params_v1` of the model's own `lm_tpl` class, for the mesh that `model_p` declares."""
+    model_p.lm_tpl = fdl.get_callable(model_p.lm_tpl).set_sharding_params_v1(
+        model_p.lm_tpl,
+        replica_axis=REPLICA_AXIS,
+        data_axis=DATA_AXIS,
+        mdl_axis=MDL_AXIS,
+        ici_mesh_shape=model_p.ici_mesh_shape,
+        dcn_mesh_shape=model_p.dcn_mesh_shape,
+        mesh_axis_names=model_p.mesh_axis_names,
+        training_optimized=training_optimized,
+    )
+
+
+def batch_split_mapping(batch_axes: tuple[str, ...]) -> NestedMap:
+    """Returns an `inputs_split_mapping` that splits inputs of rank 1 and 2 on the batch over these axes."""
+    return NestedMap(map_1d=(batch_axes,), map_2d=(batch_axes, None))
+
+
+def check_mesh_shape(name: str, shape: Sequence[int] | None, axes: Sequence[str]) -> None:
+    """Checks that a mesh shape has one size per axis.
+
+    Raises:
+      UserError: it is None, or has another number of sizes; `name` is the class attribute to set.
+    """
+    if shape is None or len(shape) != len(axes):
+        given = None if shape is None else list(shape)
+        raise UserError(
+            f"{name} is {given}; give {len(axes)} sizes, for the axes {', '.join(axes)}, e.g. {[1] * len(axes)}"
+        )
+
+
+def set_default_adam(
+    task_p: Config[tasks_lib.SingleTask],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    warmup_steps: int = 4000,
+    decay_start: int = 4001,
+    decay_end: int = 300000,
+) -> None:
+    """Makes the learner Adam (0.9, 0.99) on `total_loss`, clipped to norm 5, with Pax's default schedule.
+
+    Args:
+      task_p: the task's config; changed in place.
+      learning_rate: highest learning rate.
+      weight_decay: decoupled weight decay.
+      warmup_steps: steps of linear warm-up.
+      decay_start: step at which the exponential decay begins.
+      decay_end: step from which the learning rate is a tenth of the highest.
+    """
+    adam = Config(optimizers.Adam, beta1=0.9, beta2=0.99, weight_decay=weight_decay, clip_gradient_norm_to_value=5.0)
+    _set_learner(task_p, adam, learning_rate, _schedule(warmup_steps, decay_start, decay_end))
+
+
+def set_default_adafactor(
+    task_p: Config[tasks_lib.SingleTask],
+    learning_rate: float,
+    weight_decay: float,
+    *,
+    warmup_steps: int = 4000,
+    decay_start: int = 4001,
+    decay_end: int = 100000,
+    clip_gradient_norm_to_value: float = 5.0,
+) -> None:
+    """Makes the learner Adafactor with momentum (kept in int8) on `total_loss`, with Pax's default schedule.
+
+    Args:
+      task_p: the task's config; changed in place.
+      learning_rate: highest learning rate.
+      weight_decay: decoupled weight decay.
+      warmup_steps: steps of linear warm-up.
+      decay_start: step at which the exponential decay begins.
+      decay_end: step from which the learning rate is a tenth of the highest.
+      clip_gradient_norm_to_value: global gradient norm above which gradients are scaled down.
+    """
+    adafactor = Config(
+        optimizers.ShardedAdafactor,
+        decay_method="adam",
+        beta1=0.9,
+        decay_adam=0.99,
+        weight_decay=weight_decay,
+        clip_gradient_norm_to_value=clip_gradient_norm_to_value,
+    )
+    _set_learner(task_p, adafactor, learning_rate, _schedule(warmup_steps, decay_start, decay_end))
+
+
+def _schedule(warmup_steps: int, decay_start: int, decay_end: int) -> Any:
+    return Config(
+        schedules.LinearRampupExponentialDecay,
+        warmup_steps=warmup_steps,
+        decay_start=decay_start,
+        decay_end=decay_end,
+        min_ratio=0.1,
+        max=1.0,
+    )
+
+
+def _set_learner(task_p: Any, optimizer_p: Any, learning_rate: float, schedule_p: Any) -> None:
+    optimizer_p.learning_rate = learning_rate
+    optimizer_p.lr_schedule = schedule_p
+    task_p.train.learner.loss_name = "total_loss"
+    task_p.train.learner.optimizer = optimizer_p
+
+
+def maybe_setup_moe_params(model_p: Config[base_layer.BaseLayer]) -> None:
+    """Gives the experts of a layer stack the settings of the feed-forward layer that they stand in for.
+
+    Nothing happens where the stack has no experts. `hidden_dims` is taken over only where the experts have none yet.
+
+    Args:
+      model_p: config of a StackedTransformer, or of a StackedTransformerRepeated around one. Changed in place.
+
+    Raises:
+      UserError: the stack's feed-forward layer is no `layers.TransformerFeedForward`.
+    """
+    stack_p: Any = model_p
+    if fdl.get_callable(stack_p) == layers.StackedTransformerRepeated:
+        stack_p = stack_p.block
+    if stack_p.num_experts == 0:
+        return
+    dense_p, experts_p = stack_p.transformer_layer_params_tpl.tr_fflayer_tpl, stack_p.moe_layer_tpl
+    dense_cls = fdl.get_callable(dense_p)
+    if not issubclass(dense_cls, layers.TransformerFeedForward):
+        raise UserError(
+            f"the stack has num_experts={stack_p.num_experts} and its tr_fflayer_tpl is a {dense_cls.__name__}; experts "
+            "take their settings from a layers.TransformerFeedForward"
+        )
+    base_layer.BaseLayerApi.copy_base_hparams(dense_p, experts_p)
+    for field in _SHARED_WITH_EXPERTS:
+        value = getattr(dense_p, field)
+        setattr(experts_p, field, value.clone() if isinstance(value, fdl.Buildable) else value)
+    if not experts_p.hidden_dims:
+        experts_p.hidden_dims = dense_p.hidden_dims

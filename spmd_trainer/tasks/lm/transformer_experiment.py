@@ -1,0 +1,108 @@
+"""What the Transformer experiments of `model_params` have in common: how class attributes become a stack of layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from praxis import base_layer, layers
+from praxis.pax_fiddle import Config
+
+from spmd_trainer import base_experiment, tasks_lib
+from spmd_trainer.errors import UserError
+from spmd_trainer.tasks.lm import task_defaults
+
+
+class TransformerExperiment(base_experiment.BaseExperiment):
+    """Class attributes of every Transformer experiment. Subclasses give the values, and say more of their own.
+
+    Attributes:
+      NUM_LAYERS: Transformer layers.
+      VOCAB_SIZE: tokens.
+      NUM_HEADS: attention heads.
+      MODEL_DIMS: width of the model.
+      HIDDEN_DIMS: width of the feed-forward layers.
+      DROPOUT_PROB: of all of the layers' dropouts.
+      LEARNING_RATE, WEIGHT_DECAY: of the default optimizer.
+      DECAY_END: step from which the learning rate is a tenth of the highest.
+      ATTEN_LOGIT_CAP: attention logits are squashed into plus or minus this by a tanh; 0 leaves them.
+      ACTIVATION_CLS: activation of the feed-forward layers.
+      USE_GATED_ACTIVATION: multiply the activation with a second projection.
+      USE_REPEATED_LAYER: run one layer's program NUM_LAYERS times over stacked weights; compiles much faster.
+    """
+
+    NUM_LAYERS: Any
+    VOCAB_SIZE: Any
+    NUM_HEADS: Any
+    MODEL_DIMS: Any
+    HIDDEN_DIMS: Any
+    DROPOUT_PROB: Any
+    LEARNING_RATE: Any
+    WEIGHT_DECAY: Any
+    DECAY_END: Any
+    ATTEN_LOGIT_CAP: Any = 50.0
+    ACTIVATION_CLS: Any
+    USE_GATED_ACTIVATION: Any
+    USE_REPEATED_LAYER: Any
+
+    def _task(self, name: str, model_p: Any, stack_p: Any) -> Config[tasks_lib.SingleTask]:
+        """Returns the task of a model with this stack; softmax initialised to the model's width."""
+        lm_p = model_p.lm_tpl
+        lm_p.model_dims = self.MODEL_DIMS
+        lm_p.vocab_size = self.VOCAB_SIZE
+        lm_p.softmax_tpl.params_init = base_layer.WeightInit.Gaussian(1.0 / math.sqrt(self.MODEL_DIMS))
+        lm_p.stacked_transformer_tpl = stack_p
+        return Config(tasks_lib.SingleTask, name=name, model=model_p)
+
+    def _stack(self, num_layers: int, **repeated_fields: Any) -> Any:
+        """Returns the config of `num_layers` layers, repeated ones where the class says so.
+
+        Args:
+          num_layers: how many.
+          **repeated_fields: further fields of the `StackedTransformerRepeated`, where there is one.
+        """
+        stack_p = Config(
+            layers.StackedTransformer,
+            model_dims=self.MODEL_DIMS,
+            hidden_dims=self.HIDDEN_DIMS,
+            num_layers=1 if self.USE_REPEATED_LAYER else num_layers,
+            num_heads=self._num_heads(),
+            dropout_prob=self.DROPOUT_PROB,
+        )
+        layer_p = stack_p.transformer_layer_params_tpl
+        layer_p.tr_atten_tpl.atten_logit_cap = self.ATTEN_LOGIT_CAP
+        layer_p.tr_atten_tpl.use_bias = False
+        layer_p.tr_fflayer_tpl.activation_tpl = Config(self.ACTIVATION_CLS)
+        layer_p.tr_fflayer_tpl.use_gated_activation = self.USE_GATED_ACTIVATION
+        self._customize_stack(stack_p)
+        task_defaults.maybe_setup_moe_params(stack_p)
+        if self.USE_REPEATED_LAYER:
+            return Config(layers.StackedTransformerRepeated, block=stack_p, x_times=num_layers, **repeated_fields)
+        return stack_p
+
+    def _customize_stack(self, stack_p: Any) -> None:
+        """Sets what a subclass has beyond the common attributes, before experts take their settings over."""
+
+    def _num_heads(self) -> int:
+        return self.NUM_HEADS
+
+
+def heads_of(cls: Any) -> int:
+    """Returns the number of heads that MODEL_DIMS, DIMS_PER_HEAD and NUM_HEADS of an experiment agree on.
+
+    Raises:
+      UserError: they don't agree, or leave it open.
+    """
+    dims, per_head, heads = cls.MODEL_DIMS, cls.DIMS_PER_HEAD, cls.NUM_HEADS
+    if per_head is None and heads is None:
+        raise UserError("neither NUM_HEADS nor DIMS_PER_HEAD is set; give one of them")
+    if per_head is None:
+        return heads
+    if heads is None and dims % per_head:
+        raise UserError(f"MODEL_DIMS={dims} is no multiple of DIMS_PER_HEAD={per_head}; change one, or set NUM_HEADS")
+    if heads is not None and heads * per_head != dims:
+        raise UserError(
+            f"NUM_HEADS={heads} times DIMS_PER_HEAD={per_head} is {heads * per_head}, and MODEL_DIMS is {dims}; "
+            "make them equal, or set one of the first two to None"
+        )
+    return dims // per_head
