@@ -110,7 +110,7 @@ class LmCloudSpmd(CloudExperiment, model_params.TransformerLmSpmdAdafactor):
 
 @experiment_registry.register
 class LmCloudSpmd2B(LmCloudSpmd):
-    """2.1B parameters on 4 chips (v4-8, v5e-4), global batch 32."""
+    """2.1B parameters on 4 chips, global batch 32."""
 
     PERCORE_BATCH_SIZE = 8
     NUM_LAYERS = 18
@@ -143,7 +143,7 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd2B):
 
 @experiment_registry.register
 class LmCloudSpmd16B(LmCloudSpmd):
-    """16.5B parameters on 32 chips (v4-64, v5p-64, v5e-32), global batch 256."""
+    """16.5B parameters on 32 chips, global batch 256."""
 
     PERCORE_BATCH_SIZE = 8
     NUM_LAYERS = 36

@@ -161,7 +161,7 @@ def texts(dom: str, pattern: str) -> list[str]:
 
 
 def rows(dom: str) -> list[str]:
-    return texts(dom, r'role="option".*?<span class="mono"[^>]*>(.*?)</span>')
+    return texts(dom, r'role="option".*?<span class="mono tail"[^>]*>(.*?)</span>')
 
 
 @needs_chromium
