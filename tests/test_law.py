@@ -82,9 +82,9 @@ def failing_steps(name, sizes):
 
 
 def test_a_skipped_slice_is_caught(monkeypatch):
-    """The model would meet 62 rows of vocabulary where it declares 61: its layer refuses them."""
+    """A layer would meet 68 hidden units where it declares 67: it refuses them."""
     monkeypatch.setattr(state_specs.StateMetadata, "slice", lambda self, state: state)
-    with pytest.raises(ScopeParamShapeError, match=r"\(16, 61\).*\(16, 62\)"):
+    with pytest.raises(ScopeParamShapeError, match=r"\(16, 67\).*\(16, 68\)"):
         failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
 
