@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 from praxis import base_input, pax_fiddle
 
 from spmd_trainer import tasks_lib
@@ -68,3 +71,34 @@ class BaseExperiment(metaclass=abc.ABCMeta):
     def partitioner(self) -> Any | None:
         """Returns the partitioner to use, or None for `partitioning.PjitPartitioner`."""
         return None
+
+    def available_devices(self, step: int) -> Sequence[jax.Device] | None:
+        """Returns the devices to go on with after `step`, or None for those that the run is on.
+
+        Asked after every step of a run whose partitioner is elastic. Where a scheduler or a runtime tells of devices that
+        come and go, this is where to ask it.
+        """
+        del step
+        return None
+
+    def mesh_for_devices(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+        """Returns the sizes of the mesh's axes on another number of devices.
+
+        The default changes one axis alone: 'data' where there is one, else the largest.
+
+        Args:
+          mesh_shape: the sizes now.
+          num_devices: how many devices there are.
+
+        Raises:
+          ValueError: the other axes' sizes don't divide `num_devices`.
+        """
+        axis = "data" if "data" in mesh_shape else max(mesh_shape, key=mesh_shape.__getitem__)
+        others = math.prod(size for name, size in mesh_shape.items() if name != axis)
+        if num_devices < others or num_devices % others:
+            sizes = ", ".join(f"{name}={size}" for name, size in mesh_shape.items())
+            raise ValueError(
+                f"elastic: {num_devices} devices can't carry the mesh ({sizes}) with another size of {axis!r} alone: the "
+                f"other axes multiply to {others}; override mesh_for_devices in {type(self).__name__}"
+            )
+        return {**mesh_shape, axis: num_devices // others}

@@ -33,6 +33,13 @@ flags.DEFINE_bool("enable_checkpoint_saving", True, "Save checkpoints during tra
 flags.DEFINE_integer("jax_profiler_port", None, "Serve JAX's profiler on this port.", lower_bound=1)
 flags.DEFINE_string("mesh", None, "Replaces the experiment's mesh, e.g. --mesh=data:4,mdl:2 (one size may be -1).")
 flags.DEFINE_integer("verify_steps", 5, "Steps that --mode=verify takes on one device and on the mesh.", lower_bound=1)
+flags.DEFINE_string(
+    "topology",
+    None,
+    "With --mode=inspect: also compile the train step for TPUs that aren't here and print what it needs, e.g. v5e:16x16.",
+)
+flags.DEFINE_integer("num_slices", 1, "How many slices of --topology.", lower_bound=1)
+flags.DEFINE_bool("plan", False, "With --mode=inspect: the same for the devices that are here.")
 flags.DEFINE_bool("list", False, "Print the registered experiments, one a line, and exit.")
 flags.DEFINE_bool("dump", False, "Print the resolved config, one 'a.b.c: value' a line, and exit.")
 

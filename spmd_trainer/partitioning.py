@@ -73,13 +73,24 @@ class PjitPartitioner:
       task: the built task.
       mesh: the device mesh.
       metadata: one `VariableSpec` per variable, set by `setup`.
+      elastic: whether a run may move to other devices.
     """
 
     # How `numpy.pad` fills the rows that are missing to a multiple of the devices.
     _row_padding: Literal["constant", "wrap"] = "constant"
 
-    def __init__(self, mesh: Mesh | None = None, *, devices: Sequence[jax.Device] | None = None):
-        """Uses `mesh`, or builds the one that the task's model declares out of `devices` (None for all)."""
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        elastic: bool = False,
+    ):
+        """Uses `mesh`, or builds the one that the task's model declares out of `devices` (None for all).
+
+        With `elastic`, a run asks its experiment after each step which devices there are, and goes on with those.
+        """
+        self.elastic = elastic
         self._given_mesh = mesh
         self._devices = devices
         self.task: SingleTask

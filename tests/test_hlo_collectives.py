@@ -46,6 +46,18 @@ def test_a_loop_counts_as_often_as_it_runs(mesh):
     )
 
 
+def test_the_mesh_axes_that_a_collective_crosses():
+    sizes = {"replica": 2, "data": 2, "mdl": 2}
+    mesh = sharding.create_device_mesh(list(sizes.items()))
+
+    def exchange(x):
+        return lax.psum(x, "data"), lax.all_gather(x, ("replica", "mdl"), tiled=True), lax.ppermute(x, "mdl", [(0, 1)])
+
+    text = compiled_text(mesh, exchange, P(tuple(sizes)), (P(), P(), P(tuple(sizes))), (64, 8))
+    crossed = {c.kind: c.axes(sizes) for c in hlo_collectives.find_collectives(text)}
+    assert crossed == {"all-reduce": ("data",), "all-gather": ("replica", "mdl"), "collective-permute": ("mdl",)}
+
+
 def test_no_collectives_are_said_to_be_none(mesh):
     text = compiled_text(mesh, lambda x: x + 1, P("data"), P("data"), (8, 4))
     assert hlo_collectives.count_collectives(text) == {}

@@ -72,6 +72,10 @@ def start(job: Job) -> None:
         from spmd_trainer.programs import inspect_sharding
 
         inspect_sharding.inspect_sharding(job)
+        if job.settings.plan or job.settings.topology:
+            from spmd_trainer.programs import plan
+
+            plan.write_plan(job, job.settings.topology)
     elif mode == "verify":
         from spmd_trainer.programs import verify
 
@@ -103,6 +107,8 @@ def settings_from_flags(flag_values: Any) -> JobSettings:
     if not flag_values.job_log_dir and flag_values.mode not in _WITHOUT_A_RUN:
         raise UserError("--job_log_dir=DIR is needed: where checkpoints, summaries and outputs of this run go")
     restore = flag_values.restore_checkpoint_dir
+    if (flag_values.topology or flag_values.plan) and flag_values.mode != "inspect":
+        raise UserError("--topology and --plan go with --mode=inspect")
     return JobSettings(
         exp=flag_values.exp,
         job_log_dir=epath.Path(flag_values.job_log_dir or ".").resolve(),
@@ -115,8 +121,19 @@ def settings_from_flags(flag_values: Any) -> JobSettings:
         enable_checkpoint_saving=flag_values.enable_checkpoint_saving,
         exit_after_ondemand_checkpoint=flag_values.exit_after_ondemand_checkpoint,
         verify_steps=flag_values.verify_steps,
+        plan=flag_values.plan,
+        topology=flag_values.topology,
+        devices=_planned_devices(flag_values),
         mesh=parse_mesh(flag_values.mesh) if flag_values.mesh else None,
     )
+
+
+def _planned_devices(flag_values: Any) -> Any:
+    if not flag_values.topology:
+        return None
+    from spmd_trainer.programs import plan
+
+    return plan.topology_devices(flag_values.topology, flag_values.num_slices)
 
 
 def parse_mesh(text: str) -> list[tuple[str, int]]:

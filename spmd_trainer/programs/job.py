@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from absl import logging
 from etils import epath
+from jax.sharding import Mesh
 from praxis import pax_fiddle
 
 from spmd_trainer import experiment_config, partitioning, sharding
@@ -38,6 +39,9 @@ class JobSettings:
       enable_checkpoint_saving: False trains without saving.
       exit_after_ondemand_checkpoint: leave after the checkpoint that a signal asked for.
       verify_steps: steps that `verify` takes.
+      plan: `inspect` also compiles the train step and says what it needs.
+      topology: the same for TPUs of this topology.
+      devices: plan for these, as `plan.topology_devices` gives them, instead of those that are here.
       mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)); declared axes that it leaves out get size 1.
     """
 
@@ -53,6 +57,9 @@ class JobSettings:
     exit_after_ondemand_checkpoint: bool = True
     verify_steps: int = 5
     mesh: Sequence[tuple[str, int]] | None = None
+    plan: bool = False
+    topology: str | None = None
+    devices: Sequence[jax.Device] | None = None
 
     @property
     def checkpoint_dir(self) -> epath.Path:
@@ -75,8 +82,9 @@ class Job:
         try:
             self.task: SingleTask = partitioning.build_task(resolved.task_p)
             self.partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner()
-            if settings.mesh:
-                self.partitioner.use_mesh(sharding.create_device_mesh(_axes(settings.mesh, self.task)))
+            mesh = _mesh(settings, self.task)
+            if mesh is not None:
+                self.partitioner.use_mesh(mesh)
             self.process_inputs_shape_dtype = self._process_inputs_shape_dtype()
             self.partitioner.setup(self.task, self.global_shape_dtype(self.process_inputs_shape_dtype))
         except UserError:
@@ -84,12 +92,12 @@ class Job:
         except ValueError as error:
             raise UserError(f"experiment {settings.exp}: {experiment_config.first_paragraph(error)}") from error
         logging.info(
-            "experiment %s: %s parameters on mesh %s (%d %s devices)",
+            "experiment %s: %s parameters on mesh %s (%d devices: %s)",
             settings.exp,
             f"{self.partitioner.metadata.num_params():,}",
             ", ".join(f"{axis}={size}" for axis, size in self.partitioner.mesh.shape.items()),
             self.partitioner.mesh.size,
-            jax.default_backend(),
+            self.partitioner.mesh.devices.flat[0].device_kind,
         )
 
     @classmethod
@@ -137,6 +145,13 @@ class Job:
         for suffix, form in (("txt", "text"), ("json", "json"), ("html", "html")):
             report = sharding.sharding_report(self.partitioner.metadata.records(), self.partitioner.mesh, format=form)
             (directory / f"sharding_report.{suffix}").write_text(report)
+
+
+def _mesh(settings: JobSettings, task: SingleTask) -> Mesh | None:
+    """The mesh that replaces the declared one: of `--mesh`, or the declared one on devices that aren't here."""
+    if settings.mesh:
+        return sharding.create_device_mesh(_axes(settings.mesh, task), devices=settings.devices)
+    return partitioning.mesh_from_model(task.model, settings.devices) if settings.devices is not None else None
 
 
 def _axes(given: Sequence[tuple[str, int]], task: SingleTask) -> list[tuple[str, int]]:

@@ -20,7 +20,7 @@ from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import ScalarPacking
 from spmd_trainer.metrics.progress import Progress
 from spmd_trainer.metrics.writers import SummaryWriters
-from spmd_trainer.programs import decode, evaluate
+from spmd_trainer.programs import decode, elastic, evaluate
 from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.signals import save_requests
@@ -69,6 +69,14 @@ def train(job: Job) -> None:
                 # The host waits for an older step, never for the one it just dispatched.
                 reports.add(step, packed, keep=max(1, train_p.max_inflight_steps))
 
+            devices = elastic.changed_devices(job, step)
+            if devices is not None:
+                reports.add_none()
+                job, state = elastic.rebuild(job, devices, state)
+                compiled, batches = _go_on(job, batches, stack)
+                evals, decodes = evaluate.Evaluations(job, writers), decode.Decodes(job, writers)
+                reports.use(compiled.packing, step)
+
             asked = request.take()
             leave |= asked and request.leaves
             due = _due(job, checkpoints, step, asked=asked, leaves=leave)
@@ -106,6 +114,12 @@ def _start_up(
         return step_future.result(), state, batches
 
 
+def _go_on(job: Job, batches: Prefetcher, stack: contextlib.ExitStack) -> tuple[CompiledTrainStep, Prefetcher]:
+    """Compiles the step for other devices, and goes on with the input where it stood; batches that were ready are made anew."""
+    batches.close()
+    return compile_train_step(job), stack.enter_context(_train_batches(job, {"state": batches.state}))
+
+
 class _Reports:
     """Steps whose scalars are still on the devices, and where they are reported once they are known."""
 
@@ -115,6 +129,11 @@ class _Reports:
         self._writers = writers
         self._packing = packing
         self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
+
+    def use(self, packing: ScalarPacking, step: int) -> None:
+        """Reads the scalars of the steps after `step` with this packing."""
+        self._packing = packing
+        self.progress.start(step)
 
     def add(self, step: int, packed: Any, *, keep: int) -> None:
         """Adds a step just dispatched; reports the oldest ones until only `keep` are in flight."""

@@ -1,0 +1,242 @@
+"""What a train step will need on hardware that isn't here: compiled ahead of time for a TPU topology, on a CPU machine.
+
+Bytes per chip and collectives come from the compiler, not from a formula. Needs the `tpu` extra (its compiler is libtpu).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from spmd_trainer import hlo_collectives
+from spmd_trainer.errors import UserError
+from spmd_trainer.programs.job import Job
+
+GIB = 2**30
+# Memory of one chip, in GiB, by the name before the colon of a topology.
+HBM_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
+_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_WORKER_HOSTNAMES": "localhost"}
+_LARGEST = 8
+
+
+def topology_devices(topology: str, num_slices: int = 1) -> Sequence[Any]:
+    """Returns the devices of a TPU topology, to compile for; nothing can run on them.
+
+    Args:
+      topology: chip and shape, e.g. 'v5e:16x16' or 'v5p:8x8x8'.
+      num_slices: how many such slices, joined by the data-center network.
+
+    Raises:
+      UserError: an unknown chip or shape, or the `tpu` extra is not installed.
+    """
+    from jax.experimental import topologies
+
+    chip, _, shape = topology.partition(":")
+    if chip not in HBM_GIB or not re.fullmatch(r"\d+(x\d+)+", shape):
+        raise UserError(
+            f"--topology={topology} is not of the form CHIP:SHAPE, e.g. v5e:16x16; chips are {', '.join(HBM_GIB)}"
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    options = {"num_slices": num_slices} if num_slices > 1 else {}
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+    except Exception as error:
+        text = str(error)
+        if "TPU support not installed" in text or "libtpu" in text:
+            raise UserError(
+                "--topology needs the TPU compiler: install the extra with `uv sync --extra tpu`, or give --plan to plan "
+                "for the devices that are here"
+            ) from error
+        raise UserError(
+            f"--topology={topology}: the TPU compiler knows no such topology ({text.splitlines()[0]})"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the compiled train step needs of one chip. Sizes in bytes.
+
+    Attributes:
+      chips: how many chips.
+      mesh: sizes by axis.
+      arguments: state and batch.
+      padding: what of the state is padding.
+      temporaries: activations, gradients and gathered variables at their peak.
+      outputs: new state and scalars, without what is donated.
+      memory: what a chip has, or None where that is not known.
+      num_params: elements of the trainable variables.
+      model_flops: 6 * parameters * tokens of the global batch, per chip; without attention (Kaplan et al. 2020). None
+        for models whose batch has no tokens.
+      compiler_flops: as the compiler estimates them per chip, loop bodies counted once; None where it doesn't.
+      collectives: rows of kind, axes, count and bytes per step.
+      largest: largest results in the program with the operation that makes them: what to look at when it doesn't fit.
+      seconds: what compiling took.
+    """
+
+    chips: int
+    mesh: dict[str, int]
+    arguments: int
+    padding: int
+    temporaries: int
+    outputs: int
+    memory: int | None
+    num_params: int
+    model_flops: float | None
+    compiler_flops: float | None
+    collectives: list[dict[str, Any]]
+    largest: list[dict[str, Any]]
+    seconds: float
+
+    @property
+    def total(self) -> int:
+        """All bytes that one chip holds at the step's peak."""
+        return self.arguments + self.temporaries + self.outputs
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is within the chip's memory."""
+        return None if self.memory is None else self.total <= self.memory
+
+
+def plan(job: Job, topology: str | None) -> Plan:
+    """Compiles the job's train step for its mesh and reads what it needs.
+
+    Args:
+      job: a job whose partitioner has the mesh to plan for.
+      topology: the topology its devices are of; None for devices that are here.
+
+    Raises:
+      UserError: the compiler finds that the step doesn't fit; with its own table of what is live.
+    """
+    from spmd_trainer.programs import train
+
+    started = time.monotonic()
+    try:
+        compiled = train.compile_train_step(job).fn
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(f"the train step doesn't fit: {_shortened(str(error))}") from error
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
+    chips = job.partitioner.mesh.size
+    shapes = job.global_shape_dtype(job.process_inputs_shape_dtype)
+    tokens = shapes.ids.size if "ids" in shapes else None
+    cost = compiled.cost_analysis() or {}
+    return Plan(
+        chips=chips,
+        mesh=dict(mesh),
+        arguments=memory.argument_size_in_bytes,
+        padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
+        temporaries=memory.temp_size_in_bytes,
+        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        memory=HBM_GIB[topology.partition(":")[0]] * GIB if topology else None,
+        num_params=metadata.num_params(),
+        model_flops=6.0 * metadata.num_params() * tokens / chips if tokens else None,
+        compiler_flops=cost.get("flops"),
+        collectives=_collectives(text, mesh),
+        largest=_largest(text),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _whole(variable: Any) -> int:
+    return int(variable.logical_bytes() + variable.padding_bytes())
+
+
+def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
+    totals: dict[tuple[str, tuple[str, ...]], hlo_collectives.CollectiveTotals] = collections.defaultdict(
+        hlo_collectives.CollectiveTotals
+    )
+    for found in hlo_collectives.find_collectives(text):
+        totals[found.kind, found.axes(mesh)].add(found.times, found.num_bytes)
+    rows = [
+        {"kind": kind, "axes": list(axes), "count": t.count, "bytes": t.num_bytes} for (kind, axes), t in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _largest(text: str) -> list[dict[str, Any]]:
+    """The largest single results outside of fusions' insides, one per operation of the model."""
+    found: dict[str, dict[str, Any]] = {}
+    for match in re.finditer(
+        r"^  (?:ROOT )?%?[\w.-]+ = ((\w+)\[([\d,]*)\])\S* ([\w-]+)\(.*?op_name=\"([^\"]*)\"", text, re.M
+    ):
+        shape, _, _, operation, name = match.groups()
+        if operation in ("parameter", "get-tuple-element", "bitcast", "tuple"):
+            continue
+        row = {"bytes": hlo_collectives.array_bytes(shape), "array": shape, "made_by": name}
+        if row["bytes"] > found.get(name, {"bytes": 0})["bytes"]:
+            found[name] = row
+    return sorted(found.values(), key=lambda row: -row["bytes"])[:_LARGEST]
+
+
+def _shortened(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[:30])
+
+
+def plan_text(result: Plan) -> str:
+    """Returns the plan as lines to read."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in result.mesh.items())
+    lines = [
+        f"train step on {result.chips} chips, mesh {mesh}; compiled in {result.seconds:.0f} s",
+        f"  {result.num_params / 1e9:.3f}B parameters",
+        "bytes per chip",
+        f"  state and batch   {result.arguments / GIB:9.3f} GiB   of it padding {result.padding / GIB:.3f}",
+        f"  temporaries       {result.temporaries / GIB:9.3f} GiB",
+        f"  further outputs   {result.outputs / GIB:9.3f} GiB",
+        f"  together          {result.total / GIB:9.3f} GiB   {_fits(result)}",
+    ]
+    if result.model_flops:
+        lines.append(
+            f"FLOPs per chip and step: {result.model_flops:.3e} (6 * parameters * tokens; attention not counted)"
+        )
+    lines.append("collectives per step and chip")
+    for row in result.collectives:
+        axes = ", ".join(row["axes"]) or "one device"
+        lines.append(f"  {row['count']:6} {row['kind']:18} {row['bytes'] / GIB:9.4f} GiB   over {axes}")
+    lines.append("largest results in the program" + (": look here first" if result.fits is False else ""))
+    for row in result.largest:
+        lines.append(f"  {row['bytes'] / GIB:9.4f} GiB   {row['array']:28} {row['made_by']}")
+    if result.fits is False:
+        lines.append(_advice(result))
+    return "\n".join(lines) + "\n"
+
+
+def _fits(result: Plan) -> str:
+    if result.memory is None:
+        return "on host devices: the numbers of an accelerator differ"
+    share = result.total / result.memory
+    return f"{'fits' if result.fits else 'DOES NOT FIT'} in {result.memory / GIB:.0f} GiB ({share:.0%})"
+
+
+def _advice(result: Plan) -> str:
+    if result.arguments > result.temporaries:
+        return "most of it is state: split variables over more devices (a larger model or data axis, or fsdp rules)"
+    return (
+        "most of it is temporaries: a smaller batch per chip, rematerialisation (checkpoint_policy), or repeated layers"
+    )
+
+
+def write_plan(job: Job, topology: str | None) -> None:
+    """Prints the plan and writes it as `plan.json` into `job_log_dir`."""
+    logging.info("compiling the train step for %d chips", job.partitioner.mesh.size)
+    result = plan(job, topology)
+    sys.stdout.write(plan_text(result))
+    path = job.settings.job_log_dir / "plan.json"
+    record = {**dataclasses.asdict(result), "total": result.total, "fits": result.fits, "topology": topology}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    logging.info("wrote %s", path)
