@@ -37,6 +37,10 @@ format: setup
 
 bench: setup
 	$(RUN) python -m benchmarks.first_step
+	$(RUN) python -m benchmarks.padding
+	$(RUN) python -m benchmarks.shard_map
+	$(RUN) python -m benchmarks.resharding
+	$(RUN) python -m benchmarks.sharding_scale
 
 clean:
 	rm -rf .venv $(UV_DIR) runs
