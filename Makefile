@@ -5,7 +5,7 @@ UV := $(shell command -v uv 2>/dev/null || echo $(UV_DIR)/bin/uv)
 RUN := $(UV) run --no-sync
 JOB_DIR ?= runs/stdlib_bytes
 
-.PHONY: setup train test lint format bench clean
+.PHONY: setup train test faults lint format bench clean
 
 setup: .venv/.synced
 
@@ -24,7 +24,11 @@ train: setup
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once
 
 test: setup
-	$(RUN) pytest -n 2 --dist loadgroup
+	$(RUN) pytest -n 2 --dist loadgroup -m "not slow"
+
+# Kills, SIGTERMs, damaged checkpoints and mesh changes with real processes; prints a table of what survived. Half an hour.
+faults: setup
+	$(RUN) pytest -s -m slow tests/multiprocess
 
 lint: setup
 	$(RUN) ruff check .
@@ -38,6 +42,7 @@ format: setup
 bench: setup
 	$(RUN) python -m benchmarks.first_step
 	$(RUN) python -m benchmarks.padding
+	$(RUN) python -m benchmarks.decode
 	$(RUN) python -m benchmarks.shard_map
 	$(RUN) python -m benchmarks.resharding
 	$(RUN) python -m benchmarks.sharding_scale

@@ -40,6 +40,30 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("num_slices", 1, "How many slices of --topology.", lower_bound=1)
 flags.DEFINE_bool("plan", False, "With --mode=inspect: the same for the devices that are here.")
+flags.DEFINE_enum(
+    "distributed",
+    None,
+    ["auto"],
+    "auto: this is one process of several that Slurm, Open MPI, Kubernetes or Cloud TPU started, and JAX finds out which.",
+)
+flags.DEFINE_string("coordinator_address", None, "Several processes, without auto: host:port where process 0 listens.")
+flags.DEFINE_integer("num_processes", None, "Several processes, without auto: how many.", lower_bound=1)
+flags.DEFINE_integer("process_id", None, "Several processes, without auto: which this one is, from 0.", lower_bound=0)
+flags.DEFINE_integer(
+    "heartbeat_seconds", 30, "A process that isn't heard of for so long is lost, and ends the others.", lower_bound=2
+)
+flags.DEFINE_float(
+    "watchdog_seconds",
+    600.0,
+    "Reports a training step, save or evaluation that takes longer, with the stacks of all threads; 0 reports none.",
+    lower_bound=0.0,
+)
+flags.DEFINE_bool(
+    "stop_on_invalid_step",
+    False,
+    "End the run at a step whose loss or gradient is NaN or Inf or above skip_step_gradient_norm_value, instead of letting "
+    "the learner skip it.",
+)
 flags.DEFINE_bool("list", False, "Print the registered experiments, one a line, and exit.")
 flags.DEFINE_bool("dump", False, "Print the resolved config, one 'a.b.c: value' a line, and exit.")
 

@@ -226,7 +226,7 @@ class PjitPartitioner:
 
         def step(state: TrainState, prng_key: jax.Array, inputs: Any) -> tuple[Any, Any]:
             passes = self._passes(metadata, state.mdl_vars, inputs, inputs_shape_dtype)
-            inputs = jax.tree.map(lambda x, logical: x[: logical.shape[0]], inputs, inputs_shape_dtype)
+            inputs = jax.tree.map(_without_added_rows, inputs, inputs_shape_dtype)
             # A batch that its axes don't divide is padded by the compiler inside the program, at its own cost.
             inputs = sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
             new_state, outputs = step_fn(
@@ -267,6 +267,15 @@ class PjitPartitioner:
     def mesh_shape(self) -> Mapping[str, int]:
         """The mesh's sizes by axis name."""
         return dict(self.mesh.shape)
+
+
+def _without_added_rows(x: jax.Array, logical: jax.ShapeDtypeStruct) -> jax.Array:
+    """Takes off the rows that `preprocess_inputs` added: each process added its own, after its own rows."""
+    rows, processes = logical.shape[0], jax.process_count()
+    if x.shape[0] == rows:
+        return x
+    by_process = x.reshape(processes, x.shape[0] // processes, *x.shape[1:])
+    return by_process[:, : rows // processes].reshape(rows, *x.shape[1:])
 
 
 class _InMesh:

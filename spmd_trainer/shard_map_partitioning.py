@@ -137,6 +137,11 @@ class ShardMapPartitioner(partitioning.PjitPartitioner):
         self, metadata: StateMetadata, mdl_vars: Any, inputs: Any, inputs_shape_dtype: Any
     ) -> tuple[step_fns.Passes]:
         num_rows = jax.tree.leaves(inputs_shape_dtype)[0].shape[0]
+        if jax.process_count() > 1 and num_rows % self.mesh.size:
+            raise ValueError(
+                f"ShardMapPartitioner: the global batch has {num_rows} rows, and {jax.process_count()} processes with "
+                f"{self.mesh.size} devices need a multiple of {self.mesh.size}; choose another batch size, or PjitPartitioner"
+            )
         variables = metadata.variables.mdl_vars
         return (
             ShardMapPasses(

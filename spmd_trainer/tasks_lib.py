@@ -40,7 +40,7 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
       metrics: config of an object called with the step's {name: (value, weight)}, returning the same form; None keeps
         them as the model gave them.
       early_stopping_fn: called after each evaluation during training; training ends, with a checkpoint, when it
-        returns True.
+        returns True. `metrics.early_stopping.EarlyStopping` watches one metric.
       summary_verbosity: layers' `add_summary` calls above this verbosity are dropped.
     """
 
@@ -115,10 +115,12 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
         Attributes:
           random_seed: seed of randomness in evaluation.
           apply_mutable_list: collections the forward pass may write.
+          per_example_outputs: write what the model gives for each example to `eval_out/DATASET/step_N.jsonl`.
         """
 
         random_seed: int = 1234
         apply_mutable_list: list[str] = pax_fiddle.instance_field(default_factory=lambda: EVAL_MUTABLE[:])
+        per_example_outputs: bool = False
 
     @dataclasses.dataclass(frozen=True)
     class Decode:

@@ -10,6 +10,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import experiment_config, experiment_registry
+from spmd_trainer.cli import distributed
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiment_config import ResolvedExperiment
 from spmd_trainer.programs.job import Job, JobSettings, check_directory
@@ -32,12 +33,18 @@ def run(flag_values: Any, arguments: list[str]) -> None:
         return
     if not flag_values.exp:
         raise UserError("--exp=NAME is needed; --list shows the experiments")
+    with distributed.Processes(distributed.cluster_from_flags(flag_values)) as processes:
+        _run_experiment(flag_values, processes)
+
+
+def _run_experiment(flag_values: Any, processes: distributed.Processes) -> None:
     mesh = parse_mesh(flag_values.mesh) if flag_values.mesh else None
-    resolved = experiment_config.resolve(
-        flag_values.exp,
-        flag_values["fdl.set"].value,
-        before_datasets=lambda task_p: let_host_devices_stand_in(task_p, mesh),
-    )
+
+    def prepare_devices(task_p: Any) -> None:
+        count = 1 if flag_values.dump else processes.join(flag_values.mode)
+        let_host_devices_stand_in(task_p, mesh, count)
+
+    resolved = experiment_config.resolve(flag_values.exp, flag_values["fdl.set"].value, before_datasets=prepare_devices)
     if flag_values.dump:
         sys.stdout.write("\n".join(experiment_config.flatten_mapping(resolved.flattened())) + "\n")
         return
@@ -51,19 +58,19 @@ def run(flag_values: Any, arguments: list[str]) -> None:
     from spmd_trainer.checkpointing import CheckpointError
 
     try:
-        start(Job(settings, resolved))
+        start(Job(settings, resolved), guards_from_flags(flag_values))
     except CheckpointError as error:
         raise UserError(str(error)) from error
 
 
-def start(job: Job) -> None:
-    """Runs the program of the job's mode."""
+def start(job: Job, guards: Any = None) -> None:
+    """Runs the program of the job's mode; `guards` are the `train.Guards` of training."""
     # Each mode imports what it needs: training alone brings in no decoder, inspecting no input.
     mode = job.settings.mode
     if mode == "train":
         from spmd_trainer.programs import train
 
-        train.train(job)
+        train.train(job, guards)
     elif mode == "eval":
         from spmd_trainer.programs import evaluate
 
@@ -96,6 +103,15 @@ def print_experiments() -> None:
     width = max((len(name) for name in rows), default=0)
     for name, summary in rows.items():
         sys.stdout.write(f"{name:{width}}  {summary}\n")
+
+
+def guards_from_flags(flag_values: Any) -> Any:
+    """Returns the `train.Guards` of a training job, None for other modes."""
+    if flag_values.mode != "train":
+        return None
+    from spmd_trainer.programs import train
+
+    return train.Guards(flag_values.watchdog_seconds, flag_values.stop_on_invalid_step)
 
 
 def settings_from_flags(flag_values: Any) -> JobSettings:
@@ -172,7 +188,7 @@ def check_paths(settings: JobSettings, resolved: ResolvedExperiment) -> None:
     check_directory(settings, resolved.name)
 
 
-def let_host_devices_stand_in(task_p: Any, mesh: list[tuple[str, int]] | None) -> None:
+def let_host_devices_stand_in(task_p: Any, mesh: list[tuple[str, int]] | None, processes: int = 1) -> None:
     """Where there is no accelerator, lets host devices stand in for the mesh. Touches no device.
 
     An explicit XLA_FLAGS device count is left alone.
@@ -180,6 +196,10 @@ def let_host_devices_stand_in(task_p: Any, mesh: list[tuple[str, int]] | None) -
     Args:
       task_p: the task's config, whose model declares the mesh.
       mesh: what `--mesh` replaces it with, or None.
+      processes: how many processes share the mesh, each with as many devices.
+
+    Raises:
+      UserError: the processes don't divide the mesh.
     """
     needed = experiment_config.required_devices(task_p)
     if mesh:
@@ -187,8 +207,10 @@ def let_host_devices_stand_in(task_p: Any, mesh: list[tuple[str, int]] | None) -
         needed = None if -1 in sizes else _product(sizes)
     if needed is None or needed == 1 or _HOST_DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
         return
+    if needed % processes:
+        raise UserError(f"{processes} processes can't share a mesh of {needed} devices evenly; change one of the two")
     # Only the CPU backend reads this; on an accelerator the mesh is made of its own devices.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_HOST_DEVICES_FLAG}={needed}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_HOST_DEVICES_FLAG}={needed // processes}".strip()
 
 
 def say_who_stands_in() -> None:

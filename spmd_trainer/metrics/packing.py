@@ -73,8 +73,15 @@ class Scalars:
         self.summaries: dict[str, float] = {}
 
 
+# What praxis' models give with weight 1 a batch although it counts examples or tokens.
+_COUNTS = frozenset({"num_decoded", "num_predictions"})
+
+
 class WeightedMean:
-    """Averages weighted scalars over batches: sum(value * weight) / sum(weight), in float64 on the host."""
+    """Averages weighted scalars over batches: sum(value * weight) / sum(weight), in float64 on the host.
+
+    `num_decoded` and `num_predictions` are summed instead: a mean over batches would depend on the batch size.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -89,9 +96,9 @@ class WeightedMean:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, float]:
-        """Returns the mean of each name that had any weight."""
-        return {name: self._sums[name] / weight for name, weight in self._weights.items() if weight}
-
-    def weight(self, name: str) -> float:
-        """Returns the total weight seen for a name."""
-        return self._weights.get(name, 0.0)
+        """Returns the mean (of counts, the sum) of each name that had any weight."""
+        return {
+            name: self._sums[name] / (1.0 if name in _COUNTS else weight)
+            for name, weight in self._weights.items()
+            if weight
+        }

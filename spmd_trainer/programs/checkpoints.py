@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 
+import jax
 from absl import logging
+from etils import epath
 
 from spmd_trainer import learners
 from spmd_trainer.checkpointing import (
@@ -15,8 +18,11 @@ from spmd_trainer.checkpointing import (
     iterate_checkpoints,
 )
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.job import MARKER, Job
 from spmd_trainer.train_states import TrainState
+
+# Beside the checkpoints' directory: the step with which training has ended, be it earlier than was planned.
+_END_OF_TRAINING = "end_of_training.json"
 
 
 def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -> tuple[int, TrainState]:
@@ -36,6 +42,8 @@ def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -
     directory = job.settings.checkpoint_dir
     step = job.settings.restore_checkpoint_step if step is None else step
     partitioner = job.partitioner
+    if use_ema and not learners.has_ema(job.task.learner):
+        raise UserError("EMA variables were asked for, but the learner's optimizer has no ema_decay; set one")
     # Averages live in the optimizer's state: only then is it read.
     metadata = partitioner.metadata if use_ema else partitioner.eval_metadata()
     with Checkpointer(directory, read_only=True) as checkpoints:
@@ -43,20 +51,37 @@ def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -
             raise UserError(f"no checkpoint in {directory}; train first, or give another --restore_checkpoint_dir")
         restored = checkpoints.restore(metadata.variables, partitioner.mesh, step=step, partial=not use_ema)
     state = restored.state
+    owner = restored.metadata["metadata"].get("experiment")
+    if owner not in (None, job.resolved.name):
+        logging.warning("%s was written by experiment %s; its variables fit %s", directory, owner, job.resolved.name)
     if use_ema:
-        if not learners.has_ema(job.task.learner):
-            raise UserError("EMA variables were asked for, but the learner's optimizer has no ema_decay")
         state = dataclasses.replace(state, mdl_vars=learners.extract_ema(state.opt_states, state.mdl_vars))
     logging.info("restored step %d from %s", restored.step, directory)
     return restored.step, state.to_eval_state()
 
 
 def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
-    """Yields the newest checkpoint and each later one as it appears, until that of the last training step."""
+    """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
+
+    That is after the checkpoint of step `num_train_steps`, or of the step that `end_of_training` tells. With
+    `--restore_checkpoint_step` that checkpoint alone.
+
+    Raises:
+      UserError: there is neither a checkpoint nor a training run that could write one.
+    """
+    settings = job.settings
+    if settings.restore_checkpoint_step is not None:
+        yield restore_for_inference(job, use_ema=use_ema)
+        return
+    directory = settings.checkpoint_dir
+    _require_run(directory)
     last = int(job.task.train.num_train_steps)
-    for step in iterate_checkpoints(
-        job.settings.checkpoint_dir, stop_fn=lambda step: step is not None and step >= last
-    ):
+
+    def has_ended(step: int | None) -> bool:
+        end = end_of_training(directory)
+        return step is not None and (step >= last or (end is not None and step >= end))
+
+    for step in iterate_checkpoints(directory, stop_fn=has_ended):
         try:
             restored = restore_for_inference(job, use_ema=use_ema, step=step)
         except (CheckpointNotFoundError, DamagedCheckpointError) as error:
@@ -64,3 +89,29 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
             logging.warning("step %d is left out: %s", step, error)
             continue
         yield restored
+
+
+def _require_run(directory: epath.Path) -> None:
+    """A run that has begun is waited for; a mistyped directory would be waited for without end."""
+    if any(directory.glob("[0-9]*")) or (directory.parent / MARKER).exists():
+        return
+    raise UserError(
+        f"no checkpoint in {directory}, and no training run has begun in {directory.parent}; start training first, or give "
+        "the --job_log_dir or --restore_checkpoint_dir of a run"
+    )
+
+
+def mark_end_of_training(job: Job, step: int | None) -> None:
+    """Says in the job's directory that training has ended with the checkpoint of this step; None: that it goes on."""
+    path = job.settings.job_log_dir / _END_OF_TRAINING
+    if jax.process_index() == 0:
+        if step is not None:
+            path.write_text(json.dumps({"step": step}) + "\n")
+        elif path.exists():
+            path.unlink()
+
+
+def end_of_training(directory: epath.Path) -> int | None:
+    """Returns the step with which the run whose checkpoints lie in `directory` has ended, or None while it goes on."""
+    path = directory.parent / _END_OF_TRAINING
+    return int(json.loads(path.read_text())["step"]) if path.exists() else None

@@ -10,7 +10,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import learners
-from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, init_from_rules, preflight
+from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, collective, init_from_rules, preflight
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs.job import Job
 from spmd_trainer.train_states import TrainState
@@ -34,7 +34,9 @@ def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
     variables, mesh = job.partitioner.metadata.variables, job.partitioner.mesh
     if settings.enable_checkpoint_saving:
         preflight(checkpoints.directory, checkpoint_bytes(variables) * ((train_p.save_max_to_keep or 1) + 1))
-    if checkpoints.latest_step() is not None:
+    newest = checkpoints.latest_step()
+    # Processes may see a shared directory at different moments: all of them do what the first one sees.
+    if collective.from_process_0(-1 if newest is None else newest) >= 0:
         restored = checkpoints.restore(variables, mesh)
         logging.info("restored step %d from %s", restored.step, checkpoints.directory)
         return restored.state, restored.input_state
@@ -48,7 +50,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
 
 def _restore_from(directory: epath.Path, step: int | None, job: Job) -> tuple[TrainState, Any]:
     with Checkpointer(directory, read_only=True) as other:
-        if not other.all_steps():
+        if not collective.from_process_0(len(other.all_steps())):
             raise UserError(f"no checkpoint in {directory}; give a --restore_checkpoint_dir that has some, or none")
         restored = other.restore(job.partitioner.metadata.variables, job.partitioner.mesh, step=step)
     logging.info("restored step %d from %s; this run's own checkpoints go to its job_log_dir", restored.step, directory)

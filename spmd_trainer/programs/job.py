@@ -124,11 +124,18 @@ class Job:
         return jax.tree.map(scale, process_shape_dtype)
 
     def build_input(self, input_p: Any) -> Any:
-        """Builds an input for this process's share of the data."""
+        """Builds an input for this process's share of the data.
+
+        Raises:
+          UserError: the input's own settings don't fit each other or its files.
+        """
         input_p = input_p.clone()
         input_p.num_infeed_hosts = jax.process_count()
         input_p.infeed_host_index = jax.process_index()
-        return pax_fiddle.build(input_p)
+        try:
+            return pax_fiddle.build(input_p)
+        except ValueError as error:
+            raise UserError(experiment_config.first_paragraph(error)) from error
 
     def config_lines(self) -> list[str]:
         """The resolved config, one 'a.b.c: value' a line."""

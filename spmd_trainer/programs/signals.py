@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as requests that the training loop answers between two steps."""
+"""Ctrl-C and SIGTERM as requests that the training loop answers between two steps, all processes after the same one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import threading
 import types
 from collections.abc import Iterator
 
+import jax
+import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 
 
 class SaveRequest:
@@ -28,25 +31,69 @@ class SaveRequest:
         self._asked.set()
 
     def take(self) -> bool:
-        """Returns whether a save was asked for since the last call."""
+        """Returns whether a save was asked for since the last call. Called once per step."""
         asked = self._asked.is_set()
         self._asked.clear()
         return asked
+
+
+class AgreedSaveRequest(SaveRequest):
+    """The same among several processes: a signal to any of them makes `take` return True in all, after the same step.
+
+    JAX's preemption service takes the SIGTERM and finds the step: the first that no process has reached yet. It does so
+    once in the life of a process, and so a run that goes on after its save doesn't hear another SIGTERM.
+    """
+
+    def __init__(self, *, leaves: bool) -> None:
+        super().__init__()
+        self.leaves = leaves
+        self._calls = 0
+
+    def make(self, *, leaves: bool) -> None:
+        """Called by Ctrl-C's handler; SIGTERM goes to JAX's service by itself."""
+        self.leaves |= leaves
+        signal.raise_signal(signal.SIGTERM)
+
+    def take(self) -> bool:
+        """Returns whether all processes have agreed on a save after this step. Called by all, once per step."""
+        # Counted from 1 in this process: the service begins there, and a step of a resumed run would be past it.
+        self._calls += 1
+        if not multihost_utils.reached_preemption_sync_point(self._calls):
+            return False
+        self.leaves = bool(np.max(multihost_utils.process_allgather(np.int32(self.leaves))))
+        then = "leaving" if self.leaves else "going on"
+        logging.warning("a process got SIGTERM: all %d save this step, then %s", jax.process_count(), then)
+        if not self.leaves and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _say_too_late)
+        return True
+
+
+def _say_too_late(number: int, frame: types.FrameType | None) -> None:
+    logging.warning(
+        "SIGTERM: the processes have agreed on a save once and cannot do it again; this run goes on, and saves at its "
+        "intervals. Ctrl-C twice, or SIGKILL, ends it; started again it goes on from the newest checkpoint"
+    )
 
 
 @contextlib.contextmanager
 def save_requests(*, exit_after_ondemand_checkpoint: bool) -> Iterator[SaveRequest]:
     """Turns the first Ctrl-C or SIGTERM into a `SaveRequest`; a second one acts at once.
 
+    With several processes the second SIGTERM does nothing: schedulers send it to each process, some of them late, when the
+    first has already begun the save that all wait for.
+
     Args:
-      exit_after_ondemand_checkpoint: whether SIGTERM also ends the run; if not, each SIGTERM asks for one checkpoint.
-        Ctrl-C always ends it.
+      exit_after_ondemand_checkpoint: whether SIGTERM also ends the run; if not, each SIGTERM asks for one checkpoint
+        (with several processes, the first one does). Ctrl-C always ends it.
     """
-    request = SaveRequest()
+    several = jax.process_count() > 1
+    request = AgreedSaveRequest(leaves=exit_after_ondemand_checkpoint) if several else SaveRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # With several processes SIGTERM is JAX's own.
+    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
         for number, handler in previous.items():

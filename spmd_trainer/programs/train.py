@@ -15,92 +15,165 @@ from absl import logging
 from praxis import base_layer
 
 from spmd_trainer import learners, step_fns
-from spmd_trainer.checkpointing import Checkpointer
+from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import ScalarPacking
 from spmd_trainer.metrics.progress import Progress
 from spmd_trainer.metrics.writers import SummaryWriters
 from spmd_trainer.programs import decode, elastic, evaluate
+from spmd_trainer.programs.checkpoints import mark_end_of_training
 from spmd_trainer.programs.initial_state import first_state
+from spmd_trainer.programs.invalid_steps import InvalidSteps
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.signals import save_requests
+from spmd_trainer.programs.stopping import Stopping
+from spmd_trainer.programs.watchdog import Watchdog
 from spmd_trainer.state_specs import StateMetadata
 from spmd_trainer.train_states import TrainState
 
 
-def train(job: Job) -> None:
+@dataclasses.dataclass(frozen=True)
+class Guards:
+    """What watches over a run.
+
+    Attributes:
+      watchdog_seconds: a step (or save, evaluation, ...) that takes longer is reported; 0 reports none.
+      stop_on_invalid_step: end the run at a step whose loss or gradient is NaN or Inf, or that the learner would skip.
+    """
+
+    watchdog_seconds: float = 600.0
+    stop_on_invalid_step: bool = False
+
+
+def train(job: Job, guards: Guards | None = None) -> None:
     """Trains until `task.train.num_train_steps`, from the newest checkpoint of the job's directory if there is one.
 
-    On Ctrl-C or SIGTERM the step in progress is finished and saved, and the function returns.
+    On Ctrl-C or SIGTERM the step in progress is finished and saved, and the function returns. With several processes, all
+    call it; a SIGTERM to any of them makes all of them save the same step.
+
+    Raises:
+      UserError: the run cannot go on: numbers went wrong, or a checkpoint could not be read or written.
     """
-    settings, train_p = job.settings, job.task.train
-    num_steps = int(train_p.num_train_steps)
+    settings, num_steps = job.settings, int(job.task.train.num_train_steps)
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(open_checkpointer(job))
-        writers = SummaryWriters(settings.job_log_dir, enabled=jax.process_index() == 0)
-        stack.callback(writers.close)
+        run = _Run(job, guards or Guards(), stack)
         request = stack.enter_context(
             save_requests(exit_after_ondemand_checkpoint=settings.exit_after_ondemand_checkpoint)
         )
         job.write_description()
 
-        compiled, state, batches = _start_up(job, checkpoints, stack)
+        compiled, state, batches = _start_up(job, run.checkpoints, stack)
         step = int(state.step)
         key = job.prng_key
-        evals, decodes = evaluate.Evaluations(job, writers), decode.Decodes(job, writers)
-        reports = _Reports(job, writers, compiled.packing, num_steps)
-        reports.progress.start(step)
+        run.begins(step, compiled.packing)
         profile = stack.enter_context(_profile(job))
-        logging.info("training from step %d to %d", step, num_steps)
-        if step == 0:
-            logging.info("variables:\n%s", _overview(job.partitioner.metadata))
 
-        leave = False
+        leave, input_ended = run.stopping.has_stopped, False
         while step < num_steps and not leave:
+            run.watchdog.begins(f"training step {step + 1}")
             prefetched = next(batches, None)
             if prefetched is None:
                 logging.warning("the training input has ended after step %d of %d", step, num_steps)
-                leave = True
+                leave = input_ended = True
             else:
                 batch = prefetched.batch
                 state, packed = compiled.fn(state, key, batch)
                 step += 1
                 profile(step)
                 # The host waits for an older step, never for the one it just dispatched.
-                reports.add(step, packed, keep=max(1, train_p.max_inflight_steps))
+                run.reports.add(step, packed, keep=max(1, job.task.train.max_inflight_steps))
 
             devices = elastic.changed_devices(job, step)
             if devices is not None:
-                reports.add_none()
+                run.reports.add_none()
                 job, state = elastic.rebuild(job, devices, state)
                 compiled, batches = _go_on(job, batches, stack)
-                evals, decodes = evaluate.Evaluations(job, writers), decode.Decodes(job, writers)
-                reports.use(compiled.packing, step)
+                run.moves(step, job, compiled.packing)
 
             asked = request.take()
             leave |= asked and request.leaves
-            due = _due(job, checkpoints, step, asked=asked, leaves=leave)
-            if not due.any:
-                continue
-            reports.add_none()
-            if due.save:
-                # A checkpoint never outlives the scalars before it.
-                writers.flush()
-                _save(job, checkpoints, step, state, batches.state)
-            if due.evaluate:
-                train_batch = None if train_p.eval_skip_train else batch
-                metrics = evals.run(_eval_state(job, state, ema=train_p.eval_use_ema_states), step, train_batch)
-                leave = _stops_early(job, metrics, step, num_steps)
-            if due.decode:
-                decodes.run(_eval_state(job, state, ema=train_p.decode_use_ema_states), step)
-            reports.progress.start(step)
+            due = _due(job, run.checkpoints, step, asked=asked, leaves=leave)
+            if due.any:
+                leave |= run.does(due, step, state, batches.state, batch)
 
-        reports.add_none()
+        run.reports.add_none()
         if leave and settings.enable_checkpoint_saving:
-            writers.flush()
-            _save(job, checkpoints, step, state, batches.state)
-        checkpoints.wait_until_finished()
+            run.saves(step, state, batches.state)
+        run.checkpoints.wait_until_finished()
+        if step == num_steps or run.stopping.has_stopped or input_ended:
+            mark_end_of_training(job, step)
         logging.info("stopped after step %d of %d", step, num_steps)
+
+
+class _Run:
+    """What a run has open, and what it does between two steps.
+
+    Attributes:
+      watchdog: is told what begins.
+      checkpoints: the run's own.
+      reports: the scalars of its steps; from `begins` on.
+      stopping: whether a metric ends it; from `begins` on.
+    """
+
+    reports: _Reports
+    stopping: Stopping
+
+    def __init__(self, job: Job, guards: Guards, stack: contextlib.ExitStack):
+        """Opens checkpoints and summaries; `stack` closes them."""
+        self.watchdog = stack.enter_context(Watchdog(guards.watchdog_seconds))
+        self.checkpoints = stack.enter_context(open_checkpointer(job))
+        self._writers = SummaryWriters(job.settings.job_log_dir, enabled=jax.process_index() == 0)
+        stack.callback(self._writers.close)
+        self._guards = guards
+        self._stack = stack
+        self._use(job)
+
+    def _use(self, job: Job) -> None:
+        self._job = job
+        self._evals, self._decodes = evaluate.Evaluations(job, self._writers), decode.Decodes(job, self._writers)
+
+    def begins(self, step: int, packing: ScalarPacking) -> None:
+        """The run begins at the state after `step`."""
+        num_steps = int(self._job.task.train.num_train_steps)
+        self.reports = _Reports(self._job, self._writers, packing, num_steps, self._guards)
+        self.reports.progress.start(step)
+        self.stopping = self._stack.enter_context(Stopping(self._job, step))
+        mark_end_of_training(self._job, None)
+        logging.info("training from step %d to %d", step, num_steps)
+        if step == 0:
+            logging.info("variables:\n%s", _overview(self._job.partitioner.metadata))
+
+    def moves(self, step: int, job: Job, packing: ScalarPacking) -> None:
+        """After `step` the run goes on on other devices."""
+        self._use(job)
+        self.reports.use(packing, step)
+
+    def does(self, due: _Due, step: int, state: TrainState, input_state: bytes | None, batch: Any) -> bool:
+        """Does what is due after a step; returns whether training is to end."""
+        job, train_p = self._job, self._job.task.train
+        self.reports.add_none()
+        if due.save:
+            self.saves(step, state, input_state)
+        if due.evaluate:
+            self.watchdog.begins(f"evaluation at step {step}")
+            train_batch = None if train_p.eval_skip_train else batch
+            metrics = self._evals.run(_eval_state(job, state, ema=train_p.eval_use_ema_states), step, train_batch)
+            self.stopping.stops(metrics, step)
+            if self.stopping.found_best:
+                _save(job, self.stopping.best_checkpoints, step, state, input_state)
+        if due.decode:
+            self.watchdog.begins(f"decoding at step {step}")
+            self._decodes.run(_eval_state(job, state, ema=train_p.decode_use_ema_states), step)
+        self.reports.progress.start(step)
+        return due.evaluate and self.stopping.has_stopped
+
+    def saves(self, step: int, state: TrainState, input_state: bytes | None) -> None:
+        """Starts to save the state after `step`."""
+        self.watchdog.begins(f"saving step {step}")
+        # A checkpoint never outlives the scalars before it.
+        self._writers.flush()
+        _save(self._job, self.checkpoints, step, state, input_state)
 
 
 def _start_up(
@@ -123,11 +196,12 @@ def _go_on(job: Job, batches: Prefetcher, stack: contextlib.ExitStack) -> tuple[
 class _Reports:
     """Steps whose scalars are still on the devices, and where they are reported once they are known."""
 
-    def __init__(self, job: Job, writers: SummaryWriters, packing: ScalarPacking, num_steps: int):
+    def __init__(self, job: Job, writers: SummaryWriters, packing: ScalarPacking, num_steps: int, guards: Guards):
         self.progress = _make_progress(job, num_steps)
         self._interval = max(1, job.task.train.summary_interval_steps)
         self._writers = writers
         self._packing = packing
+        self._invalid = InvalidSteps(job.task.learner, stop=guards.stop_on_invalid_step)
         self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
 
     def use(self, packing: ScalarPacking, step: int) -> None:
@@ -148,10 +222,11 @@ class _Reports:
         while len(self._in_flight) > keep:
             step, packed = self._in_flight.popleft()
             scalars = self._packing.unpack(packed)
+            invalid = self._invalid.look_at(step, scalars)
             timing = self.progress.report(step, scalars)
             if step % self._interval == 0:
                 loss = {} if scalars.loss is None else {"loss": scalars.loss}
-                self._writers.write("train", step, {**loss, **scalars.values, **scalars.summaries, **timing})
+                self._writers.write("train", step, {**loss, **scalars.values, **scalars.summaries, **invalid, **timing})
 
 
 @contextlib.contextmanager
@@ -249,14 +324,22 @@ def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, inp
         "config": job.config_lines(),
         "num_train_steps": int(job.task.train.num_train_steps),
     }
-    started = checkpoints.save(
-        step,
-        state,
-        job.partitioner.metadata.variables,
-        input_state={"state": input_state},
-        metadata=metadata,
-        force=True,
-    )
+    try:
+        started = checkpoints.save(
+            step,
+            state,
+            job.partitioner.metadata.variables,
+            input_state={"state": input_state},
+            metadata=metadata,
+            force=True,
+            check_finite=True,
+        )
+    except NonFiniteStateError as error:
+        raise UserError(
+            f"{error} The run stops here; the newest whole checkpoint is that of step {checkpoints.latest_step()}, and "
+            "started again the run goes on from it. Let the learner skip such steps (check_valid_step and "
+            "enable_skip_step_on_gradient_anomalies), clip gradients, or lower the learning rate."
+        ) from error
     if started:
         logging.info("saving step %d", step)
 
@@ -271,15 +354,6 @@ def _eval_state(job: Job, state: TrainState, *, ema: bool) -> TrainState:
         )
     averages = learners.extract_ema(state.opt_states, state.mdl_vars)
     return dataclasses.replace(state.to_eval_state(), mdl_vars=averages)
-
-
-def _stops_early(job: Job, metrics: dict[str, float], step: int, num_steps: int) -> bool:
-    if job.task.early_stopping_fn is None:
-        return False
-    stops = bool(job.task.early_stopping_fn(metrics, "eval", step, step == num_steps))
-    if stops:
-        logging.info("early_stopping_fn ends training at step %d", step)
-    return stops
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""Tokens per second of greedy decode, against a hand-written JAX loop with a KV cache.
+
+    python -m benchmarks.decode [--rounds 10] [--rows 8]
+
+Both decode 64 tokens after prompts of 64, with the model of `lm.stdlib.StdlibBytes` at random values, float32, on 8
+devices, mesh (replica, data, mdl) = (1, 4, 2): the trainer's own decode step of `--mode=decode`, and `floor_decode` below.
+A call is what a batch costs: prompts from the host to the devices, decode, ids back to the host. The two take turns, in
+random order, round after round; neither meets an end of text. Printed: the median over the rounds of tokens/s / the
+floor's tokens/s in the same round, with quartiles. The exit status is 1, and no ratio stands, where the floor's own
+calls vary by more than 15% between their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import floor_lm  # sets up the host devices, so before JAX
+from spmd_trainer import experiment_config
+from spmd_trainer.programs.decode import DecodeDataset
+from spmd_trainer.programs.job import Job, JobSettings
+
+LIMIT_SPREAD = 0.15
+PROMPT, NEW = 64, 64
+HEAD = floor_lm.WIDTH // floor_lm.HEADS
+CACHE = P(floor_lm.BATCH_AXES, None, "mdl", None)
+# A token that no vocabulary has: all rows run to their end.
+NEVER = -1
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding of [batch, time, heads, width] at positions [time]."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None] / 10000 ** (jnp.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def extend(params: dict, caches: list, ids: jax.Array, start: jax.Array) -> tuple[list, jax.Array]:
+    """Runs tokens through the model behind those that are cached.
+
+    Args:
+      params: as `floor_lm.init` gives them.
+      caches: (keys, values) of each layer, [batch, PROMPT + NEW, heads, HEAD], rotated.
+      ids: int32 [batch, time].
+      start: position of the first of them.
+
+    Returns:
+      The caches with these tokens, and the likeliest next token of each row, int32 [batch].
+    """
+    split = functools.partial(jax.lax.with_sharding_constraint, shardings=P(floor_lm.BATCH_AXES, None, None))
+    positions = start + jnp.arange(ids.shape[1])
+    mask = jnp.where(jnp.arange(PROMPT + NEW) <= positions[:, None], 0.0, -1e9)
+    x = split(jax.nn.one_hot(ids, floor_lm.PADDED_VOCAB) @ params["emb"] * floor_lm.WIDTH**0.5)
+    new_caches = []
+    for layer, (keys, values) in zip(params["layers"], caches, strict=True):
+        q, k, v = jnp.einsum("btd,cdnh->cbtnh", floor_lm.layer_norm(x, layer["ln1"]), layer["qkv"])
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, rotate(k, positions), start, axis=1)
+        values = jax.lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
+        new_caches.append(jax.lax.with_sharding_constraint((keys, values), CACHE))
+        scores = jnp.einsum("btnh,bsnh->bnts", rotate(q, positions), keys) * HEAD**-0.5 + mask
+        mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), values)
+        x = split(x + jnp.einsum("btnh,dnh->btd", mixed, layer["out"]))
+        hidden = jax.nn.gelu(floor_lm.layer_norm(x, layer["ln2"]) @ layer["w1"] + layer["b1"])
+        x = split(x + hidden @ layer["w2"] + layer["b2"])
+    logits = floor_lm.layer_norm(x[:, -1], params["scale"]) @ params["emb"].T
+    logits = jnp.where(jnp.arange(floor_lm.PADDED_VOCAB) < floor_lm.VOCAB, logits, -1e9)
+    return new_caches, jnp.argmax(logits, -1).astype(jnp.int32)
+
+
+def floor_decode(params: dict, prompts: jax.Array) -> jax.Array:
+    """Continues prompts, int32 [batch, PROMPT], by NEW tokens each: int32 [batch, PROMPT + NEW]. Greedy."""
+    rows = prompts.shape[0]
+    empty = jnp.zeros((rows, PROMPT + NEW, floor_lm.HEADS, HEAD))
+    caches, token = extend(params, [(empty, empty)] * floor_lm.LAYERS, prompts, jnp.int32(0))
+    output = jnp.zeros((rows, PROMPT + NEW), jnp.int32).at[:, :PROMPT].set(prompts)
+
+    def body(loop: tuple) -> tuple:
+        step, caches, token, output, done = loop
+        output = jax.lax.dynamic_update_slice_in_dim(output, token[:, None], step, axis=1)
+        done |= token == NEVER
+        caches, token = extend(params, caches, token[:, None], step)
+        return step + 1, caches, token, output, done
+
+    def goes_on(loop: tuple) -> jax.Array:
+        return (loop[0] < PROMPT + NEW - 1) & ~jnp.all(loop[-1])
+
+    loop = jax.lax.while_loop(goes_on, body, (jnp.int32(PROMPT), caches, token, output, jnp.zeros(rows, bool)))
+    step, _, token, output, _ = loop
+    return jax.lax.dynamic_update_slice_in_dim(output, token[:, None], step, axis=1)
+
+
+def floor(mesh: jax.sharding.Mesh, prompts: np.ndarray) -> Callable[[], np.ndarray]:
+    """Returns what decodes the prompts with the hand-written loop."""
+    shardings = jax.tree.map(
+        functools.partial(NamedSharding, mesh), floor_lm.param_specs(), is_leaf=lambda x: isinstance(x, P)
+    )
+    batch = NamedSharding(mesh, P(tuple(mesh.axis_names), None))
+    with jax.set_mesh(mesh):
+        params = jax.jit(floor_lm.init, out_shardings=shardings)(jax.random.key(0))
+        shape = jax.ShapeDtypeStruct(prompts.shape, jnp.int32)
+        step = jax.jit(floor_decode, in_shardings=(shardings, batch), out_shardings=NamedSharding(mesh, P()))
+        compiled = step.lower(params, shape).compile()
+    return lambda: np.asarray(compiled(params, jax.device_put(prompts, batch)))
+
+
+def ours(rows: int) -> tuple[jax.sharding.Mesh, np.ndarray, Callable[[], np.ndarray]]:
+    """Returns the mesh, the prompts, and what decodes them with the trainer's step."""
+    name = "lm.stdlib.StdlibBytes"
+    fields = (f"decode_datasets[0].num_prompts={rows}", f"decode_datasets[0].batch_size={rows}")
+    resolved = experiment_config.resolve(name, fields)
+    resolved.config.task.model.decoder_tpl.eos_id = NEVER
+    job = Job(JobSettings(name, epath.Path(tempfile.gettempdir())), resolved)
+    config = resolved.config.decode_datasets[0]
+    dataset = DecodeDataset(job, config, 0)
+    state = job.partitioner.initialize_train_state(jax.random.key(0), with_opt_states=False)
+    batch = job.build_input(config).get_next_padded()
+    return job.partitioner.mesh, np.asarray(batch.ids), lambda: np.asarray(dataset.outputs(state, batch).output_ids)
+
+
+def measure(calls: dict[str, Callable[[], np.ndarray]], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds per call, [rounds] for each name; one round before them doesn't count."""
+    order = list(calls)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for count in range(rounds + 1):
+        random.shuffle(order)
+        for name in order:
+            started = time.perf_counter()
+            calls[name]()
+            if count:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: np.array(values) for name, values in seconds.items()}
+
+
+def main() -> int:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=8)
+    arguments = parser.parse_args()
+    mesh, prompts, trainer = ours(arguments.rows)
+    seconds = measure({"trainer": trainer, "floor": floor(mesh, prompts)}, arguments.rounds)
+    tokens = arguments.rows * NEW
+    for name, values in seconds.items():
+        print(f"{name:8} {tokens / np.median(values):8.0f} tokens/s, {1e3 * np.median(values):.0f} ms a batch")
+    low, median, high = np.percentile(seconds["floor"] / seconds["trainer"], [25, 50, 75])
+    spread = np.subtract(*np.percentile(seconds["floor"], [75, 25])) / np.median(seconds["floor"])
+    if spread > LIMIT_SPREAD:
+        print(f"no ratio: the floor's own calls vary by {spread:.0%} between their quartiles; try a quieter machine")
+        return 1
+    print(f"tokens/s, trainer / floor: {median:.2f} ({low:.2f} to {high:.2f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The file of decoded examples: written batch by batch, seen only when it is whole, continued after a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from etils import epath
+
+from spmd_trainer.metrics.packing import WeightedMean
+
+
+class DecodeOutput:
+    """The decoded examples of one dataset at one step.
+
+    While a decode runs, each batch is a file of its own in `step_N.parts/`, there as a whole or not at all. At the end
+    `step_N.jsonl` is put together from them, then `step_N.json` says what it was made from, then the parts go. Only one
+    process makes and uses one.
+    """
+
+    def __init__(self, directory: epath.Path, step: int, identity: str):
+        """Looks at what is there; writes nothing.
+
+        Args:
+          directory: `decode_out/DATASET`.
+          step: the training step.
+          identity: what the examples are made from; parts of anything else count for nothing.
+        """
+        self.path = directory / f"step_{step}.jsonl"
+        self._summary = directory / f"step_{step}.json"
+        self._parts = directory / f"step_{step}.parts"
+        self._identity = identity
+
+    def finished_metrics(self) -> dict[str, float] | None:
+        """Returns the metrics of a decode of the same identity that has come to its end, else None."""
+        summary = _read_json(self._summary)
+        if summary is None or summary.get("identity") != self._identity or not self.path.exists():
+            return None
+        if self._parts.exists():
+            self._parts.rmtree()
+        return summary["metrics"]
+
+    def batches_done(self) -> int:
+        """Returns how many batches from the first on were decoded by a run of the same identity; drops all others."""
+        done = 0
+        while (part := _read_json(self._part(done))) is not None and part["identity"] == self._identity:
+            done += 1
+        if not done and self._parts.exists():
+            self._parts.rmtree()
+        return done
+
+    def add(
+        self, batch: int, records: list[dict[str, Any]], values: Mapping[str, float], weights: Mapping[str, float]
+    ) -> None:
+        """Keeps the examples and the weighted scalars of batch `batch`."""
+        self._parts.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(record, ensure_ascii=False) for record in records]
+        part = {"identity": self._identity, "values": dict(values), "weights": dict(weights), "lines": lines}
+        write_atomically(self._part(batch), [json.dumps(part)])
+
+    def finish(self, batches: int) -> tuple[dict[str, float], int]:
+        """Makes `step_N.jsonl` out of so many batches. Returns the metrics over all of them and the number of examples."""
+        mean, examples = WeightedMean(), 0
+
+        def lines() -> Iterable[str]:
+            nonlocal examples
+            for batch in range(batches):
+                part = json.loads(self._part(batch).read_text())
+                mean.add(part["values"], part["weights"])
+                examples += len(part["lines"])
+                yield from part["lines"]
+
+        write_atomically(self.path, lines())
+        metrics = mean.result()
+        summary = {"identity": self._identity, "examples": examples, "metrics": metrics}
+        write_atomically(self._summary, [json.dumps(summary)])
+        self._parts.rmtree()
+        return metrics, examples
+
+    def _part(self, batch: int) -> epath.Path:
+        return self._parts / f"{batch:06}.json"
+
+
+def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
+    """Writes a text file that is seen whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.parent / f".{path.name}.writing"
+    with unfinished.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(line + "\n")
+    unfinished.replace(path)
+
+
+def _read_json(path: epath.Path) -> dict[str, Any] | None:
+    """A file that a power cut left unreadable is as good as none."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None

@@ -1,0 +1,169 @@
+"""Decoded arrays as records that a person and another program can read, and prompts that the model can't take."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from praxis.layers import embedding_softmax
+
+from spmd_trainer.errors import UserError
+
+
+def records(data: Any, outputs: Any, inputs: dict[str, np.ndarray], *, first: int) -> Iterator[dict[str, Any]]:
+    """Yields one record per example that counts.
+
+    Args:
+      data: the built input; its `ids_to_strings` makes text of ids.
+      outputs: `per_example_out` of the model's decode, numpy arrays with the batch as dimension 0. praxis' language
+        models give `output_ids` [B, samples, length], the best sample first; other models' arrays are written by name.
+      inputs: the batch's `ids`, `eval_sample_weights`, `prompt_index`, `prefix_lengths`, those of them that it has.
+      first: the place of row 0 in the dataset.
+
+    Yields:
+      For a language model `index`, `prompt`, the best sample's `output` and `score`, and `outputs`, `scores`, `ids` of
+      all samples; else `index` and the arrays.
+    """
+    rows = len(jax.tree.leaves(outputs)[0])
+    counts = inputs.get("eval_sample_weights", np.ones(rows))
+    for row in np.flatnonzero(counts).tolist():
+        index = int(inputs["prompt_index"][row]) if "prompt_index" in inputs else first + row
+        if "output_ids" in outputs:
+            yield {**_text_record(data, outputs, inputs, row), "index": index}
+        else:
+            yield {"index": index, **arrays_of_row(outputs, row)}
+
+
+def arrays_of_row(outputs: Any, row: int) -> dict[str, Any]:
+    """Returns {path: the row's value or nested list} of per-example arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(outputs)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): _json(leaf[row].tolist()) for path, leaf in leaves}
+
+
+def shown(record: dict[str, Any]) -> str:
+    """Returns a record as lines for the log."""
+    if "output" in record:
+        return f"  prompt: {record['prompt']!r}\n  output: {record['output']!r}"
+    return f"  {json.dumps(record)[:200]}"
+
+
+def may_be_too_long(task: Any, dataset: str, shapes: Any) -> bool:
+    """Returns whether a prompt of a batch of these shapes could leave the model no room to continue it.
+
+    Raises:
+      UserError: batches are wider than all that the model decodes; names the dataset, both sizes and the fix.
+    """
+    limit = _longest_prompt(task)
+    if limit is None or "ids" not in shapes:
+        return False
+    width, seqlen = shapes["ids"].shape[1], task.model.decoder_tpl.seqlen
+    if width > seqlen:
+        raise UserError(
+            f"decode dataset {dataset} has prompts of up to {width} tokens, more than task.model.decoder_tpl.seqlen="
+            f"{seqlen}; shorten the prompts, or raise that"
+        )
+    return width > limit
+
+
+def check_prompts(task: Any, dataset: str, batch: Any, first: int) -> None:
+    """Refuses a prompt that leaves the model no room to continue it.
+
+    Args:
+      task: the built task.
+      dataset: its name.
+      batch: numpy arrays, with `prefix_lengths` or `paddings`.
+      first: the place of row 0 in the dataset.
+
+    Raises:
+      UserError: naming the prompt, its length, the limit and the fix.
+    """
+    limit = _longest_prompt(task)
+    if limit is None:
+        return
+    lengths = np.asarray(batch["prefix_lengths"] if "prefix_lengths" in batch else (1 - batch["paddings"]).sum(-1))
+    too_long = np.flatnonzero(lengths > limit)
+    if len(too_long):
+        row = int(too_long[0])
+        index = int(batch["prompt_index"][row]) if "prompt_index" in batch else first + row
+        raise UserError(
+            f"prompt {index} of decode dataset {dataset} has {int(lengths[row])} tokens; {_limit_text(task, limit)}; "
+            "shorten the prompt, or raise that"
+        )
+
+
+def _longest_prompt(task: Any) -> int | None:
+    """Tokens that a prompt may have so that one more fits, or None where the model says nothing about it."""
+    hparams = getattr(task.model, "decoder_tpl", None)
+    length = getattr(hparams, "seqlen", 0)
+    if hparams is None or not length:
+        return None
+    positions = _positions(task)
+    if positions is None:
+        return length - 1
+    steps = hparams.max_decode_steps or 1
+    return min(length - 1, positions - (max(steps) if isinstance(steps, list | tuple) else steps))
+
+
+def _positions(task: Any) -> int | None:
+    """How many positions a model with learnt position embeddings has."""
+    position_p = getattr(getattr(task.model, "lm_tpl", None), "position_emb_tpl", None)
+    if position_p is None or not issubclass(position_p.cls, embedding_softmax.TrainablePositionalEmbedding):
+        return None
+    return position_p.max_seq_length
+
+
+def _limit_text(task: Any, limit: int) -> str:
+    hparams = task.model.decoder_tpl
+    if limit == hparams.seqlen - 1:
+        return f"task.model.decoder_tpl.seqlen={hparams.seqlen} allows {limit}"
+    return (
+        f"lm_tpl.position_emb_tpl.max_seq_length={_positions(task)} less {hparams.max_decode_steps} decode steps allows "
+        f"{limit}"
+    )
+
+
+def _text_record(data: Any, outputs: Any, inputs: dict[str, np.ndarray], row: int) -> dict[str, Any]:
+    lengths = np.atleast_1d(outputs["decode_lengths"][row])
+    prefix = int(np.atleast_1d(outputs["prefix_lengths"][row])[0])
+    pairs = zip(np.atleast_2d(outputs["output_ids"][row]), lengths, strict=True)
+    samples = [sample[prefix : int(length)] for sample, length in pairs]
+    texts = _texts(data, samples)
+    scores = _scores(outputs, row, prefix)
+    return {
+        "prompt": _texts(data, [inputs["ids"][row, :prefix]])[0],
+        "output": texts[0],
+        "outputs": texts,
+        "score": scores[0],
+        "scores": scores,
+        "ids": [sample.tolist() for sample in samples],
+    }
+
+
+def _texts(data: Any, rows: list[np.ndarray]) -> list[str]:
+    longest = max(1, max(len(row) for row in rows))
+    padded = np.zeros((len(rows), longest), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return list(data.ids_to_strings(padded, np.asarray([len(row) for row in rows], np.int32)))
+
+
+def _scores(outputs: Any, row: int, prefix: int) -> list[float | None]:
+    """Log-probability of each sample: praxis' `scores` where beam search gives them, else the sum over decoded tokens."""
+    lengths = np.atleast_1d(outputs["decode_lengths"][row])
+    if "scores" in outputs:
+        return [_json(float(score)) for score in np.atleast_1d(outputs["scores"][row])]
+    if "logprobs" not in outputs:
+        return [None] * len(lengths)
+    pairs = zip(np.atleast_2d(outputs["logprobs"][row]), lengths, strict=True)
+    return [_json(float(np.sum(logprobs[prefix : int(length)], dtype=np.float64))) for logprobs, length in pairs]
+
+
+def _json(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they become null."""
+    if isinstance(value, list):
+        return [_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

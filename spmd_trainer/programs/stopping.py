@@ -1,0 +1,78 @@
+"""Ending training by a metric, and keeping the best checkpoint."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import jax
+from absl import logging
+
+from spmd_trainer.checkpointing import Checkpointer, collective
+from spmd_trainer.metrics.early_stopping import EarlyStopping
+from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.programs.job import Job
+
+
+class Stopping:
+    """Asks `task.early_stopping_fn` after each evaluation during training.
+
+    Where that is an `EarlyStopping`, a run that is started again takes up its count from the evaluations in `summaries`,
+    and the best checkpoint so far is kept in `job_log_dir/best`, a directory for `--restore_checkpoint_dir`.
+
+    Attributes:
+      has_stopped: whether training has ended early.
+      best_checkpoints: where the best one is kept.
+    """
+
+    def __init__(self, job: Job, step: int):
+        """Takes up where the run has been at `step`, the one that it starts from."""
+        self._fn = job.task.early_stopping_fn
+        self._num_steps = int(job.task.train.num_train_steps)
+        self._keeps = isinstance(self._fn, EarlyStopping) and job.settings.enable_checkpoint_saving
+        self.best_checkpoints = Checkpointer(
+            job.settings.job_log_dir / "best", save_max_to_keep=1, save_keep_interval_duration=None
+        )
+        self.has_stopped = False
+        if isinstance(self._fn, EarlyStopping):
+            self._replay(job, self._fn, step)
+            self._drop_later(step)
+
+    def __enter__(self) -> Stopping:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.best_checkpoints.__exit__(exc_type, exc, traceback)
+
+    @property
+    def found_best(self) -> bool:
+        """Whether the last evaluation was the best so far, and its checkpoint is to be kept."""
+        return self._keeps and isinstance(self._fn, EarlyStopping) and self._fn.improved
+
+    def stops(self, metrics: dict[str, float], step: int) -> bool:
+        """Returns whether training is to end after this evaluation."""
+        if self._fn is None:
+            return False
+        told = bool(self._fn(metrics, "eval", step, step == self._num_steps))
+        self.has_stopped = bool(collective.from_process_0(int(told)))
+        if self.has_stopped:
+            logging.info("early_stopping_fn ends training at step %d", step)
+        return self.has_stopped
+
+    def _replay(self, job: Job, fn: EarlyStopping, start: int) -> None:
+        dataset, _, key = fn.metric.partition("/")
+        records = read_metrics(job.settings.job_log_dir, f"eval_{dataset}")
+        for step in sorted(step for step in records if step <= start and key in records[step]):
+            told = fn({fn.metric: records[step][key]}, "eval", step, False)
+            # A run that had stopped here, and was given more patience since, goes on.
+            self.has_stopped = told and step == start
+        if self.has_stopped:
+            logging.info("early_stopping_fn had ended training at step %d", start)
+
+    def _drop_later(self, start: int) -> None:
+        """A best checkpoint that the run has not come to yet (it was killed before its own was saved) is made again."""
+        for step in self.best_checkpoints.all_steps():
+            if step > start and jax.process_index() == 0:
+                (self.best_checkpoints.directory / str(step)).rmtree()
+        collective.barrier("spmd_trainer:drop_later_best")

@@ -1,0 +1,230 @@
+"""`make faults`: jobs of one, two and four real processes killed, told to leave, and their checkpoints damaged.
+
+How many of each can be set: FAULT_KILLS, FAULT_SIGTERMS, FAULT_CORRUPTIONS, FAULT_SEED.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+
+import pytest
+from faults import MOMENTS, Chain, Table
+from job_helpers import RunningJob, Settings, losses, records, run, started, steps_on_disk
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("multiprocess")]
+
+KILLS = int(os.environ.get("FAULT_KILLS", "50"))
+SIGTERMS = int(os.environ.get("FAULT_SIGTERMS", "20"))
+CORRUPTIONS = int(os.environ.get("FAULT_CORRUPTIONS", "10"))
+SEED = int(os.environ.get("FAULT_SEED", "0"))
+# Long enough that no chain comes to its end.
+STEPS = 3000
+FIELDS = {
+    "num_train_steps": STEPS,
+    "save_interval_steps": 5,
+    "save_max_to_keep": 3,
+    "summary_interval_steps": 1,
+    "eval_interval_steps": 7,
+    "log_train_output_interval_steps": 100,
+}
+# Across process counts sums come in another order, and the difference grows with the steps.
+TOLERANCE = 2e-3
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, cache) -> dict[int, float]:
+    """The losses of an uninterrupted run of one process, for more steps than a chain gets to."""
+    fields = FIELDS | {"num_train_steps": 1200, "save_interval_steps": 600, "eval_interval_steps": 0}
+    return losses(run(Settings(tmp_path_factory.mktemp("reference") / "run", 1, cache, fields)).settings.directory)
+
+
+@pytest.fixture(scope="module")
+def table():
+    """The result table, printed at the end."""
+    result = Table()
+    yield result
+    sys.stdout.write(f"\n{result}\n")
+
+
+def report(table: Table, kind: str, problems: list[str]) -> None:
+    table.add(kind, problems)
+    # Progress for whoever waits: this takes a while.
+    sys.stdout.write(f"{table.tried.total():4} {kind}: {'; '.join(problems) or 'survived'}\n")
+    sys.stdout.flush()
+
+
+def test_kills_at_random_times(reference, table, cache, tmp_path):
+    chain = Chain(Settings(tmp_path / "run", 2, cache, FIELDS), reference, TOLERANCE, SEED)
+    moments = list(MOMENTS)
+    lost = table.lost.total()
+    for number in range(KILLS):
+        processes = chain.random.choice([1, 2, 2, 2]) if number % 10 else 4
+        moment = moments[number % len(moments)]
+        report(table, f"SIGKILL, {moment}, {processes} processes", chain.kill(processes, moment))
+    assert table.lost.total() == lost, str(table)
+
+
+def test_sigterms_at_random_times(reference, table, cache, tmp_path):
+    chain = Chain(Settings(tmp_path / "run", 2, cache, FIELDS), reference, TOLERANCE, SEED)
+    lost = table.lost.total()
+    for number in range(SIGTERMS):
+        processes = chain.random.choice([1, 2, 2]) if number % 10 else 4
+        moment = ("train", "save", "evaluate")[number % 3]
+        report(table, f"SIGTERM, {moment}, {processes} processes", chain.terminate(processes, moment))
+    assert table.lost.total() == lost, str(table)
+
+
+# Files of Orbax' own at the top of a step that no restore reads: damaged, they take nothing away.
+UNREAD = ("commit_success.txt", "_CHECKPOINT_METADATA")
+
+
+def damage(run_directory, how: str, rng: random.Random) -> tuple[int, str]:
+    """Damages the newest checkpoint; returns its step and the file."""
+    newest, older = steps_on_disk(run_directory)[-1], steps_on_disk(run_directory)[-2]
+    root = run_directory / "checkpoints"
+    files = sorted(
+        p
+        for p in (root / str(newest)).rglob("*")
+        if p.is_file() and str(p.relative_to(root / str(newest))) not in UNREAD
+    )
+    big = sorted(files, key=lambda p: p.stat().st_size)[-3:]
+    path = rng.choice(big if how in ("zeroed", "swapped") else files)
+    if how == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "zeroed":
+        path.write_bytes(bytes(path.stat().st_size))
+    elif how == "deleted":
+        path.unlink()
+    elif how == "swapped":
+        # Another good file of the same run, in the wrong place.
+        others = [p for p in (root / str(older)).rglob("*") if p.is_file() and p.stat().st_size > 1000]
+        shutil.copy(rng.choice(others), path)
+    return newest, str(path.relative_to(root))
+
+
+def test_damaged_checkpoints_are_refused_by_name(reference, table, cache, tmp_path):
+    chain = Chain(Settings(tmp_path / "run", 2, cache, FIELDS), reference, TOLERANCE, SEED)
+    lost = table.lost.total()
+    chain.terminate(2, "save")
+    for number in range(CORRUPTIONS):
+        how = ("truncated", "zeroed", "deleted", "swapped")[number % 4]
+        before = steps_on_disk(chain.directory)
+        step, file = damage(chain.directory, how, chain.random)
+        fields = FIELDS | {"num_train_steps": before[-1] + 6}
+        job = one_job(dataclasses.replace(chain.settings, processes=1 + number % 2, fields=fields))
+        problems = []
+        if f"restored step {before[-2]} from" not in job.logs[0] or f"step {step} " not in job.logs[0]:
+            problems.append(f"{file} of step {step}: the run did not go on from step {before[-2]}\n{job.log()}")
+        if not list((chain.directory / "checkpoints").glob(f"refused-{step}*")):
+            problems.append(f"step {step} was not moved aside")
+        wrong = [s for s, loss in losses(chain.directory).items() if s in reference and loss != chain.expected(s)]
+        report(table, f"corruption: {how}", problems + ([f"losses differ at {wrong[:5]}"] if wrong else []))
+    assert table.lost.total() == lost, str(table)
+
+
+def one_job(settings: Settings) -> RunningJob:
+    with started(settings) as job:
+        job.finish()
+    return job
+
+
+# (processes and mesh that save, processes and mesh that go on)
+CHANGES = [
+    ((2, "replica:1,data:4,mdl:2"), (1, "replica:1,data:2,mdl:1")),
+    ((1, "replica:1,data:2,mdl:2"), (2, "replica:1,data:2,mdl:4")),
+    ((4, "replica:1,data:4,mdl:2"), (2, "replica:1,data:1,mdl:2")),
+    ((2, "replica:2,data:2,mdl:1"), (4, "replica:1,data:2,mdl:4")),
+]
+
+
+@pytest.mark.parametrize(("first", "then"), CHANGES, ids=[f"{a[0]}-{b[0]}" for a, b in CHANGES])
+def test_other_meshes_and_process_counts_go_on(reference, table, cache, tmp_path, first, then):
+    directory, problems = tmp_path / "run", []
+    for (processes, mesh), steps in ((first, 10), (then, 20)):
+        settings = Settings(directory, processes, cache, FIELDS | {"num_train_steps": steps}, mesh=mesh)
+        job = one_job(settings)
+        if "stopped after step" not in job.logs[0]:
+            problems.append(job.log())
+    curve = losses(directory)
+    wrong = [s for s, loss in curve.items() if loss != pytest.approx(reference[s], rel=TOLERANCE)]
+    if wrong or list(curve) != list(range(1, 21)):
+        problems.append(f"losses differ at {wrong}; there are steps {list(curve)}")
+    report(table, f"mesh change, {first[0]} to {then[0]} processes", problems)
+    assert not problems
+
+
+def test_rows_that_the_devices_of_a_process_do_not_divide(cache, tmp_path):
+    # 3 rows each on 4 devices: what fills them up to 4 counts nothing, in training, evaluation and decode.
+    fields = FIELDS | {"num_train_steps": 7}
+    jobs = [run(Settings(tmp_path / str(n), n, cache, fields, rows=6)) for n in (1, 2)]
+    one, two = (job.settings.directory for job in jobs)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert records(two, "eval_heldout")[7]["avg_xent"] == pytest.approx(
+        records(one, "eval_heldout")[7]["avg_xent"], rel=1e-5
+    )
+    for job in jobs:
+        run(dataclasses.replace(job.settings, flags=("--mode=decode_once",)))
+    decoded = [
+        [
+            json.loads(line)
+            for line in (path / "decode_out" / "heldout_prompts" / "step_7.jsonl").read_text().splitlines()
+        ]
+        for path in (one, two)
+    ]
+    prompts = [[(example["index"], example["prompt"]) for example in examples] for examples in decoded]
+    assert prompts[0] == prompts[1]
+    assert [index for index, _ in prompts[0]] == [0, 1, 2, 3, 4]
+    assert [example["ids"] for example in decoded[0]] == [example["ids"] for example in decoded[1]]
+
+
+def test_a_run_that_only_asks_for_a_checkpoint_goes_on_after_it(table, cache, tmp_path):
+    fields = FIELDS | {
+        "num_train_steps": 300,
+        "save_interval_steps": 1000,
+        "save_max_to_keep": 9,
+        "eval_interval_steps": 0,
+    }
+    settings = Settings(tmp_path / "run", 2, cache, fields, flags=("--exit_after_ondemand_checkpoint=false",))
+    with started(settings) as job:
+        job.wait_for_line("training from step")
+        job.send(signal.SIGTERM, 0)
+        statuses = job.finish()
+    saved = steps_on_disk(settings.directory)
+    good = statuses == [0, 0] and len(saved) == 2 and saved[1] == 300 and "then going on" in job.logs[0]
+    report(table, "SIGTERM, save and go on", [] if good else [f"{statuses}, {saved}\n{job.log()}"])
+    assert good
+
+
+def test_ctrl_c_to_one_process_ends_all_of_them_in_good_order(table, cache, tmp_path):
+    settings = Settings(tmp_path / "run", 2, cache, FIELDS, flags=("--exit_after_ondemand_checkpoint=false",))
+    with started(settings) as job:
+        job.wait_for_line("training from step")
+        job.send(signal.SIGINT, 0)
+        statuses = job.finish()
+    good = statuses == [0, 0] and "then leaving" in job.logs[1]
+    report(table, "Ctrl-C", [] if good else [f"{statuses}\n{job.log()}"])
+    assert good
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ten_interruptions_change_no_number(table, cache, tmp_path, processes):
+    fields = FIELDS | {"num_train_steps": 400, "eval_interval_steps": 0}
+    whole = run(Settings(tmp_path / "whole", processes, cache, fields))
+    want = losses(whole.settings.directory)
+    chain = Chain(Settings(tmp_path / "run", processes, cache, fields), want, 0.0, SEED + processes)
+    problems = []
+    for number in range(10):
+        if steps_on_disk(chain.directory)[-1:] == [400]:
+            break
+        problems += chain.kill(processes, ("train", "save")[number % 2])
+    run(chain.settings)
+    if losses(chain.directory) != want:
+        problems.append("the curve is not the same numbers")
+    report(table, f"10 interruptions, {processes} processes", problems)
+    assert not problems

@@ -1,0 +1,108 @@
+"""Two real processes on loopback: one process' numbers, one step after a SIGTERM, an end in good order after a SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import signal
+import types
+
+import pytest
+from conftest import FIELDS, STEPS
+from job_helpers import (
+    STATUS_LOST_PROCESS,
+    STATUS_USER_ERROR,
+    Settings,
+    losses,
+    records,
+    run,
+    started,
+    steps_on_disk,
+)
+
+from spmd_trainer.cli import distributed
+from spmd_trainer.errors import UserError
+
+# One worker: its compilation cache and its job of one process are made once.
+pytestmark = pytest.mark.xdist_group("multiprocess")
+# Sums over the mesh come in another order across processes.
+TOLERANCE = 1e-5
+FLAGS = {
+    "distributed": None,
+    "coordinator_address": None,
+    "num_processes": None,
+    "process_id": None,
+    "heartbeat_seconds": 30,
+}
+WITHOUT_END = FIELDS | {"num_train_steps": 100_000, "save_interval_steps": 50, "eval_interval_steps": 0}
+
+
+def test_two_processes_give_the_numbers_of_one(one_process, cache, tmp_path):
+    directory = tmp_path / "run"
+    job = run(Settings(directory, 2, cache, FIELDS))
+    reference = one_process.settings.directory
+    assert losses(directory) == pytest.approx(losses(reference), rel=TOLERANCE)
+    assert list(losses(directory)) == list(range(1, STEPS + 1))
+    for step in (6, 12):
+        got, want = (records(path, "eval_heldout")[step] for path in (directory, reference))
+        # 19 windows of 32 bytes: each is counted once, whoever reads it.
+        assert got["num_predictions"] == want["num_predictions"] == 19 * 32
+        assert got["avg_xent"] == pytest.approx(want["avg_xent"], rel=TOLERANCE)
+    written = (directory / "summaries" / "train" / "metrics.jsonl").read_text().splitlines()
+    assert len(written) == STEPS
+    assert "step 1/" in job.logs[0]
+    assert "step 1/" not in job.logs[1]
+    mesh = json.loads((directory / "checkpoints" / str(STEPS) / "record" / "record.json").read_text())["mesh"]
+    assert mesh["processes"] == 2
+
+
+def test_sigterm_and_sigkill_to_one_process_and_one_process_goes_on(one_process, cache, tmp_path):
+    directory = tmp_path / "run"
+    with started(Settings(directory, 2, cache, WITHOUT_END)) as job:
+        job.wait_for_line("training from step 0")
+        job.send(signal.SIGTERM, 1)
+        assert job.finish() == [0, 0], job.log()
+    (saved,) = [step for step in steps_on_disk(directory) if step % 50] or steps_on_disk(directory)[-1:]
+    assert f"stopped after step {saved} of" in job.logs[0]
+    assert "process 1: a process got SIGTERM: all 2 save this step" in job.logs[1]
+
+    with started(Settings(directory, 2, cache, WITHOUT_END | {"save_interval_steps": 5})) as job:
+        job.wait_for_line("saving step")
+        job.send(signal.SIGKILL, 1)
+        # Long before JAX's heartbeats would notice.
+        assert job.finish(seconds=60) == [STATUS_LOST_PROCESS, -signal.SIGKILL], job.log()
+    assert f"restored step {saved} from" in job.logs[0]
+    assert "process 0 leaves, because process 1 (" in job.logs[0]
+
+    newest = steps_on_disk(directory)[-1]
+    last = {"num_train_steps": max(newest, saved, STEPS) + 6}
+    job = run(Settings(directory, 1, cache, FIELDS | last))
+    assert f"restored step {newest} from" in job.logs[0]
+    assert list(losses(directory)) == list(range(1, last["num_train_steps"] + 1))
+    early = {step: loss for step, loss in losses(directory).items() if step <= STEPS}
+    assert early == pytest.approx(losses(one_process.settings.directory), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"num_processes": 2}, "--coordinator_address, --process_id must be given too"),
+        ({"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, "ids go from 0 to 1"),
+        ({"coordinator_address": "a", "num_processes": 2, "process_id": 0}, "host:port"),
+        ({"distributed": "auto", "process_id": 0}, "--distributed=auto finds out --process_id itself"),
+    ],
+)
+def test_flags_that_describe_no_job_are_refused(flags, words):
+    with pytest.raises(UserError, match=words):
+        distributed.cluster_from_flags(types.SimpleNamespace(**FLAGS | flags))
+
+
+def test_one_process_is_no_cluster():
+    assert distributed.cluster_from_flags(types.SimpleNamespace(**FLAGS)) is None
+    alone = {"coordinator_address": "a:1", "num_processes": 1, "process_id": 0}
+    assert distributed.cluster_from_flags(types.SimpleNamespace(**FLAGS | alone)) is None
+
+
+def test_processes_that_do_not_divide_the_mesh_are_refused_by_all(cache, tmp_path):
+    with started(Settings(tmp_path / "run", 2, cache, mesh="replica:1,data:3,mdl:1")) as job:
+        assert job.finish() == [STATUS_USER_ERROR] * 2, job.log()
+    assert "2 processes can't share a mesh of 3 devices evenly" in job.logs[0]
