@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from job_helpers import RunningJob, Settings, run
-
-STEPS = 12
-# Every step's loss is written; a checkpoint every fourth step; evaluation in the middle and at the end.
-FIELDS = {
-    "num_train_steps": STEPS,
-    "save_interval_steps": 4,
-    "save_max_to_keep": 3,
-    "summary_interval_steps": 1,
-    "eval_interval_steps": 6,
-    "log_train_output_interval_steps": 1,
-}
+from job_helpers import FIELDS, RunningJob, Settings, run
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,16 @@ TINY = "lm.stdlib.StdlibBytesTiny"
 # Rows of the global batch, however many processes feed it, and devices, however many processes hold them.
 GLOBAL_BATCH = 8
 MESH = "replica:1,data:4,mdl:2"
+STEPS = 12
+# Every step's loss is written; a checkpoint every fourth step; evaluation in the middle and at the end.
+FIELDS = {
+    "num_train_steps": STEPS,
+    "save_interval_steps": 4,
+    "save_max_to_keep": 3,
+    "summary_interval_steps": 1,
+    "eval_interval_steps": 6,
+    "log_train_output_interval_steps": 1,
+}
 # Much more than any of these jobs takes on a loaded machine; a job that hangs is a failure.
 TIMEOUT_SECONDS = 240
 # The statuses of `spmd_trainer.cli`.

@@ -7,10 +7,11 @@ import signal
 import types
 
 import pytest
-from conftest import FIELDS, STEPS
 from job_helpers import (
+    FIELDS,
     STATUS_LOST_PROCESS,
     STATUS_USER_ERROR,
+    STEPS,
     Settings,
     losses,
     records,
