@@ -26,7 +26,7 @@ train: setup
 test: setup
 	$(RUN) pytest -n 2 --dist loadgroup -m "not slow"
 
-# Kills, SIGTERMs, damaged checkpoints and mesh changes with real processes; prints a table of what survived. Half an hour.
+# Kills, SIGTERMs, damaged checkpoints and mesh changes with real processes; prints a table of what survived. An hour or more.
 faults: setup
 	$(RUN) pytest -s -m slow tests/multiprocess
 

@@ -7,6 +7,7 @@ state is padded again. The state goes out in its own shardings, its buffers dona
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -226,7 +227,7 @@ class PjitPartitioner:
 
         def step(state: TrainState, prng_key: jax.Array, inputs: Any) -> tuple[Any, Any]:
             passes = self._passes(metadata, state.mdl_vars, inputs, inputs_shape_dtype)
-            inputs = jax.tree.map(_without_added_rows, inputs, inputs_shape_dtype)
+            inputs = jax.tree.map(functools.partial(_without_added_rows, self.mesh), inputs, inputs_shape_dtype)
             # A batch that its axes don't divide is padded by the compiler inside the program, at its own cost.
             inputs = sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
             new_state, outputs = step_fn(
@@ -269,13 +270,22 @@ class PjitPartitioner:
         return dict(self.mesh.shape)
 
 
-def _without_added_rows(x: jax.Array, logical: jax.ShapeDtypeStruct) -> jax.Array:
+def _without_added_rows(mesh: Mesh, x: jax.Array, logical: jax.ShapeDtypeStruct) -> jax.Array:
     """Takes off the rows that `preprocess_inputs` added: each process added its own, after its own rows."""
-    rows, processes = logical.shape[0], jax.process_count()
+    rows = logical.shape[0]
     if x.shape[0] == rows:
         return x
-    by_process = x.reshape(processes, x.shape[0] // processes, *x.shape[1:])
-    return by_process[:, : rows // processes].reshape(rows, *x.shape[1:])
+    if jax.process_count() == 1:
+        return x[:rows]
+    # The batch lies on the mesh's devices in order, and those of a process need not stand side by side.
+    per_device, own_rows = x.shape[0] // mesh.size, rows // jax.process_count()
+    seen: dict[int, int] = collections.Counter()
+    kept = []
+    for position, device in enumerate(mesh.devices.flat):
+        first = seen[device.process_index]
+        seen[device.process_index] += per_device
+        kept += [position * per_device + i for i in range(per_device) if first + i < own_rows]
+    return x[np.array(kept)]
 
 
 class _InMesh:

@@ -1,5 +1,7 @@
 """The partitioned step against the pure one: same numbers on any mesh, zeros in the padding, buffers donated."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -151,3 +153,15 @@ def test_a_missing_rank_names_input_shape_and_fix():
         make_partitioner((1, 4, 2), task)
     assert "inputs_split_mapping" in str(error.value)
     assert str((ROWS, LENGTH)) in str(error.value)
+
+
+@pytest.mark.parametrize("order", [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0, 1, 0]])
+def test_each_process_gets_its_own_added_rows_taken_off_however_its_devices_lie(monkeypatch, order):
+    """2 processes, 5 rows each on 4 devices each: 2 rows a device, the last 3 of each process' 8 are added ones."""
+    devices = np.array([types.SimpleNamespace(process_index=process) for process in order], dtype=object)
+    mesh = types.SimpleNamespace(devices=devices.reshape(2, 4), size=8)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    own = {process: iter([process * 10 + i for i in range(5)] + [-1] * 3) for process in (0, 1)}
+    arrived = np.array([next(own[process]) for process in order for _ in range(2)])
+    kept = partitioning._without_added_rows(mesh, jax.numpy.asarray(arrived), jax.ShapeDtypeStruct((10,), int))
+    assert sorted(kept.tolist()) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 TINY = "lm.stdlib.StdlibBytesTiny"
 # Rows of the global batch, however many processes feed it, and devices, however many processes hold them.
@@ -104,13 +104,6 @@ class RunningJob:
             assert self._changed.wait_for(
                 lambda: text in self.logs[index] or self.processes[index].poll() is not None, TIMEOUT_SECONDS
             ), self.log()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Returns when the condition holds, or a process is gone."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not condition() and all(process.poll() is None for process in self.processes):
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.01)
 
     def send(self, number: signal.Signals, index: int) -> None:
         """Sends a signal to one process."""
