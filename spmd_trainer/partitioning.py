@@ -7,18 +7,16 @@ state is padded again. The state goes out in its own shardings, its buffers dona
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd_trainer import carried_padding, sharding, state_specs, step_fns
+from spmd_trainer import batch_rows, carried_padding, minibatches, sharding, state_specs, step_fns
 from spmd_trainer.state_specs import StateMetadata
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
@@ -28,6 +26,8 @@ StepFn = Callable[..., tuple[Any, Any]]
 PartitionedStepFn = Callable[[TrainState, jax.Array, Any], tuple[Any, Any]]
 # Name of the one axis of a model that declares no mesh: data-parallel over all devices.
 DEFAULT_AXIS = "data"
+# What becomes of the global batch on fewer devices: each holds more rows; the same rows, in more minibatches; fewer rows.
+ElasticBatch: TypeAlias = Literal["whole", "accumulate", "scale"]
 
 
 def mesh_from_model(model: Any, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -74,7 +74,7 @@ class PjitPartitioner:
       task: the built task.
       mesh: the device mesh.
       metadata: one `VariableSpec` per variable, set by `setup`.
-      elastic: whether a run may move to other devices.
+      num_minibatches, elastic, elastic_batch: see `__init__`.
     """
 
     # How `numpy.pad` fills the rows that are missing to a multiple of the devices.
@@ -85,13 +85,32 @@ class PjitPartitioner:
         mesh: Mesh | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
+        num_minibatches: int = 1,
         elastic: bool = False,
+        elastic_batch: ElasticBatch = "whole",
     ):
-        """Uses `mesh`, or builds the one that the task's model declares out of `devices` (None for all).
+        """Settings.
 
-        With `elastic`, a run asks its experiment after each step which devices there are, and goes on with those.
+        Args:
+          mesh: None for the one that the task's model declares.
+          devices: what to build that one of; None for all.
+          num_minibatches: training works on the global batch in so many parts, one after the other
+            (`minibatches.AccumulatingPasses`).
+          elastic: the run asks its experiment after each step which devices there are, and goes on with those.
+          elastic_batch: on n times fewer devices each holds n times the rows ('whole'), or works on n times the minibatches
+            ('accumulate'), or the global batch is n times smaller and the learning rate what it was ('scale').
+
+        Raises:
+          ValueError: a setting outside of these.
         """
+        name = type(self).__name__
+        if num_minibatches < 1:
+            raise ValueError(f"{name}: num_minibatches is {num_minibatches}; at least 1 is needed")
+        if elastic_batch not in get_args(ElasticBatch):
+            raise ValueError(f"{name}: elastic_batch is {elastic_batch!r}; it is one of {get_args(ElasticBatch)}")
+        self.num_minibatches = num_minibatches
         self.elastic = elastic
+        self.elastic_batch = elastic_batch
         self._given_mesh = mesh
         self._devices = devices
         self.task: SingleTask
@@ -123,7 +142,12 @@ class PjitPartitioner:
         self.metadata = self._build_metadata()
 
     def _build_metadata(self) -> StateMetadata:
-        return state_specs.build(self.task, self._inputs_shape_dtype, self.mesh)
+        metadata = state_specs.build(self.task, self._inputs_shape_dtype, self.mesh)
+        if self.num_minibatches > 1:
+            num_rows = jax.tree.leaves(self._inputs_shape_dtype)[0].shape[0]
+            minibatches.check_count(self.num_minibatches, num_rows)
+            minibatches.check_no_overwritten(metadata.var_weight_hparams, f"num_minibatches={self.num_minibatches}")
+        return metadata
 
     def eval_metadata(self) -> StateMetadata:
         """The metadata of a state without optimizer states."""
@@ -164,12 +188,7 @@ class PjitPartitioner:
 
     def pad_inputs_shape_dtype(self, inputs_shape_dtype: Any) -> Any:
         """Returns the inputs' shapes with the batch dimension raised to the next multiple of the device count."""
-        devices = self.mesh.size
-
-        def pad(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((-(-x.shape[0] // devices) * devices, *x.shape[1:]), x.dtype)
-
-        return jax.tree.map(pad, inputs_shape_dtype)
+        return jax.tree.map(functools.partial(batch_rows.padded_shape, self.mesh.size), inputs_shape_dtype)
 
     def inputs_partition_spec(self, inputs_shape_dtype: Any) -> Any:
         """Returns how inputs arrive: dimension 0 over every mesh axis."""
@@ -187,17 +206,8 @@ class PjitPartitioner:
           specs: PartitionSpecs of the inputs.
         """
         shards = max(1, self.mesh.size // jax.process_count())
-
-        def pad(x: Any) -> np.ndarray:
-            missing = -len(x) % shards
-            widths = [(0, missing)] + [(0, 0)] * (np.ndim(x) - 1)
-            return np.pad(x, widths, mode=self._row_padding) if missing else np.asarray(x)
-
-        batch = jax.tree.map(pad, batch)
-        shardings = self._shardings(specs)
-        if jax.process_count() == 1:
-            return jax.device_put(batch, shardings)
-        return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, x), batch, shardings)
+        batch = jax.tree.map(lambda x: batch_rows.pad(x, shards, self._row_padding), batch)
+        return batch_rows.place(batch, self._shardings(specs))
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -222,17 +232,13 @@ class PjitPartitioner:
         return PartitionedStep(_InMesh(jitted, self.mesh), specs, padded)
 
     def _wrap(self, step_fn: StepFn, metadata: StateMetadata, inputs_shape_dtype: Any) -> PartitionedStepFn:
-        mapping = self.task.train.inputs_split_mapping
         view = self._step_view(metadata, inputs_shape_dtype)
 
         def step(state: TrainState, prng_key: jax.Array, inputs: Any) -> tuple[Any, Any]:
-            passes = self._passes(metadata, state.mdl_vars, inputs, inputs_shape_dtype)
-            inputs = jax.tree.map(functools.partial(_without_added_rows, self.mesh), inputs, inputs_shape_dtype)
-            # A batch that its axes don't divide is padded by the compiler inside the program, at its own cost.
-            inputs = sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
-            new_state, outputs = step_fn(
-                view.task, view.slice(state), prng_key, inputs, view.metadata.var_weight_hparams, *passes
-            )
+            rows = jax.tree.map(functools.partial(batch_rows.without_added, self.mesh), inputs, inputs_shape_dtype)
+            rows, logical = self._reshard_inputs(rows), view.slice(state)
+            passes = self._passes(metadata, (state.mdl_vars, inputs), (logical.mdl_vars, rows))
+            new_state, outputs = step_fn(view.task, logical, prng_key, rows, view.metadata.var_weight_hparams, *passes)
             return (None if new_state is None else view.pad(new_state)), outputs
 
         return step
@@ -241,15 +247,19 @@ class PjitPartitioner:
         """How the pure step sees the state."""
         return carried_padding.step_view(self.task, metadata, inputs_shape_dtype)
 
-    def _passes(
-        self, metadata: StateMetadata, mdl_vars: Any, inputs: Any, inputs_shape_dtype: Any
-    ) -> tuple[()] | tuple[step_fns.Passes]:
-        """What a step function gets besides, as `passes`: nothing here, where the compiler splits forward and backward.
+    def _reshard_inputs(self, inputs: Any) -> Any:
+        mapping = self.task.train.inputs_split_mapping
+        # A batch that its axes don't divide is padded by the compiler inside the program, at its own cost.
+        return sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
 
-        `mdl_vars` and `inputs` are the padded ones.
-        """
-        del metadata, mdl_vars, inputs, inputs_shape_dtype
-        return ()
+    def _passes(
+        self, metadata: StateMetadata, padded: tuple[Any, Any], logical: tuple[Any, Any]
+    ) -> tuple[()] | tuple[step_fns.Passes]:
+        """What a step function gets as `passes`, for (variables, inputs) with padding and without."""
+        del metadata, padded
+        if self.num_minibatches == 1:
+            return ()
+        return (minibatches.AccumulatingPasses(*logical, self.num_minibatches, self._reshard_inputs),)
 
     # --- what other layers ask ------------------------------------------------------------------------------------
 
@@ -268,24 +278,6 @@ class PjitPartitioner:
     def mesh_shape(self) -> Mapping[str, int]:
         """The mesh's sizes by axis name."""
         return dict(self.mesh.shape)
-
-
-def _without_added_rows(mesh: Mesh, x: jax.Array, logical: jax.ShapeDtypeStruct) -> jax.Array:
-    """Takes off the rows that `preprocess_inputs` added: each process added its own, after its own rows."""
-    rows = logical.shape[0]
-    if x.shape[0] == rows:
-        return x
-    if jax.process_count() == 1:
-        return x[:rows]
-    # The batch lies on the mesh's devices in order, and those of a process need not stand side by side.
-    per_device, own_rows = x.shape[0] // mesh.size, rows // jax.process_count()
-    seen: dict[int, int] = collections.Counter()
-    kept = []
-    for position, device in enumerate(mesh.devices.flat):
-        first = seen[device.process_index]
-        seen[device.process_index] += per_device
-        kept += [position * per_device + i for i in range(per_device) if first + i < own_rows]
-    return x[np.array(kept)]
 
 
 class _InMesh:
@@ -384,7 +376,7 @@ def get_partitioned_spmd_model_decode_fn(
     del init_key
     partitioner = PjitPartitioner()
     partitioner.setup(jax_task, inputs_shape)
-    _check_same_layout(partitioner.metadata, partitioned_train_state, train_state_partition_specs)
+    partitioner.metadata.check_state(partitioned_train_state, train_state_partition_specs)
     return _inference_fn(partitioner, step_fns.decode_step, inputs_shape)
 
 
@@ -405,14 +397,3 @@ def _placed(partitioner: PjitPartitioner, step: PartitionedStep, inputs: Any) ->
     if all(isinstance(x, jax.Array) for x in jax.tree.leaves(inputs)):
         return inputs
     return partitioner.preprocess_inputs(inputs, step.inputs_partition_spec)
-
-
-def _check_same_layout(metadata: StateMetadata, state: TrainState, specs: TrainState) -> None:
-    def check(variable: Any, array: jax.Array, spec: PartitionSpec) -> None:
-        if array.shape != variable.padded_shape or spec != variable.spec:
-            raise ValueError(
-                f"{variable.path} of the train state has shape {array.shape} and spec {spec}, but the task's model declares "
-                f"{variable.padded_shape} (logical {variable.logical_shape}) and {variable.spec}; give the task that made it"
-            )
-
-    jax.tree.map(check, metadata.variables, state, specs)

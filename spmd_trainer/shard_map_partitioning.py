@@ -35,7 +35,7 @@ import jax
 from jax.sharding import Mesh
 from praxis import base_layer
 
-from spmd_trainer import carried_padding, collectives, partitioning, state_specs, step_fns
+from spmd_trainer import carried_padding, collectives, minibatches, partitioning, state_specs, step_fns
 from spmd_trainer.shard_map_passes import ShardMapPasses
 from spmd_trainer.sharding.variables import make_variable_spec, named_leaves
 from spmd_trainer.state_specs import StateMetadata
@@ -62,6 +62,8 @@ class ShardMapPartitioner(partitioning.PjitPartitioner):
         gather: Literal["layer", "step"] | None = None,
         mesh: Mesh | None = None,
         devices: Sequence[jax.Device] | None = None,
+        elastic: bool = False,
+        elastic_batch: partitioning.ElasticBatch = "whole",
     ):
         """Settings; see the top of the file for what they mean.
 
@@ -73,35 +75,30 @@ class ShardMapPartitioner(partitioning.PjitPartitioner):
           gather: when fsdp gathers parameters; None for 'layer' with one minibatch, 'step' with several.
           mesh: the mesh; None for the one that the task's model declares.
           devices: what to build that one of; None for all.
+          elastic: as for `PjitPartitioner`.
+          elastic_batch: as for `PjitPartitioner`.
 
         Raises:
           ValueError: a setting outside of these.
         """
-        super().__init__(mesh, devices=devices)
+        super().__init__(
+            mesh, devices=devices, num_minibatches=num_minibatches, elastic=elastic, elastic_batch=elastic_batch
+        )
         if sharding not in ("dp", "fsdp"):
             raise ValueError(f"ShardMapPartitioner: sharding is {sharding!r}; it can be 'dp' or 'fsdp'")
         if gather not in ("layer", "step", None):
             raise ValueError(f"ShardMapPartitioner: gather is {gather!r}; it can be 'layer', 'step' or None")
         if sharding == "dp" and (axis_name is not None or gather is not None):
             raise ValueError("ShardMapPartitioner: axis_name and gather are settings of sharding='fsdp'; 'dp' has none")
-        if num_minibatches < 1:
-            raise ValueError(f"ShardMapPartitioner: num_minibatches is {num_minibatches}; at least 1 is needed")
         self.sharding = sharding
         self.axis_name = axis_name
         self.min_weight_size = min_weight_size
-        self.num_minibatches = num_minibatches
         once_per_step = sharding == "dp" or num_minibatches > 1
         self.gather = gather or ("step" if once_per_step else "layer")
 
     def _build_metadata(self) -> StateMetadata:
         metadata = state_specs.build(self.task, self._inputs_shape_dtype, self.mesh, self._plan)
-        overwritten = jax.tree.map(base_layer.var_overwrite_with_gradient, metadata.var_weight_hparams)
-        for path, overwrites in named_leaves(overwritten):
-            if overwrites:
-                raise ValueError(
-                    f"{path} is overwritten with its gradient (an fp8 scale), which is no mean over devices: "
-                    "ShardMapPartitioner cannot train it. Use PjitPartitioner."
-                )
+        minibatches.check_no_overwritten(metadata.var_weight_hparams, "ShardMapPartitioner")
         return metadata
 
     def _plan(self, var_weight_hparams: Any) -> Any:
@@ -134,9 +131,9 @@ class ShardMapPartitioner(partitioning.PjitPartitioner):
         return carried_padding.StepView(self.task, metadata, metadata)
 
     def _passes(
-        self, metadata: StateMetadata, mdl_vars: Any, inputs: Any, inputs_shape_dtype: Any
+        self, metadata: StateMetadata, padded: tuple[Any, Any], logical: tuple[Any, Any]
     ) -> tuple[step_fns.Passes]:
-        num_rows = jax.tree.leaves(inputs_shape_dtype)[0].shape[0]
+        num_rows = jax.tree.leaves(logical[1])[0].shape[0]
         if jax.process_count() > 1 and num_rows % self.mesh.size:
             raise ValueError(
                 f"ShardMapPartitioner: the global batch has {num_rows} rows, and {jax.process_count()} processes with "
@@ -145,8 +142,7 @@ class ShardMapPartitioner(partitioning.PjitPartitioner):
         variables = metadata.variables.mdl_vars
         return (
             ShardMapPasses(
-                mdl_vars,
-                inputs,
+                *padded,
                 variables,
                 self.mesh,
                 num_rows=num_rows,

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmd_trainer import collectives, step_fns, variable_masks
 from spmd_trainer.gathered_on_use import gathered_on_use, without_keeping_gathered
+from spmd_trainer.minibatches import Outputs
 from spmd_trainer.step_fns import StepFnOutput
 from spmd_trainer.tasks_lib import SingleTask
 
@@ -61,7 +62,7 @@ class ShardMapPasses(step_fns.Passes):
         excluded = variable_masks.get_excluded_var_mask_for_grad(var_weight_hparams, task.learner)
         trainable = variable_masks.mask_out(self._variables, excluded)
         minibatches = self._minibatches(self._wanted_minibatches)
-        outputs = _Outputs(task.learner.loss_name)
+        outputs = Outputs(task.learner.loss_name)
 
         def run(mdl_vars: Any, inputs: Any, key: jax.Array) -> Any:
             params, reduce_scatter, prepare = self._gathered(mdl_vars, excluded, trainable)
@@ -101,7 +102,7 @@ class ShardMapPasses(step_fns.Passes):
     def evaluate(self, task: SingleTask, prng_key: jax.Array, var_weight_hparams: Any) -> StepFnOutput:
         """See `step_fns.Passes.evaluate`. Parameters are gathered where layers read them; one all-reduce of metrics."""
         minibatches = self._minibatches(1)
-        outputs = _Outputs(task.learner.loss_name)
+        outputs = Outputs(task.learner.loss_name)
 
         def run(mdl_vars: Any, inputs: Any, key: jax.Array) -> Any:
             def measure(carry: None, rows: Any, index: jax.Array) -> tuple[None, Any, Any]:
@@ -209,47 +210,6 @@ class _Minibatches:
         """1.0 where minibatch `index` of this device holds rows of the batch, 0.0 where it holds padding."""
         first = (lax.axis_index(self._axes) * self.count + index) * self.num_rows
         return (first < self._num_real_rows).astype(jnp.float32)
-
-
-class _Outputs:
-    """Takes a step's output apart, into sums to reduce and arrays to line up by row, and puts it together again.
-
-    Structures are learnt while `take` is traced, so one instance belongs to one step function.
-    """
-
-    def __init__(self, loss_name: str | None):
-        self._loss_name = loss_name
-        self._treedef: Any
-        self._by_row: list[bool]
-        self._scalars: Any
-
-    def take(self, output: StepFnOutput, real: jax.Array, num_rows: int) -> tuple[dict[str, Any], list[Any]]:
-        """Returns (sum, weight) pairs, and the leaves that have the rows in dimension 0. `real` is 0.0 for padding."""
-        weight = output.weighted_scalars[self._loss_name][1]
-        leaves, self._treedef = jax.tree.flatten(output.per_example_out)
-        self._by_row = [jnp.ndim(x) > 0 and x.shape[0] == num_rows for x in leaves]
-        self._scalars = type(output.weighted_scalars)
-        pair = collectives.weighted_sum
-        sums = {
-            "loss": pair(output.loss, weight * real),
-            "scalars": {name: pair(v, w * real) for name, (v, w) in output.weighted_scalars.items()},
-            "summaries": {name: pair(x, real) for name, x in output.summary_tensors.items()},
-            "others": [pair(x, real) for x, by_row in zip(leaves, self._by_row, strict=True) if not by_row],
-        }
-        return sums, [x for x, by_row in zip(leaves, self._by_row, strict=True) if by_row]
-
-    def put_back(self, sums: dict[str, Any], by_row: list[Any], num_devices: int, num_rows: int) -> StepFnOutput:
-        """Returns the output over the global batch. `sums` are means over the devices."""
-        mean = collectives.weighted_mean
-        rows, others = iter(by_row), iter(sums["others"])
-        leaves = [next(rows)[:num_rows] if is_row else mean(*next(others)) for is_row in self._by_row]
-        scalars = {name: (mean(s, w), w * num_devices) for name, (s, w) in sums["scalars"].items()}
-        return StepFnOutput(
-            loss=mean(*sums["loss"]),
-            weighted_scalars=self._scalars(scalars),
-            per_example_out=jax.tree.unflatten(self._treedef, leaves),
-            summary_tensors={name: mean(s, w) for name, (s, w) in sums["summaries"].items()},
-        )
 
 
 def _where(real: jax.Array, new: Any, old: Any) -> Any:

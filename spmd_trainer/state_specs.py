@@ -69,6 +69,23 @@ class StateMetadata:
         """All VariableSpecs in the state's own order."""
         return jax.tree.leaves(self.variables)
 
+    def check_state(self, state: TrainState, specs: TrainState) -> None:
+        """Makes sure that a state, laid out as `specs`, is the padded state of this metadata.
+
+        Raises:
+          ValueError: an array has another shape or another spec; names the first.
+        """
+
+        def check(variable: VariableSpec, array: jax.Array, spec: PartitionSpec) -> None:
+            if array.shape != variable.padded_shape or spec != variable.spec:
+                raise ValueError(
+                    f"{variable.path} of the train state has shape {array.shape} and spec {spec}, but the task's model "
+                    f"declares {variable.padded_shape} (logical {variable.logical_shape}) and {variable.spec}; give the "
+                    "task that made it"
+                )
+
+        jax.tree.map(check, self.variables, state, specs)
+
     def num_params(self) -> int:
         """Number of elements of the trainable variables, at logical shapes."""
         params = self.variables.mdl_vars.get(base_layer.PARAMS, {})

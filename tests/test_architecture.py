@@ -23,11 +23,12 @@ FLOORS = [
         "tasks",
         "inputs",
     ],
-    ["collectives", "step_fns"],
+    ["collectives", "step_fns", "minibatches"],
     [
         "state_specs",
         "moving",
         "carried_padding",
+        "batch_rows",
         "partitioning",
         "gathered_on_use",
         "shard_map_passes",

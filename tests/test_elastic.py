@@ -24,11 +24,24 @@ class LosesDevices(StdlibBytesTiny):
 
     PLAN: ClassVar[dict[int, int]] = {2: 4, 4: 8}
 
+    BATCH: ClassVar[str] = "whole"
+
     def partitioner(self):
-        return partitioning.PjitPartitioner(elastic=True)
+        return partitioning.PjitPartitioner(elastic=True, elastic_batch=self.BATCH)
 
     def available_devices(self, step):
         return jax.devices()[: self.PLAN[step]] if step in self.PLAN else None
+
+
+class Accumulates(LosesDevices):
+    BATCH = "accumulate"
+
+
+class Scales(LosesDevices):
+    """Back after one step of half a batch: the whole batches then begin in the middle of one of a run that stayed."""
+
+    PLAN: ClassVar[dict[int, int]] = {2: 4, 3: 8}
+    BATCH = "scale"
 
 
 def job(directory, experiment=None):
@@ -44,21 +57,74 @@ def job(directory, experiment=None):
     return Job(settings, resolved)
 
 
+def records(directory):
+    return [json.loads(line) for line in (directory / "summaries" / "train" / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(directory):
-    lines = (directory / "summaries" / "train" / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    return {record["step"]: record["loss"] for record in records(directory)}
 
 
-def test_from_8_devices_to_4_to_8_the_losses_are_those_of_a_run_that_stayed(tmp_path, caplog):
-    train.train(job(tmp_path / "stays"))
+@pytest.fixture(scope="module")
+def stayed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("stays")
+    train.train(job(directory))
+    return losses(directory)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "batch"),
+    [
+        (LosesDevices, ["the global batch of 8 rows stays"] * 2),
+        (Accumulates, [f"the global batch of 8 rows stays, in {n} minibatches" for n in (2, 1)]),
+    ],
+)
+def test_from_8_devices_to_4_to_8_the_losses_are_those_of_a_run_that_stayed(
+    tmp_path, caplog, stayed, experiment, batch
+):
     with caplog.at_level("WARNING"):
-        train.train(job(tmp_path / "moves", LosesDevices()))
-    stayed, moved = losses(tmp_path / "stays"), losses(tmp_path / "moves")
+        train.train(job(tmp_path, experiment()))
+    moved = losses(tmp_path)
     assert list(stayed) == list(moved) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(list(moved.values()), list(stayed.values()), rtol=1e-5)
     changes = [record.getMessage() for record in caplog.records if "devices changed" in record.getMessage()]
-    assert [change.split("to ")[1] for change in changes] == ["replica=1, data=2, mdl=2", "replica=1, data=4, mdl=2"]
-    assert not (tmp_path / "moves" / "checkpoints").exists() or not any((tmp_path / "moves" / "checkpoints").iterdir())
+    meshes = ["replica=1, data=2, mdl=2", "replica=1, data=4, mdl=2"]
+    assert [change.split("to ", 1)[1] for change in changes] == [
+        f"{m}; {b}" for m, b in zip(meshes, batch, strict=True)
+    ]
+    assert not (tmp_path / "checkpoints").exists() or not any((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_scaled_batch_takes_no_example_twice_and_leaves_none_out(tmp_path, caplog, stayed, monkeypatch):
+    seen = []
+    place = partitioning.PjitPartitioner.preprocess_inputs
+    monkeypatch.setattr(
+        partitioning.PjitPartitioner,
+        "preprocess_inputs",
+        lambda self, batch, specs: seen.append((self.mesh.size, batch.ids)) or place(self, batch, specs),
+    )
+    with caplog.at_level("WARNING"):
+        train.train(job(tmp_path, Scales()))
+    assert [losses(tmp_path)[step] for step in (1, 2)] == pytest.approx([stayed[1], stayed[2]], rel=1e-5)
+    changes = [record.getMessage() for record in caplog.records if "devices changed" in record.getMessage()]
+    assert "the global batch goes from 8 rows to 4, and the learning rate stays" in changes[0]
+    assert "the global batch goes from 4 rows to 8, and the learning rate stays" in changes[1]
+    source = job(tmp_path).build_train_input()
+    order = np.concatenate([source.get_next().ids for _ in range(STEPS)])
+    first_half = next(i for i, (devices, _) in enumerate(seen) if devices == 4)
+    back = next(i for i, (devices, _) in enumerate(seen) if i > first_half and devices == 8)
+    # Batches that were ready when the devices changed are made anew.
+    np.testing.assert_array_equal(seen[first_half][1], order[16:20])
+    np.testing.assert_array_equal(np.concatenate([ids for _, ids in seen[back : back + 3]]), order[20:44])
+
+
+def test_a_batch_that_can_not_be_scaled_is_refused(tmp_path):
+    class SixRows(Scales):
+        GLOBAL_BATCH_SIZE = 6
+
+    run = job(tmp_path, SixRows())
+    with pytest.raises(UserError, match=r"6 rows of each process become 3/2, no whole number, on 2 devices"):
+        elastic.rebuild(run, jax.devices()[:2], None)
 
 
 def test_devices_that_the_rule_has_no_mesh_for_are_refused_with_the_way_out(tmp_path):

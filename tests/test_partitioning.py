@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from praxis import base_layer, pax_fiddle
 
 from experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer import batch_rows, partitioning, sharding, step_fns
 from spmd_trainer.inputs import batches, synthetic
 
 # Nothing divides: vocabulary 257, feed-forward width 67, and a batch of 6 rows on 8 devices.
@@ -163,5 +163,5 @@ def test_each_process_gets_its_own_added_rows_taken_off_however_its_devices_lie(
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     own = {process: iter([process * 10 + i for i in range(5)] + [-1] * 3) for process in (0, 1)}
     arrived = np.array([next(own[process]) for process in order for _ in range(2)])
-    kept = partitioning._without_added_rows(mesh, jax.numpy.asarray(arrived), jax.ShapeDtypeStruct((10,), int))
+    kept = batch_rows.without_added(mesh, jax.numpy.asarray(arrived), jax.ShapeDtypeStruct((10,), int))
     assert sorted(kept.tolist()) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]

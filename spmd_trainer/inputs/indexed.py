@@ -3,7 +3,8 @@
 The words used here: an *example* is one row of a batch. The examples of all processes stand in one global *order*;
 global batch n holds its places [n * G, (n + 1) * G), where G = batch_size * num_infeed_hosts, and process h takes its
 rows [h * batch_size, (h + 1) * batch_size) of them. The *position* is the number of global batches already taken. So
-the same examples stand in the same global batch however many processes share the work.
+the same examples stand in the same global batch however many processes share the work. What is saved is the number of
+places taken: an input with another G goes on at the next place, and its batch 0 then holds the places from there on.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class IndexedInput(base_input.BaseInput):
     switched on for them. All processes see the same number of batches.
     """
 
+    # The place that batch 0 begins at, and the batches taken since.
+    _origin: int = dataclasses.field(default=0, init=False, repr=False)
     _position: int = dataclasses.field(default=0, init=False, repr=False)
     _iterator: Any = dataclasses.field(default=None, init=False, repr=False)
 
@@ -114,12 +117,15 @@ class IndexedInput(base_input.BaseInput):
         order = self.order
         if order.endless or order.num_examples is None:
             return None
-        return -(-order.num_examples // self.global_batch_size)
+        return -(-(order.num_examples - self._origin) // self.global_batch_size)
+
+    def first_place(self, position: int) -> int:
+        """The place in the global order of this process' first row of global batch `position`; its others follow."""
+        return self._origin + position * self.global_batch_size + self.infeed_host_index * self.batch_size
 
     def examples_at(self, position: int) -> np.ndarray:
         """int64 [batch_size]: the examples in this process' rows of global batch `position`."""
-        first = position * self.global_batch_size + self.infeed_host_index * self.batch_size
-        return self.order.examples(first, self.batch_size)
+        return self.order.examples(self.first_place(position), self.batch_size)
 
     def get_next(self) -> NestedMap:
         """The batch at the position, which moves on by one.
@@ -180,8 +186,9 @@ class IndexedInput(base_input.BaseInput):
     def _iterate(self, start: int) -> Iterator[NestedMap]:
         return map(self.batch_at, itertools.count(start))
 
-    def _move_to(self, position: int) -> None:
-        self._position = position
+    def _move_to(self, place: int) -> None:
+        """The next batch begins at `place`."""
+        self._position, self._origin = divmod(place, self.global_batch_size)
         self._iterator = None
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -190,13 +197,13 @@ class IndexedInput(base_input.BaseInput):
         return {"num_examples": order.num_examples, "shuffle": order.shuffle, "seed": order.seed}
 
     def _get_state_internal(self) -> bytes:
-        state = {"position": self._position, "global_batch_size": self.global_batch_size, "data": self._fingerprint()}
-        return json.dumps(state, sort_keys=True).encode()
+        taken = self._origin + self._position * self.global_batch_size
+        return json.dumps({"places_taken": taken, "data": self._fingerprint()}, sort_keys=True).encode()
 
     def _set_state_internal(self, state: bytes) -> None:
         try:
             saved = json.loads(state)
-            taken, old_size, data = int(saved["position"]), int(saved["global_batch_size"]), dict(saved["data"])
+            taken, data = int(saved["places_taken"]), dict(saved["data"])
         except (ValueError, KeyError, TypeError) as error:
             raise self.error(f"this is no saved position of such an input: {state[:80]!r}") from error
         now = self._fingerprint()
@@ -207,13 +214,4 @@ class IndexedInput(base_input.BaseInput):
                 f"the saved position belongs to other batches: {what}. Put these back as they were, or start the input "
                 "from its beginning with task.train.enable_input_checkpointing=False"
             )
-        position, rest = divmod(taken * old_size, self.global_batch_size)
-        if self.num_batches is not None and position >= self.num_batches:
-            position, rest = self.num_batches, 0
-        if rest:
-            raise self.error(
-                f"the saved position, {taken} batches of {old_size} rows, falls inside a batch of "
-                f"{self.global_batch_size} rows; choose batch_size and num_infeed_hosts so that their product divides "
-                f"{taken * old_size}, e.g. {old_size} as it was"
-            )
-        self._move_to(position)
+        self._move_to(taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import json
 import os
 from collections.abc import Sequence
@@ -24,6 +25,23 @@ MARKER = "experiment.json"
 
 
 @dataclasses.dataclass(frozen=True)
+class Moved:
+    """The batch of a run that goes on on other devices than it began on.
+
+    Attributes:
+      first_devices: how many it began on.
+      first_minibatches: its partitioner's `num_minibatches` then.
+      num_minibatches: those it has now.
+      batch_scale: its global batch is so many times the first one.
+    """
+
+    first_devices: int
+    first_minibatches: int
+    num_minibatches: int
+    batch_scale: fractions.Fraction = fractions.Fraction(1)
+
+
+@dataclasses.dataclass(frozen=True)
 class JobSettings:
     """The command line, resolved.
 
@@ -42,6 +60,7 @@ class JobSettings:
       plan: `inspect` also compiles the train step and says what it needs.
       topology: the same for TPUs of this topology.
       devices: plan for these, as `plan.topology_devices` gives them, instead of those that are here.
+      moved: what the run began with and what it has now, once its devices have changed.
       mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)); declared axes that it leaves out get size 1.
     """
 
@@ -60,6 +79,7 @@ class JobSettings:
     plan: bool = False
     topology: str | None = None
     devices: Sequence[jax.Device] | None = None
+    moved: Moved | None = None
 
     @property
     def checkpoint_dir(self) -> epath.Path:
@@ -82,6 +102,8 @@ class Job:
         try:
             self.task: SingleTask = partitioning.build_task(resolved.task_p)
             self.partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner()
+            if settings.moved is not None:
+                self.partitioner.num_minibatches = settings.moved.num_minibatches
             mesh = _mesh(settings, self.task)
             if mesh is not None:
                 self.partitioner.use_mesh(mesh)
@@ -112,7 +134,37 @@ class Job:
 
     def _process_inputs_shape_dtype(self) -> Any:
         provider = pax_fiddle.build(self.experiment.get_input_specs_provider_params())
-        return provider.get_input_specs()
+        shapes = provider.get_input_specs()
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self._scaled(x.shape[0]), *x.shape[1:]), x.dtype), shapes)
+
+    def _scaled(self, rows: int) -> int:
+        scaled = rows * (self.settings.moved.batch_scale if self.settings.moved else fractions.Fraction(1))
+        if scaled.denominator != 1:
+            raise UserError(
+                f"elastic_batch='scale': {rows} rows of each process become {scaled}, no whole number, on "
+                f"{len(self.settings.devices or ())} devices; choose another batch size, or 'whole' or 'accumulate'"
+            )
+        return int(scaled)
+
+    def build_train_input(self) -> Any:
+        """Builds this process's share of the training input, its batch scaled as `settings.moved` says.
+
+        Raises:
+          UserError: as `build_input`; the batch can't be scaled so.
+        """
+        input_p = self.resolved.config.train_datasets[0].clone()
+        if self.settings.moved:
+            if input_p.batch_size is None and self.settings.moved.batch_scale != 1:
+                raise UserError(
+                    f"elastic_batch='scale': the training input {input_p.name!r} has no batch_size to scale"
+                )
+            input_p.batch_size = input_p.batch_size and self._scaled(input_p.batch_size)
+        return self.build_input(input_p)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the global training batch."""
+        return jax.tree.leaves(self.global_shape_dtype(self.process_inputs_shape_dtype))[0].shape[0]
 
     @staticmethod
     def global_shape_dtype(process_shape_dtype: Any) -> Any:

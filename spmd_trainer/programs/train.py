@@ -147,7 +147,7 @@ class _Run:
     def moves(self, step: int, job: Job, packing: ScalarPacking) -> None:
         """After `step` the run goes on on other devices."""
         self._use(job)
-        self.reports.use(packing, step)
+        self.reports.use(job, packing, step)
 
     def does(self, due: _Due, step: int, state: TrainState, input_state: bytes | None, batch: Any) -> bool:
         """Does what is due after a step; returns whether training is to end."""
@@ -204,9 +204,10 @@ class _Reports:
         self._invalid = InvalidSteps(job.task.learner, stop=guards.stop_on_invalid_step)
         self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
 
-    def use(self, packing: ScalarPacking, step: int) -> None:
-        """Reads the scalars of the steps after `step` with this packing."""
+    def use(self, job: Job, packing: ScalarPacking, step: int) -> None:
+        """The steps after `step` are this job's, their scalars packed so."""
         self._packing = packing
+        self.progress.items_per_step = _items_per_step(job)[0]
         self.progress.start(step)
 
     def add(self, step: int, packed: Any, *, keep: int) -> None:
@@ -298,7 +299,7 @@ def open_checkpointer(job: Job, *, read_only: bool = False) -> Checkpointer:
 @contextlib.contextmanager
 def _train_batches(job: Job, input_state: Any) -> Iterator[Prefetcher]:
     """The training input on the devices, from where the checkpoint left it."""
-    train_input = job.build_input(job.resolved.config.train_datasets[0])
+    train_input = job.build_train_input()
     if input_state is not None and job.task.train.enable_input_checkpointing:
         train_input.set_state(input_state["state"])
     padded = job.partitioner.pad_inputs_shape_dtype(job.global_shape_dtype(job.process_inputs_shape_dtype))
@@ -307,14 +308,17 @@ def _train_batches(job: Job, input_state: Any) -> Iterator[Prefetcher]:
         yield batches
 
 
-def _make_progress(job: Job, num_steps: int) -> Progress:
+def _items_per_step(job: Job) -> tuple[int, str]:
+    """How much a step works on, and what of."""
     shapes = job.global_shape_dtype(job.process_inputs_shape_dtype)
     tokens = shapes.get("ids") if hasattr(shapes, "get") else None
+    return (job.num_rows, "examples") if tokens is None else (math.prod(tokens.shape), "tokens")
+
+
+def _make_progress(job: Job, num_steps: int) -> Progress:
+    items, unit = _items_per_step(job)
     interval = job.task.train.log_train_output_interval_steps or job.task.train.summary_interval_steps
-    if tokens is not None:
-        return Progress(num_steps=num_steps, items_per_step=math.prod(tokens.shape), unit="tokens", interval=interval)
-    batch = jax.tree.leaves(shapes)[0].shape[0]
-    return Progress(num_steps=num_steps, items_per_step=batch, unit="examples", interval=interval)
+    return Progress(num_steps=num_steps, items_per_step=items, unit=unit, interval=interval)
 
 
 def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, input_state: bytes | None) -> None:

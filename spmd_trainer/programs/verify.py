@@ -175,7 +175,7 @@ def verify(job: Job, num_steps: int) -> None:
     """
     if jax.process_count() > 1:
         raise UserError("--mode=verify runs in one process: it reads every variable whole")
-    source = job.build_input(job.resolved.config.train_datasets[0])
+    source = job.build_train_input()
     batches = [source.get_next_padded() for _ in range(num_steps)]
     tolerance = Tolerance.for_task(job.task)
     reference = run_steps(single_device_partitioner(job.task, job.process_inputs_shape_dtype), batches, job.prng_key)

@@ -175,15 +175,35 @@ def test_a_position_is_the_same_for_any_number_of_processes(files):
     assert_same(stack_processes(*(take(share, 4) for share in shares)), take(alone, 4))
 
 
-def test_a_position_carries_over_to_another_batch_size_where_it_can(files):
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 7])
+def test_a_position_carries_over_to_any_batch_size(files, batch_size):
     source = make(files, batch_size=6, is_training=True)
     take(source, 2)
-    smaller = make(files, batch_size=4, is_training=True)
-    smaller.set_state(source.get_state())
-    rows = np.concatenate([batch.labels for batch in take(smaller, 3)])
-    np.testing.assert_array_equal(rows, np.concatenate([batch.labels for batch in take(source, 2)]))
-    with pytest.raises(ValueError, match=r"falls inside a batch of 5 rows.*divides 12"):
-        make(files, batch_size=5, is_training=True).set_state(make_state(files, batch_size=6, consumed=2))
+    other = make(files, batch_size=batch_size, is_training=True)
+    other.set_state(source.get_state())
+    rows = np.concatenate([batch.labels for batch in take(other, 12)])
+    expected = np.concatenate([batch.labels for batch in take(source, 14)])[: len(rows)]
+    np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("batch_size", [2, 5, 7])
+def test_an_evaluation_goes_on_to_its_end_with_another_batch_size(files, batch_size):
+    source = make(files, batch_size=3)
+    first = take(source, 1)
+    other = make(files, batch_size=batch_size)
+    other.set_state(source.get_state())
+    rest = list(iter(lambda: next_or_none(other), None))
+    seen = np.concatenate([batch.labels[batch.eval_sample_weights > 0] for batch in [*first, *rest]])
+    source.reset()
+    whole = np.concatenate([b.labels[b.eval_sample_weights > 0] for b in iter(lambda: next_or_none(source), None)])
+    np.testing.assert_array_equal(seen, whole)
+
+
+def next_or_none(source):
+    try:
+        return source.get_next()
+    except StopIteration:
+        return None
 
 
 def make_state(files, consumed, **kwargs):
