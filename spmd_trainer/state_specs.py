@@ -117,7 +117,9 @@ def build(
     if plan is not None:
         hparams, reasons = _apply_plan(plan(hparams), hparams, reasons, mesh, also_declared=True)
     elif task.train.sharding_strategy is not None:
-        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams)
+        # Rules see a repeated layer's variable as one layer has it: the same rules serve with and without repetition, and
+        # the dimension of the layers, which a loop runs over, is never split by accident.
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.shape), p.dtype), hparams)
         planned = sharding.plan_sharding(shapes, task.train.sharding_strategy, mesh)
         hparams, reasons = _apply_plan(planned, hparams, reasons, mesh, also_declared=False)
     logical = jax.eval_shape(
@@ -174,21 +176,26 @@ def _unmask(opt_hparams: Any) -> Any:
 
 
 def _apply_plan(planned: Any, hparams: Any, reasons: Any, mesh: Mesh, *, also_declared: bool) -> tuple[Any, Any]:
-    """Gives the planned mapping to each variable whose layer declares none, or to all."""
+    """Gives the planned mapping to each variable whose layer declares none, or to all.
+
+    A plan for a repeated layer's variable may leave out the dimensions of the repetition: these stay as declared.
+    """
 
     def merge(p: base_layer.WeightHParams, reason: str, plan: VariableSpec) -> tuple[Any, str]:
         if reason != NOT_DECLARED and not also_declared:
             return p, reason
         entries = tuple(plan.spec) + (None,) * (len(plan.logical_shape) - len(plan.spec))
-        prefix = len(p.repeat_prefix or ())
+        planned_repeats = len(entries) - len(p.shape)
         repeats = p.repeat_prefix_split_dims_mapping
-        if p.repeat_prefix is not None and (any(entries[:prefix]) or repeats is None or not _all_whole(repeats)):
-            repeats = entries[:prefix]
-        # Else it stays as it is written: praxis names the optimizer states of repeated layers after it.
+        # It stays as it is written where it can: praxis names the optimizer states of repeated layers after it.
+        if p.repeat_prefix is not None and repeats is None:
+            repeats = (None,) * len(p.repeat_prefix)
+        elif planned_repeats and not _all_whole(repeats):
+            repeats = entries[:planned_repeats]
         p = dataclasses.replace(
             p,
             mesh_shape=tuple(mesh.shape.values()),
-            tensor_split_dims_mapping=entries[prefix:],
+            tensor_split_dims_mapping=entries[planned_repeats:],
             repeat_prefix_split_dims_mapping=repeats,
         )
         return p, plan.reason

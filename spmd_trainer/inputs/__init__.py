@@ -2,8 +2,14 @@
 
 | name | module | gives |
 |---|---|---|
-| `ByteTextInput`, `PromptInput` | `text` | text files by byte, to train and evaluate on; their beginnings, for decode |
+| `TextInput`, `PromptInput` | `text` | text files, to train and evaluate on; their beginnings, for decode |
+| `PackedTextInput` | `packed_text` | short documents packed into rows, each a segment of its own |
+| `ByteTokenizer`, `SentencePieceTokenizer` | `tokenizers` | what text inputs make tokens with |
 | `stdlib_train_files`, `stdlib_heldout_files` | `stdlib_text` | source files of the interpreter's standard library |
+| `TfRecordInput`, `Feature` | `tfrecord` | TFRecord files of tf.train.Example |
+| `TfdsInput` | `tfds_input` | prepared TensorFlow Datasets |
+| `GrainInput`, `GrainStreamInput` | `grain_input` | Grain's MapDataset and IterDataset |
+| `ArrayInput`, `ExamplesInput` | `examples` | arrays in memory; the base of inputs over examples read by number |
 | `SyntheticInput`, `SyntheticLmInput` | `synthetic` | batches of any shape; a language to learn; numpy only |
 | `IndexedInput`, `ExampleOrder` | `indexed` | the base of them all: batch n is a pure function of n |
 | `Prefetcher` | `prefetch` | a thread that keeps batches ready on the devices |
@@ -12,22 +18,34 @@
 | `LmInputSpecsProvider`, `DatasetSpecsProvider` | `specs` | the same, for experiments |
 
 The names are imported when they are first asked for: importing this package brings in neither JAX, praxis nor
-TensorFlow. TensorFlow is imported when the fifth batch of a `ByteTextInput` is read, and by nothing else here.
+TensorFlow. TensorFlow is imported when the fifth batch of a `TextInput` or the first of a `TfRecordInput` is read, and by
+nothing else here. `ByteTextInput` is another name of `TextInput`, whose default is bytes.
 """
 
 import importlib
 from typing import Any
 
 _MODULE_OF = {
+    "ArrayInput": "examples",
     "ByteTextInput": "text",
+    "ByteTokenizer": "tokenizers",
     "DatasetSpecsProvider": "specs",
     "ExampleOrder": "indexed",
+    "ExamplesInput": "examples",
+    "Feature": "tfrecord",
+    "GrainInput": "grain_input",
+    "GrainStreamInput": "grain_input",
     "IndexedInput": "indexed",
     "LmInputSpecsProvider": "specs",
+    "PackedTextInput": "packed_text",
     "Prefetcher": "prefetch",
     "PromptInput": "text",
+    "SentencePieceTokenizer": "tokenizers",
     "SyntheticInput": "synthetic",
     "SyntheticLmInput": "synthetic",
+    "TextInput": "text",
+    "TfRecordInput": "tfrecord",
+    "TfdsInput": "tfds_input",
     "dataset_input_specs": "batches",
     "lm_input_specs": "batches",
     "pad_batch": "batches",

@@ -49,6 +49,33 @@ def pad_batch(batch: Any, to_size: int) -> Any:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(batch), padded)
 
 
+def blank_rows(batch: NestedMap, real: np.ndarray) -> NestedMap:
+    """Makes rows of a batch count for nothing, as those that `pad_batch` adds.
+
+    Args:
+      batch: NestedMap of numpy arrays [B, ...].
+      real: bool [B]: False for the rows to blank.
+
+    Returns:
+      `batch` with 0 in these rows' weights and segment ids, 1 in their paddings, and `eval_sample_weights` float32 [B],
+      which is added where it is missing.
+    """
+    batch = NestedMap(batch)
+    if "eval_sample_weights" not in batch:
+        batch.eval_sample_weights = np.ones(len(real), np.float32)
+    if real.all():
+        return batch
+
+    def blank(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
+        name = _path(path).rpartition("/")[2]
+        if name not in _FILL:
+            return leaf
+        mask = real.reshape(-1, *[1] * (np.ndim(leaf) - 1))
+        return np.where(mask, leaf, np.asarray(_FILL[name], np.asarray(leaf).dtype))
+
+    return jax.tree_util.tree_map_with_path(blank, batch)
+
+
 def _path(path: tuple[Any, ...]) -> str:
     return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 

@@ -93,6 +93,11 @@ class IndexedInput(base_input.BaseInput):
         """The global order of examples, the same in every process."""
         raise NotImplementedError
 
+    @property
+    def endless(self) -> bool:
+        """Whether the order has no end. A subclass whose `order` is dear to know says so itself."""
+        return self.order.endless
+
     def input_specs(self) -> NestedMap:
         """NestedMap of jax.ShapeDtypeStruct: this process' batch without padding. Reads nothing."""
         raise NotImplementedError
@@ -114,8 +119,10 @@ class IndexedInput(base_input.BaseInput):
     @property
     def num_batches(self) -> int | None:
         """Batches until StopIteration, the same in every process. None: endless."""
+        if self.endless:
+            return None
         order = self.order
-        if order.endless or order.num_examples is None:
+        if order.num_examples is None:
             return None
         return -(-(order.num_examples - self._origin) // self.global_batch_size)
 
@@ -164,10 +171,9 @@ class IndexedInput(base_input.BaseInput):
         Raises:
           UserError: it was set for an endless input.
         """
-        endless = self.order.endless
-        if endless and self.reset_for_eval:
+        if self.endless and self.reset_for_eval:
             raise self.error("reset_for_eval is set, but this input never ends; unset it, or make the input finite")
-        self.reset_for_eval: bool = not endless
+        self.reset_for_eval: bool = not self.endless
 
     def error(self, message: str) -> UserError:
         """A UserError that says which input is meant."""

@@ -1,9 +1,9 @@
-"""Text files by byte: windows for training and evaluation, beginnings of files for decode.
+"""Text files as tokens: windows for training and evaluation, beginnings of files for decode.
 
-A token is a byte (0 to 255) or `eos_id`, end-of-text. The files in their order, each followed by one end-of-text, make
-one stream s[0], s[1], ..., s[N-1]; s[-1] is end-of-text too. Window w has the labels s[wT : (w+1)T] and the ids
-s[wT-1 : (w+1)T-1]: each position sees the token before the one it predicts, and every token is predicted exactly once.
-The last window may be shorter than T; its rest has weight 0.
+A token is a byte (0 to 255) or `eos_id`, end-of-text; with a tokenizer, what that makes of a file. The files in their
+order, each followed by one end-of-text, make one stream s[0], s[1], ..., s[N-1]; s[-1] is end-of-text too. Window w has
+the labels s[wT : (w+1)T] and the ids s[wT-1 : (w+1)T-1]: each position sees the token before the one it predicts, and
+every token is predicted exactly once. The last window may be shorter than T; its rest has weight 0.
 
 Example, T = 4, one file holding b"hello", so that the stream is h e l l o EOS:
     window 0: ids EOS h e l, labels h e l l, weights 1 1 1 1
@@ -12,10 +12,7 @@ Example, T = 4, one file holding b"hello", so that the stream is h e l l o EOS:
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,9 +20,10 @@ import jax
 import numpy as np
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.inputs import batches, files, indexed
+from spmd_trainer.inputs import batches, indexed, text_base
+from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
+from spmd_trainer.inputs.tokenizers import ByteTokenizer
 
-BYTE_VALUES = 256
 # Batches that the pipeline keeps ready; the Prefetcher keeps its own on the devices.
 _READY_BATCHES = 2
 # Batches of one tf.data pipeline; building one takes as long as some 200 batches.
@@ -34,12 +32,13 @@ _STRETCH = 2048
 _BEFORE_TENSORFLOW = 4
 
 
-class ByteTextInput(indexed.IndexedInput):
-    """Byte-level language-model input over text files (see the module's text for what a window is).
+class TextInput(text_base.TokenizedFiles):
+    """Language-model input over text files (see the module's text for what a window is).
 
     Training (`is_training=True`): endless; each epoch gives every window once, in an order drawn from
     (input_random_seed, epoch). Otherwise: every window once, in the order of the files, then StopIteration until
-    `reset()`. Any bytes will do; they need not be UTF-8.
+    `reset()`. By byte, the files may hold anything; a SentencePiece tokenizer wants UTF-8, and reads all the files
+    before the first batch.
 
     A batch is a NestedMap of numpy arrays, which may be read-only: `ids`, `labels`, `segment_ids`, `segment_pos` int32
     [B, T]; `paddings`, `weights` float32 [B, T]; `eval_sample_weights` float32 [B]. One segment (1) a row; where
@@ -47,41 +46,26 @@ class ByteTextInput(indexed.IndexedInput):
 
     Attributes:
       files: paths, one path, or a function without arguments that returns paths. The caller chooses the split.
+      tokenizer: a `tokenizers.Tokenizer` or the config of one; None reads by byte.
+      eos_id: end-of-text, where there is no tokenizer; 256 makes a vocabulary of 257.
       seq_len: tokens per row, T.
-      eos_id: end-of-text; 256 makes a vocabulary of 257.
       shuffle: False gives the windows of a training input in the order of the files.
       max_windows: use so many windows, spread evenly over the files; None uses all.
     """
 
-    files: Any = None
     seq_len: int = 0
-    eos_id: int = BYTE_VALUES
     shuffle: bool = True
     max_windows: int | None = None
-    _found: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("seq_len")
         if self.max_windows is not None:
             self.require_positive("max_windows")
-        _check_eos(self)
-        self._found = _find_files(self)
-        self.settle_reset_for_eval()
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The files, in their order."""
-        return self._found.paths
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that may occur: the bytes and `eos_id`."""
-        return max(BYTE_VALUES, self.eos_id + 1)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one epoch: every byte and one end-of-text a file; with `max_windows`, those of its windows."""
+        """Tokens of one epoch: every token and one end-of-text a file; with `max_windows`, those of its windows."""
         if self.num_windows < self._windows_of_stream:
             return self.num_windows * self.seq_len  # the last window, which may be short, is not among them
         return self._stream_len
@@ -103,37 +87,37 @@ class ByteTextInput(indexed.IndexedInput):
     def input_specs(self) -> NestedMap:
         return batches.lm_input_specs(self.batch_size, self.seq_len)
 
-    def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
-        """Text of ids [B, T], of each row's first lengths[b]; see `decode_bytes`."""
-        del key
-        return decode_bytes(ids, lengths, self.eos_id)
-
     def _fingerprint(self) -> dict[str, Any]:
-        settings = {"seq_len": self.seq_len, "eos_id": self.eos_id, "files": self._found.checksum}
-        return {**super()._fingerprint(), **settings}
+        return {**super()._fingerprint(), "seq_len": self.seq_len}
 
-    @property
+    @functools.cached_property
     def _stream_len(self) -> int:
-        return self._found.total_bytes + len(self._found.sizes)
+        if isinstance(self.tokenizer, ByteTokenizer):  # known without reading
+            return self.found.total_bytes + len(self.found.sizes)
+        return sum(map(len, self._tokens_of_files))
+
+    @functools.cached_property
+    def _tokens_of_files(self) -> list[np.ndarray]:
+        return [self.tokens_of_file(i) for i in range(len(self.paths))]
 
     @property
     def _windows_of_stream(self) -> int:
         return -(-self._stream_len // self.seq_len)
 
     def _load_stream(self) -> np.ndarray:
-        """uint16 [windows + 1, T]: the stream; 0 in the rest of its last window, and in a row that is no window."""
-        stream = np.zeros((self._windows_of_stream + 1) * self.seq_len, np.uint16)
+        """[windows + 1, T]: the stream; 0 in the rest of its last window, and in a row that is no window."""
+        stream = np.zeros((self._windows_of_stream + 1) * self.seq_len, self.token_dtype)
         start = 0
-        for i, size in enumerate(self._found.sizes):
-            stream[start : start + size] = np.frombuffer(self._found.read(i), np.uint8)
-            stream[start + size] = self.eos_id
-            start += size + 1
+        for tokens in self._tokens_of_files:
+            stream[start : start + len(tokens)] = tokens
+            start += len(tokens)
+        del self._tokens_of_files  # the table holds them from here on
         return stream.reshape(-1, self.seq_len)
 
     @functools.cached_property
     def _table(self) -> WindowTable:
         labels = self._load_stream()
-        before = np.append(np.uint16(self.eos_id), labels[:-1, -1])
+        before = np.append(np.array(self.tokenizer.eos_id, labels.dtype), labels[:-1, -1])
         chosen = np.arange(self.num_windows, dtype=np.int64) * self._windows_of_stream // self.num_windows
         rows = np.append(chosen, self._windows_of_stream)
         lengths = np.clip(self._stream_len - rows * self.seq_len, 0, self.seq_len)
@@ -166,7 +150,7 @@ class ByteTextInput(indexed.IndexedInput):
         end = np.iinfo(np.int64).max if self.num_batches is None else self.num_batches
         stop = min(start + _BEFORE_TENSORFLOW, end)
         yield from map(self.batch_at, range(start, stop))
-        tf = _tensorflow()
+        tf = import_tensorflow()
         table = WindowTable(*map(tf.constant, self._table))
         while stop < end:
             start, stop = stop, min(stop + _STRETCH, end)
@@ -176,12 +160,16 @@ class ByteTextInput(indexed.IndexedInput):
             yield from map(NestedMap, stretch.as_numpy_iterator())
 
 
+class ByteTextInput(TextInput):
+    """`TextInput` by its older name."""
+
+
 class WindowTable(NamedTuple):
     """All windows of an input; the last row stands for no window.
 
     Attributes:
-      labels: uint16 [windows + 1, T].
-      before: uint16 [windows + 1]: the token before each window.
+      labels: uint16 or uint32 [windows + 1, T].
+      before: the same [windows + 1]: the token before each window.
       lengths: int64 [windows + 1]: tokens in each window.
     """
 
@@ -191,7 +179,7 @@ class WindowTable(NamedTuple):
 
 
 def _batch_as_graph(tf: Any, table: WindowTable, windows_of: Any, index: Any) -> dict[str, Any]:
-    """`ByteTextInput.batch_at` in TensorFlow: three gathers make a whole batch."""
+    """`TextInput.batch_at` in TensorFlow: three gathers make a whole batch."""
     windows = windows_of[index]
     lengths = tf.gather(table.lengths, windows)
     columns = tf.range(table.labels.shape[1], dtype=tf.int64)
@@ -210,43 +198,38 @@ def _batch_as_graph(tf: Any, table: WindowTable, windows_of: Any, index: Any) ->
     }
 
 
-class PromptInput(indexed.IndexedInput):
+class PromptInput(text_base.TokenizedFiles):
     """Prompts for `LanguageModel.decode`: the beginning of each file, one prompt a file, then StopIteration.
 
-    Row b holds end-of-text (the start token the model was trained with) and the file's first `prefix_len - 1` bytes,
+    Row b holds end-of-text (the start token the model was trained with) and the file's first `prefix_len - 1` tokens,
     left aligned. A batch is a NestedMap of numpy arrays: `ids` int32 [B, P]; `paddings`, `weights` float32 [B, P], 1
     and 0 after the end of the prompt; `prefix_lengths` int32 [B], start token included; `prompt_index` int32 [B], which
     indexes `paths` and says which prompt a decoded row continues; `eval_sample_weights` float32 [B]. Rows that fill up
     the last batch have a prompt of the start token alone, weight 0 and prompt_index -1.
 
     Attributes:
-      files: as for `ByteTextInput`.
+      files: as for `TextInput`.
+      tokenizer: as for `TextInput`.
+      eos_id: as for `TextInput`.
       prefix_len: longest prompt in tokens, the start token included, P.
       num_prompts: take the first so many files; None takes all.
-      eos_id: end-of-text.
     """
 
-    files: Any = None
     prefix_len: int = 0
     num_prompts: int | None = None
-    eos_id: int = BYTE_VALUES
-    _found: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("prefix_len")
-        _check_eos(self)
         if self.num_prompts is not None:
             self.require_positive("num_prompts")
         if self.is_training:
-            raise self.error("is_training: prompts are for decode; use ByteTextInput for training")
-        self._found = _find_files(self)
-        self.settle_reset_for_eval()
+            raise self.error("is_training: prompts are for decode; use TextInput for training")
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The files that prompts are taken from, in the order of `prompt_index`."""
-        return self._found.paths[: self.num_prompts]
+        return self.found.paths[: self.num_prompts]
 
     @property
     def order(self) -> indexed.ExampleOrder:
@@ -269,12 +252,12 @@ class PromptInput(indexed.IndexedInput):
         prompts = self.examples_at(position)
         real = prompts < len(self.paths)
         ids = np.zeros((self.batch_size, self.prefix_len), np.int32)
-        ids[:, 0] = self.eos_id
+        ids[:, 0] = self.tokenizer.eos_id
         lengths = np.ones(self.batch_size, np.int32)
         for row in np.flatnonzero(real):
-            text = self._found.read(int(prompts[row]), limit=self.prefix_len - 1)
-            ids[row, 1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-            lengths[row] += len(text)
+            tokens = self._prompt(int(prompts[row]))
+            ids[row, 1 : 1 + len(tokens)] = tokens
+            lengths[row] += len(tokens)
         inside = np.arange(self.prefix_len) < lengths[:, None]
         return NestedMap(
             ids=ids,
@@ -285,50 +268,11 @@ class PromptInput(indexed.IndexedInput):
             eval_sample_weights=real.astype(np.float32),
         )
 
-    def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
-        """Text of ids [B, T], of each row's first lengths[b]; see `decode_bytes`."""
-        del key
-        return decode_bytes(ids, lengths, self.eos_id)
+    def _prompt(self, index: int) -> np.ndarray:
+        count = self.prefix_len - 1
+        limit = count * self.tokenizer.bytes_per_token
+        text = self.found.read(index, limit=limit)
+        return self.tokenizer.encode(text, self.paths[index], cut=len(text) == limit)[:count]
 
     def _fingerprint(self) -> dict[str, Any]:
-        settings = {"prefix_len": self.prefix_len, "eos_id": self.eos_id, "files": self._found.checksum}
-        return {**super()._fingerprint(), **settings}
-
-
-def decode_bytes(ids: Any, lengths: Any, eos_id: int = BYTE_VALUES) -> list[str]:
-    """Text of byte tokens. Tokens that are no byte, end-of-text among them, carry none; invalid UTF-8 becomes U+FFFD.
-
-    Args:
-      ids: integers [B, T].
-      lengths: integers [B]: how many of each row's tokens count.
-      eos_id: left out even where it is below 256.
-
-    Returns:
-      B strings.
-    """
-    rows = [np.asarray(row)[: int(length)] for row, length in zip(ids, lengths, strict=True)]
-    kept = [row[(row >= 0) & (row < BYTE_VALUES) & (row != eos_id)] for row in rows]
-    return [row.astype(np.uint8).tobytes().decode("utf-8", errors="replace") for row in kept]
-
-
-def _check_eos(owner: Any) -> None:
-    if not 0 <= owner.eos_id <= np.iinfo(np.uint16).max:
-        raise owner.error(f"eos_id={owner.eos_id}; set it to a token from 0 to 65535, e.g. {BYTE_VALUES}")
-
-
-def _find_files(owner: Any) -> files.TextFiles:
-    try:
-        return files.find_files(owner.files)
-    except ValueError as error:
-        raise owner.error(str(error)) from error
-
-
-def _tensorflow() -> Any:
-    """TensorFlow, imported now, quiet, and away from the accelerators, which are JAX's."""
-    for name, value in (("TF_CPP_MIN_LOG_LEVEL", "2"), ("TF_ENABLE_ONEDNN_OPTS", "0")):
-        os.environ.setdefault(name, value)
-    import tensorflow as tf
-
-    with contextlib.suppress(RuntimeError):  # somebody else has already set TensorFlow up: then it is theirs
-        tf.config.set_visible_devices([], "GPU")
-    return tf
+        return {**super()._fingerprint(), "prefix_len": self.prefix_len}

@@ -103,7 +103,7 @@ def test_the_package_exports_its_names():
     for name in dir(spmd_trainer.inputs):
         assert getattr(spmd_trainer.inputs, name) is not None
     assert spmd_trainer.inputs.ByteTextInput is text.ByteTextInput
-    with pytest.raises(AttributeError, match="no attribute 'Nope'; it has ByteTextInput"):
+    with pytest.raises(AttributeError, match="no attribute 'Nope'; it has ArrayInput, ByteTextInput"):
         spmd_trainer.inputs.Nope  # noqa: B018
 
 

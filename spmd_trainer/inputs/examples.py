@@ -1,0 +1,223 @@
+"""Inputs over examples that can be read by number: arrays in memory, and the base of the file formats' inputs."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import batches, indexed
+
+
+class ExamplesInput(indexed.IndexedInput):
+    """Base of inputs over a set of examples, each read by its number. A subclass gives `num_examples`, `example_specs`
+    and `read_examples`.
+
+    Training (`is_training=True`): endless; each epoch gives every example once, in an order drawn from
+    (input_random_seed, epoch). Otherwise: every example once, in their order, then StopIteration until `reset()`; rows
+    that fill up the last batch repeat the last example with `eval_sample_weights` 0 (and `weights`, where there are any).
+
+    A batch is a NestedMap of numpy arrays [B, ...], and `eval_sample_weights` float32 [B]. Without x64, JAX's devices hold
+    no int64 and no float64: such arrays become int32 and float32, and a value that doesn't fit is refused.
+
+    Attributes:
+      shuffle: False gives a training input's examples in their order.
+      transform: a function from a batch (NestedMap of numpy arrays) to a batch, applied last; e.g. from uint8 to float32.
+        It must be pure, treat each row alone, and take any values: it is called on zeros to learn what it returns.
+    """
+
+    shuffle: bool = True
+    transform: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transform is not None and not callable(self.transform):
+            raise self.error(f"transform={self.transform!r}; give a function from a batch to a batch")
+        self.settle_reset_for_eval()
+
+    @property
+    def num_examples(self) -> int:
+        """Size of the set, 1 or more."""
+        raise NotImplementedError
+
+    @property
+    def example_specs(self) -> NestedMap:
+        """NestedMap of jax.ShapeDtypeStruct: one example, before `transform`."""
+        raise NotImplementedError
+
+    def read_examples(self, examples: np.ndarray) -> NestedMap:
+        """NestedMap of numpy arrays [B, ...], as `example_specs` says, for examples int64 [B]."""
+        raise NotImplementedError
+
+    @property
+    def endless(self) -> bool:
+        return self.is_training
+
+    @property
+    def order(self) -> indexed.ExampleOrder:
+        shuffle = self.shuffle and self.is_training
+        return indexed.ExampleOrder(self.num_examples, self.is_training, shuffle, self.seed)
+
+    def input_specs(self) -> NestedMap:
+        zeros = jax.tree.map(lambda x: np.zeros((self.batch_size, *x.shape), x.dtype), self.example_specs)
+        batch = self._finish(zeros, np.ones(self.batch_size, bool))
+        return specs_of(batch)
+
+    def batch_at(self, position: int) -> NestedMap:
+        examples = self.examples_at(position)
+        batch = self.read_examples(np.minimum(examples, self.num_examples - 1))
+        return self._finish(batch, examples < self.num_examples)
+
+    def _finish(self, batch: NestedMap, real: np.ndarray) -> NestedMap:
+        try:
+            if self.transform is not None:
+                batch = from_nested_dict(self.transform(batch))
+                for path, leaf in batch.FlattenItems():
+                    if np.shape(leaf)[:1] != (self.batch_size,):
+                        raise UserError(f"{path} has the shape {np.shape(leaf)}, not {self.batch_size} rows")
+            return batches.blank_rows(for_devices(batch), real)
+        except UserError as error:
+            raise self.error(
+                f"{'what transform returned' if self.transform else 'this'} is no batch: {error}"
+            ) from error
+
+
+class ArrayInput(ExamplesInput):
+    """Examples in arrays that fit into memory.
+
+    Attributes:
+      arrays: {name: array [N, ...]}, or a function without arguments that returns them. A dot in a name nests.
+    """
+
+    arrays: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.arrays):
+            self._check(self.arrays)
+
+    @functools.cached_property
+    def _loaded(self) -> dict[str, np.ndarray]:
+        return self._check(self.arrays() if callable(self.arrays) else self.arrays)
+
+    @property
+    def num_examples(self) -> int:
+        return len(next(iter(self._loaded.values())))
+
+    @property
+    def example_specs(self) -> NestedMap:
+        return nest({name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in self._loaded.items()})
+
+    def read_examples(self, examples: np.ndarray) -> NestedMap:
+        return nest({name: x[examples] for name, x in self._loaded.items()})
+
+    @functools.cached_property
+    def _checksum(self) -> int:
+        crc = 0
+        for name, array in sorted(self._loaded.items()):
+            crc = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, zlib.crc32(name.encode(), crc))
+        return crc
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "arrays": self._checksum}
+
+    def _check(self, arrays: Any) -> dict[str, np.ndarray]:
+        if not isinstance(arrays, Mapping) or not arrays:
+            raise self.error("`arrays` has no array; give e.g. {'images': images, 'labels': labels}, or a function")
+        checked = {name: np.asarray(array) for name, array in arrays.items()}
+        sizes = {name: array.shape[0] if array.ndim else 0 for name, array in checked.items()}
+        if len(set(sizes.values())) != 1 or 0 in sizes.values():
+            raise self.error(f"arrays have {sizes} examples; all must have the same number, 1 or more")
+        return checked
+
+
+def nest(values: Mapping[str, Any]) -> NestedMap:
+    """A NestedMap from names in which a dot nests: 'src.ids' becomes map.src.ids.
+
+    Raises:
+      UserError: a name that a NestedMap can't hold.
+    """
+    nested = NestedMap()
+    for name, value in values.items():
+        try:
+            nested.Set(name, value)
+        except (AssertionError, ValueError) as error:
+            raise UserError(
+                f"{name!r} can't be a name in a batch ({error}); give it another, e.g. {name!r} + '_'"
+            ) from error
+    return nested
+
+
+def from_nested_dict(example: Any) -> NestedMap:
+    """A NestedMap of what a user's function returned.
+
+    Raises:
+      UserError: it is no dict, or has a key that a NestedMap can't hold.
+    """
+    if not isinstance(example, Mapping):
+        raise UserError(f"it is {type(example).__name__}, and must be a dict of arrays")
+    # Not NestedMap.FromNestedDict: lingvo's imports TensorFlow.
+    return nest({str(k): from_nested_dict(v) if isinstance(v, Mapping) else v for k, v in example.items()})
+
+
+def for_devices(batch: NestedMap) -> NestedMap:
+    """Casts 64-bit arrays to 32 bits where JAX's devices hold no others (`jax_enable_x64` off).
+
+    Raises:
+      UserError: an integer doesn't fit; names the leaf and the value.
+    """
+
+    def cast(path: str, leaf: Any) -> np.ndarray:
+        array = np.asarray(leaf)
+        to = jax.dtypes.canonicalize_dtype(array.dtype)
+        small = array.astype(to, copy=False)
+        if array.dtype.kind in "iu" and to != array.dtype and (small != array).any():
+            raise UserError(f"{path} holds {array[small != array][0]}, which {to} can't hold; fold it into 32 bits")
+        return small
+
+    return batch.Pack([cast(path, leaf) for path, leaf in batch.FlattenItems()])
+
+
+def specs_of(tree: NestedMap) -> NestedMap:
+    """NestedMap of jax.ShapeDtypeStruct for one of arrays or numbers."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), tree)
+
+
+def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) -> NestedMap:
+    """Stacks examples into a batch.
+
+    Args:
+      examples: trees of arrays.
+      specs: what each must look like, NestedMap of jax.ShapeDtypeStruct.
+      name_of: what to call example i in an error.
+
+    Returns:
+      NestedMap of numpy arrays [B, ...].
+
+    Raises:
+      UserError: an example has other leaves, another shape or another dtype.
+    """
+    flat = specs.FlattenItems()
+    rows = []
+    for i, example in enumerate(examples):
+        try:
+            row = dict(from_nested_dict(example).FlattenItems())
+        except UserError as error:
+            raise UserError(f"{name_of(i)} is no example: {error}") from error
+        rows.append(row)
+        if row.keys() != dict(flat).keys():
+            raise UserError(f"{name_of(i)} has {sorted(row)}, others have {sorted(dict(flat))}; all must have the same")
+        for path, spec in flat:
+            value = np.asarray(row[path])
+            if value.shape != spec.shape or value.dtype != spec.dtype:
+                raise UserError(
+                    f"{name_of(i)} has {path} of shape {value.shape} and dtype {value.dtype}, others have {spec.shape} "
+                    f"and {spec.dtype}; crop, pad or cast it before it is batched"
+                )
+    return specs.Pack([np.stack([np.asarray(row[path]) for row in rows]) for path, _ in flat])

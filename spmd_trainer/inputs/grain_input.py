@@ -1,0 +1,267 @@
+"""Grain datasets. Needs the package grain: extra `grain`.
+
+`GrainInput` takes a `grain.MapDataset`, whose element n can be asked for: shares, evaluation and positions are then those of
+every other input. `GrainStreamInput` takes a `grain.IterDataset`, whose position only Grain itself knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from praxis import base_input
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import batches, examples, indexed
+
+# Elements ahead of the batch that is being put together.
+_READ_AHEAD = 64
+
+
+class GrainInput(indexed.IndexedInput):
+    """Input over a `grain.MapDataset` of examples (dicts of arrays of one shape each), not batched and not sharded.
+
+    Training (`is_training=True`): the dataset, repeated without end; give it a `.shuffle(seed=...)` for an order of its
+    own in each epoch. Otherwise: each element once, in the dataset's order, then StopIteration until `reset()`; rows that
+    fill up the last batch repeat the last element with `eval_sample_weights` 0. Elements are read ahead by Grain's threads.
+
+    A batch is a NestedMap of numpy arrays [B, ...] and `eval_sample_weights` float32 [B]; 64-bit arrays become 32-bit.
+    A position holds for any number of processes and any batch size. A dataset is told from another by
+    its length and its first element alone: a changed pipeline is the experiment's to know.
+
+    Attributes:
+      dataset: a function without arguments that returns the dataset, or the dataset. Random transformations must draw
+        from Grain's own generator, so that an element is the same each time it is asked for.
+      read_threads: threads that read elements; 0 reads them where the batch is made.
+    """
+
+    dataset: Any = None
+    read_threads: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.read_threads < 0:
+            raise self.error(f"read_threads={self.read_threads}; set it to 0 or more")
+        self.settle_reset_for_eval()
+
+    @functools.cached_property
+    def source(self) -> Any:
+        """The dataset.
+
+        Raises:
+          UserError: grain isn't installed, or `dataset` gives no MapDataset or an empty one.
+        """
+        grain = _import_grain(self.error)
+        dataset = self.dataset() if callable(self.dataset) else self.dataset
+        if isinstance(dataset, grain.IterDataset):
+            raise self.error(
+                "dataset gives an IterDataset; GrainStreamInput takes these, or leave out to_iter_dataset()"
+            )
+        if not isinstance(dataset, grain.MapDataset):
+            raise self.error(f"dataset gives {type(dataset).__name__}; give a grain.MapDataset or a function that does")
+        if not len(dataset):
+            raise self.error("the dataset has no element")
+        return dataset
+
+    @property
+    def num_examples(self) -> int:
+        """Elements of one epoch."""
+        return len(self.source)
+
+    @property
+    def endless(self) -> bool:
+        return self.is_training
+
+    @property
+    def order(self) -> indexed.ExampleOrder:
+        return indexed.ExampleOrder(self.num_examples, self.is_training)
+
+    def input_specs(self) -> NestedMap:
+        """See the base; reads the first element."""
+        return _batch_specs(self._example_specs, self.batch_size)
+
+    @functools.cached_property
+    def _example_specs(self) -> NestedMap:
+        try:
+            return examples.specs_of(examples.from_nested_dict(self.source[0]))
+        except UserError as error:
+            raise self.error(f"element 0 of the dataset is no example: {error}") from error
+
+    def batch_at(self, position: int) -> NestedMap:
+        return self._batch(position, map(self._element, self._places(position).tolist()))
+
+    def _iterate(self, start: int) -> Iterator[NestedMap]:
+        grain = _import_grain(self.error)
+        stop = sys.maxsize if self.num_batches is None else self.num_batches * self.batch_size
+        # A global place for each of this process' rows, in the order they come in.
+        share = grain.MapDataset.range(start * self.batch_size, stop).map(self._element_of_row)
+        options = grain.ReadOptions(num_threads=self.read_threads, prefetch_buffer_size=_READ_AHEAD)
+        rows = iter(share.to_iter_dataset(options))
+        position = start
+        while self.num_batches is None or position < self.num_batches:
+            yield self._batch(position, rows)
+            position += 1
+
+    def _places(self, position: int) -> np.ndarray:
+        first = self.first_place(position)
+        return np.arange(first, first + self.batch_size)
+
+    def _element_of_row(self, row: int) -> tuple[Any]:
+        position, column = divmod(int(row), self.batch_size)
+        return self._element(int(self._places(position)[column]))
+
+    def _element(self, place: int) -> tuple[Any]:
+        # In a tuple: Grain leaves out elements that are None, and here that is an error.
+        return (self._repeated[place] if self.is_training else self.source[min(place, self.num_examples - 1)],)
+
+    @functools.cached_property
+    def _repeated(self) -> Any:
+        return self.source.repeat()
+
+    def _batch(self, position: int, elements: Iterator[tuple[Any]]) -> NestedMap:
+        places = self._places(position)
+        taken = [next(elements)[0] for _ in places]
+        if any(element is None for element in taken):
+            raise self.error(
+                "the dataset leaves out elements (a filter), so that a batch would be short; filter before, or use "
+                "GrainStreamInput"
+            )
+        real = np.ones(len(places), bool) if self.is_training else places < self.num_examples
+        try:
+            stacked = examples.stack(taken, self._example_specs, lambda row: f"element {places[row]}")
+            return batches.blank_rows(examples.for_devices(stacked), real)
+        except UserError as error:
+            raise self.error(str(error)) from error
+
+    def _fingerprint(self) -> dict[str, Any]:
+        shapes = {path: [list(x.shape), str(x.dtype)] for path, x in self._example_specs.FlattenItems()}
+        return {**super()._fingerprint(), "element": shapes}
+
+
+class GrainStreamInput(base_input.BaseInput):
+    """Input over a `grain.IterDataset` of examples (dicts of arrays of one shape each), not batched.
+
+    For pipelines whose elements have no number: filters, packing, mixtures. Each process makes its own share, and its
+    position is Grain's own, which holds for the same number of processes only. Training datasets should be endless. For
+    evaluation, with one process: each element once, the last batch filled up with rows of weight 0, then StopIteration
+    until `reset()`.
+
+    A batch is a NestedMap of numpy arrays [B, ...] and `eval_sample_weights` float32 [B]; 64-bit arrays become 32-bit.
+
+    Attributes:
+      dataset: a function (process index, number of processes) that returns this process' share of the dataset.
+    """
+
+    dataset: Any = None
+    _source: Any = dataclasses.field(default=None, init=False, repr=False)
+    _iterator: Any = dataclasses.field(default=None, init=False, repr=False)
+    _taken: int = dataclasses.field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        grain = _import_grain(self._error)
+        if not self.is_training and self.num_infeed_hosts > 1:
+            raise self._error(
+                f"it is not for training, and {self.num_infeed_hosts} processes share it: their shares of a stream may "
+                "have different lengths. Use GrainInput on a grain.MapDataset"
+            )
+        if not callable(self.dataset):
+            raise self._error(f"dataset={self.dataset!r}; give a function (process index, processes) -> IterDataset")
+        self._source = self.dataset(self.infeed_host_index, self.num_infeed_hosts)
+        if not isinstance(self._source, grain.IterDataset):
+            raise self._error(f"dataset gives {type(self._source).__name__}; it must give a grain.IterDataset")
+        self.reset_for_eval: bool = not self.is_training
+        self._iterator = iter(self._source)
+
+    @functools.cached_property
+    def _example_specs(self) -> NestedMap:
+        try:
+            return examples.specs_of(examples.from_nested_dict(next(iter(self._source))))
+        except StopIteration as error:
+            raise self._error("the dataset has no element") from error
+        except UserError as error:
+            raise self._error(f"the first element of the dataset is no example: {error}") from error
+
+    def input_specs(self) -> NestedMap:
+        """NestedMap of jax.ShapeDtypeStruct: this process' batch without padding. Reads one element, which isn't lost."""
+        return _batch_specs(self._example_specs, self.batch_size)
+
+    def get_next(self) -> NestedMap:
+        """The next batch.
+
+        Raises:
+          StopIteration: the dataset has ended; in training, elements that don't fill a batch are left out.
+          UserError: an element is unlike the first.
+        """
+        specs = self._example_specs
+        rows = list(itertools.islice(self._iterator, self.batch_size))
+        if not rows or (self.is_training and len(rows) < self.batch_size):
+            raise StopIteration
+        try:
+            batch = examples.stack(rows, specs, lambda row: f"element {self._taken + row}")
+            batch = batches.blank_rows(examples.for_devices(batch), np.ones(len(rows), bool))
+        except UserError as error:
+            raise self._error(str(error)) from error
+        self._taken += len(rows)
+        return batches.pad_batch(batch, self.batch_size)
+
+    def get_next_padded(self) -> NestedMap:
+        """`get_next` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""
+        if self._peek is not None or not self.batch_padding_size:
+            return super().get_next_padded()
+        return batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
+
+    def reset(self) -> None:
+        """Back to the first batch."""
+        super().reset()
+        self._iterator, self._taken = iter(self._source), 0
+
+    def _get_state_internal(self) -> bytes:
+        state = {"grain": self._iterator.get_state(), "taken": self._taken, "processes": self.num_infeed_hosts}
+        return json.dumps(state, sort_keys=True, default=int).encode()
+
+    def _set_state_internal(self, state: bytes) -> None:
+        try:
+            saved = json.loads(state)
+            position, taken, processes = saved["grain"], int(saved["taken"]), saved["processes"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._error(f"this is no saved position of such an input: {state[:80]!r}") from error
+        if processes != self.num_infeed_hosts:
+            raise self._error(
+                f"the saved position is one of {processes} processes, and these are {self.num_infeed_hosts}; use as many, "
+                "or start the input from its beginning with task.train.enable_input_checkpointing=False"
+            )
+        self.reset()
+        try:
+            self._iterator.set_state(position)
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._error(f"the saved position belongs to another pipeline: {error!r}") from error
+        self._taken = taken
+
+    def _error(self, message: str) -> UserError:
+        return UserError(f"{type(self).__name__} {self.name!r}: {message}")
+
+
+def _batch_specs(example: NestedMap, batch_size: int) -> NestedMap:
+    specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype)), example
+    )
+    if "eval_sample_weights" not in specs:
+        specs.eval_sample_weights = jax.ShapeDtypeStruct((batch_size,), np.float32)
+    return specs
+
+
+def _import_grain(error_of: Callable[[str], UserError]) -> Any:
+    try:
+        import grain
+    except ImportError as error:
+        raise error_of(f"{error}. Install it with the extra `grain`: uv sync --extra grain") from error
+    return grain

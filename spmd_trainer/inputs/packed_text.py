@@ -1,0 +1,181 @@
+"""Short documents packed into rows, each a segment of its own.
+
+A document's tokens and one end-of-text are cut into pieces of at most T tokens. Each piece is one segment of one row:
+attention and positions (from 0) end with it. A segment's first id is the token before its first label, which is
+end-of-text at a document's beginning; so every token is predicted exactly once, whatever it is packed with.
+
+Example, T = 8, documents b"hello", b"a":
+    ids         EOS h e l l o EOS a
+    labels        h e l l o EOS a EOS
+    segment_ids   1 1 1 1 1 1 2 2
+    segment_pos   0 1 2 3 4 5 0 1
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.inputs import batches, indexed, text_base, tokenizers
+
+
+class PackedTextInput(text_base.TokenizedFiles):
+    """Language-model input over the documents in text files, packed (see the module's text).
+
+    Which pieces share a row depends on the documents and `seq_len` alone. Training: endless; each epoch gives every row
+    once, in an order drawn from (input_random_seed, epoch). Otherwise: every row once, then StopIteration until
+    `reset()`. All files are read before the first batch. A batch has the arrays of `TextInput`'s, with segments numbered
+    from 1 in each row; 0 and padding after the last.
+
+    Attributes:
+      files: as for `TextInput`.
+      tokenizer: as for `TextInput`.
+      eos_id: as for `TextInput`.
+      seq_len: tokens per row, T.
+      separator: what stands between the documents of a file, e.g. a newline; None: each file is one. It belongs to no
+        document, and documents without any text are left out.
+      shuffle: False gives the rows of a training input in the order they were packed in.
+    """
+
+    seq_len: int = 0
+    separator: str | None = None
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("seq_len")
+        if self.separator == "":
+            raise self.error("separator=''; set it to what stands between documents, or to None: a file is one")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one epoch."""
+        return len(self._table.labels) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one epoch: those of the documents, and one end-of-text each."""
+        return int(np.count_nonzero(self._table.segment_ids))
+
+    @property
+    def order(self) -> indexed.ExampleOrder:
+        return indexed.ExampleOrder(self.num_rows, self.is_training, self.shuffle and self.is_training, self.seed)
+
+    def input_specs(self) -> NestedMap:
+        return batches.lm_input_specs(self.batch_size, self.seq_len)
+
+    def batch_at(self, position: int) -> NestedMap:
+        rows = self.examples_at(position)
+        segment_ids = self._table.segment_ids[rows].astype(np.int32)
+        weights = (segment_ids > 0).astype(np.float32)
+        return NestedMap(
+            ids=self._table.ids[rows].astype(np.int32),
+            labels=self._table.labels[rows].astype(np.int32),
+            paddings=1.0 - weights,
+            weights=weights,
+            segment_ids=segment_ids,
+            segment_pos=self._table.segment_pos[rows].astype(np.int32),
+            eval_sample_weights=weights[:, 0].copy(),
+        )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "seq_len": self.seq_len, "separator": self.separator}
+
+    def _documents(self) -> Iterator[np.ndarray]:
+        separator = None if self.separator is None else self.separator.encode()
+        end = np.array(self.tokenizer.eos_id, self.token_dtype)
+        for i, path in enumerate(self.paths):
+            content = self.found.read(i)
+            for tokens in tokenizers.encode_documents(content, path, self.tokenizer, separator):
+                yield np.append(tokens.astype(self.token_dtype), end)
+
+    @functools.cached_property
+    def _table(self) -> RowTable:
+        documents = list(self._documents())
+        if not documents:
+            raise self.error(f"the files hold no document, the first is {self.paths[0]}; give one with text in it")
+        return pack(np.concatenate(documents), [len(x) for x in documents], self.seq_len, self.tokenizer.eos_id)
+
+
+class RowTable(NamedTuple):
+    """All rows of an input, unsigned integers [rows + 1, T]; the last row stands for no row. 0 where there is no token.
+
+    Attributes:
+      ids: the token before each label.
+      labels: the tokens.
+      segment_ids: from 1 in each row.
+      segment_pos: from 0 in each segment.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    segment_ids: np.ndarray
+    segment_pos: np.ndarray
+
+
+def pack(stream: np.ndarray, lengths: list[int], seq_len: int, eos_id: int) -> RowTable:
+    """Packs documents into rows.
+
+    Args:
+      stream: the documents' tokens one after the other, unsigned [sum of lengths], each ending in `eos_id`.
+      lengths: tokens of each document, end-of-text included.
+      seq_len: tokens per row.
+      eos_id: end-of-text.
+
+    Returns:
+      The rows.
+    """
+    pieces = np.array([min(seq_len, n - start) for n in lengths for start in range(0, n, seq_len)])
+    rows, columns, segments, num_rows = best_fit(pieces.tolist(), seq_len)
+    within = np.arange(len(stream)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    places = np.repeat(rows * seq_len + columns, pieces) + within
+    before = np.append(np.array(eos_id, stream.dtype), stream[:-1])
+
+    def spread(values: np.ndarray, dtype: Any) -> np.ndarray:
+        table = np.zeros((num_rows + 1) * seq_len, dtype)
+        table[places] = values
+        return table.reshape(-1, seq_len)
+
+    small = tokenizers.token_dtype(seq_len + 1)
+    return RowTable(
+        ids=spread(before, stream.dtype),
+        labels=spread(stream, stream.dtype),
+        segment_ids=spread(np.repeat(segments, pieces), small),
+        segment_pos=spread(within, small),
+    )
+
+
+def best_fit(sizes: list[int], room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Puts each piece, in order, into the row with the least room that still holds it, or else into a new row.
+
+    Args:
+      sizes: of the pieces, 1 to `room` each.
+      room: of an empty row.
+
+    Returns:
+      For each piece its row, its first column and its number in the row from 1, int64; and how many rows there are.
+    """
+    rows_with: list[list[int]] = [[] for _ in range(room + 1)]
+    some = 0  # bit r is set where a row with room r is open: the best fit is its lowest bit from `size` on
+    in_row: list[int] = []
+    placed = np.empty((3, len(sizes)), np.int64)
+    for i, size in enumerate(sizes):
+        fitting = some >> size
+        if fitting:
+            left = size + (fitting & -fitting).bit_length() - 1
+            row = rows_with[left].pop()
+            if not rows_with[left]:
+                some &= ~(1 << left)
+        else:
+            left, row = room, len(in_row)
+            in_row.append(0)
+        in_row[row] += 1
+        placed[:, i] = row, room - left, in_row[row]
+        if left > size:
+            rows_with[left - size].append(row)
+            some |= 1 << (left - size)
+    return placed[0], placed[1], placed[2], len(in_row)

@@ -1,0 +1,146 @@
+"""TFRecord files, read by record number.
+
+A record is its length (8 bytes, little endian), a checksum of these 8 bytes (4), the data, and a checksum of the data (4);
+the checksums are masked CRC-32C (tensorflow.org/tutorials/load_data/tfrecord). The lengths are read once, at the start; data
+only when it is asked for. TensorFlow is not needed for any of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import os
+import struct
+import threading
+import zlib
+
+import google_crc32c
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import files
+
+_HEADER = struct.Struct("<QI")
+_FOOTER = struct.Struct("<I")
+_FRAME = _HEADER.size + _FOOTER.size
+_GZIP = b"\x1f\x8b"
+# Files kept open: well below what a process may open.
+_MAX_OPEN = 64
+_FIX = "Write the file again, or leave it out of `files`"
+
+
+class RecordFiles:
+    """Records of TFRecord files, in the order of the files, numbered from 0."""
+
+    def __init__(self, source: files.FileSource | None):
+        """Finds the records of all files.
+
+        Args:
+          source: paths, one path, or a function without arguments that returns paths.
+
+        Raises:
+          UserError: there are no files, one can't be read, is compressed or is broken (with its name, the record and
+            its byte), or there is no record in all of them.
+        """
+        self._files = files.find_files(source)
+        found = [_find_records(path) for path in self._files.paths]
+        self._offsets, self._sizes = np.concatenate(found, axis=1)
+        self._ends = np.cumsum([records.shape[1] for records in found])
+        self._open: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Records in all files."""
+        return len(self._offsets)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files, in their order."""
+        return self._files.paths
+
+    @property
+    def counts(self) -> list[int]:
+        """Records in each file."""
+        return np.diff(self._ends, prepend=0).tolist()
+
+    @property
+    def checksum(self) -> int:
+        """A number that changes when a file is added, removed, moved in the order, or changes its records' sizes."""
+        return zlib.crc32(self._sizes.tobytes(), self._files.checksum)
+
+    def place(self, record: int) -> str:
+        """Where a record lies: 'FILE, record 7 (at byte 1234)', counted from 0."""
+        index = self._file_of(record)
+        return _place(self.paths[index], record - self._ends[index] + self.counts[index], self._offsets[record])
+
+    def read(self, record: int) -> bytes:
+        """Data of a record.
+
+        Raises:
+          UserError: the file has changed since it was found, or the record is broken; names the file and the record.
+        """
+        offset, size = int(self._offsets[record]), int(self._sizes[record])
+        with self._lock:  # another thread might close the file in between
+            frame = os.pread(self._opened(self._file_of(record)), size + _FRAME, offset)
+        if len(frame) != size + _FRAME or _length(frame) != size:
+            raise UserError(f"{self.place(record)} is no longer where this run found it; start the run again")
+        data = frame[_HEADER.size : -_FOOTER.size]
+        if _FOOTER.unpack(frame[-_FOOTER.size :])[0] != masked_crc(data):
+            raise UserError(f"{self.place(record)} is broken: its data don't match their checksum. {_FIX}")
+        return data
+
+    def _file_of(self, record: int) -> int:
+        return int(np.searchsorted(self._ends, record, side="right"))
+
+    def _opened(self, index: int) -> int:
+        if index not in self._open:
+            if len(self._open) == _MAX_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            try:
+                self._open[index] = os.open(self.paths[index], os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{self.paths[index]} can no longer be read: {error.strerror}") from error
+        self._open.move_to_end(index)
+        return self._open[index]
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_open", {}).values():
+            os.close(file)
+
+
+def masked_crc(data: bytes) -> int:
+    """The checksum of the format: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _length(frame: bytes | mmap.mmap, offset: int = 0) -> int | None:
+    """The length that a header holds; None where its checksum is wrong."""
+    length, crc = _HEADER.unpack_from(frame, offset)
+    return length if crc == masked_crc(length.to_bytes(8, "little")) else None
+
+
+def _find_records(path: str) -> np.ndarray:
+    """int64 [2, records]: offset of each record, and size of its data. Reads the headers only."""
+    if not os.path.getsize(path):
+        return np.zeros((2, 0), np.int64)
+    found: list[tuple[int, int]] = []
+    offset = 0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content[: len(_GZIP)] == _GZIP:
+            raise UserError(f"{path} is compressed, so its records can't be read by number; unpack it with `gunzip`")
+        while offset < len(content):
+            size = _length(content, offset) if offset + _HEADER.size <= len(content) else -1
+            if size is None or not 0 <= size <= len(content) - offset - _FRAME:
+                wrong = "its length doesn't match its checksum" if size is None else "the file ends inside it"
+                raise UserError(
+                    f"{_place(path, len(found), offset)} is broken: {wrong}. The {len(found)} records before it are "
+                    f"whole. {_FIX}"
+                )
+            found.append((offset, size))
+            offset += size + _FRAME
+    return np.array(found, np.int64).T
+
+
+def _place(path: str, number: int, offset: int) -> str:
+    return f"{path}, record {number} (at byte {offset})"

@@ -1,0 +1,185 @@
+"""Prepared TensorFlow Datasets, read by number. Needs the package tensorflow-datasets: extra `tfds`.
+
+TensorFlow itself is not needed for numbers and images, whichever of the two file formats the dataset is prepared in.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import examples as examples_lib
+from spmd_trainer.inputs import record_files
+
+
+class TfdsInput(examples_lib.ExamplesInput):
+    """Input over a prepared dataset; see `ExamplesInput` for order, batches and `transform`.
+
+    Nothing is downloaded: prepare the dataset first, e.g. `tfds build mnist --data_dir=DIR`, as tfrecord or array_record.
+
+    Attributes:
+      dataset: its name ('mnist', 'mnist:3.0.1', 'glue/cola'), or the directory of a prepared version.
+      split: as TFDS reads it: 'train', 'train[:80%]', 'train+test'.
+      data_dir: where datasets are prepared; None: TFDS' default.
+      features: names of features to take, or {name in the batch: feature}; None takes all that are numbers of a fixed shape.
+      example_fn: a function from one example (a dict of all its features, numpy) to one with arrays of a fixed shape, e.g.
+        to crop images of different sizes. With it, `features` is not used, and one example is read to learn the shapes.
+    """
+
+    dataset: str | os.PathLike[str] = ""
+    split: str = "train"
+    data_dir: str | os.PathLike[str] | None = None
+    features: Any = None
+    example_fn: Any = None
+
+    @functools.cached_property
+    def builder(self) -> Any:
+        """The dataset's builder.
+
+        Raises:
+          UserError: tensorflow-datasets isn't installed, or there is no such prepared dataset.
+        """
+        try:
+            import tensorflow_datasets as tfds
+        except ImportError as error:
+            raise self.error(f"{error}. Install it with the extra `tfds`: uv sync --extra tfds") from error
+        name = os.fspath(self.dataset)
+        if not name:
+            raise self.error("dataset is not set; give a name, e.g. 'mnist:3.0.1', or a prepared dataset's directory")
+        try:
+            if os.path.isdir(name):
+                return tfds.builder_from_directory(name)
+            return tfds.core.read_only_builder.builder_from_files(name, data_dir=self.data_dir)
+        except (tfds.core.registered.DatasetNotFoundError, FileNotFoundError) as error:
+            where = self.data_dir or "TFDS' default folder"
+            raise self.error(
+                f"there is no prepared dataset {name!r} in {where}: {str(error).partition(chr(10))[0]}. Prepare it with "
+                f"`tfds build {name} --data_dir=DIR` and set data_dir, or give its directory"
+            ) from error
+
+    @functools.cached_property
+    def _read(self) -> tuple[int, Callable[[int], dict[str, Any]]]:
+        """How many examples there are, and a function that reads one."""
+        splits = self.builder.info.splits
+        try:
+            split = splits[self.split]
+            size = split.num_examples
+        except (KeyError, ValueError) as error:
+            raise self.error(f"split={self.split!r}: {error}. The dataset has {', '.join(splits)}") from error
+        if not size:
+            raise self.error(f"split {self.split!r} has no examples")
+        file_format = self.builder.info.file_format.value
+        if file_format == "array_record":
+            return size, functools.partial(_read_from, self.builder.as_data_source(split=self.split))
+        if file_format != "tfrecord":
+            raise self.error(
+                f"the dataset is prepared as {file_format}; prepare it as tfrecord or array_record, e.g. with "
+                "`tfds build --file_format=array_record`"
+            )
+        return size, TfRecordExamples(split.file_instructions, self.builder.info.features).read
+
+    @property
+    def num_examples(self) -> int:
+        return self._read[0]
+
+    @functools.cached_property
+    def example_specs(self) -> NestedMap:
+        if self.example_fn is not None:
+            try:
+                return examples_lib.specs_of(examples_lib.from_nested_dict(self.example_fn(self._read[1](0))))
+            except UserError as error:
+                raise self.error(f"what example_fn returned is no example: {error}") from error
+        specs = {name: _spec(feature) for name, feature in self.builder.info.features.items()}
+        for feature in self._taken.values():
+            if specs.get(feature) is None:
+                fit = ", ".join(sorted(known for known, spec in specs.items() if spec is not None))
+                what = "has no fixed shape or is no number" if feature in specs else "is no feature of the dataset"
+                raise self.error(
+                    f"features: {feature!r} {what}; those that fit are {fit}. `example_fn` can make it fit"
+                )
+        try:
+            return examples_lib.nest({name: specs[feature] for name, feature in self._taken.items()})
+        except UserError as error:
+            raise self.error(f"features: {error}, e.g. features={{'label': 'label'}}") from error
+
+    @functools.cached_property
+    def _taken(self) -> dict[str, str]:
+        if isinstance(self.features, Mapping):
+            return dict(self.features)
+        known = self.builder.info.features.items()
+        taken = self.features or [name for name, feature in known if _spec(feature) is not None]
+        if not taken:
+            raise self.error(f"no feature of the dataset is a number of a fixed shape ({known}); give an `example_fn`")
+        return {name: name for name in taken}
+
+    def read_examples(self, examples: np.ndarray) -> NestedMap:
+        specs = self.example_specs
+        read = [self._read[1](int(example)) for example in examples]
+        if self.example_fn is not None:
+            rows = [self.example_fn(example) for example in read]
+        else:
+            rows = [examples_lib.nest({name: row[feature] for name, feature in self._taken.items()}) for row in read]
+        return examples_lib.stack(rows, specs, lambda row: f"example {examples[row]} of {self.split}")
+
+    def _fingerprint(self) -> dict[str, Any]:
+        name = self.builder.info.full_name
+        return {**super()._fingerprint(), "dataset": name, "split": self.split, "features": repr(self.features)}
+
+
+class TfRecordExamples:
+    """Examples of a split that was prepared as TFRecord."""
+
+    def __init__(self, instructions: list[Any], features: Any):
+        """Finds the records.
+
+        Args:
+          instructions: the split's file instructions: which records of which files.
+          features: the dataset's; they decode an example.
+
+        Raises:
+          UserError: a file is missing, broken, or has not the records that the dataset's metadata say.
+        """
+        self._features = features
+        self._records = record_files.RecordFiles([os.fspath(part.filename) for part in instructions])
+        firsts = np.cumsum([0, *self._records.counts])
+        places = []
+        for part, first, count in zip(instructions, firsts, self._records.counts, strict=False):
+            if count != part.examples_in_shard:
+                raise UserError(
+                    f"{part.filename} has {count} records, and its dataset's metadata say {part.examples_in_shard}; "
+                    "prepare the dataset again"
+                )
+            taken = part.take if part.take != -1 else count - part.skip
+            places.append(np.arange(part.skip, part.skip + taken) + first)
+        self._places = np.concatenate(places)
+
+    def read(self, example: int) -> dict[str, Any]:
+        """Example of the split by number: a dict of numpy arrays.
+
+        Raises:
+          UserError: its record is broken.
+        """
+        return self._features.deserialize_example_np(self._records.read(int(self._places[example])))
+
+
+def _read_from(source: Any, example: int) -> dict[str, Any]:
+    """Example of a split that was prepared as ArrayRecord: a dict of numpy arrays."""
+    try:
+        return source[example]
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"example {example} of {source!r} can't be read: {error}. Prepare the dataset again") from error
+
+
+def _spec(feature: Any) -> jax.ShapeDtypeStruct | None:
+    """One example's array; None for what is no number or has no fixed shape."""
+    shape, dtype = feature.shape, feature.np_dtype
+    if isinstance(shape, Mapping) or isinstance(dtype, Mapping) or None in shape or np.dtype(dtype).kind not in "biuf":
+        return None
+    return jax.ShapeDtypeStruct(shape, np.dtype(dtype))

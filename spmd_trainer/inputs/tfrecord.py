@@ -1,0 +1,197 @@
+"""TFRecord files of tf.train.Example, read by number: any order, any share, any position, without reading what is before."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import examples as examples_lib
+from spmd_trainer.inputs import record_files
+from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
+
+ENCODINGS = ("numbers", "raw", "image")
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """What one feature of an Example becomes in a batch.
+
+    Attributes:
+      shape: of one example's array.
+      dtype: of the array. With 'numbers', values that it can't hold are refused.
+      encoding: 'numbers': a list of as many floats (for a float dtype) or integers (for others) as `shape` holds.
+        'raw': one string, the array's bytes, row by row, little endian. 'image': one string, a PNG, JPEG, GIF or BMP image
+        of `shape` [height, width, channels], uint8.
+      key: the feature's key in the Example; None: the same as its name in the batch.
+    """
+
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    encoding: str = "numbers"
+    key: str | None = None
+
+
+class TfRecordInput(examples_lib.ExamplesInput):
+    """Input over TFRecord files; see `ExamplesInput` for order, batches and `transform`.
+
+    Example: `features={'image': Feature((28, 28, 1), 'uint8', 'image', key='image/encoded'), 'label': Feature((), 'int32')}`
+    gives `image` uint8 [B, 28, 28, 1], `label` int32 [B] and `eval_sample_weights` float32 [B].
+
+    A broken file is refused: at the start where its lengths show it, or else when the record is read.
+
+    Attributes:
+      files: paths, one path, or a function without arguments that returns paths. Not compressed.
+      features: {name in the batch: Feature}. A dot in a name nests.
+    """
+
+    files: Any = None
+    features: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.features, Mapping) or not self.features:
+            raise self.error(f"features={self.features!r}; give e.g. features={{'label': Feature((), 'int32')}}")
+        for name, feature in self.features.items():
+            self._check(name, feature)
+
+    @functools.cached_property
+    def records(self) -> record_files.RecordFiles:
+        """The files' records.
+
+        Raises:
+          UserError: a file can't be read or is broken, or there is no record.
+        """
+        try:
+            return record_files.RecordFiles(self.files)
+        except UserError as error:
+            raise self.error(str(error)) from error
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.records)
+
+    @property
+    def example_specs(self) -> NestedMap:
+        return examples_lib.nest(
+            {name: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for name, x in self.features.items()}
+        )
+
+    def read_examples(self, examples: np.ndarray) -> NestedMap:
+        serialized = [self.records.read(int(example)) for example in examples]
+        parser = ExampleParser(self.features, lambda row: self.records.place(int(examples[row])))
+        return examples_lib.nest(parser.parse(serialized))
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "files": self.records.checksum, "features": repr(dict(self.features))}
+
+    def _check(self, name: str, feature: Any) -> None:
+        if not isinstance(feature, Feature):
+            raise self.error(f"features[{name!r}]={feature!r} is no Feature; give e.g. Feature((), 'int32')")
+        if feature.encoding not in ENCODINGS:
+            raise self.error(f"features[{name!r}] has encoding {feature.encoding!r}; it is one of {ENCODINGS}")
+        if feature.encoding == "image" and (len(feature.shape) != 3 or np.dtype(feature.dtype) != np.uint8):
+            raise self.error(
+                f"features[{name!r}] is an image of shape {feature.shape} and dtype {feature.dtype}; images have the "
+                "shape (height, width, channels) and the dtype uint8: convert them with `transform`"
+            )
+
+
+class ExampleParser:
+    """Makes arrays of serialized tf.train.Examples, a batch at a time, by TensorFlow."""
+
+    def __init__(self, features: Mapping[str, Feature], place: Callable[[int], str]):
+        """Takes the features {name: Feature}, and what to call row i of a batch in an error."""
+        self._features = features
+        self._place = place
+
+    def parse(self, serialized: list[bytes]) -> dict[str, np.ndarray]:
+        """Arrays [B, ...] for B serialized Examples.
+
+        Raises:
+          UserError: a record is no Example, or a feature is missing or of another kind, size or range; names the file and
+            the record.
+        """
+        tf = import_tensorflow()
+        wanted = {feature.key or name: _parsed_as(tf, feature) for name, feature in self._features.items()}
+        try:
+            parsed = tf.io.parse_example(serialized, wanted)
+        except tf.errors.OpError as error:
+            raise self._explain(tf, serialized, wanted) from error
+        return {name: self._convert(tf, name, parsed[x.key or name].numpy()) for name, x in self._features.items()}
+
+    def _convert(self, tf: Any, name: str, values: np.ndarray) -> np.ndarray:
+        feature = self._features[name]
+        if feature.encoding == "numbers":
+            return self._cast(name, values)
+        decode = _decode_image if feature.encoding == "image" else _decode_raw
+        rows = []
+        for row, value in enumerate(values):
+            try:
+                rows.append(decode(tf, value, feature))
+            except UserError as error:
+                raise UserError(f"{self._place(row)}: feature {name!r} {error}") from error
+        return np.stack(rows)
+
+    def _cast(self, name: str, values: np.ndarray) -> np.ndarray:
+        dtype = np.dtype(self._features[name].dtype)
+        with np.errstate(over="ignore"):
+            cast = values.astype(dtype)
+        # Floats lose digits, and integers nothing.
+        wrong = np.isfinite(values) & ~np.isfinite(cast) if values.dtype.kind == "f" else cast != values
+        if wrong.any():
+            row = int(np.argwhere(wrong)[0][0])
+            raise UserError(f"{self._place(row)}: feature {name!r} holds {values[wrong][0]}, which {dtype} can't hold")
+        return cast
+
+    def _explain(self, tf: Any, serialized: list[bytes], wanted: dict[str, Any]) -> UserError:
+        """Finds the row that TensorFlow could not parse: its own error names none when there are many."""
+        for row, record in enumerate(serialized):
+            try:
+                tf.io.parse_example([record], wanted)
+            except tf.errors.OpError as error:
+                return UserError(
+                    f"{self._place(row)} isn't what `features` says: {_plain(error)}. Make `features` fit, or write the "
+                    "file again"
+                )
+        raise AssertionError("a batch of records failed to parse, and none of them did by itself")
+
+
+def _plain(error: Any) -> str:
+    """TensorFlow's message without the names of the operations it arose in."""
+    return re.sub(
+        r"^\{\{.*?\}\} |^Name: <unknown>, | \[Op:\w+\]$", "", error.message.replace("}} Name: <unknown>,", "}}")
+    )
+
+
+def _parsed_as(tf: Any, feature: Feature) -> Any:
+    if feature.encoding != "numbers":
+        return tf.io.FixedLenFeature((), tf.string)
+    is_float = jax.dtypes.issubdtype(np.dtype(feature.dtype), np.floating)
+    return tf.io.FixedLenFeature(feature.shape, tf.float32 if is_float else tf.int64)
+
+
+def _decode_raw(tf: Any, value: bytes, feature: Feature) -> np.ndarray:
+    del tf
+    dtype = np.dtype(feature.dtype)
+    size = int(np.prod(feature.shape)) * dtype.itemsize
+    if len(value) != size:
+        raise UserError(f"has {len(value)} bytes; {feature.shape} of {dtype} are {size}")
+    return np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype).reshape(feature.shape)
+
+
+def _decode_image(tf: Any, value: bytes, feature: Feature) -> np.ndarray:
+    try:
+        image = tf.io.decode_image(value, channels=feature.shape[2], expand_animations=False).numpy()
+    except tf.errors.OpError as error:
+        raise UserError(f"is no image: {_plain(error)}") from error
+    if image.shape != feature.shape:
+        raise UserError(f"is an image of shape {image.shape}, not {feature.shape}")
+    return image

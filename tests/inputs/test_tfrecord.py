@@ -1,0 +1,191 @@
+"""TFRecord files: what is read from them, from where a run continues, and what is said of broken ones."""
+
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from input_helpers import assert_same, drain, stack_processes, take
+from praxis import base_hyperparams, pax_fiddle
+
+from spmd_trainer.inputs import record_files, tfrecord
+from spmd_trainer.inputs.tfrecord import Feature
+
+COUNTS = (5, 0, 6)
+FEATURES = {
+    "label": Feature((), "int32"),
+    "x": Feature((2,), "float32"),
+    "raw": Feature((2, 3), "int16", "raw"),
+    "img.pixels": Feature((3, 4, 1), "uint8", "image", key="image/encoded"),
+}
+
+
+def write_records(directory, counts=COUNTS):
+    """Files of examples numbered through; returns their paths."""
+    import tensorflow as tf
+
+    def example(n):
+        image = tf.io.encode_png(np.full((3, 4, 1), n, np.uint8)).numpy()
+        raw = np.arange(n, n + 6).astype("<i2").tobytes()
+        feature = {
+            "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[n])),
+            "x": tf.train.Feature(float_list=tf.train.FloatList(value=[n, n + 0.5])),
+            "raw": tf.train.Feature(bytes_list=tf.train.BytesList(value=[raw])),
+            "image/encoded": tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
+        }
+        return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+
+    paths, n = [], 0
+    for i, count in enumerate(counts):
+        paths.append(str(directory / f"{i}.tfrecord"))
+        with tf.io.TFRecordWriter(paths[-1]) as writer:
+            for _ in range(count):
+                writer.write(example(n))
+                n += 1
+    return paths
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_records(tmp_path_factory.mktemp("records"))
+
+
+def make(files, **kwargs):
+    defaults = {"features": FEATURES, "batch_size": 4}
+    return base_hyperparams.instantiate(
+        pax_fiddle.Config(tfrecord.TfRecordInput, files=files, **{**defaults, **kwargs})
+    )
+
+
+def flat(taken):
+    return [dict(batch.FlattenItems()) for batch in taken]
+
+
+def test_evaluation_gives_every_example_once(files):
+    source = make(files)
+    given = drain(source)
+    labels = np.concatenate([batch.label for batch in given])
+    assert labels.tolist() == [*range(11), 10]
+    assert np.concatenate([batch.eval_sample_weights for batch in given]).tolist() == [1] * 11 + [0]
+    for batch in given:
+        np.testing.assert_array_equal(batch.x, batch.label[:, None] + np.array([0, 0.5], np.float32))
+        np.testing.assert_array_equal(batch.raw, batch.label[:, None, None] + np.arange(6).reshape(2, 3))
+        np.testing.assert_array_equal(batch.img.pixels[:, 2, 3, 0], batch.label)
+        assert {path: (x.shape, x.dtype) for path, x in batch.FlattenItems()} == {
+            path: (spec.shape, spec.dtype) for path, spec in source.input_specs().FlattenItems()
+        }
+
+
+def test_training_resumes_exactly_for_any_number_of_processes(files):
+    source = make(files, is_training=True, input_random_seed=5)
+    first = np.concatenate([batch.label for batch in take(source, 11)])
+    for epoch in first.reshape(4, 11):
+        assert sorted(epoch) == list(range(11))
+    shares = [
+        make(files, is_training=True, input_random_seed=5, batch_size=2, num_infeed_hosts=2, infeed_host_index=i)
+        for i in (0, 1)
+    ]
+    for share in shares:
+        share.set_state(source.get_state())
+    assert_same(stack_processes(*(flat(take(share, 5)) for share in shares)), flat(take(source, 5)))
+
+
+def test_specs_are_known_without_the_files():
+    code = """
+import sys
+from spmd_trainer.inputs import tfrecord
+source = tfrecord.TfRecordInput(files=["/no/such"], features={"x": tfrecord.Feature((2,))}, batch_size=4)
+assert source.input_specs().x.shape == (4, 2)
+assert "tensorflow" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def damaged(files, tmp_path, at=None, size=None):
+    """A copy of the last file with one byte changed, or cut off."""
+    content = bytearray(pathlib.Path(files[-1]).read_bytes())[:size]
+    if at is not None:
+        content[at] ^= 1
+    path = tmp_path / "damaged.tfrecord"
+    path.write_bytes(content)
+    return [files[0], str(path)]
+
+
+def offset_of(files, record):
+    return int(record_files.RecordFiles(files[-1:]).place(record).rpartition("byte ")[2][:-1])
+
+
+def test_a_broken_file_is_named_with_its_record_and_what_is_whole(files, tmp_path):
+    third = offset_of(files, 3)
+    for damage, wrong in (
+        ({"at": third + 2}, "its length doesn't match its checksum"),
+        ({"size": third + 7}, "the file ends inside it"),
+        ({"size": third + 40}, "the file ends inside it"),
+    ):
+        message = (
+            rf"damaged.tfrecord, record 3 \(at byte {third}\) is broken: {wrong}. The 3 records before it are whole"
+        )
+        with pytest.raises(ValueError, match=message):
+            make(damaged(files, tmp_path, **damage)).get_next()
+
+
+def test_broken_data_are_found_when_they_are_read(files, tmp_path):
+    third = offset_of(files, 3)
+    source = make(damaged(files, tmp_path, at=third + 30))
+    assert [batch.label.tolist() for batch in take(source, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"record 3 \(at byte {third}\) is broken: its data don't match"):
+            source.get_next()
+
+
+def test_a_file_that_changes_under_a_run_is_refused(files, tmp_path):
+    paths = damaged(files, tmp_path)
+    source = make(paths)
+    source.get_next()
+    pathlib.Path(paths[1]).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"damaged.tfrecord, record 0 .* is no longer where this run found it"):
+        source.get_next()
+
+
+def test_more_files_than_may_be_open(files, monkeypatch):
+    monkeypatch.setattr(record_files, "_MAX_OPEN", 1)
+    records = record_files.RecordFiles(files)
+    whole = [records.read(i) for i in range(11)]
+    assert [records.read(i) for i in (10, 0, 7, 3, 5)] == [whole[i] for i in (10, 0, 7, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"labl": Feature((), "int32")}, r"0.tfrecord, record 0 .*Feature: labl .* is required"),
+        ({"x": Feature((3,))}, r"record 0 \(at byte 0\) isn't what `features` says: Key: x.*Number of float values"),
+        ({"x": Feature((2,), "int32")}, r"record 0 .*Data types don't match"),
+        ({"label": Feature((), "bool")}, r"record 2 \(at byte \d+\): feature 'label' holds 2, which bool can't hold"),
+        ({"raw": Feature((2,), "int16", "raw")}, r"feature 'raw' has 12 bytes; \(2,\) of int16 are 4"),
+        ({"raw": Feature((2, 3, 1), "uint8", "image")}, r"feature 'raw' is no image: Unknown image file format"),
+        (
+            {"i": Feature((3, 5, 1), "uint8", "image", "image/encoded")},
+            r"'i' is an image of shape \(3, 4, 1\), not \(3, 5",
+        ),
+        ({"i": Feature((3, 5, 1), "float32", "image")}, "images have the shape .* dtype uint8: convert"),
+        ({"x": Feature((2,), encoding="jpeg")}, "encoding 'jpeg'; it is one of"),
+        ({"x": ((2,), "float32")}, "is no Feature; give e.g."),
+        ({}, "features={}; give e.g."),
+    ],
+)
+def test_features_that_do_not_fit_say_where(files, features, message):
+    with pytest.raises(ValueError, match=message):
+        make(files, features=features).get_next()
+
+
+def test_files_that_hold_no_records(files, tmp_path):
+    packed, text = tmp_path / "packed.gz", tmp_path / "text.tfrecord"
+    packed.write_bytes(b"\x1f\x8bwhatever")
+    text.write_text("this is no TFRecord file at all")
+    with pytest.raises(ValueError, match=r"packed.gz is compressed.*unpack it with `gunzip`"):
+        make([str(packed)]).get_next()
+    with pytest.raises(ValueError, match=r"text.tfrecord, record 0 \(at byte 0\) is broken"):
+        make([str(text)]).get_next()
+    with pytest.raises(ValueError, match="all 1 files are empty"):
+        make(files[1:2]).get_next()
