@@ -16,6 +16,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints, decode
 
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("trained")
+
 LIMITS = {"seqlen": 18, "max_decode_steps": 6, "eos_id": 256, "fprop_for_prefix": True}
 SAMPLING = functools.partial(decoder_hparams.SampleDecoderHParams, num_samples=2, **LIMITS)
 DECODERS = {

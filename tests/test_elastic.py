@@ -15,6 +15,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.programs import elastic, train
 from spmd_trainer.programs.job import Job, JobSettings
 
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("elastic")
+
 TINY = "lm.stdlib.StdlibBytesTiny"
 STEPS = 6
 

@@ -19,6 +19,9 @@ from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints, evaluate, train
 from spmd_trainer.programs.identity import variables_checksum
 
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("trained")
+
 # Not metrics of the model.
 TIMING = {"eval_batches", "eval_seconds"}
 

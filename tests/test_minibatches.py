@@ -9,6 +9,9 @@ from experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer import partitioning, sharding, step_fns
 from spmd_trainer.inputs import synthetic
 
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("minibatches")
+
 KEY = jax.random.key(3)
 ROWS, LENGTH = 12, 16
 

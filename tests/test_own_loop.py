@@ -10,6 +10,9 @@ from experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer import partitioning
 from spmd_trainer.inputs import batches, synthetic
 
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("own_loop")
+
 ROWS, LENGTH = 6, 16
 KEY = jax.random.key(3)
 SHAPES = batches.lm_input_specs(ROWS, LENGTH)

@@ -12,6 +12,9 @@ from experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer import batch_rows, partitioning, sharding, step_fns
 from spmd_trainer.inputs import batches, synthetic
 
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("partitioning")
+
 # Nothing divides: vocabulary 257, feed-forward width 67, and a batch of 6 rows on 8 devices.
 ROWS, LENGTH = 6, 16
 KEY = jax.random.key(3)

@@ -16,6 +16,9 @@ from spmd_trainer.inputs import batches
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 from tests.test_partitioning import KEY, LENGTH, make_batch, make_task
 
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("shard_map")
+
 ROWS = 16
 NAMES = StdlibBytesTiny.MESH_AXIS_NAMES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import types
@@ -68,8 +69,13 @@ class AgreedSaveRequest(SaveRequest):
         return True
 
 
+def _say(text: str) -> None:
+    """Writes a line to stderr from a signal's handler, which may have come in the middle of a logger's own write."""
+    os.write(2, f"{text}\n".encode())
+
+
 def _say_too_late(number: int, frame: types.FrameType | None) -> None:
-    logging.warning(
+    _say(
         "SIGTERM: the processes have agreed on a save once and cannot do it again; this run goes on, and saves at its "
         "intervals. Ctrl-C twice, or SIGKILL, ends it; started again it goes on from the newest checkpoint"
     )
@@ -103,10 +109,10 @@ def save_requests(*, exit_after_ondemand_checkpoint: bool) -> Iterator[SaveReque
         leaves = number == signal.SIGINT or exit_after_ondemand_checkpoint
         name = signal.Signals(number).name
         if leaves:
-            logging.warning("%s: finishing this step, saving, leaving (again to leave at once)", name)
+            _say(f"{name}: finishing this step, saving, leaving (again to leave at once)")
             restore()
         else:
-            logging.warning("%s: saving after this step, and going on", name)
+            _say(f"{name}: saving after this step, and going on")
         request.make(leaves=leaves)
 
     for number in previous:

@@ -49,9 +49,12 @@ def check(layer_p, reference, *inputs, by=None, method=None, pick=lambda out: ou
     layer = build(layer_p)
     variables = initial(layer, *inputs, method=method)
 
+    # Compiled as a whole: operation by operation, compiling takes most of the time.
+    @jax.jit
     def ours(params, *xs):
         return pick(apply(layer, {**variables, PARAMS: params}, *xs, method=method))
 
+    @jax.jit
     def theirs(params, *xs):
         return reference(params, *xs)
 
@@ -63,7 +66,8 @@ def check(layer_p, reference, *inputs, by=None, method=None, pick=lambda out: ou
     by = [i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.floating)] if by is None else by
     floats = tuple(i + 1 for i in by)
     grads = [
-        jax.grad(lambda *a, f=f: (f(*a) * weight).sum(), argnums=(0, *floats))(params, *inputs) for f in (ours, theirs)
+        jax.jit(jax.grad(lambda *a, f=f: (f(*a) * weight).sum(), argnums=(0, *floats)))(params, *inputs)
+        for f in (ours, theirs)
     ]
     assert any(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads[1][0])) or not jax.tree.leaves(params)
     assert_trees_close(*grads, rtol=1e-4)

@@ -25,7 +25,7 @@ from spmd_trainer.sharding.specs import shard_counts
 
 RANK = 2
 SIZES = [(8,), (4,), (2, 4), (4, 2), (2, 2, 2), (6,), (3, 2), (1, 4), (3,), (1,)]
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=30, deadline=None)
 
 
 @st.composite
