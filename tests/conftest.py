@@ -5,6 +5,9 @@ import os
 import shutil
 import tempfile
 
+# Compiling is most of what tests do. How much LLVM optimizes, and by which of XLA's two ways fusions become code (the newer
+# one, by MLIR, takes most of a compilation), changes none of the results that tests look at.
+CHEAP_COMPILATION = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -12,8 +15,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         for flag in os.environ.get("XLA_FLAGS", "").split()
         if not flag.startswith("--xla_force_host_platform_device_count")
     ]
-    # Compiling is most of what tests do; how much LLVM optimizes changes none of the results they look at.
-    + ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+    + ["--xla_force_host_platform_device_count=8", *CHEAP_COMPILATION]
 )
 # What one process has compiled, the others need not: workers and the processes that tests start share a cache.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
