@@ -5,7 +5,7 @@ UV := $(shell command -v uv 2>/dev/null || echo $(UV_DIR)/bin/uv)
 RUN := $(UV) run --no-sync
 JOB_DIR ?= runs/stdlib_bytes
 
-.PHONY: setup train test faults lint format bench clean
+.PHONY: setup train test faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -39,13 +39,19 @@ format: setup
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
+# Ratios to hand-written JAX, as JSON and plots in benchmarks/results.
 bench: setup
-	$(RUN) python -m benchmarks.first_step
-	$(RUN) python -m benchmarks.padding
-	$(RUN) python -m benchmarks.decode
-	$(RUN) python -m benchmarks.shard_map
-	$(RUN) python -m benchmarks.resharding
-	$(RUN) python -m benchmarks.sharding_scale
+	$(RUN) python -m benchmarks
+
+# The cloud sizes, compiled for TPUs that aren't here: minutes each. The compiler comes into an environment of its own.
+PLAN := UV_PROJECT_ENVIRONMENT=.venv-tpu $(UV) run --frozen --extra tpu
+INSPECT := $(PLAN) spmd-trainer --mode=inspect
+ROWS_512 := --fdl.set='train_datasets[0].batch_size.global_batch_size=512'
+plan: setup
+	$(INSPECT) --exp=lm.cloud.LmCloudSpmd2B --topology=v5e:16x16 --mesh=data:16,mdl:16 $(ROWS_512) --job_log_dir=runs/plan/2B
+	$(INSPECT) --exp=lm.cloud.LmCloudSpmd16B --topology=v5p:8x8x8 --mesh=data:64,mdl:8 $(ROWS_512) --job_log_dir=runs/plan/16B
+	$(INSPECT) --exp=lm.cloud.LmCloudSpmd175B --topology=v5p:8x8x8 --job_log_dir=runs/plan/175B
+	$(PLAN) python -m benchmarks.plan_floor
 
 clean:
-	rm -rf .venv $(UV_DIR) runs
+	rm -rf .venv .venv-tpu $(UV_DIR) runs

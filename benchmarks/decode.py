@@ -5,14 +5,11 @@
 Both decode 64 tokens after prompts of 64, with the model of `lm.stdlib.StdlibBytes` at random values, float32, on 8
 devices, mesh (replica, data, mdl) = (1, 4, 2): the trainer's own decode step of `--mode=decode`, and `floor_decode` below.
 A call is what a batch costs: prompts from the host to the devices, decode, ids back to the host. The two take turns, in
-random order, round after round; neither meets an end of text. Printed: the median over the rounds of tokens/s / the
-floor's tokens/s in the same round, with quartiles. The exit status is 1, and no ratio stands, where the floor's own
-calls vary by more than 15% between their quartiles.
+random order, round after round; neither meets an end of text.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
 import sys
@@ -27,14 +24,13 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import floor_lm  # sets up the host devices, so before JAX
+from benchmarks import floor_lm, reporting  # floor_lm sets up the host devices, so before JAX
 from spmd_trainer import experiment_config
 from spmd_trainer.programs.decode import DecodeDataset
 from spmd_trainer.programs.job import Job, JobSettings
 
-LIMIT_SPREAD = 0.15
 PROMPT, NEW = 64, 64
-HEAD = floor_lm.WIDTH // floor_lm.HEADS
+HEAD = floor_lm.STDLIB.width // floor_lm.STDLIB.heads
 CACHE = P(floor_lm.BATCH_AXES, None, "mdl", None)
 # A token that no vocabulary has: all rows run to their end.
 NEVER = -1
@@ -64,7 +60,7 @@ def extend(params: dict, caches: list, ids: jax.Array, start: jax.Array) -> tupl
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=P(floor_lm.BATCH_AXES, None, None))
     positions = start + jnp.arange(ids.shape[1])
     mask = jnp.where(jnp.arange(PROMPT + NEW) <= positions[:, None], 0.0, -1e9)
-    x = split(jax.nn.one_hot(ids, floor_lm.PADDED_VOCAB) @ params["emb"] * floor_lm.WIDTH**0.5)
+    x = split(jax.nn.one_hot(ids, floor_lm.PADDED_VOCAB) @ params["emb"] * floor_lm.STDLIB.width**0.5)
     new_caches = []
     for layer, (keys, values) in zip(params["layers"], caches, strict=True):
         q, k, v = jnp.einsum("btd,cdnh->cbtnh", floor_lm.layer_norm(x, layer["ln1"]), layer["qkv"])
@@ -84,8 +80,8 @@ def extend(params: dict, caches: list, ids: jax.Array, start: jax.Array) -> tupl
 def floor_decode(params: dict, prompts: jax.Array) -> jax.Array:
     """Continues prompts, int32 [batch, PROMPT], by NEW tokens each: int32 [batch, PROMPT + NEW]. Greedy."""
     rows = prompts.shape[0]
-    empty = jnp.zeros((rows, PROMPT + NEW, floor_lm.HEADS, HEAD))
-    caches, token = extend(params, [(empty, empty)] * floor_lm.LAYERS, prompts, jnp.int32(0))
+    empty = jnp.zeros((rows, PROMPT + NEW, floor_lm.STDLIB.heads, HEAD))
+    caches, token = extend(params, [(empty, empty)] * floor_lm.STDLIB.layers, prompts, jnp.int32(0))
     output = jnp.zeros((rows, PROMPT + NEW), jnp.int32).at[:, :PROMPT].set(prompts)
 
     def body(loop: tuple) -> tuple:
@@ -106,11 +102,15 @@ def floor_decode(params: dict, prompts: jax.Array) -> jax.Array:
 def floor(mesh: jax.sharding.Mesh, prompts: np.ndarray) -> Callable[[], np.ndarray]:
     """Returns what decodes the prompts with the hand-written loop."""
     shardings = jax.tree.map(
-        functools.partial(NamedSharding, mesh), floor_lm.param_specs(), is_leaf=lambda x: isinstance(x, P)
+        functools.partial(NamedSharding, mesh),
+        floor_lm.param_specs(floor_lm.STDLIB),
+        is_leaf=lambda x: isinstance(x, P),
     )
     batch = NamedSharding(mesh, P(tuple(mesh.axis_names), None))
     with jax.set_mesh(mesh):
-        params = jax.jit(floor_lm.init, out_shardings=shardings)(jax.random.key(0))
+        params = jax.jit(functools.partial(floor_lm.init, sizes=floor_lm.STDLIB), out_shardings=shardings)(
+            jax.random.key(0)
+        )
         shape = jax.ShapeDtypeStruct(prompts.shape, jnp.int32)
         step = jax.jit(floor_decode, in_shardings=(shardings, batch), out_shardings=NamedSharding(mesh, P()))
         compiled = step.lower(params, shape).compile()
@@ -147,22 +147,17 @@ def measure(calls: dict[str, Callable[[], np.ndarray]], rounds: int) -> dict[str
 
 def main() -> int:
     """Prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = reporting.parser(__doc__, rounds=10)
     parser.add_argument("--rows", type=int, default=8)
     arguments = parser.parse_args()
     mesh, prompts, trainer = ours(arguments.rows)
     seconds = measure({"trainer": trainer, "floor": floor(mesh, prompts)}, arguments.rounds)
+    report = reporting.Report("decode", arguments.json)
     tokens = arguments.rows * NEW
     for name, values in seconds.items():
-        print(f"{name:8} {tokens / np.median(values):8.0f} tokens/s, {1e3 * np.median(values):.0f} ms a batch")
-    low, median, high = np.percentile(seconds["floor"] / seconds["trainer"], [25, 50, 75])
-    spread = np.subtract(*np.percentile(seconds["floor"], [75, 25])) / np.median(seconds["floor"])
-    if spread > LIMIT_SPREAD:
-        print(f"no ratio: the floor's own calls vary by {spread:.0%} between their quartiles; try a quieter machine")
-        return 1
-    print(f"tokens/s, trainer / floor: {median:.2f} ({low:.2f} to {high:.2f})")
-    return 0
+        report.figure(name, tokens / values, "tokens/s")
+    report.ratio("seconds a batch, trainer / floor", seconds["trainer"], seconds["floor"])
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
 """The floor: the model of `lm.stdlib.StdlibBytes` written by hand in plain JAX, with explicit shardings and donation.
 
-No framework, one file: what a careful person would write for this one model on this one mesh. The vocabulary is padded by
-hand to the next even size, logits of the padding masked.
+No framework, one file: what a careful person would write for this model, in its own size (`STDLIB`) or that of
+`speed_lm.SpeedLm` (`SPEED`). The vocabulary is padded by hand to the next even size, logits of the padding masked.
+
+    python -m benchmarks.floor_lm [--steps 3] [--size speed]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import glob
 import os
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from typing import Any
 
 MESH = {"replica": 1, "data": 4, "mdl": 2}
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -24,8 +29,23 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-LAYERS, WIDTH, HEADS, HIDDEN, SEQ, BATCH, VOCAB = 4, 256, 4, 1024, 256, 8, 257
-PADDED_VOCAB = 258
+VOCAB, PADDED_VOCAB = 257, 258
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the model and its batch."""
+
+    layers: int
+    width: int
+    heads: int
+    hidden: int
+    seq: int
+    batch: int
+
+
+STDLIB = Sizes(layers=4, width=256, heads=4, hidden=1024, seq=256, batch=8)
+SPEED = Sizes(layers=2, width=128, heads=4, hidden=512, seq=128, batch=16)
 BATCH_AXES = ("replica", "data")
 SPECS = {
     "emb": P("mdl", "data"),
@@ -43,28 +63,36 @@ SPECS = {
 }
 
 
-def init(key: jax.Array) -> dict:
+def init(key: jax.Array, sizes: Sizes) -> dict:
     """Returns the parameters, float32."""
-    head = WIDTH // HEADS
+    width = sizes.width
+    head = width // sizes.heads
     shapes = {
-        "qkv": (3, WIDTH, HEADS, head),
-        "out": (WIDTH, HEADS, head),
-        "w1": (WIDTH, HIDDEN),
-        "w2": (HIDDEN, WIDTH),
+        "qkv": (3, width, sizes.heads, head),
+        "out": (width, sizes.heads, head),
+        "w1": (width, sizes.hidden),
+        "w2": (sizes.hidden, width),
     }
-    keys = iter(jax.random.split(key, 1 + LAYERS * len(shapes)))
+    keys = iter(jax.random.split(key, 1 + sizes.layers * len(shapes)))
     layers = []
-    for _ in range(LAYERS):
+    for _ in range(sizes.layers):
         layer = {name: jax.random.normal(next(keys), shape) * 0.05 for name, shape in shapes.items()}
-        zeros = {"b1": HIDDEN, "b2": WIDTH, "ln1": WIDTH, "ln2": WIDTH}
+        zeros = {"b1": sizes.hidden, "b2": width, "ln1": width, "ln2": width}
         layers.append(layer | {name: jnp.zeros(size) for name, size in zeros.items()})
-    emb = jax.random.normal(next(keys), (VOCAB, WIDTH)) / WIDTH**0.5
-    return {"emb": jnp.pad(emb, ((0, PADDED_VOCAB - VOCAB), (0, 0))), "scale": jnp.zeros(WIDTH), "layers": layers}
+    emb = jax.random.normal(next(keys), (VOCAB, width)) / width**0.5
+    return {"emb": jnp.pad(emb, ((0, PADDED_VOCAB - VOCAB), (0, 0))), "scale": jnp.zeros(width), "layers": layers}
 
 
-def param_specs() -> dict:
+def init_state(key: jax.Array, sizes: Sizes) -> dict:
+    """Returns parameters, Adam's moments and the number of steps taken."""
+    values = init(key, sizes)
+    zeros = jax.tree.map(jnp.zeros_like, values)
+    return {"step": jnp.zeros((), jnp.float32), "params": values, "m": zeros, "v": zeros}
+
+
+def param_specs(sizes: Sizes) -> dict:
     """PartitionSpecs of `init`'s result."""
-    return {**SPECS, "layers": [SPECS["layers"]] * LAYERS}
+    return {**SPECS, "layers": [SPECS["layers"]] * sizes.layers}
 
 
 def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -76,7 +104,7 @@ def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 def rotate(x: jax.Array) -> jax.Array:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of [batch, time, heads, width]."""
     half = x.shape[-1] // 2
-    angle = jnp.arange(SEQ)[:, None, None] / 10000 ** (jnp.arange(half) / half)
+    angle = jnp.arange(x.shape[1])[:, None, None] / 10000 ** (jnp.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
@@ -85,11 +113,12 @@ def rotate(x: jax.Array) -> jax.Array:
 def loss_fn(params: dict, ids: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats."""
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=P(BATCH_AXES, None, None))
-    x = split(jax.nn.one_hot(ids, PADDED_VOCAB) @ params["emb"] * WIDTH**0.5)
-    mask = jnp.where(jnp.tril(jnp.ones((SEQ, SEQ), bool)), 0.0, -1e9)
+    length, width = ids.shape[1], params["emb"].shape[1]
+    x = split(jax.nn.one_hot(ids, PADDED_VOCAB) @ params["emb"] * width**0.5)
+    mask = jnp.where(jnp.tril(jnp.ones((length, length), bool)), 0.0, -1e9)
     for layer in params["layers"]:
         q, k, v = jnp.einsum("btd,cdnh->cbtnh", layer_norm(x, layer["ln1"]), layer["qkv"])
-        scores = jnp.einsum("btnh,bsnh->bnts", rotate(q), rotate(k)) * (WIDTH // HEADS) ** -0.5 + mask
+        scores = jnp.einsum("btnh,bsnh->bnts", rotate(q), rotate(k)) * q.shape[-1] ** -0.5 + mask
         mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
         x = split(x + jnp.einsum("btnh,dnh->btd", mixed, layer["out"]))
         hidden = jax.nn.gelu(layer_norm(x, layer["ln2"]) @ layer["w1"] + layer["b1"])
@@ -130,41 +159,73 @@ def read_text() -> np.ndarray:
     return np.concatenate(parts)
 
 
+def read_batches(sizes: Sizes) -> Iterator[np.ndarray]:
+    """Endless windows of the text drawn at random, int32 [batch, seq + 1]."""
+    text = read_text()
+    rng = np.random.default_rng(0)
+    while True:
+        starts = rng.integers(0, len(text) - sizes.seq - 1, sizes.batch)
+        yield text[starts[:, None] + np.arange(sizes.seq + 1)]
+
+
+class Floor:
+    """The step compiled on a mesh, its state, and its input."""
+
+    def __init__(self, sizes: Sizes, mesh: Mesh):
+        """Initialises, then compiles."""
+        self.mesh = mesh
+        params = jax.tree.map(
+            functools.partial(NamedSharding, mesh), param_specs(sizes), is_leaf=lambda x: isinstance(x, P)
+        )
+        shardings = {"step": NamedSharding(mesh, P()), "params": params, "m": params, "v": params}
+        self._batch_sharding = NamedSharding(mesh, P(tuple(mesh.axis_names), None))
+        self._rows = read_batches(sizes)
+        make_state = functools.partial(init_state, sizes=sizes)
+        with jax.set_mesh(mesh):
+            self.state = jax.jit(make_state, out_shardings=shardings)(jax.random.key(0))
+        started = time.perf_counter()
+        with jax.set_mesh(mesh):
+            batch = self._batch_sharding
+            step = jax.jit(
+                train_step, in_shardings=(shardings, batch, batch), out_shardings=(shardings, None), donate_argnums=0
+            )
+            shape = jax.ShapeDtypeStruct((sizes.batch, sizes.seq), jnp.int32)
+            self.compiled = step.lower(self.state, shape, shape).compile()
+        self.compile_seconds = time.perf_counter() - started
+
+    def next_batch(self) -> Any:
+        """Ids and labels on the devices."""
+        rows = next(self._rows)
+        return jax.device_put((rows[:, :-1], rows[:, 1:]), self._batch_sharding)
+
+    def run(self, steps: int) -> list[float]:
+        """Takes steps, each fed from the text; reads the losses, one step late, and waits for the last."""
+        losses: list[float] = []
+        waiting = None
+        for _ in range(steps):
+            self.state, loss = self.compiled(self.state, *self.next_batch())
+            if waiting is not None:
+                losses.append(float(waiting))
+            waiting = loss
+        jax.block_until_ready(self.state)
+        return losses if waiting is None else [*losses, float(waiting)]
+
+
+def declared_mesh() -> Mesh:
+    """The mesh (1, 4, 2)."""
+    return Mesh(np.array(jax.devices()).reshape(tuple(MESH.values())), tuple(MESH), axis_types=(AxisType.Auto,) * 3)
+
+
 def main() -> None:
-    """Trains for --steps steps; prints 'first step' when the first one starts, then one step time per line."""
+    """Trains for --steps steps; prints 'first step' when the first one starts, then the losses."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
-    steps = parser.parse_args().steps
-    devices = np.array(jax.devices()).reshape(tuple(MESH.values()))
-    mesh = Mesh(devices, tuple(MESH), axis_types=(AxisType.Auto,) * 3)
-    params = jax.tree.map(functools.partial(NamedSharding, mesh), param_specs(), is_leaf=lambda x: isinstance(x, P))
-    shardings = {"step": NamedSharding(mesh, P()), "params": params, "m": params, "v": params}
-    batch = NamedSharding(mesh, P(tuple(MESH), None))
-
-    def init_state(key: jax.Array) -> dict:
-        values = init(key)
-        zeros = jax.tree.map(jnp.zeros_like, values)
-        return {"step": jnp.zeros((), jnp.float32), "params": values, "m": zeros, "v": zeros}
-
-    with jax.set_mesh(mesh):
-        text = read_text()
-        state = jax.jit(init_state, out_shardings=shardings)(jax.random.key(0))
-        step = jax.jit(
-            train_step, in_shardings=(shardings, batch, batch), out_shardings=(shardings, None), donate_argnums=0
-        )
-        shape = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
-        compiled = step.lower(state, shape, shape).compile()
-        rng = np.random.default_rng(0)
-        for n in range(steps):
-            starts = rng.integers(0, len(text) - SEQ - 1, BATCH)
-            rows = text[starts[:, None] + np.arange(SEQ + 1)]
-            ids, labels = jax.device_put((rows[:, :-1], rows[:, 1:]), batch)
-            if n == 0:
-                print("first step", flush=True)
-            started = time.perf_counter()
-            state, loss = compiled(state, ids, labels)
-            jax.block_until_ready(loss)
-            print(f"{time.perf_counter() - started:.4f} {float(loss):.4f}", flush=True)
+    parser.add_argument("--size", choices=("stdlib", "speed"), default="stdlib")
+    args = parser.parse_args()
+    floor = Floor({"stdlib": STDLIB, "speed": SPEED}[args.size], declared_mesh())
+    print("first step", flush=True)
+    for loss in floor.run(args.steps):
+        print(f"{loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

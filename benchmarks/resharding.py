@@ -10,15 +10,15 @@ devices to host memory, what is written from there to devices, and what collecti
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import time
+
+from benchmarks import reporting
 
 METHODS = ("device_put", "reshard", "intermediate")
 # Specs on a source mesh [fsdp=8, tp=1] and on a target mesh of four of its devices.
@@ -97,37 +97,34 @@ def in_fresh_process(method: str, pair: str, mib: int) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def ratio(values: list[float], floor: list[float]) -> str:
-    """Median ratio of the pairs of each round, with quartiles."""
-    ratios = [value / base for value, base in zip(values, floor, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:5.2f} [{low:.2f}, {high:.2f}]"
+def compare(report: reporting.Report, pair: str, mib: int, rounds: int) -> None:
+    """Measures and reports one pair of shardings."""
+    results: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
+    for _ in range(rounds):
+        for method in random.sample(METHODS, len(METHODS)):
+            results[method].append(in_fresh_process(method, pair, mib))
+    for what, unit in (("first", "s"), ("again", "s"), ("peak", "MiB"), ("moved", "MiB")):
+        floor = [result[what] for result in results["device_put"]]
+        report.figure(f"{pair}, device_put, {what}", floor, unit)
+        for method in METHODS[1:]:
+            report.ratio(f"{pair}, {method} / device_put, {what}", [r[what] for r in results[method]], floor)
 
 
-def main() -> None:
+def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = reporting.parser(__doc__, rounds=10)
     parser.add_argument("--mib", type=int, default=1024, help="size of the whole state")
-    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pair", choices=["all", *PAIRS], default="all")
     parser.add_argument("--measure", choices=METHODS, help="one measurement in this process, as JSON")
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(measure(args.measure, args.pair, args.mib)))
-        return
+        return 0
+    report = reporting.Report("resharding", args.json)
     for pair in PAIRS if args.pair == "all" else [args.pair]:
-        results: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
-        for _ in range(args.rounds):
-            for method in random.sample(METHODS, len(METHODS)):
-                results[method].append(in_fresh_process(method, pair, args.mib))
-        print(f"\n{pair}, {args.mib} MiB in {LEAVES} arrays, {args.rounds} rounds; ratios to jax.device_put")
-        for method in METHODS:
-            print(f"  {method}")
-            for what, unit in (("first", "s"), ("again", "s"), ("peak", "MiB"), ("moved", "MiB")):
-                values = [result[what] for result in results[method]]
-                floor = [result[what] for result in results["device_put"]]
-                print(f"    {what:6} {statistics.median(values):9.2f} {unit:4} ratio {ratio(values, floor)}")
+        compare(report, pair, args.mib, args.rounds)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,12 +7,10 @@ of each in random order, round after round. The floor is `benchmarks.floor_lm`'s
 same mesh. Printed: the median over the rounds of step time / the floor's step time in the same round, with quartiles;
 bytes that collectives give each device per step (their results; a reduce-scatter's operand), counted in the compiled
 program with the trips of its loops; and the compiler's own count of temporary and of argument bytes per device.
-The exit status is 1, and no ratio stands, where the floor's own steps vary by more than 15% between their quartiles.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import random
@@ -26,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import floor_lm  # sets up the host devices, so before JAX
+from benchmarks import floor_lm, reporting  # floor_lm sets up the host devices, so before JAX
 from experiments.lm.stdlib import StdlibBytes
 from spmd_trainer import partitioning, sharding, step_fns
 from spmd_trainer.hlo_collectives import collectives_text
@@ -34,7 +32,6 @@ from spmd_trainer.inputs import batches
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 
 MESH = (("replica", 1), ("data", 8), ("mdl", 1))
-LIMIT_SPREAD = 0.15
 MIN_WEIGHT_SIZE = 2**12
 
 
@@ -62,13 +59,13 @@ def ours(name: str, partitioner: partitioning.PjitPartitioner, rows: int, strate
     task_p.train.sharding_strategy = strategy
     if strategy is not None:
         _declare_nothing(task_p.model.lm_tpl)
-    partitioner.setup(partitioning.build_task(task_p), batches.lm_input_specs(rows, floor_lm.SEQ))
+    partitioner.setup(partitioning.build_task(task_p), batches.lm_input_specs(rows, floor_lm.STDLIB.seq))
 
     def step(*args: Any) -> tuple[Any, jax.Array]:
         state, output = step_fns.train_step(*args)
         return state, output.loss
 
-    partitioned = partitioner.partition(step, batches.lm_input_specs(rows, floor_lm.SEQ), is_eval=False)
+    partitioned = partitioner.partition(step, batches.lm_input_specs(rows, floor_lm.STDLIB.seq), is_eval=False)
     key = jax.random.key(0)
     compiled = partitioned.fn.lower(
         partitioner.abstract_state(), key, partitioner.abstract_inputs(partitioned)
@@ -94,11 +91,7 @@ def floor(mesh: jax.sharding.Mesh, rows: int, batch: Any) -> Variant:
     """The hand-written step, parameters whole on each device."""
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
 
-    def init(key: jax.Array) -> dict:
-        params = floor_lm.init(key)
-        zeros = jax.tree.map(jax.numpy.zeros_like, params)
-        return {"step": jax.numpy.zeros(()), "params": params, "m": zeros, "v": zeros}
-
+    init = functools.partial(floor_lm.init_state, sizes=floor_lm.STDLIB)
     with jax.set_mesh(mesh):
         state = jax.jit(init, out_shardings=whole)(jax.random.key(0))
         ids, labels = jax.device_put((batch.ids, batch.labels), split)
@@ -115,11 +108,11 @@ def floor(mesh: jax.sharding.Mesh, rows: int, batch: Any) -> Variant:
 def variants(rows: int) -> list[Variant]:
     """The floor first."""
     mesh = sharding.create_device_mesh(list(MESH))
-    tokens = np.random.default_rng(0).integers(1, 257, (rows, floor_lm.SEQ + 1)).astype(np.int32)
-    batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), batches.lm_input_specs(rows, floor_lm.SEQ))
+    tokens = np.random.default_rng(0).integers(1, 257, (rows, floor_lm.STDLIB.seq + 1)).astype(np.int32)
+    batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), batches.lm_input_specs(rows, floor_lm.STDLIB.seq))
     batch.ids, batch.labels = tokens[:, :-1], tokens[:, 1:]
     batch.paddings = np.zeros_like(batch.paddings)
-    batch.segment_pos = np.broadcast_to(np.arange(floor_lm.SEQ, dtype=np.int32), batch.segment_pos.shape)
+    batch.segment_pos = np.broadcast_to(np.arange(floor_lm.STDLIB.seq, dtype=np.int32), batch.segment_pos.shape)
     make = functools.partial(ours, rows=rows, batch=batch)
     pjit = partitioning.PjitPartitioner
     megabytes = MIN_WEIGHT_SIZE * 4 / 2**20
@@ -141,8 +134,7 @@ def variants(rows: int) -> list[Variant]:
 
 def main() -> int:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = reporting.parser(__doc__, rounds=10)
     parser.add_argument("--rows", type=int, default=32)
     args = parser.parse_args()
     if args.rows % 32:
@@ -154,26 +146,16 @@ def main() -> int:
             seconds = variant.step()
             if index:  # the first round warms up
                 times[variant.name].append(seconds)
-    base = np.array(times["floor dp"])
-    low, middle, high = np.percentile(base, (25, 50, 75))
-    print(f"{args.rounds} rounds, {args.rows} rows of {floor_lm.SEQ}; floor: median {middle * 1e3:.0f} ms")
-    print(
-        f"{'':38}{'step/floor':>12}{'quartiles':>14}{'temp MiB':>10}{'args MiB':>10}  collective MiB per device and step"
-    )
+    report = reporting.Report("shard_map", args.json)
+    report.figure("floor dp", times["floor dp"], "ms", scale=1e3)
     for variant in all_variants:
-        q1, q2, q3 = np.percentile(np.array(times[variant.name]) / base, (25, 50, 75))
         memory = variant.compiled.memory_analysis()
-        moved = collectives_text(variant.compiled.as_text())
-        print(
-            f"{variant.name:38}{q2:12.2f}{f'{q1:.2f}-{q3:.2f}':>14}{memory.temp_size_in_bytes / 2**20:10.1f}"
-            f"{memory.argument_size_in_bytes / 2**20:10.1f}  {moved}"
-        )
-    if (high - low) / middle > LIMIT_SPREAD:
-        print(
-            f"The floor's own steps vary by {(high - low) / middle:.0%} (more than {LIMIT_SPREAD:.0%}): no ratio stands."
-        )
-        return 1
-    return 0
+        if variant.name != "floor dp":
+            report.ratio(f"{variant.name}, step / floor", times[variant.name], times["floor dp"])
+        report.figure(f"{variant.name}, temporaries", memory.temp_size_in_bytes / 2**20, "MiB per device")
+        report.figure(f"{variant.name}, arguments", memory.argument_size_in_bytes / 2**20, "MiB per device")
+        report.note(f"{variant.name}, collectives per device and step", collectives_text(variant.compiled.as_text()))
+    return report.finish()
 
 
 if __name__ == "__main__":

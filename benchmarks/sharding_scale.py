@@ -8,7 +8,6 @@ has 2 s at 10,000 variables; beyond that the exit status is 1. No device is touc
 what is measured is its CPU time, which neighbours on the machine disturb least.
 """
 
-import argparse
 import random
 import statistics
 import sys
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from benchmarks import reporting
 from spmd_trainer import sharding
 from spmd_trainer.sharding.variables import named_leaves
 
@@ -73,10 +73,6 @@ def jobs(state: dict) -> dict:
     }
 
 
-def growth_exponent(sizes: list[int], seconds: list[float]) -> float:
-    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
-
-
 def measure(sizes: list[int], rounds: int) -> tuple[dict, dict]:
     """Median seconds per job and size, and which jobs count."""
     todo = [(name, size, *job) for size in sizes for name, job in jobs(make_state(size)).items()]
@@ -92,21 +88,23 @@ def measure(sizes: list[int], rounds: int) -> tuple[dict, dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    """Measures and prints."""
+    parser = reporting.parser(__doc__, rounds=3)
     parser.add_argument("--sizes", default="100,300,1000,3000,10000")
     args = parser.parse_args()
     sizes = [int(size) for size in args.sizes.split(",")]
     seconds, counts = measure(sizes, args.rounds)
     total = {size: sum(seconds[name, size] for name in counts if counts[name]) for size in sizes}
+    report = reporting.Report("sharding_scale", args.json)
+    rows = {name: [seconds[name, size] for size in sizes] for name in counts} | {"sum but HTML": list(total.values())}
     print("seconds".ljust(16) + "".join(f"{size:>10,}" for size in sizes) + "    growth")
-    rows = [(name, [seconds[name, size] for size in sizes]) for name in counts]
-    for name, row in [*rows, ("sum but HTML", list(total.values()))]:
-        print(name.ljust(16) + "".join(f"{s:10.4f}" for s in row) + f"{growth_exponent(sizes, row):10.2f}")
+    for name, row in rows.items():
+        growth = reporting.growth_exponent(sizes, row)
+        print(name.ljust(16) + "".join(f"{s:10.4f}" for s in row) + f"{growth:10.2f}")
+    report.note("seconds", {name: dict(zip(map(str, sizes), row, strict=True)) for name, row in rows.items()})
     if total.get(LIMIT_AT, 0) > LIMIT_SECONDS:
-        print(f"{total[LIMIT_AT]:.2f} s at {LIMIT_AT:,} variables: the limit is {LIMIT_SECONDS} s.")
-        return 1
-    return 0
+        report.fails(f"{total[LIMIT_AT]:.2f} s at {LIMIT_AT:,} variables: the limit is {LIMIT_SECONDS} s")
+    return report.finish()
 
 
 if __name__ == "__main__":

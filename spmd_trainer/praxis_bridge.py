@@ -16,7 +16,7 @@ Nothing in site-packages is touched, every change adds what is missing, and inst
 | `int(array of one element)` | `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on | the three ids are made scalars before the call |
 | (speed) `pax_fiddle.auto_config` of a lambda that calls nothing | class bodies of `optimizers`: fiddle parses the whole 3,000-line file twice, 2 s of every start | such a lambda builds nothing, so it is its own configuration |
 | (speed) the type hint of `BaseInput.dataset` | fiddle evaluates the hints of every input it configures, and this one imports TensorFlow (2 s and more) | the hint is `Any` |
-| (speed) `lingvo.core.symbolic`, `jax.experimental.sparse.linalg` | imported on the way by modules that don't use them; they bring in sympy and scipy, 0.5 s of every start | executed at their first use |
+| (speed) `sympy`, `lingvo.core.symbolic`, `jax.experimental.sparse.linalg` | imported on the way (`sympy` by `layers.ngrammer` for one function) by modules that don't use them, with scipy: a fifth of a start's imports | executed at their first use |
 
 Not restored, as nothing here reaches them: `jax.sharding.GSPMDSharding` (custom device orders), `PmapSharding` (pmap
 helpers), Pallas attention of 2024 (imported lazily by `gpu_fast_attention`), flax `fp8_ops.quantize_dequantize`.
@@ -258,7 +258,7 @@ def _mend_base_input(module: Any) -> None:
     module.BaseInput.__annotations__["dataset"] = Any
 
 
-_LAZY_MODULES = frozenset({"jax.experimental.sparse.linalg", "lingvo.core.symbolic"})
+_LAZY_MODULES = frozenset({"jax.experimental.sparse.linalg", "lingvo.core.symbolic", "sympy"})
 
 _MODULE_MENDS: dict[str, Callable[[Any], None]] = {
     "praxis.base_input": _mend_base_input,

@@ -10,7 +10,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import experiment_config, experiment_registry
-from spmd_trainer.cli import distributed
+from spmd_trainer.cli import compile_cache, distributed
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiment_config import ResolvedExperiment
 from spmd_trainer.programs.job import Job, JobSettings, check_directory
@@ -50,6 +50,7 @@ def _run_experiment(flag_values: Any, processes: distributed.Processes) -> None:
         return
     settings = settings_from_flags(flag_values)
     check_paths(settings, resolved)
+    compile_cache.enable(flag_values.jax_cache_dir)
     say_who_stands_in()
     if flag_values.jax_profiler_port:
         import jax

@@ -19,6 +19,8 @@ class Progress:
     Attributes:
       items_per_step: tokens (or examples) in a global batch.
       unit: what an item is called.
+      flops_per_item: the model's, as `hardware.model_flops` counts; None where that isn't known.
+      peak_flops: FLOP/s of all devices; None where they aren't known. With both, the line says the model FLOPs utilization.
     """
 
     def __init__(
@@ -28,10 +30,14 @@ class Progress:
         items_per_step: int,
         unit: str,
         interval: int,
+        flops_per_item: float | None = None,
+        peak_flops: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.items_per_step = items_per_step
         self.unit = unit
+        self.flops_per_item = flops_per_item
+        self.peak_flops = peak_flops
         self._num_steps = num_steps
         self._interval = max(1, interval)
         self._clock = clock
@@ -58,10 +64,15 @@ class Progress:
         parts += [f"{name.replace('_', ' ')} {scalars.values[name]:.3f}" for name in _SHOWN if name in scalars.values]
         rate = self.items_per_step / seconds
         left = (self._num_steps - step) * seconds
-        parts += [f"{rate:,.0f} {self.unit}/s", f"{seconds * 1e3:.0f} ms/step", f"ETA {format_seconds(left)}"]
+        parts += [f"{rate:,.0f} {self.unit}/s", f"{seconds * 1e3:.0f} ms/step"]
+        timing = {"steps_per_sec": 1.0 / seconds, f"{self.unit}_per_sec": rate}
+        if self.flops_per_item and self.peak_flops:
+            timing["mfu"] = rate * self.flops_per_item / self.peak_flops
+            parts.append(f"MFU {timing['mfu']:.1%}")
+        parts.append(f"ETA {format_seconds(left)}")
         logging.info("%s", "  ".join(parts))
         self.start(step)
-        return {"steps_per_sec": 1.0 / seconds, f"{self.unit}_per_sec": rate}
+        return timing
 
 
 def format_seconds(seconds: float) -> str:

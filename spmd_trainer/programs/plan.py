@@ -18,14 +18,18 @@ from typing import Any
 import jax
 from absl import logging
 
-from spmd_trainer import hlo_collectives
+from spmd_trainer import hardware, hlo_collectives
 from spmd_trainer.errors import UserError
+from spmd_trainer.hardware import GIB
 from spmd_trainer.programs.job import Job
 
-GIB = 2**30
-# Memory of one chip, in GiB, by the name before the colon of a topology.
-HBM_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
-_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_WORKER_HOSTNAMES": "localhost"}
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # The compiler alone: it takes no chip from the process that may be using them.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 _LARGEST = 8
 
 
@@ -42,9 +46,9 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[Any]:
     from jax.experimental import topologies
 
     chip, _, shape = topology.partition(":")
-    if chip not in HBM_GIB or not re.fullmatch(r"\d+(x\d+)+", shape):
+    if chip not in hardware.BY_TOPOLOGY or not re.fullmatch(r"\d+(x\d+)+", shape):
         raise UserError(
-            f"--topology={topology} is not of the form CHIP:SHAPE, e.g. v5e:16x16; chips are {', '.join(HBM_GIB)}"
+            f"--topology={topology} is not of the form CHIP:SHAPE, e.g. v5e:16x16; chips are {', '.join(hardware.BY_TOPOLOGY)}"
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -142,9 +146,9 @@ def plan(job: Job, topology: str | None) -> Plan:
         padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
         temporaries=memory.temp_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        memory=HBM_GIB[topology.partition(":")[0]] * GIB if topology else None,
+        memory=hardware.BY_TOPOLOGY[topology.partition(":")[0]].memory * GIB if topology else None,
         num_params=metadata.num_params(),
-        model_flops=6.0 * metadata.num_params() * tokens / chips if tokens else None,
+        model_flops=hardware.model_flops(metadata.num_params(), tokens) / chips if tokens else None,
         compiler_flops=cost.get("flops"),
         collectives=_collectives(text, mesh),
         largest=_largest(text),

@@ -14,7 +14,7 @@ import jax
 from absl import logging
 from praxis import base_layer
 
-from spmd_trainer import learners, step_fns
+from spmd_trainer import hardware, learners, step_fns
 from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.prefetch import Prefetcher
@@ -208,6 +208,7 @@ class _Reports:
         """The steps after `step` are this job's, their scalars packed so."""
         self._packing = packing
         self.progress.items_per_step = _items_per_step(job)[0]
+        self.progress.peak_flops = _peak_flops(job)
         self.progress.start(step)
 
     def add(self, step: int, packed: Any, *, keep: int) -> None:
@@ -318,7 +319,21 @@ def _items_per_step(job: Job) -> tuple[int, str]:
 def _make_progress(job: Job, num_steps: int) -> Progress:
     items, unit = _items_per_step(job)
     interval = job.task.train.log_train_output_interval_steps or job.task.train.summary_interval_steps
-    return Progress(num_steps=num_steps, items_per_step=items, unit=unit, interval=interval)
+    flops = hardware.model_flops(job.partitioner.metadata.num_params(), 1) if unit == "tokens" else None
+    return Progress(
+        num_steps=num_steps,
+        items_per_step=items,
+        unit=unit,
+        interval=interval,
+        flops_per_item=flops,
+        peak_flops=_peak_flops(job),
+    )
+
+
+def _peak_flops(job: Job) -> float | None:
+    """FLOP/s of the mesh's devices, None where they aren't known."""
+    devices = job.partitioner.mesh.devices
+    return hardware.peak_flops(devices.flat[0].device_kind, devices.size)
 
 
 def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, input_state: bytes | None) -> None:

@@ -10,7 +10,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer import base_experiment, tasks_lib
 from spmd_trainer.errors import UserError
-from spmd_trainer.tasks.lm import task_defaults
+from spmd_trainer.tasks.lm import attention, task_defaults
 
 
 class TransformerExperiment(base_experiment.BaseExperiment):
@@ -26,6 +26,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
       LEARNING_RATE, WEIGHT_DECAY: of the default optimizer.
       DECAY_END: step from which the learning rate is a tenth of the highest.
       ATTEN_LOGIT_CAP: attention logits are squashed into plus or minus this by a tanh; 0 leaves them.
+      USE_FUSED_ATTENTION: attention through `jax.nn.dot_product_attention`, see `attention`; needs ATTEN_LOGIT_CAP = 0.
       ACTIVATION_CLS: activation of the feed-forward layers.
       USE_GATED_ACTIVATION: multiply the activation with a second projection.
       USE_REPEATED_LAYER: run one layer's program NUM_LAYERS times over stacked weights; compiles much faster.
@@ -41,6 +42,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
     WEIGHT_DECAY: Any
     DECAY_END: Any
     ATTEN_LOGIT_CAP: Any = 50.0
+    USE_FUSED_ATTENTION: bool = False
     ACTIVATION_CLS: Any
     USE_GATED_ACTIVATION: Any
     USE_REPEATED_LAYER: Any
@@ -75,6 +77,8 @@ class TransformerExperiment(base_experiment.BaseExperiment):
         layer_p.tr_fflayer_tpl.activation_tpl = Config(self.ACTIVATION_CLS)
         layer_p.tr_fflayer_tpl.use_gated_activation = self.USE_GATED_ACTIVATION
         self._customize_stack(stack_p)
+        if self.USE_FUSED_ATTENTION:
+            layer_p.tr_atten_tpl = attention.use_fused_attention(layer_p.tr_atten_tpl)
         task_defaults.maybe_setup_moe_params(stack_p)
         if self.USE_REPEATED_LAYER:
             return Config(layers.StackedTransformerRepeated, block=stack_p, x_times=num_layers, **repeated_fields)

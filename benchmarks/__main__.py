@@ -1,0 +1,69 @@
+"""Runs all benchmarks, one after the other, each in a process of its own; writes what they give to a folder.
+
+    python -m benchmarks [--results benchmarks/results] [--only steady_step,growth]
+
+For each: NAME.json and NAME.log there, and growth's plots. A benchmark that fails, or takes more than its time, ends none of
+the others; the exit status is 1 then. About 25 minutes on 2 cores that do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import subprocess
+import sys
+import time
+
+# Name: options that keep the whole within its time.
+BENCHMARKS: dict[str, list[str]] = {
+    "steady_step": [],
+    "first_step": [],
+    "growth": [],
+    "input_rate": [],
+    "checkpoint": [],
+    "padding": ["--rounds=10"],
+    "decode": [],
+    "shard_map": [],
+    "resharding": ["--rounds=3", "--mib=256"],
+    "sharding_scale": [],
+}
+TIMEOUT_SECONDS = 900
+
+
+def run(name: str, results: pathlib.Path) -> bool:
+    """Runs one benchmark, its output on the screen and in its log. Returns whether it ended well."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", f"--json={results / f'{name}.json'}", *BENCHMARKS[name]]
+    if name == "growth":
+        command.append(f"--plots={results}")
+    print(f"\n== {name}", flush=True)
+    started = time.perf_counter()
+    with (results / f"{name}.log").open("w") as log:
+        try:
+            # What a benchmark says of its progress goes to stderr, into the log alone.
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=TIMEOUT_SECONDS)
+            output, status = done.stdout, f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            output, status = (error.stdout or b"").decode(), f"no end after {TIMEOUT_SECONDS} s"
+        log.write(output)
+    print(f"{output}-- {name}: {status}, {time.perf_counter() - started:.0f} s", flush=True)
+    return status == "exit status 0"
+
+
+def main() -> int:
+    """Runs those that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
+    parser.add_argument("--only", default=",".join(BENCHMARKS), help="names, with commas between")
+    args = parser.parse_args()
+    names = args.only.split(",")
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"--only: no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    args.results.mkdir(parents=True, exist_ok=True)
+    failed = [name for name in names if not run(name, args.results)]
+    print(f"\nfigures and plots: {args.results}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

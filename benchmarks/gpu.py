@@ -1,0 +1,160 @@
+"""A language model of a billion parameters on one GPU: step time, model FLOPs utilization, and the ratio to its floor.
+
+`python -m benchmarks.gpu` times the trainer's compiled step and the hand-written one of `plan_floor` in turns, windows of
+steps in random order, in one process, each with its own state. No input and no TensorFlow: the batch is made once. MFU
+counts 6 * parameters * tokens (`hardware.model_flops`) against the chip's dense bfloat16 peak. Without a GPU it exits
+with 2; `--tiny` shows on any device that it runs, with a model too small for its figures to mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from praxis import py_utils
+
+from benchmarks import plan_floor
+from experiments.lm import cloud
+from spmd_trainer import experiment_registry, hardware
+
+WINDOWS, STEPS = 10, 5
+
+
+@experiment_registry.register
+class Gpu1B(cloud.LmCloudSpmd):
+    """1.1B parameters on one GPU, fused attention, bfloat16 compute with float32 variables, global batch 8."""
+
+    PERCORE_BATCH_SIZE = 8
+    NUM_LAYERS = 20
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = MODEL_DIMS * 4
+    ATTEN_LOGIT_CAP = 0.0
+    USE_FUSED_ATTENTION = True
+    ICI_MESH_SHAPE = (1, 1, 1)
+
+
+@experiment_registry.register
+class GpuTiny(cloud.TinyCloud, Gpu1B):
+    """The same structure in seconds on any device."""
+
+
+CASES = {
+    "1B": plan_floor.Case(
+        "benchmarks.gpu.Gpu1B", None, (1, 1, 1), 8, 20, 2048, 8192, attention_cap=0.0, fused_attention=True
+    ),
+    "tiny": plan_floor.Case(
+        "benchmarks.gpu.GpuTiny", None, (1, 1, 1), 1, 2, 32, 67, 8, 61, 16, jnp.float32, 0.0, fused_attention=True
+    ),
+}
+
+
+def batch_of(case: plan_floor.Case) -> dict[str, np.ndarray]:
+    """Random tokens, one sequence a row."""
+    ids = np.random.default_rng(0).integers(0, case.vocab, (case.rows, case.seq)).astype(np.int32)
+    ones = np.ones(ids.shape, np.int32)
+    places = np.broadcast_to(np.arange(case.seq, dtype=np.int32), ids.shape)
+    labels = np.roll(ids, -1, axis=1)
+    return {
+        "ids": ids,
+        "labels": labels,
+        "segment_ids": ones,
+        "segment_pos": places,
+        "weights": ones.astype(np.float32),
+    }
+
+
+def floor_step(case: plan_floor.Case, devices: Sequence[Any]) -> Callable[[], Any]:
+    """Returns what takes one hand-written step."""
+    compiled = plan_floor.compile_floor(case, devices)
+    shardings = compiled.input_shardings[0]
+    state = jax.jit(lambda key: plan_floor.init_state(case, key), out_shardings=shardings[0])(jax.random.key(0))
+    batch = jax.device_put(batch_of(case), shardings[1])
+
+    def step() -> Any:
+        nonlocal state
+        state, loss = compiled(state, batch)
+        return loss
+
+    return step
+
+
+def trainer_step(case: plan_floor.Case, devices: Sequence[Any]) -> tuple[Callable[[], Any], int]:
+    """Returns what takes one step of the trainer, and the number of its parameters."""
+    from spmd_trainer.programs import train
+
+    with tempfile.TemporaryDirectory() as directory:
+        job = plan_floor.trainer_job(case, devices, directory)
+    fn = train.compile_train_step(job).fn
+    state = job.partitioner.initialize_train_state(job.prng_key)
+    padded = job.partitioner.pad_inputs_shape_dtype(job.global_shape_dtype(job.process_inputs_shape_dtype))
+    # What the floor doesn't know: nothing is padding, and every row counts.
+    values = batch_of(case) | {"paddings": np.zeros((case.rows, case.seq)), "eval_sample_weights": np.ones(case.rows)}
+    rows = py_utils.NestedMap({name: values[name].astype(x.dtype) for name, x in padded.items()})
+    batch = job.partitioner.preprocess_inputs(rows, job.partitioner.inputs_partition_spec(padded))
+
+    def step() -> Any:
+        nonlocal state
+        state, scalars = fn(state, job.prng_key, batch)
+        return scalars
+
+    return step, job.partitioner.metadata.num_params()
+
+
+def window(step: Callable[[], Any]) -> float:
+    """Seconds per step."""
+    started = time.perf_counter()
+    result = None
+    for _ in range(STEPS):
+        result = step()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - started) / STEPS
+
+
+def measure(case: plan_floor.Case, device: Any) -> None:
+    """Times both and prints the table."""
+    trainer, num_params = trainer_step(case, [device])
+    steps = {"trainer": trainer, "floor": floor_step(case, [device])}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        window(step)  # warms up
+    for _ in range(WINDOWS):
+        for name in random.sample(list(steps), len(steps)):
+            seconds[name].append(window(steps[name]))
+    flops = hardware.model_flops(num_params, case.rows * case.seq)
+    peak = hardware.peak_flops(device.device_kind, 1)
+    print(
+        f"{device.device_kind}, {num_params / 1e9:.3f}B parameters, batch {case.rows} x {case.seq}, {jax.__version__=}"
+    )
+    for name, values in seconds.items():
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        used = "MFU unknown: not in hardware.CHIPS" if peak is None else f"MFU {flops / middle / peak:.1%}"
+        print(f"  {name:8} {middle * 1e3:9.2f} ms/step [{low * 1e3:.2f}, {high * 1e3:.2f}]  {used}")
+    ratios = [a / b for a, b in zip(seconds["trainer"], seconds["floor"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    print(f"  trainer / floor {middle:.3f} [{low:.3f}, {high:.3f}], {WINDOWS} windows of {STEPS} steps")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures on the first GPU; returns the exit status."""
+    parser = argparse.ArgumentParser(description="one GPU against hand-written JAX")
+    parser.add_argument("--tiny", action="store_true", help="a smoke run, on whatever device is here")
+    tiny = parser.parse_args(arguments).tiny
+    device = jax.devices()[0]
+    if device.platform != "gpu" and not tiny:
+        sys.stderr.write(f"benchmarks.gpu: needs a GPU, and here is {device.device_kind}; --tiny runs anywhere\n")
+        return 2
+    measure(CASES["tiny" if tiny else "1B"], device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

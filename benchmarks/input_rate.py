@@ -1,0 +1,143 @@
+"""Examples per second of the trainer's inputs, against the raw library that does the reading.
+
+    python -m benchmarks.input_rate [--rounds 10] [--batches 60] [--json FILE]
+
+Each pair is in one process and takes turns, --batches batches of 256 a turn, after one turn that doesn't count: `TextInput`
+against tf.data on the same windows of the same text, shuffled, batches gathered whole; `TfRecordInput` against a
+TFRecordDataset shuffled and parsed by the batch; `GrainInput` against the same `grain.MapDataset`, batched by Grain. What
+the floor leaves out: a position that any number of processes can resume from, an order that depends on no buffer, weights of
+rows, and checks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from praxis import base_hyperparams, pax_fiddle
+
+from benchmarks import reporting
+from spmd_trainer.inputs import grain_input, stdlib_text, text, tfrecord
+
+BATCH, LENGTH = 256, 128
+NUM_RECORDS, NUM_FILES, WIDTH = 20_000, 4, 64
+GRAIN_THREADS, GRAIN_AHEAD = 4, 64
+
+Turn = Callable[[], Any]
+
+
+def make(kind: Any, **fields: Any) -> Turn:
+    """The trainer's input, for training; returns what gives its next batch."""
+    config = pax_fiddle.Config(kind, name="rate", batch_size=BATCH, is_training=True, input_random_seed=1, **fields)
+    return base_hyperparams.instantiate(config).get_next_padded
+
+
+def text_inputs() -> tuple[Turn, Turn]:
+    """Windows of the standard library's sources."""
+    import tensorflow as tf
+
+    stream = np.concatenate([np.fromfile(path, np.uint8) for path in stdlib_text.stdlib_train_files()]).astype(
+        np.uint16
+    )
+    count = len(stream) // LENGTH
+    table = tf.constant(stream[: count * LENGTH].reshape(count, LENGTH))
+
+    def batch(windows: Any) -> dict[str, Any]:
+        labels = tf.cast(tf.gather(table, windows), tf.int32)
+        return {"ids": tf.concat([tf.zeros_like(labels[:, :1]), labels[:, :-1]], axis=1), "labels": labels}
+
+    dataset = tf.data.Dataset.range(count).shuffle(count, seed=1).repeat().batch(BATCH).map(batch).prefetch(2)
+    ours = make(text.TextInput, files=stdlib_text.stdlib_train_files, seq_len=LENGTH)
+    return ours, _next_of(dataset.as_numpy_iterator())
+
+
+def record_inputs(directory: str) -> tuple[Turn, Turn]:
+    """TFRecord files of numbers."""
+    import tensorflow as tf
+
+    paths = _write_records(directory)
+    features = {
+        "x": tf.io.FixedLenFeature((WIDTH,), tf.float32),
+        "label": tf.io.FixedLenFeature((), tf.int64),
+    }
+    dataset = tf.data.TFRecordDataset(paths).shuffle(NUM_RECORDS, seed=1).repeat().batch(BATCH)
+    dataset = dataset.map(lambda records: tf.io.parse_example(records, features)).prefetch(2)
+    wanted = {"x": tfrecord.Feature((WIDTH,), "float32"), "label": tfrecord.Feature((), "int32")}
+    return make(tfrecord.TfRecordInput, files=paths, features=wanted), _next_of(dataset.as_numpy_iterator())
+
+
+def _write_records(directory: str) -> list[str]:
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+    paths = [os.path.join(directory, f"{i}.tfrecord") for i in range(NUM_FILES)]
+    for path in paths:
+        with tf.io.TFRecordWriter(path) as writer:
+            for label in range(NUM_RECORDS // NUM_FILES):
+                values = {
+                    "x": tf.train.Feature(float_list=tf.train.FloatList(value=rng.random(WIDTH))),
+                    "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
+                }
+                example = tf.train.Example(features=tf.train.Features(feature=values))
+                writer.write(example.SerializeToString())
+    return paths
+
+
+def grain_inputs() -> tuple[Turn, Turn]:
+    """Dicts of arrays in memory."""
+    import grain
+
+    rows = np.random.default_rng(0).random((NUM_RECORDS, WIDTH)).astype(np.float32)
+
+    def dataset() -> Any:
+        numbered = grain.MapDataset.range(NUM_RECORDS).shuffle(seed=1)
+        return numbered.map(lambda i: {"x": rows[i], "label": np.int32(i)})
+
+    options = grain.ReadOptions(num_threads=GRAIN_THREADS, prefetch_buffer_size=GRAIN_AHEAD)
+    floor = dataset().repeat().to_iter_dataset(options).batch(BATCH)
+    ours = make(grain_input.GrainInput, dataset=dataset, read_threads=GRAIN_THREADS)
+    return ours, _next_of(iter(floor))
+
+
+def _next_of(iterator: Iterator[Any]) -> Turn:
+    return lambda: next(iterator)
+
+
+def compare(report: reporting.Report, name: str, turns: tuple[Turn, Turn], rounds: int, batches: int) -> None:
+    """Measures one pair and reports it."""
+    sides = dict(zip(("trainer", "floor"), turns, strict=True))
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for index in range(rounds + 1):
+        for side in random.sample(list(sides), 2):
+            started = time.perf_counter()
+            for _ in range(batches):
+                sides[side]()
+            if index:
+                seconds[side].append(time.perf_counter() - started)
+    for side, values in seconds.items():
+        report.figure(f"{name}, {side}", BATCH * batches / np.array(values), "examples/s")
+    report.ratio(f"{name}: time of a batch, trainer / raw", seconds["trainer"], seconds["floor"])
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = reporting.parser(__doc__, rounds=10)
+    parser.add_argument("--batches", type=int, default=60, help="of a turn")
+    args = parser.parse_args()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    report = reporting.Report("input_rate", args.json)
+    with tempfile.TemporaryDirectory() as directory:
+        compare(report, "text", text_inputs(), args.rounds, args.batches)
+        compare(report, "TFRecord", record_inputs(directory), args.rounds, args.batches)
+        compare(report, "Grain", grain_inputs(), args.rounds, args.batches)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Bytes per chip that the trainer plans, against a hand-written step: same maths, same layout, same batch, same topology.
+
+`python -m benchmarks.plan_floor [NAME ...]` compiles both for each case (CASES; all but the tiny one by default) and prints
+the ratio. The floor is plain JAX in this file: layers repeated by scan and computed again in the backward pass, bfloat16
+compute with float32 variables, Adam. Heads and vocabulary that their axis doesn't divide are padded by hand. Needs the `tpu`
+extra; exits with 1 where the trainer needs over 5% more than the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+# The experiments' own meshes are made for host devices or chips; here it is the topology's.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+GIB = 2**30
+BAR = 1.05
+BATCH = ("replica", "data")
+# Of the model `lm.cloud.LmCloudSpmd`.
+LOGIT_CAP, CLIP, WEIGHT_DECAY, RATE, BETA1, BETA2 = 30.0, 5.0, 1e-3, 2.5e-4, 0.9, 0.99
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model on one mesh.
+
+    Attributes:
+      exp: the trainer's experiment.
+      topology: as --topology takes it; None for the host devices that are here.
+      mesh: sizes of replica, data and mdl.
+      rows: global batch.
+      layers, width, hidden, head, vocab, seq: sizes of the model; `head` is the width of one.
+      dtype: of the computation.
+      attention_cap: attention logits are squashed into plus or minus this; 0 leaves them.
+      fused_attention: attention through `jax.nn.dot_product_attention`, by cuDNN on a GPU; for `benchmarks.gpu`.
+    """
+
+    exp: str
+    topology: str | None
+    mesh: tuple[int, int, int]
+    rows: int
+    layers: int
+    width: int
+    hidden: int
+    head: int = 128
+    vocab: int = 32000
+    seq: int = 1024
+    dtype: Any = jnp.bfloat16
+    attention_cap: float = 50.0
+    fused_attention: bool = False
+
+    def padded(self, size: int) -> int:
+        """The next size that mdl divides."""
+        return -(-size // self.mesh[2]) * self.mesh[2]
+
+
+CASES = {
+    "2B": Case("lm.cloud.LmCloudSpmd2B", "v5e:16x16", (1, 16, 16), 512, 18, 3072, 12288),
+    "16B": Case("lm.cloud.LmCloudSpmd16B", "v5p:8x8x8", (1, 64, 8), 512, 36, 6144, 24576),
+    "tiny": Case("lm.cloud.LmCloudSpmdAdamTiny", None, (1, 4, 2), 8, 2, 32, 67, 8, 61, 16, jnp.float32),
+}
+
+
+def variables(case: Case) -> dict[str, tuple[tuple[int, ...], P]]:
+    """Returns padded shape and layout of each trainable variable, those of the layers stacked."""
+    n, d, h, layers = case.padded(case.width // case.head), case.width, case.head, case.layers
+    hidden, vocab = case.padded(case.hidden), case.padded(case.vocab)
+    return {
+        "embedding": ((d, vocab), P("data", "mdl")),
+        "logit_bias": ((vocab,), P("mdl")),
+        "ln_scale": ((d,), P()),
+        "ln_bias": ((d,), P()),
+        "qkv": ((layers, 3, d, n, h), P(None, None, "data", "mdl", None)),
+        "per_dim_scale": ((layers, h), P()),
+        "out": ((layers, d, n, h), P(None, "data", "mdl", None)),
+        "w1": ((layers, d, hidden), P(None, "data", "mdl")),
+        "b1": ((layers, hidden), P(None, "mdl")),
+        "w2": ((layers, hidden, d), P(None, "mdl", "data")),
+        "b2": ((layers, d), P(None, "mdl")),
+        "ln1_scale": ((layers, d), P()),
+        "ln1_bias": ((layers, d), P()),
+        "ln2_scale": ((layers, d), P()),
+        "ln2_bias": ((layers, d), P()),
+    }
+
+
+OF_A_LAYER = ("qkv", "per_dim_scale", "out", "w1", "b1", "w2", "b2", "ln1_scale", "ln1_bias", "ln2_scale", "ln2_bias")
+
+
+def init_state(case: Case, key: jax.Array) -> dict[str, Any]:
+    """Returns a state to begin with; the padding of heads and vocabulary is left as it falls."""
+    params = {name: 0.02 * jax.random.normal(key, shape) for name, (shape, _) in variables(case).items()}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return {"step": jnp.zeros(()), "params": params, "m": zeros, "v": zeros}
+
+
+def split(x: jax.Array, *axes: Any) -> jax.Array:
+    """Asks for a layout."""
+    return jax.lax.with_sharding_constraint(x, P(*axes))
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """Normalises the last dimension."""
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * (1 + scale) + bias
+
+
+def positions(case: Case, where: jax.Array) -> jax.Array:
+    """Returns sinusoids [rows, seq, width] of places in a sequence."""
+    half = case.width // 2
+    angle = where[..., None] / 10000 ** (jnp.arange(half) / (half - 1))
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1).astype(case.dtype)
+
+
+def attend(case: Case, seen: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Mixes values; q, k, v [rows, seq, heads, head], the queries scaled."""
+    if case.fused_attention:
+        kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        return jax.nn.dot_product_attention(q, k, v, mask=seen, scale=1.0, implementation=kernel)
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+    if case.attention_cap:
+        logits = case.attention_cap * jnp.tanh(logits / case.attention_cap)
+    probs = jax.nn.softmax(jnp.where(seen, logits.astype(jnp.float32), -2e38)).astype(case.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", probs, v)
+
+
+def layer(case: Case, seen: jax.Array, x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    """One layer: x [rows, seq, width]; `seen` [rows, 1, seq, seq] says which place looks at which."""
+    w = jax.tree.map(lambda value: value.astype(case.dtype), weights)
+    heads = (BATCH, None, "mdl", None)
+    q, k, v = jnp.einsum("btd,cdnh->cbtnh", layer_norm(x, w["ln1_scale"], w["ln1_bias"]), w["qkv"])
+    q = split(q, *heads) * (1.442695041 / case.head**0.5 * jax.nn.softplus(w["per_dim_scale"]))
+    mixed = split(attend(case, seen, q, split(k, *heads), split(v, *heads)), *heads)
+    x = x + split(jnp.einsum("btnh,dnh->btd", mixed, w["out"]), BATCH, None, "mdl")
+    hidden = split(layer_norm(x, w["ln2_scale"], w["ln2_bias"]) @ w["w1"] + w["b1"], BATCH, None, "mdl")
+    return x + split(jax.nn.gelu(hidden) @ w["w2"] + w["b2"], BATCH, None, "mdl"), None
+
+
+def loss_fn(case: Case, params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+    """Mean cross-entropy in nats of packed rows."""
+    embedding = params["embedding"].astype(case.dtype)
+    one_hot = jax.nn.one_hot(batch["ids"], case.padded(case.vocab), dtype=case.dtype)
+    x = one_hot @ embedding.T * case.width**0.5 + positions(case, batch["segment_pos"])
+    x = split(x, BATCH, None, "mdl")
+    segments = batch["segment_ids"]
+    causal = jnp.tril(jnp.ones((case.seq, case.seq), bool))
+    seen = (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
+    body = jax.checkpoint(functools.partial(layer, case, seen), prevent_cse=False)
+    x, _ = jax.lax.scan(body, x, {name: params[name] for name in OF_A_LAYER})
+    x = layer_norm(x, params["ln_scale"].astype(case.dtype), params["ln_bias"].astype(case.dtype))
+    logits = split(x @ embedding + params["logit_bias"].astype(case.dtype), BATCH, None, "mdl")
+    logits = (LOGIT_CAP * jnp.tanh(logits / LOGIT_CAP)).astype(jnp.float32)
+    logits = jnp.where(jnp.arange(logits.shape[-1]) < case.vocab, logits, -2e38)
+    labels = jax.nn.one_hot(batch["labels"], logits.shape[-1], dtype=jnp.float32)
+    nats = -(labels * jax.nn.log_softmax(logits)).sum(-1)
+    return (nats * batch["weights"]).sum() / batch["weights"].sum()
+
+
+def train_step(case: Case, state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], jax.Array]:
+    """One step of Adam with clipping by the global norm and weight decay."""
+    loss, grads = jax.value_and_grad(functools.partial(loss_fn, case))(state["params"], batch)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / norm), grads)
+    t = state["step"] + 1
+    m = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, state["m"], grads)
+    v = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, state["v"], grads)
+
+    def update(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        return p - RATE * (m / (1 - BETA1**t) / (jnp.sqrt(v / (1 - BETA2**t)) + 1e-6) + WEIGHT_DECAY * p)
+
+    return {"step": t, "params": jax.tree.map(update, state["params"], m, v), "m": m, "v": v}, loss
+
+
+def compile_floor(case: Case, devices: Sequence[Any]) -> Any:
+    """Compiles the hand-written step for these devices; the state is donated."""
+    mesh = Mesh(np.array(devices).reshape(case.mesh), ("replica", "data", "mdl"), axis_types=(AxisType.Auto,) * 3)
+
+    def array(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {name: array(shape, jnp.float32, spec) for name, (shape, spec) in variables(case).items()}
+    state = {"step": array((), jnp.float32, P()), "params": params, "m": params, "v": params}
+    names = dict.fromkeys(("ids", "labels", "segment_ids", "segment_pos"), jnp.int32) | {"weights": jnp.float32}
+    batch = {name: array((case.rows, case.seq), dtype, P((*BATCH, "mdl"), None)) for name, dtype in names.items()}
+    out = jax.tree.map(lambda x: x.sharding, state)
+    with jax.set_mesh(mesh):
+        step = jax.jit(functools.partial(train_step, case), out_shardings=(out, None), donate_argnums=0)
+        return step.lower(state, batch).compile()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """What one chip holds at the step's peak, as the compiler says; the fields of a `plan.Plan`."""
+
+    arguments: int
+    temporaries: int
+    outputs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.arguments + self.temporaries + self.outputs
+
+
+def floor_bytes(compiled: Any) -> Bytes:
+    """Reads them as `programs.plan` does for the trainer."""
+    memory = compiled.memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Bytes(memory.argument_size_in_bytes, memory.temp_size_in_bytes, outputs)
+
+
+def devices_of(case: Case) -> Sequence[Any]:
+    """The chips to compile for."""
+    from spmd_trainer.programs import plan
+
+    return plan.topology_devices(case.topology) if case.topology else jax.devices()
+
+
+def trainer_job(case: Case, devices: Sequence[Any], directory: str) -> Any:
+    """The trainer's job of the case."""
+    from etils import epath
+
+    from spmd_trainer.programs.job import Job, JobSettings
+
+    batch = () if case.topology is None else (f"train_datasets[0].batch_size.global_batch_size={case.rows}",)
+    mesh = tuple(zip(("replica", "data", "mdl"), case.mesh, strict=True))
+    settings = JobSettings(case.exp, epath.Path(directory), "inspect", batch, devices=devices, mesh=mesh)
+    return Job.from_settings(settings)
+
+
+def row(name: str, sizes: Any, seconds: float) -> str:
+    """One line of the table, sizes in GiB."""
+    parts = "".join(f"{part / GIB:10.4f}" for part in (sizes.arguments, sizes.temporaries, sizes.outputs, sizes.total))
+    return f"  {name:8}{parts}{seconds:8.0f} s"
+
+
+def compare(name: str, case: Case) -> float:
+    """Compiles both, prints what they need and returns the trainer's bytes as a multiple of the floor's."""
+    from spmd_trainer.programs import plan
+
+    devices = devices_of(case)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = plan.plan(trainer_job(case, devices, directory), case.topology)
+    started = time.monotonic()
+    floor = floor_bytes(compile_floor(case, devices))
+    seconds = time.monotonic() - started
+    ratio = trainer.total / floor.total
+    print(f"{name}: {case.exp} on {case.topology or 'host devices'}, mesh {case.mesh}, global batch {case.rows}")
+    print(f"  {'GiB':8}{'arguments':>10}{'temporary':>10}{'outputs':>10}{'together':>10}   compiled")
+    print(row("trainer", trainer, trainer.seconds))
+    print(row("floor", floor, seconds))
+    print(f"  trainer / floor {ratio:.3f}: {'within' if ratio <= BAR else 'OVER'} {BAR - 1:.0%}", flush=True)
+    return ratio
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compares the named cases; returns the exit status."""
+    parser = argparse.ArgumentParser(description="bytes per chip, trainer against hand-written")
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="which; default: all but tiny")
+    names = parser.parse_args(arguments).cases or [name for name in CASES if name != "tiny"]
+    ratios = [compare(name, CASES[name]) for name in names]
+    return int(max(ratios) > BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

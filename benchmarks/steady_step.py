@@ -1,0 +1,247 @@
+"""A step of the training loop against the hand-written floor's: wall and CPU time, host work, memory.
+
+    python -m benchmarks.steady_step [--rounds 15] [--steps 25] [--json FILE]
+
+`programs.train.train` runs `speed_lm.SpeedLm` as a job does (its compiled step, prefetcher, packing, reports, summaries),
+and `floor_lm.Floor` the same model. Both are in one process and take turns, --steps steps each, in random order; at the end
+of a turn the devices are idle. Bars: step time 1.03 times the floor's; 300 microseconds of Python between two
+dispatches. That is CPU time of the loop's thread outside of the call of the compiled step: waiting for a device doesn't
+count. Memory: peak RSS of fresh processes of the two; bytes of the state against what its shapes and shardings need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import sys
+import tempfile
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+from etils import epath
+
+from benchmarks import floor_lm, fresh_process, reporting  # floor_lm sets up the host devices, so before JAX
+from spmd_trainer import partitioning
+from spmd_trainer.programs import train
+from spmd_trainer.programs.job import Job, JobSettings
+
+EXPERIMENT = "benchmarks.speed_lm.SpeedLm"
+BAR_STEP, BAR_HOST_MICROSECONDS = 1.03, 300
+# Steps of either side that don't count: imports of the summary writer, first use of everything.
+WARM_UP = 60
+
+
+@dataclasses.dataclass
+class Turns:
+    """Seconds per step of each turn of one side, and CPU seconds of the whole process per step."""
+
+    wall: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, began: tuple[float, float], steps: int) -> None:
+        """Ends a turn that began at `now()`."""
+        wall, cpu = now()
+        self.wall.append((wall - began[0]) / steps)
+        self.cpu.append((cpu - began[1]) / steps)
+
+
+def now() -> tuple[float, float]:
+    """Wall and CPU seconds of this process."""
+    return time.perf_counter(), time.process_time()
+
+
+class TakingTurns:
+    """Stands in for the trainer's compiled step: passes each call on, and lets the floor have its turns in between."""
+
+    def __init__(self, fn: Any, floor: floor_lm.Floor, rounds: int, steps: int, warm_up: int):
+        """`fn` is the compiled step; `rounds` turns of `steps` steps for each side, after `warm_up` steps."""
+        self._fn, self._floor, self._steps, self._warm_up = fn, floor, steps, warm_up
+        self._floor_is_first = [random.random() < 0.5 for _ in range(rounds)]
+        self._taken = 0
+        self._began = now()
+        self._host_began: float | None = None
+        self.trainer, self.floor = Turns(), Turns()
+        self.host: list[float] = []
+        self.dispatch: list[float] = []
+        self.state_bytes = 0
+
+    def __call__(self, state: Any, *args: Any) -> Any:
+        """One step of the trainer."""
+        host_ended = time.thread_time()
+        if self._host_began is not None and self._taken > self._warm_up:
+            self.host.append(host_ended - self._host_began)
+        turn, within = divmod(self._taken - self._warm_up, self._steps)
+        if turn >= 0 and within == 0:
+            self._between_turns(state, turn)
+        called = time.thread_time()
+        result = self._fn(state, *args)
+        self._host_began = time.thread_time()
+        if self._taken > self._warm_up:
+            self.dispatch.append(self._host_began - called)
+        self._taken += 1
+        return result
+
+    def _between_turns(self, state: Any, turn: int) -> None:
+        jax.block_until_ready(state)
+        self.state_bytes = bytes_per_device(state)
+        if turn:
+            self.trainer.add(self._began, self._steps)
+            if not self._floor_is_first[turn - 1]:
+                self._run_floor()
+        if turn < len(self._floor_is_first) and self._floor_is_first[turn]:
+            self._run_floor()
+        self._began = now()
+
+    def _run_floor(self) -> None:
+        began = now()
+        self._floor.run(self._steps)
+        self.floor.add(began, self._steps)
+
+
+def make_job(directory: str, steps: int, overrides: tuple[str, ...] = (), mesh: Any = None) -> Job:
+    """The training job of the speed model: `steps` steps, no evaluation, no checkpoints."""
+    settings = JobSettings(
+        EXPERIMENT,
+        epath.Path(directory),
+        overrides=(f"task.train.num_train_steps={steps}", *overrides),
+        eval_on_test=False,
+        enable_checkpoint_saving=False,
+        mesh=mesh,
+    )
+    return Job.from_settings(settings)
+
+
+def seconds_to_compile(overrides: tuple[str, ...], mesh: Any) -> float:
+    """How long the trainer takes to trace and compile its step, nothing else going on; as `make_job`."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = make_job(directory, 1, overrides, mesh)
+        started = time.perf_counter()
+        train.compile_train_step(job)
+        return time.perf_counter() - started
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What `take_turns` gives: the turns, the trainer's own compiled step, and its job."""
+
+    turns: TakingTurns
+    fn: Any
+    job: Job
+
+
+def take_turns(
+    floor: floor_lm.Floor,
+    rounds: int,
+    steps: int,
+    *,
+    overrides: tuple[str, ...] = (),
+    mesh: Any = None,
+    warm_up: int = WARM_UP,
+) -> Taken:
+    """Trains, the floor taking turns with the trainer.
+
+    Args:
+      floor: the other side.
+      rounds: turns of each side.
+      steps: of a turn.
+      overrides: of the experiment's fields.
+      mesh: as `JobSettings.mesh`.
+      warm_up: steps of either side before the first turn.
+    """
+    compile_as_it_is = train.compile_train_step
+    found: list[tuple[TakingTurns, Any]] = []
+
+    def compile_and_take_turns(job: Job) -> train.CompiledTrainStep:
+        compiled = compile_as_it_is(job)
+        turns = TakingTurns(compiled.fn, floor, rounds, steps, warm_up)
+        found.append((turns, compiled.fn))
+        return dataclasses.replace(compiled, fn=turns)
+
+    with tempfile.TemporaryDirectory() as directory:
+        # One step more than is measured: the last turn ends where the next one would begin.
+        job = make_job(directory, warm_up + rounds * steps + 1, overrides, mesh)
+        with mock.patch.object(train, "compile_train_step", compile_and_take_turns):
+            floor.run(warm_up)
+            train.train(job)
+    if len(found[0][0].trainer.wall) < rounds:
+        raise SystemExit("the training run ended before its last turn: it was interrupted")
+    return Taken(*found[0], job)
+
+
+def bytes_per_device(state: Any) -> int:
+    """What the fullest device holds of a tree of arrays."""
+    held: dict[int, int] = {}
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
+    return max(held.values())
+
+
+def needed_bytes_per_device(partitioner: partitioning.PjitPartitioner) -> float:
+    """What the state's logical shapes, dtypes and specs need, were they to divide without padding."""
+    total = 0.0
+    mesh = partitioner.mesh
+    for record in partitioner.metadata.records():
+        splits = 1
+        for entry in record.spec:
+            for axis in (entry,) if isinstance(entry, str) else entry or ():
+                splits *= mesh.shape[axis]
+        size = jax.numpy.dtype(record.dtype).itemsize
+        for dimension in record.logical_shape:
+            size *= dimension
+        total += size / splits
+    return total
+
+
+def report_memory(report: reporting.Report, taken: Taken, floor: floor_lm.Floor) -> None:
+    """State, temporaries: bytes of one device."""
+    state, needed = taken.turns.state_bytes, needed_bytes_per_device(taken.job.partitioner)
+    report.figure("state, trainer", state / 2**20, "MiB per device")
+    report.figure("state, as shapes and shardings need", needed / 2**20, "MiB per device")
+    report.figure("state, floor", bytes_per_device(floor.state) / 2**20, "MiB per device")
+    for name, compiled in (("trainer", taken.fn), ("floor", floor.compiled)):
+        report.figure(f"temporaries, {name}", compiled.memory_analysis().temp_size_in_bytes / 2**20, "MiB per device")
+
+
+def report_rss(report: reporting.Report, rounds: int) -> None:
+    """Peak memory of whole processes."""
+    steps = 2 * WARM_UP
+    peaks: dict[str, list[float]] = {"trainer": [], "floor": []}
+    for _ in range(rounds):
+        for name in random.sample(list(peaks), 2):
+            peaks[name].append(fresh_process.run(name, steps=steps).peak_rss)
+    for name, values in peaks.items():
+        report.figure(f"peak RSS, {name}", values, "MiB", scale=2**-20)
+    report.ratio("peak RSS, trainer / floor", peaks["trainer"], peaks["floor"])
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = reporting.parser(__doc__, rounds=15)
+    parser.add_argument("--steps", type=int, default=25, help="steps of a turn")
+    parser.add_argument("--rss_rounds", type=int, default=3, help="pairs of fresh processes; 0 for none")
+    args = parser.parse_args()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    report = reporting.Report("steady_step", args.json)
+    floor = floor_lm.Floor(floor_lm.SPEED, floor_lm.declared_mesh())
+    taken = take_turns(floor, args.rounds, args.steps)
+    turns = taken.turns
+    report.figure("step, trainer", turns.trainer.wall, "ms", scale=1e3)
+    report.figure("step, floor", turns.floor.wall, "ms", scale=1e3)
+    report.ratio("step, trainer / floor", turns.trainer.wall, turns.floor.wall, bar=BAR_STEP)
+    report.ratio("CPU time of a step, trainer / floor", turns.trainer.cpu, turns.floor.cpu)
+    report.figure("host work between dispatches", turns.host, "microseconds", scale=1e6)
+    report.figure("dispatch", turns.dispatch, "microseconds", scale=1e6)
+    if reporting.quartiles(turns.host)["median"] * 1e6 > BAR_HOST_MICROSECONDS:
+        report.fails(f"host work is above {BAR_HOST_MICROSECONDS} microseconds")
+    report_memory(report, taken, floor)
+    if args.rss_rounds:
+        report_rss(report, args.rss_rounds)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The hand-written step that plans are held against: the same variables in the same layout, and it trains."""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import gpu, plan_floor
+from spmd_trainer import experiment_config
+from spmd_trainer.programs import plan
+
+TINY = plan_floor.CASES["tiny"]
+
+
+def test_the_floor_holds_what_the_trainer_holds(tmp_path, capsys):
+    job = plan_floor.trainer_job(TINY, jax.devices(), str(tmp_path))
+    trainer = plan.plan(job, None)
+    floor = plan_floor.compile_floor(TINY, jax.devices())
+    sizes = plan_floor.floor_bytes(floor)
+    # The batch apart, of which the trainer's model reads one input more or fewer.
+    rows = TINY.rows * TINY.seq * 4 // 8
+    assert sizes.arguments == pytest.approx(trainer.arguments, abs=2 * rows)
+    line = plan_floor.row("floor", sizes, 1.0)
+    assert f"{sizes.total / plan_floor.GIB:.4f}" in line
+
+
+def test_the_floor_trains():
+    devices = jax.devices()[:1]
+    step = gpu.floor_step(gpu.CASES["tiny"], devices)
+    losses = [float(step()) for _ in range(3)]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("name", "size"), [("1B", 1.07e9), ("2B", 2.14e9), ("16B", 16.5e9)])
+def test_the_cases_are_the_experiments(name, size):
+    case = {**plan_floor.CASES, **gpu.CASES}[name]
+    lm_p = experiment_config.resolve(case.exp).task_p.model.lm_tpl
+    stack = lm_p.stacked_transformer_tpl
+    assert (lm_p.model_dims, lm_p.vocab_size, stack.x_times) == (case.width, case.vocab, case.layers)
+    assert (stack.block.hidden_dims, stack.block.dim_per_head) == (case.hidden, case.head)
+    assert stack.block.transformer_layer_params_tpl.tr_atten_tpl.atten_logit_cap == case.attention_cap
+    unpadded = plan_floor.dataclasses.replace(case, mesh=(1, 1, 1))
+    total = sum(np.prod(shape) for shape, _ in plan_floor.variables(unpadded).values())
+    assert total == pytest.approx(size, rel=0.01)
+
+
+def test_without_a_gpu_the_benchmark_is_refused(capsys):
+    assert gpu.main([]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
