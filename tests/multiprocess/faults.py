@@ -13,14 +13,16 @@ import time
 import pytest
 from job_helpers import STATUS_LOST_PROCESS, RunningJob, Settings, losses, started, steps_on_disk
 
-# Where in a run a signal falls: a random time after the first of these lines. Between them they cover starting,
-# restoring, training, saving in the background, evaluating.
+# Every step is logged, and this many lie between evaluations.
+EVAL_INTERVAL = 10
+# What a signal aims at: it comes at a random time, up to so many seconds, after the first line that matches. What it has
+# hit is found out afterwards (`phase`).
 MOMENTS = {
-    "start": "experiment lm.stdlib",
-    "restore": "experiment lm.stdlib",
-    "train": "training from step",
-    "save": "saving step",
-    "evaluate": "eval heldout at step",
+    "start": ("experiment lm.stdlib", 3.0),
+    "restore": ("experiment lm.stdlib", 0.6),
+    "train": ("training from step", 0.4),
+    "save": ("saving step", 0.15),
+    "evaluate": (r"step \d*0/", 0.4),
 }
 # Statuses of the processes that weren't killed: told by the watch, told by JAX' service, or failed at the broken
 # connection before either.
@@ -33,12 +35,14 @@ class Table:
     """What was tried, by kind of fault, and what came of it."""
 
     tried: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    processes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     lost: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, kind: str, problems: list[str]) -> None:
-        """Counts one fault; it survived when there are no problems."""
+    def add(self, kind: str, problems: list[str], processes: int) -> None:
+        """Counts one fault of a job of so many processes; it survived when there are no problems."""
         self.tried[kind] += 1
+        self.processes[processes] += 1
         self.lost[kind] += bool(problems)
         self.notes += [f"{kind}: {problem}" for problem in problems]
 
@@ -46,7 +50,23 @@ class Table:
         rows = [f"{'fault':34}{'tried':>7}{'survived':>10}{'lost':>6}"]
         rows += [f"{k:34}{n:7}{n - self.lost[k]:10}{self.lost[k]:6}" for k, n in sorted(self.tried.items())]
         rows.append(f"{'all':34}{self.tried.total():7}{self.tried.total() - self.lost.total():10}{self.lost.total():6}")
+        rows += [f"of these in jobs of {n} processes: {count}" for n, count in sorted(self.processes.items())]
         return "\n".join(rows + self.notes)
+
+
+def phase(job: RunningJob) -> str:
+    """What a job is doing, as far as the first process' log and the checkpoints that are seen tell."""
+    log = job.logs[0]
+    if "training from step" not in log:
+        if "restored step" in log:
+            return "compile"
+        return "restore" if "experiment lm.stdlib" in log else "start"
+    saving = re.findall(r"saving step (\d+)", log)
+    if saving and int(saving[-1]) not in steps_on_disk(job.settings.directory):
+        return "async save"
+    taken, evaluated = re.findall(r"step (\d+)/", log), re.findall(r"eval heldout at step (\d+)", log)
+    due = bool(taken) and int(taken[-1]) % EVAL_INTERVAL == 0 and taken[-1:] != evaluated[-1:]
+    return "eval" if due and "stopped after step" not in log else "train"
 
 
 class Chain:
@@ -68,25 +88,26 @@ class Chain:
         """The next job, with so many processes."""
         return dataclasses.replace(self.settings, processes=count)
 
-    def kill(self, processes: int, moment: str) -> list[str]:
-        """Kills one process of a job at a random time; returns what is not as it should be."""
+    def kill(self, processes: int, moment: str) -> tuple[str, list[str]]:
+        """Kills one process of a job at a random time; returns the phase it was in, and what is not as it should be."""
         before = steps_on_disk(self.directory)
         with started(self.with_processes(processes)) as job:
             victim = self.random.randrange(processes)
             self._wait(job, moment)
             job.send(signal.SIGKILL, victim)
-            killed = time.monotonic()
+            killed, hit = time.monotonic(), phase(job)
             statuses = job.finish()
             took = time.monotonic() - killed
             problems = self._after_kill(job, victim, statuses, took)
-        return problems + self._check(job, before)
+        return hit, problems + self._check(job, before)
 
-    def terminate(self, processes: int, moment: str) -> list[str]:
-        """Sends SIGTERM to one process at a random time; returns what is not as it should be."""
+    def terminate(self, processes: int, moment: str) -> tuple[str, list[str]]:
+        """Sends SIGTERM to one process at a random time; returns as `kill` does."""
         before = steps_on_disk(self.directory)
         with started(self.with_processes(processes)) as job:
             self._wait(job, moment)
             job.send(signal.SIGTERM, self.random.randrange(processes))
+            hit = phase(job)
             statuses = job.finish()
         problems = [] if statuses == [0] * processes else [f"statuses {statuses}\n{job.log()}"]
         stopped = re.findall(r"stopped after step (\d+) of", job.logs[0])
@@ -94,11 +115,12 @@ class Chain:
             problems.append(
                 f"the step it stopped at, {stopped}, is not saved; there are {steps_on_disk(self.directory)}"
             )
-        return problems + self._check(job, before)
+        return hit, problems + self._check(job, before)
 
     def _wait(self, job: RunningJob, moment: str) -> None:
-        job.wait_for_line(MOMENTS[moment])
-        time.sleep(self.random.uniform(0, 3.0 if moment in ("start", "restore") else 0.6))
+        pattern, seconds = MOMENTS[moment]
+        job.wait_for_line(pattern)
+        time.sleep(self.random.uniform(0, seconds))
 
     def _after_kill(self, job: RunningJob, victim: int, statuses: list[int], took: float) -> list[str]:
         problems = []

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ FIELDS = {
     "log_train_output_interval_steps": 1,
 }
 # Much more than any of these jobs takes on a loaded machine; a job that hangs is a failure.
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 400
 # The statuses of `spmd_trainer.cli`.
 STATUS_USER_ERROR, STATUS_LOST_PROCESS = 2, 3
 
@@ -57,15 +58,31 @@ class Settings:
     mesh: str | None = None
     rows: int = GLOBAL_BATCH
 
-    def command(self, index: int, port: int) -> list[str]:
-        fields = {f"task.train.{name}": value for name, value in self.fields.items()}
-        fields["train_datasets[0].batch_size"] = self.rows // self.processes
+    def trainer_flags(self) -> list[str]:
+        """What each process gets alike."""
         flags = [f"--exp={TINY}", f"--job_log_dir={self.directory}", f"--mesh={self.mesh or MESH}"]
-        flags += [f"--fdl.set={name}={value}" for name, value in fields.items()]
+        flags += [f"--fdl.set=task.train.{name}={value}" for name, value in self.fields.items()]
+        return [*flags, *self.flags]
+
+    def commands(self) -> list[list[str]]:
+        """One command per process."""
+        port = free_port()
+        flags = [*self.trainer_flags(), f"--fdl.set=train_datasets[0].batch_size={self.rows // self.processes}"]
         if self.processes > 1:
             flags += [f"--coordinator_address=localhost:{port}", f"--num_processes={self.processes}"]
-            flags += [f"--process_id={index}", "--heartbeat_seconds=10"]
-        return [sys.executable, "-m", "spmd_trainer.main", *flags, *self.flags]
+            flags += ["--heartbeat_seconds=10"]
+        ids = [[f"--process_id={index}"] for index in range(self.processes)] if self.processes > 1 else [[]]
+        return [[sys.executable, "-m", "spmd_trainer.main", *flags, *own] for own in ids]
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised(Settings):
+    """The same job under `tools.launch.supervise`, the one process that is started here."""
+
+    def commands(self) -> list[list[str]]:
+        """The supervisor's command."""
+        options = [f"--processes={self.processes}", f"--global_batch={self.rows}", "--wait_seconds=0", "--"]
+        return [[sys.executable, "-m", "tools.launch.supervise", *options, *self.trainer_flags()]]
 
 
 class RunningJob:
@@ -77,16 +94,21 @@ class RunningJob:
         env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
         env |= {"JAX_COMPILATION_CACHE_DIR": settings.cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-        port = free_port()
-        self.logs = [""] * settings.processes
+        # Each in a session of its own, so that what it has started itself ends with it.
         self.processes = [
             subprocess.Popen(
-                settings.command(index, port), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env
+                command,
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+                env=env,
+                start_new_session=True,
             )
-            for index in range(settings.processes)
+            for command in settings.commands()
         ]
+        self.logs = [""] * len(self.processes)
         self._changed = threading.Condition()
-        self._readers = [threading.Thread(target=self._read, args=(i,)) for i in range(settings.processes)]
+        self._readers = [threading.Thread(target=self._read, args=(i,)) for i in range(len(self.processes))]
         for reader in self._readers:
             reader.start()
 
@@ -98,11 +120,12 @@ class RunningJob:
         with self._changed:
             self._changed.notify_all()
 
-    def wait_for_line(self, text: str, index: int = 0) -> None:
-        """Returns as soon as a process has logged the text, or is gone."""
+    def wait_for_line(self, pattern: str, index: int = 0) -> None:
+        """Returns as soon as a process has logged what matches the pattern, or is gone."""
         with self._changed:
             assert self._changed.wait_for(
-                lambda: text in self.logs[index] or self.processes[index].poll() is not None, TIMEOUT_SECONDS
+                lambda: re.search(pattern, self.logs[index]) or self.processes[index].poll() is not None,
+                TIMEOUT_SECONDS,
             ), self.log()
 
     def send(self, number: signal.Signals, index: int) -> None:
@@ -121,7 +144,8 @@ class RunningJob:
     def end(self) -> None:
         """Ends what is left of it."""
         for process in self.processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         for reader in self._readers:
             reader.join()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import types
 
 import pytest
@@ -12,7 +14,9 @@ from job_helpers import (
     STATUS_LOST_PROCESS,
     STATUS_USER_ERROR,
     STEPS,
+    TIMEOUT_SECONDS,
     Settings,
+    free_port,
     losses,
     records,
     run,
@@ -101,6 +105,16 @@ def test_one_process_is_no_cluster():
     assert distributed.cluster_from_flags(types.SimpleNamespace(**FLAGS)) is None
     alone = {"coordinator_address": "a:1", "num_processes": 1, "process_id": 0}
     assert distributed.cluster_from_flags(types.SimpleNamespace(**FLAGS | alone)) is None
+
+
+def test_a_process_that_the_others_do_not_join_leaves_with_a_message():
+    program = (
+        "from spmd_trainer.cli import distributed as d; d._JOIN_SECONDS = 1; "
+        f"d._initialize(d.Cluster('localhost:{free_port()}', 2, 0))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS)
+    assert done.returncode == STATUS_LOST_PROCESS, done.stderr
+    assert "process 0 leaves: 2 processes did not come together at localhost:" in done.stderr
 
 
 def test_processes_that_do_not_divide_the_mesh_are_refused_by_all(cache, tmp_path):

@@ -52,6 +52,8 @@ class Supervisor:
             say(f"the job ended with {statuses}; try {attempt + 2} with {processes} processes")
             if time.monotonic() - began < _SHORT_SECONDS:
                 time.sleep(self._options.wait_seconds)
+            if self._terminated:
+                return 1
         say(f"given up after {self._options.max_restarts} restarts")
         return 1
 
