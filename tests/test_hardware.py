@@ -41,7 +41,7 @@ def line(caplog, **speeds) -> tuple[str, dict[str, float]]:
     progress.start(0)
     scalars = Scalars()
     scalars.loss = 1.0
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="absl"):
         timing = progress.report(10, scalars)
     return caplog.messages[-1], timing
 

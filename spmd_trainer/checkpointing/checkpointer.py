@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import datetime
+import gc
 import re
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -304,6 +305,8 @@ class Checkpointer:
                 self._set_refused_aside(restored.step, list(refused))
                 return restored
             logging.warning("Checkpoint step %d in %s is refused: %s.", candidate, self._directory, refused[candidate])
+            # Reads that Orbax abandoned end here, not in the middle of an import, which that can break (CPython gh-106176).
+            gc.collect()
         found = "".join(f"\n  step {s} is refused: {why}" for s, why in refused.items()) or " It holds no steps."
         raise CheckpointNotFoundError(f"No whole checkpoint in {self._directory}.{found}")
 
