@@ -93,8 +93,13 @@ class ShardMapPartitioner(partitioning.PjitPartitioner):
         self.sharding = sharding
         self.axis_name = axis_name
         self.min_weight_size = min_weight_size
-        once_per_step = sharding == "dp" or num_minibatches > 1
-        self.gather = gather or ("step" if once_per_step else "layer")
+        self._wanted_gather = gather
+
+    @property
+    def gather(self) -> Literal["layer", "step"]:
+        """When parameters are gathered."""
+        once_per_step = self.sharding == "dp" or self.num_minibatches > 1
+        return self._wanted_gather or ("step" if once_per_step else "layer")
 
     def _build_metadata(self) -> StateMetadata:
         metadata = state_specs.build(self.task, self._inputs_shape_dtype, self.mesh, self._plan)

@@ -14,6 +14,7 @@ from spmd_trainer import experiment_config, partitioning
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs import elastic, train
 from spmd_trainer.programs.job import Job, JobSettings
+from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("elastic")
@@ -128,6 +129,29 @@ def test_a_batch_that_can_not_be_scaled_is_refused(tmp_path):
     run = job(tmp_path, SixRows())
     with pytest.raises(UserError, match=r"6 rows of each process become 3/2, no whole number, on 2 devices"):
         elastic.rebuild(run, jax.devices()[:2], None)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [("whole", 16), ("scale", 8)])
+def test_a_batch_size_that_is_worked_out_moves_too(tmp_path, batch, rows):
+    resolved = experiment_config.resolve("lm.cloud.LmCloudSpmdAdamTiny", [])
+    size = resolved.config.train_datasets[0].batch_size.global_batch_size
+    settings = JobSettings(exp="cloud", job_log_dir=epath.Path(tmp_path), enable_checkpoint_saving=False)
+    run = Job(settings, resolved)
+    run.partitioner.elastic_batch = batch
+    moved = elastic._moved(run, 4)
+    run.settings = dataclasses.replace(settings, moved=moved)
+    assert len(run.build_train_input().get_next().ids) == size * rows // 16
+
+
+def test_each_device_divides_its_own_rows_under_shard_map(tmp_path):
+    class Mapped(LosesDevices):
+        GLOBAL_BATCH_SIZE = 12
+
+        def partitioner(self):
+            return ShardMapPartitioner("dp", elastic=True, elastic_batch="accumulate")
+
+    # 12 rows on 8 devices are 2 on each; on 4 they are 3, in 3 minibatches: 2 don't divide them.
+    assert elastic._moved(job(tmp_path, Mapped()), 4).num_minibatches == 3
 
 
 def test_devices_that_the_rule_has_no_mesh_for_are_refused_with_the_way_out(tmp_path):

@@ -175,10 +175,15 @@ def for_devices(batch: NestedMap) -> NestedMap:
 
     def cast(path: str, leaf: Any) -> np.ndarray:
         array = np.asarray(leaf)
+        if array.dtype.kind in "USO":
+            raise UserError(f"{path} holds {array.dtype} values, which no device can hold; make numbers of them")
         to = jax.dtypes.canonicalize_dtype(array.dtype)
         small = array.astype(to, copy=False)
-        if array.dtype.kind in "iu" and to != array.dtype and (small != array).any():
-            raise UserError(f"{path} holds {array[small != array][0]}, which {to} can't hold; fold it into 32 bits")
+        if to == array.dtype:
+            return small
+        lost = np.isfinite(array) & ~np.isfinite(small) if array.dtype.kind == "f" else small != array
+        if array.dtype.kind in "iuf" and lost.any():
+            raise UserError(f"{path} holds {array[lost][0]}, which {to} can't hold; fold it into 32 bits")
         return small
 
     return batch.Pack([cast(path, leaf) for path, leaf in batch.FlattenItems()])

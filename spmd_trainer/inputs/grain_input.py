@@ -69,6 +69,10 @@ class GrainInput(indexed.IndexedInput):
             raise self.error(f"dataset gives {type(dataset).__name__}; give a grain.MapDataset or a function that does")
         if not len(dataset):
             raise self.error("the dataset has no element")
+        if len(dataset) >= sys.maxsize:
+            raise self.error(
+                "the dataset is repeated without end; leave out repeat(): a training input repeats by itself"
+            )
         return dataset
 
     @property

@@ -127,7 +127,7 @@ def _find_records(path: str) -> np.ndarray:
     found: list[tuple[int, int]] = []
     offset = 0
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content[: len(_GZIP)] == _GZIP:
+        if content[: len(_GZIP)] == _GZIP and (len(content) < _FRAME or _length(content) is None):
             raise UserError(f"{path} is compressed, so its records can't be read by number; unpack it with `gunzip`")
         while offset < len(content):
             size = _length(content, offset) if offset + _HEADER.size <= len(content) else -1

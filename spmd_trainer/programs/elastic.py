@@ -12,6 +12,7 @@ from absl import logging
 from spmd_trainer import moving
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs.job import Job, Moved
+from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 from spmd_trainer.train_states import TrainState
 
 
@@ -61,7 +62,8 @@ def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple
 def _moved(job: Job, num_devices: int) -> Moved:
     """The batch on so many devices, as the partitioner's `elastic_batch` says.
 
-    It is reckoned from what the run began with, so that devices that come back bring back what was.
+    It is reckoned from what this process began with, so that devices that come back bring back what was. A run that is
+    started again reckons from what it then finds.
     """
     partitioner = job.partitioner
     now = job.settings.moved or Moved(partitioner.mesh.size, partitioner.num_minibatches, partitioner.num_minibatches)
@@ -70,7 +72,10 @@ def _moved(job: Job, num_devices: int) -> Moved:
             return dataclasses.replace(now, batch_scale=fractions.Fraction(num_devices, now.first_devices))
         case "accumulate":
             at_least = -(-now.first_minibatches * now.first_devices // num_devices)
-            return dataclasses.replace(now, num_minibatches=_divisor(job.num_rows, at_least))
+            rows = job.num_rows
+            if isinstance(partitioner, ShardMapPartitioner):  # each device divides its own
+                rows = -(-rows // num_devices)
+            return dataclasses.replace(now, num_minibatches=_divisor(rows, at_least))
         case _:
             return now
 

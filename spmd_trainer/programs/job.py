@@ -153,12 +153,13 @@ class Job:
           UserError: as `build_input`; the batch can't be scaled so.
         """
         input_p = self.resolved.config.train_datasets[0].clone()
-        if self.settings.moved:
-            if input_p.batch_size is None and self.settings.moved.batch_scale != 1:
+        if self.settings.moved and self.settings.moved.batch_scale != 1:
+            if input_p.batch_size is None:
                 raise UserError(
                     f"elastic_batch='scale': the training input {input_p.name!r} has no batch_size to scale"
                 )
-            input_p.batch_size = input_p.batch_size and self._scaled(input_p.batch_size)
+            # An experiment may give a config that works it out.
+            input_p.batch_size = self._scaled(pax_fiddle.build(input_p.batch_size))
         return self.build_input(input_p)
 
     @property

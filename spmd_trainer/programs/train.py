@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from spmd_trainer.programs.checkpoints import mark_end_of_training
 from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.invalid_steps import InvalidSteps
 from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.profiling import profile_capture
 from spmd_trainer.programs.signals import save_requests
 from spmd_trainer.programs.stopping import Stopping
 from spmd_trainer.programs.watchdog import Watchdog
@@ -67,7 +68,7 @@ def train(job: Job, guards: Guards | None = None) -> None:
         step = int(state.step)
         key = job.prng_key
         run.begins(step, compiled.packing)
-        profile = stack.enter_context(_profile(job))
+        profile = stack.enter_context(profile_capture(job))
 
         leave, input_ended = run.stopping.has_stopped, False
         while step < num_steps and not leave:
@@ -89,6 +90,7 @@ def train(job: Job, guards: Guards | None = None) -> None:
                 run.reports.add_none()
                 job, state = elastic.rebuild(job, devices, state)
                 compiled, batches = _go_on(job, batches, stack)
+                batch = None  # It lies on the devices before: an evaluation now does without it.
                 run.moves(step, job, compiled.packing)
 
             asked = request.take()
@@ -183,6 +185,8 @@ def _start_up(
     with concurrent.futures.ThreadPoolExecutor(1, "compile") as pool:
         step_future = pool.submit(compile_train_step, job)
         state, saved_input_state = first_state(job, checkpoints)
+        if not job.task.train.enable_input_checkpointing:
+            saved_input_state = None
         batches = stack.enter_context(_train_batches(job, saved_input_state))
         return step_future.result(), state, batches
 
@@ -229,27 +233,6 @@ class _Reports:
             if step % self._interval == 0:
                 loss = {} if scalars.loss is None else {"loss": scalars.loss}
                 self._writers.write("train", step, {**loss, **scalars.values, **scalars.summaries, **invalid, **timing})
-
-
-@contextlib.contextmanager
-def _profile(job: Job) -> Iterator[Callable[[int], object]]:
-    """Yields what is called after each step: at `profiler_capture_step` it takes a profile into `job_log_dir/profile`."""
-    train_p = job.task.train
-    if train_p.profiler_capture_step is None:
-        yield lambda step: None
-        return
-    from clu import periodic_actions
-
-    action = periodic_actions.Profile(
-        logdir=str(job.settings.job_log_dir / "profile"),
-        num_profile_steps=train_p.profiler_num_steps,
-        profile_duration_ms=int(1000 * train_p.profiler_min_duration_sec),
-        first_profile=train_p.profiler_capture_step,
-        every_secs=None,
-    )
-    yield action
-    # Ends a profile that spans the end of training.
-    action(2**62, math.inf)
 
 
 def _overview(metadata: StateMetadata) -> str:
@@ -301,7 +284,9 @@ def open_checkpointer(job: Job, *, read_only: bool = False) -> Checkpointer:
 def _train_batches(job: Job, input_state: Any) -> Iterator[Prefetcher]:
     """The training input on the devices, from where the checkpoint left it."""
     train_input = job.build_train_input()
-    if input_state is not None and job.task.train.enable_input_checkpointing:
+    if input_state is not None and input_state["state"] is None:
+        logging.warning("the training input %r has no position, so it begins anew", train_input.name)
+    elif input_state is not None:
         train_input.set_state(input_state["state"])
     padded = job.partitioner.pad_inputs_shape_dtype(job.global_shape_dtype(job.process_inputs_shape_dtype))
     specs = job.partitioner.inputs_partition_spec(padded)

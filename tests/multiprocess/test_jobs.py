@@ -60,6 +60,22 @@ def test_two_processes_give_the_numbers_of_one(one_process, cache, tmp_path):
     assert mesh["processes"] == 2
 
 
+def test_two_processes_decode_what_one_does(one_process, cache, tmp_path):
+    checkpoints = one_process.settings.directory / "checkpoints"
+    flags = ("--mode=decode_once", f"--restore_checkpoint_dir={checkpoints}")
+    decoded = []
+    for processes in (1, 2):
+        directory = tmp_path / str(processes)
+        run(Settings(directory, processes, cache, FIELDS, flags=flags))
+        lines = (directory / "decode_out" / "heldout_prompts" / f"step_{STEPS}.jsonl").read_text().splitlines()
+        decoded.append([json.loads(line) for line in lines])
+    alone, together = decoded
+    assert [record["index"] for record in together] == list(range(len(alone)))
+    for ours, theirs in zip(together, alone, strict=True):
+        assert (ours["prompt"], ours["ids"]) == (theirs["prompt"], theirs["ids"])
+        assert ours["scores"] == pytest.approx(theirs["scores"], rel=1e-4)
+
+
 def test_sigterm_and_sigkill_to_one_process_and_one_process_goes_on(one_process, cache, tmp_path):
     directory = tmp_path / "run"
     with started(Settings(directory, 2, cache, WITHOUT_END)) as job:
