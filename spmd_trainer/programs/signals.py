@@ -33,9 +33,10 @@ class SaveRequest:
 
     def take(self) -> bool:
         """Returns whether a save was asked for since the last call. Called once per step."""
-        asked = self._asked.is_set()
+        if not self._asked.is_set():  # then nothing is cleared: a signal that comes just now would be lost
+            return False
         self._asked.clear()
-        return asked
+        return True
 
 
 class AgreedSaveRequest(SaveRequest):
