@@ -32,21 +32,30 @@ class ScalarPacking:
         self._names: list[tuple[str, str]] = []
 
     def pack(self, output: StepFnOutput) -> jax.Array:
-        """Returns float32 [2 + 2 * weighted scalars + scalar summaries]. Called while tracing."""
+        """Returns float32 [2 + 2 * weighted scalars + scalar summaries]. Called while tracing.
+
+        A layer that is repeated gives a summary of each repetition in one array: 'layer/norm/0', 'layer/norm/1', ...
+        Summaries of other kinds (images, histograms, tensors) are left out.
+        """
         scalars: list[tuple[str, str, Any]] = []
         if output.loss is not None:
             scalars.append(("loss", LOSS, output.loss))
         for name, (value, weight) in sorted(output.weighted_scalars.items()):
             scalars += [("value", name, value), ("weight", name, weight)]
         for name, value in sorted(output.summary_tensors.items()):
-            if jnp.ndim(value) == 0:
-                scalars.append(("summary", summary_name(name), value))
-        self._names = [(kind, name) for kind, name, _ in scalars]
-        return jnp.stack([jnp.asarray(value, jnp.float32) for _, _, value in scalars])
+            if jnp.ndim(value) == 0 or _KIND.search(name):
+                scalars.append(("summary", summary_name(name), jnp.squeeze(value)))
+        self._names = [
+            (kind, "/".join((name, *map(str, index))))
+            for kind, name, value in scalars
+            for index in np.ndindex(jnp.shape(value))
+        ]
+        return jnp.concatenate([jnp.ravel(jnp.asarray(value, jnp.float32)) for _, _, value in scalars])
 
     def unpack(self, packed: Any) -> Scalars:
         """Reads a packed vector back on the host; waits for the device."""
-        values = np.asarray(packed)
+        # All devices hold the same: reading one of them costs the host half of reading the whole array.
+        values = np.asarray(packed.addressable_data(0) if isinstance(packed, jax.Array) else packed)
         scalars = Scalars()
         for (kind, name), value in zip(self._names, values.tolist(), strict=True):
             if kind == "loss":
