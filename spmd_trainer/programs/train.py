@@ -27,6 +27,7 @@ from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.invalid_steps import InvalidSteps
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.profiling import profile_capture
+from spmd_trainer.programs.schedule import Due, Schedule
 from spmd_trainer.programs.signals import save_requests
 from spmd_trainer.programs.stopping import Stopping
 from spmd_trainer.programs.watchdog import Watchdog
@@ -69,6 +70,7 @@ def train(job: Job, guards: Guards | None = None) -> None:
         key = job.prng_key
         run.begins(step, compiled.packing)
         profile = stack.enter_context(profile_capture(job))
+        schedule = Schedule.of_job(job)
 
         leave, input_ended = run.stopping.has_stopped, False
         while step < num_steps and not leave:
@@ -83,7 +85,7 @@ def train(job: Job, guards: Guards | None = None) -> None:
                 step += 1
                 profile(step)
                 # The host waits for an older step, never for the one it just dispatched.
-                run.reports.add(step, packed, keep=max(1, job.task.train.max_inflight_steps))
+                run.reports.add(step, packed)
 
             devices = elastic.changed_devices(job, step)
             if devices is not None:
@@ -95,7 +97,7 @@ def train(job: Job, guards: Guards | None = None) -> None:
 
             asked = request.take()
             leave |= asked and request.leaves
-            due = _due(job, run.checkpoints, step, asked=asked, leaves=leave)
+            due = schedule.due(run.checkpoints, step, asked=asked, leaves=leave)
             if due.any:
                 leave |= run.does(due, step, state, batches.state, batch)
 
@@ -151,7 +153,7 @@ class _Run:
         self._use(job)
         self.reports.use(job, packing, step)
 
-    def does(self, due: _Due, step: int, state: TrainState, input_state: bytes | None, batch: Any) -> bool:
+    def does(self, due: Due, step: int, state: TrainState, input_state: bytes | None, batch: Any) -> bool:
         """Does what is due after a step; returns whether training is to end."""
         job, train_p = self._job, self._job.task.train
         self.reports.add_none()
@@ -202,7 +204,9 @@ class _Reports:
 
     def __init__(self, job: Job, writers: SummaryWriters, packing: ScalarPacking, num_steps: int, guards: Guards):
         self.progress = _make_progress(job, num_steps)
+        # Read once: a field of a config costs the loop as much as waking a thread.
         self._interval = max(1, job.task.train.summary_interval_steps)
+        self._keep = max(1, job.task.train.max_inflight_steps)
         self._writers = writers
         self._packing = packing
         self._invalid = InvalidSteps(job.task.learner, stop=guards.stop_on_invalid_step)
@@ -215,10 +219,10 @@ class _Reports:
         self.progress.peak_flops = _peak_flops(job)
         self.progress.start(step)
 
-    def add(self, step: int, packed: Any, *, keep: int) -> None:
-        """Adds a step just dispatched; reports the oldest ones until only `keep` are in flight."""
+    def add(self, step: int, packed: Any) -> None:
+        """Adds a step just dispatched; reports the oldest ones until only `max_inflight_steps` are in flight."""
         self._in_flight.append((step, packed))
-        self._report_until(keep)
+        self._report_until(self._keep)
 
     def add_none(self) -> None:
         """Waits for every step in flight and reports it."""
@@ -358,33 +362,3 @@ def _eval_state(job: Job, state: TrainState, *, ema: bool) -> TrainState:
         )
     averages = learners.extract_ema(state.opt_states, state.mdl_vars)
     return dataclasses.replace(state.to_eval_state(), mdl_vars=averages)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Due:
-    """What is to be done after a step."""
-
-    save: bool
-    evaluate: bool
-    decode: bool
-
-    @property
-    def any(self) -> bool:
-        return self.save or self.evaluate or self.decode
-
-
-def _due(job: Job, checkpoints: Checkpointer, step: int, *, asked: bool, leaves: bool) -> _Due:
-    """Works out what is due after `step`; a run that leaves only saves, and does that after its loop."""
-    settings, train_p = job.settings, job.task.train
-    last = step == int(train_p.num_train_steps)
-    save = settings.enable_checkpoint_saving and (checkpoints.should_save(step) or last or asked)
-    decode_now = settings.decode_during_train and step >= train_p.decode_start_after_n_steps
-    return _Due(
-        save=save and not leaves,
-        evaluate=settings.eval_on_test and _at_interval(step, train_p.eval_interval_steps) and not leaves,
-        decode=decode_now and _at_interval(step, train_p.decode_interval_steps) and not leaves,
-    )
-
-
-def _at_interval(step: int, interval: int | None) -> bool:
-    return bool(interval and step % interval == 0)

@@ -1,0 +1,70 @@
+"""What is due after which training step: a save, an evaluation, a decode."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spmd_trainer.checkpointing import Checkpointer
+from spmd_trainer.programs.job import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """What is to be done after a step."""
+
+    save: bool
+    evaluate: bool
+    decode: bool
+
+    @property
+    def any(self) -> bool:
+        """Whether it is anything."""
+        return self.save or self.evaluate or self.decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The intervals of a run, as plain numbers: the loop asks after every step, and a config's fields are dear to read.
+
+    Attributes:
+      num_steps: the last training step.
+      saves: whether checkpoints are saved at all.
+      eval_interval: steps between two evaluations; 0 for none.
+      decode_interval: steps between two decodes; 0 for none.
+      decode_start: the first step after which one is due.
+    """
+
+    num_steps: int
+    saves: bool
+    eval_interval: int
+    decode_interval: int
+    decode_start: int
+
+    @classmethod
+    def of_job(cls, job: Job) -> Schedule:
+        """Reads the job's settings and its task."""
+        settings, train_p = job.settings, job.task.train
+        return cls(
+            num_steps=int(train_p.num_train_steps),
+            saves=settings.enable_checkpoint_saving,
+            eval_interval=int(train_p.eval_interval_steps or 0) if settings.eval_on_test else 0,
+            decode_interval=int(train_p.decode_interval_steps or 0) if settings.decode_during_train else 0,
+            decode_start=int(train_p.decode_start_after_n_steps),
+        )
+
+    def due(self, checkpoints: Checkpointer, step: int, *, asked: bool, leaves: bool) -> Due:
+        """Works out what is due after `step`.
+
+        Args:
+          checkpoints: says at which steps it saves.
+          step: the step just taken.
+          asked: whether a signal asked for a checkpoint.
+          leaves: whether the run ends here; it then only saves, and does that after its loop.
+        """
+        if leaves:
+            return Due(save=False, evaluate=False, decode=False)
+        return Due(
+            save=self.saves and (asked or step == self.num_steps or checkpoints.should_save(step)),
+            evaluate=bool(self.eval_interval) and step % self.eval_interval == 0,
+            decode=bool(self.decode_interval) and step >= self.decode_start and step % self.decode_interval == 0,
+        )
