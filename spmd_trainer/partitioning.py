@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from praxis import base_layer
 
 from spmd_trainer import batch_rows, carried_padding, minibatches, sharding, state_specs, step_fns
 from spmd_trainer.state_specs import StateMetadata
@@ -139,10 +140,11 @@ class PjitPartitioner:
             sharding.validate_split_mapping(mapping, self.mesh.axis_names, inputs_shape_dtype)
             sharding.input_partition_specs(mapping, dict(self.mesh.shape), inputs_shape_dtype)
         self._inputs_shape_dtype = inputs_shape_dtype
+        self._init_variables = step_fns.variables_initialiser(task, inputs_shape_dtype)
         self.metadata = self._build_metadata()
 
     def _build_metadata(self) -> StateMetadata:
-        metadata = state_specs.build(self.task, self._inputs_shape_dtype, self.mesh)
+        metadata = state_specs.build(self.task, self._init_variables, self.mesh)
         if self.num_minibatches > 1:
             num_rows = jax.tree.leaves(self._inputs_shape_dtype)[0].shape[0]
             minibatches.check_count(self.num_minibatches, num_rows)
@@ -168,8 +170,7 @@ class PjitPartitioner:
         metadata = self.metadata if with_opt_states else self.eval_metadata()
 
         def init(prng_key: jax.Array) -> TrainState:
-            inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._inputs_shape_dtype)
-            mdl_vars = step_fns.init_model_vars(self.task, prng_key, inputs)
+            mdl_vars = base_layer.maybe_unbox_value(self._init_variables(prng_key))
             state = step_fns.create_train_state(
                 self.task, mdl_vars, metadata.var_weight_hparams, with_opt_states=with_opt_states
             )

@@ -102,7 +102,7 @@ class ShardMapPartitioner(partitioning.PjitPartitioner):
         return self._wanted_gather or ("step" if once_per_step else "layer")
 
     def _build_metadata(self) -> StateMetadata:
-        metadata = state_specs.build(self.task, self._inputs_shape_dtype, self.mesh, self._plan)
+        metadata = state_specs.build(self.task, self._init_variables, self.mesh, self._plan)
         minibatches.check_no_overwritten(metadata.var_weight_hparams, "ShardMapPartitioner")
         return metadata
 

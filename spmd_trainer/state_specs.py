@@ -93,7 +93,10 @@ class StateMetadata:
 
 
 def build(
-    task: SingleTask, inputs_shape_dtype: Any, mesh: Mesh, plan: Callable[[Any], Any] | None = None
+    task: SingleTask,
+    init_variables: Callable[[jax.Array], Any],
+    mesh: Mesh,
+    plan: Callable[[Any], Any] | None = None,
 ) -> StateMetadata:
     """Works out spec, padding and reason for every variable and optimizer state.
 
@@ -102,7 +105,7 @@ def build(
 
     Args:
       task: the built task.
-      inputs_shape_dtype: ShapeDtypeStructs of the global batch.
+      init_variables: `step_fns.variables_initialiser` of the task.
       mesh: the device mesh.
       plan: decides every variable in place of its layer and of the strategy: WeightHParams -> VariableSpecs.
 
@@ -110,9 +113,7 @@ def build(
       ValueError: a declared mapping doesn't fit its variable or the mesh.
     """
     # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
-    hparams = task.model.abstract_init_with_metadata(
-        inputs_shape_dtype, do_eval=not task.train.always_use_train_for_model_init
-    )
+    hparams = base_layer.unbox_meta(jax.eval_shape(init_variables, jax.eval_shape(jax.random.key, 0)))
     reasons = jax.tree.map(_reason, hparams)
     if plan is not None:
         hparams, reasons = _apply_plan(plan(hparams), hparams, reasons, mesh, also_declared=True)

@@ -7,13 +7,16 @@ the inputs, slices the padding off the state before and pads it after, and jits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import struct
-from praxis import base_layer
+from flax.core import unfreeze
+from praxis import base_layer, py_utils
 
 from spmd_trainer import variable_masks
 from spmd_trainer.tasks_lib import SingleTask
@@ -169,20 +172,34 @@ def grad_transformation(task: SingleTask, var_weight_hparams: Any) -> tuple[Any,
     return task.learner.get_grad_tx(variable_masks.mask_out(var_weight_hparams, excluded)), excluded
 
 
-def init_model_vars(task: SingleTask, prng_key: jax.Array, inputs: Any) -> Any:
-    """Initialises the model's variables at their logical shapes.
+def variables_initialiser(task: SingleTask, inputs_shape_dtype: Any) -> Callable[[jax.Array], Any]:
+    """Returns the function that initialises the model's variables at their logical shapes.
+
+    It is jitted: who asks it for shapes first and for values later has the model traced once for both.
 
     Args:
       task: the built task.
-      prng_key: the run's key.
-      inputs: arrays of the input specs; only their shapes and dtypes matter.
+      inputs_shape_dtype: ShapeDtypeStructs of the global batch.
+
+    Returns:
+      key -> the variables, each in a praxis BoxedParam with its WeightHParams where its layer declares some.
     """
-    with base_layer.JaxContext.new_context(hparams=_context(task, do_eval=False)):
-        _, inputs = _to_fprop_dtype(task, {}, inputs, {})
-        mdl_vars = task.model.init(_rngs(prng_key), inputs)
-    # Axis names of Flax modules' parameters: metadata, not variables.
-    mdl_vars.pop("params_axes", None)
-    return mdl_vars
+    do_eval = not task.train.always_use_train_for_model_init
+    context = _context(task, do_eval=do_eval)
+
+    def initialise(prng_key: jax.Array) -> Any:
+        inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
+        # praxis logs each variable here, its own abstract initialisation excepted.
+        with py_utils.logging_verbosity_level("FATAL"), base_layer.JaxContext.new_context(hparams=context):
+            _, inputs = _to_fprop_dtype(task, {}, inputs, {})
+            # praxis' own `init` takes the boxes off.
+            init = functools.partial(nn.Module.init, task.model, method=task.model.__call__)
+            mdl_vars = unfreeze(init(_rngs(prng_key), inputs, mutable=base_layer.DEFAULT_INIT_MUTABLE_LIST))
+        # Axis names of Flax modules' parameters: metadata, not variables.
+        mdl_vars.pop("params_axes", None)
+        return mdl_vars
+
+    return jax.jit(initialise)
 
 
 def merge(excluded: Any, trainable: Any, mdl_vars: Any) -> Any:

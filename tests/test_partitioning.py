@@ -168,3 +168,17 @@ def test_each_process_gets_its_own_added_rows_taken_off_however_its_devices_lie(
     arrived = np.array([next(own[process]) for process in order for _ in range(2)])
     kept = batch_rows.without_added(mesh, jax.numpy.asarray(arrived), jax.ShapeDtypeStruct((10,), int))
     assert sorted(kept.tolist()) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+
+
+def test_the_model_is_traced_once_for_where_variables_live_and_for_their_values(monkeypatch):
+    task, calls = make_task(), []
+    compute_predictions = type(task.model).compute_predictions
+
+    def counted(self, batch):
+        calls.append(1)
+        return compute_predictions(self, batch)
+
+    monkeypatch.setattr(type(task.model), "compute_predictions", counted)
+    partitioner = make_partitioner((1, 4, 2), task)
+    partitioner.init_fn().trace(KEY)
+    assert len(calls) == 1
