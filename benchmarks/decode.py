@@ -63,16 +63,16 @@ def extend(params: dict, caches: list, ids: jax.Array, start: jax.Array) -> tupl
     x = split(jax.nn.one_hot(ids, floor_lm.PADDED_VOCAB) @ params["emb"] * floor_lm.STDLIB.width**0.5)
     new_caches = []
     for layer, (keys, values) in zip(params["layers"], caches, strict=True):
-        q, k, v = jnp.einsum("btd,cdnh->cbtnh", floor_lm.layer_norm(x, layer["ln1"]), layer["qkv"])
+        q, k, v = jnp.einsum("btd,cdnh->cbtnh", floor_lm.layer_norm(x, layer["ln1"], layer["ln1_shift"]), layer["qkv"])
         keys = jax.lax.dynamic_update_slice_in_dim(keys, rotate(k, positions), start, axis=1)
         values = jax.lax.dynamic_update_slice_in_dim(values, v, start, axis=1)
         new_caches.append(jax.lax.with_sharding_constraint((keys, values), CACHE))
         scores = jnp.einsum("btnh,bsnh->bnts", rotate(q, positions), keys) * HEAD**-0.5 + mask
         mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), values)
         x = split(x + jnp.einsum("btnh,dnh->btd", mixed, layer["out"]))
-        hidden = jax.nn.gelu(floor_lm.layer_norm(x, layer["ln2"]) @ layer["w1"] + layer["b1"])
+        hidden = jax.nn.gelu(floor_lm.layer_norm(x, layer["ln2"], layer["ln2_shift"]) @ layer["w1"] + layer["b1"])
         x = split(x + hidden @ layer["w2"] + layer["b2"])
-    logits = floor_lm.layer_norm(x[:, -1], params["scale"]) @ params["emb"].T
+    logits = floor_lm.layer_norm(x[:, -1], params["scale"], params["shift"]) @ params["emb"].T
     logits = jnp.where(jnp.arange(floor_lm.PADDED_VOCAB) < floor_lm.VOCAB, logits, -1e9)
     return new_caches, jnp.argmax(logits, -1).astype(jnp.int32)
 

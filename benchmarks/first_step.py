@@ -1,4 +1,4 @@
-"""Time from process start to the first training step: the trainer against the hand-written floor, cold and warm.
+"""Time from process start to the loss of the first training step: trainer against hand-written floor, cold and warm.
 
     python -m benchmarks.first_step [--rounds 5] [--size speed] [--json FILE]
 

@@ -49,10 +49,14 @@ SPEED = Sizes(layers=2, width=128, heads=4, hidden=512, seq=128, batch=16)
 BATCH_AXES = ("replica", "data")
 SPECS = {
     "emb": P("mdl", "data"),
+    "bias": P("mdl"),
     "scale": P(None),
+    "shift": P(None),
     "layers": {
         "ln1": P(None),
+        "ln1_shift": P(None),
         "ln2": P(None),
+        "ln2_shift": P(None),
         "qkv": P(None, "data", "mdl", None),
         "out": P("data", "mdl", None),
         "w1": P("data", "mdl"),
@@ -77,10 +81,17 @@ def init(key: jax.Array, sizes: Sizes) -> dict:
     layers = []
     for _ in range(sizes.layers):
         layer = {name: jax.random.normal(next(keys), shape) * 0.05 for name, shape in shapes.items()}
-        zeros = {"b1": sizes.hidden, "b2": width, "ln1": width, "ln2": width}
+        norms = dict.fromkeys(("ln1", "ln1_shift", "ln2", "ln2_shift"), width)
+        zeros = {"b1": sizes.hidden, "b2": width, **norms}
         layers.append(layer | {name: jnp.zeros(size) for name, size in zeros.items()})
     emb = jax.random.normal(next(keys), (VOCAB, width)) / width**0.5
-    return {"emb": jnp.pad(emb, ((0, PADDED_VOCAB - VOCAB), (0, 0))), "scale": jnp.zeros(width), "layers": layers}
+    return {
+        "emb": jnp.pad(emb, ((0, PADDED_VOCAB - VOCAB), (0, 0))),
+        "bias": jnp.zeros(PADDED_VOCAB),
+        "scale": jnp.zeros(width),
+        "shift": jnp.zeros(width),
+        "layers": layers,
+    }
 
 
 def init_state(key: jax.Array, sizes: Sizes) -> dict:
@@ -95,10 +106,10 @@ def param_specs(sizes: Sizes) -> dict:
     return {**SPECS, "layers": [SPECS["layers"]] * sizes.layers}
 
 
-def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
     """Normalises the last dimension."""
     x = x - x.mean(-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * (1 + scale)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * (1 + scale) + shift
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -110,27 +121,39 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def loss_fn(params: dict, ids: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats."""
+def loss_fn(params: dict, batch: dict) -> tuple[jax.Array, dict]:
+    """Mean cross-entropy in nats over the tokens that count, and the share of them guessed right.
+
+    `batch` has ids, labels int32, and paddings, weights float32, all [rows, seq]; nothing looks at a padded place.
+    """
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=P(BATCH_AXES, None, None))
-    length, width = ids.shape[1], params["emb"].shape[1]
-    x = split(jax.nn.one_hot(ids, PADDED_VOCAB) @ params["emb"] * width**0.5)
-    mask = jnp.where(jnp.tril(jnp.ones((length, length), bool)), 0.0, -1e9)
+    batch = jax.lax.with_sharding_constraint(batch, P(BATCH_AXES, None))
+    length, width = batch["ids"].shape[1], params["emb"].shape[1]
+    x = split(jax.nn.one_hot(batch["ids"], PADDED_VOCAB) @ params["emb"] * width**0.5)
+    live = 1 - batch["paddings"][..., None]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    mask = jnp.where(causal & (batch["paddings"] == 0)[:, None, None], 0.0, -1e9)
     for layer in params["layers"]:
-        q, k, v = jnp.einsum("btd,cdnh->cbtnh", layer_norm(x, layer["ln1"]), layer["qkv"])
+        q, k, v = jnp.einsum("btd,cdnh->cbtnh", layer_norm(x, layer["ln1"], layer["ln1_shift"]), layer["qkv"])
         scores = jnp.einsum("btnh,bsnh->bnts", rotate(q), rotate(k)) * q.shape[-1] ** -0.5 + mask
         mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
         x = split(x + jnp.einsum("btnh,dnh->btd", mixed, layer["out"]))
-        hidden = jax.nn.gelu(layer_norm(x, layer["ln2"]) @ layer["w1"] + layer["b1"])
-        x = split(x + hidden @ layer["w2"] + layer["b2"])
-    logits = layer_norm(x, params["scale"]) @ params["emb"].T
+        hidden = jax.nn.gelu(layer_norm(x, layer["ln2"], layer["ln2_shift"]) @ layer["w1"] + layer["b1"]) * live
+        x = split(x + (hidden @ layer["w2"] + layer["b2"]) * live)
+    logits = layer_norm(x, params["scale"], params["shift"]) @ params["emb"].T + params["bias"]
     logits = jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, logits, -1e9)
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1)[..., 0]
+    count = batch["weights"].sum()
+    right = ((jnp.argmax(logits, -1) == batch["labels"]) * batch["weights"]).sum()
+    return (nats * batch["weights"]).sum() / count, {"accuracy": right / count, "tokens": count}
 
 
-def train_step(state: dict, ids: jax.Array, labels: jax.Array) -> tuple[dict, jax.Array]:
-    """One Adam step with global-norm clipping and a short warmup."""
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"], ids, labels)
+def train_step(state: dict, batch: dict) -> tuple[dict, jax.Array]:
+    """One Adam step with global-norm clipping and a short warmup; none where the gradient is NaN or infinite.
+
+    Returns the new state and [loss, accuracy, tokens, gradient norm].
+    """
+    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), grads)
     t = state["step"] + 1
@@ -141,8 +164,10 @@ def train_step(state: dict, ids: jax.Array, labels: jax.Array) -> tuple[dict, ja
     def update(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
         return p - rate * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.98**t)) + 1e-6)
 
-    params = jax.tree.map(update, state["params"], m, v)
-    return {"step": t, "params": params, "m": m, "v": v}, loss
+    new = {"step": t, "params": jax.tree.map(update, state["params"], m, v), "m": m, "v": v}
+    valid = jnp.isfinite(norm)
+    new = jax.tree.map(lambda new, old: jnp.where(valid, new, old), new, state)
+    return new, jnp.stack([loss, metrics["accuracy"], metrics["tokens"], norm])
 
 
 def read_text() -> np.ndarray:
@@ -187,28 +212,31 @@ class Floor:
         with jax.set_mesh(mesh):
             batch = self._batch_sharding
             step = jax.jit(
-                train_step, in_shardings=(shardings, batch, batch), out_shardings=(shardings, None), donate_argnums=0
+                train_step, in_shardings=(shardings, batch), out_shardings=(shardings, None), donate_argnums=0
             )
-            shape = jax.ShapeDtypeStruct((sizes.batch, sizes.seq), jnp.int32)
-            self.compiled = step.lower(self.state, shape, shape).compile()
+            ints, floats = (jax.ShapeDtypeStruct((sizes.batch, sizes.seq), dtype) for dtype in (jnp.int32, jnp.float32))
+            batch = {"ids": ints, "labels": ints, "paddings": floats, "weights": floats}
+            self.compiled = step.lower(self.state, batch).compile()
         self.compile_seconds = time.perf_counter() - started
 
     def next_batch(self) -> Any:
-        """Ids and labels on the devices."""
+        """A batch on the devices; every token counts."""
         rows = next(self._rows)
-        return jax.device_put((rows[:, :-1], rows[:, 1:]), self._batch_sharding)
+        ids, ones = rows[:, :-1], np.ones((len(rows), rows.shape[1] - 1), np.float32)
+        batch = {"ids": ids, "labels": rows[:, 1:], "paddings": ones - 1, "weights": ones}
+        return jax.device_put(batch, self._batch_sharding)
 
     def run(self, steps: int) -> list[float]:
         """Takes steps, each fed from the text; reads the losses, one step late, and waits for the last."""
         losses: list[float] = []
         waiting = None
         for _ in range(steps):
-            self.state, loss = self.compiled(self.state, *self.next_batch())
+            self.state, metrics = self.compiled(self.state, self.next_batch())
             if waiting is not None:
-                losses.append(float(waiting))
-            waiting = loss
+                losses.append(float(waiting[0]))
+            waiting = metrics
         jax.block_until_ready(self.state)
-        return losses if waiting is None else [*losses, float(waiting)]
+        return losses if waiting is None else [*losses, float(waiting[0])]
 
 
 def declared_mesh() -> Mesh:
@@ -217,15 +245,14 @@ def declared_mesh() -> Mesh:
 
 
 def main() -> None:
-    """Trains for --steps steps; prints 'first step' when the first one starts, then the losses."""
+    """Trains for --steps steps, then prints their losses."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--size", choices=("stdlib", "speed"), default="stdlib")
     args = parser.parse_args()
     floor = Floor({"stdlib": STDLIB, "speed": SPEED}[args.size], declared_mesh())
-    print("first step", flush=True)
     for loss in floor.run(args.steps):
-        print(f"{loss:.4f}", flush=True)
+        print(f"loss {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

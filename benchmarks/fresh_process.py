@@ -1,10 +1,11 @@
-"""Runs of trainer and floor in processes of their own: time and CPU time to the first step, peak memory."""
+"""Runs of trainer and floor in processes of their own: time and CPU time to the first loss, peak memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,8 @@ import psutil
 TRAINER = [sys.executable, "-m", "spmd_trainer.main", "--noenable_checkpoint_saving", "--noeval_on_test"]
 FLOOR = [sys.executable, "-m", "benchmarks.floor_lm"]
 EXPERIMENTS = {"speed": "benchmarks.speed_lm.SpeedLm", "stdlib": "lm.stdlib.StdlibBytes"}
-# Both programs print these words when their first step starts.
-SIGNS = {"trainer": "training from step", "floor": "first step"}
+# Both programs print the loss of a step once they know it; of one step, that is of the first.
+SIGN = re.compile(r"\bloss \d")
 TIMEOUT_SECONDS = 300
 
 
@@ -26,7 +27,7 @@ class Ran:
     """What one process took.
 
     Attributes:
-      wall: seconds from its start to its first step.
+      wall: seconds from its start to its first line with a loss.
       cpu: CPU seconds, of all its threads, until then.
       peak_rss: bytes, over its whole life.
     """
@@ -63,7 +64,7 @@ def run(name: str, *, steps: int = 1, size: str = "speed", cache: pathlib.Path |
         log = ""
         for line in process.stdout or ():
             log += line
-            if first is None and SIGNS[name] in line:
+            if first is None and SIGN.search(line):
                 times = psutil.Process(process.pid).cpu_times()
                 first = time.perf_counter() - started, times.user + times.system
         _, status, usage = os.wait4(process.pid, 0)

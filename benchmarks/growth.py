@@ -67,7 +67,7 @@ def measure(curve: str, size: int, rounds: int) -> dict[str, dict[str, list[floa
     mesh = Mesh(np.array(jax.devices()).reshape(1, data, mdl), tuple(floor_lm.MESH), axis_types=(AxisType.Auto,) * 3)
     floor = floor_lm.Floor(dataclasses.replace(floor_lm.SPEED, layers=layers, batch=rows), mesh)
     overrides = (
-        f"task.model.lm_tpl.stacked_transformer_tpl.x_times={layers}",
+        f"task.model.lm_tpl.stacked_transformer_tpl.num_layers={layers}",
         f"train_datasets[0].batch_size={rows}",
     )
     axes = (("replica", 1), ("data", data), ("mdl", mdl))

@@ -164,9 +164,11 @@ def loss_fn(case: Case, params: dict[str, jax.Array], batch: dict[str, jax.Array
     x = layer_norm(x, params["ln_scale"].astype(case.dtype), params["ln_bias"].astype(case.dtype))
     logits = split(x @ embedding + params["logit_bias"].astype(case.dtype), BATCH, None, "mdl")
     logits = (LOGIT_CAP * jnp.tanh(logits / LOGIT_CAP)).astype(jnp.float32)
-    logits = jnp.where(jnp.arange(logits.shape[-1]) < case.vocab, logits, -2e38)
-    labels = jax.nn.one_hot(batch["labels"], logits.shape[-1], dtype=jnp.float32)
-    nats = -(labels * jax.nn.log_softmax(logits)).sum(-1)
+    places = jnp.arange(logits.shape[-1])
+    logits = jnp.where(places < case.vocab, logits, -2e38)
+    # Compared, not multiplied by one-hot labels: those would be one more array as large as the logits.
+    of_label = jnp.where(places == batch["labels"][..., None], logits, 0).sum(-1)
+    nats = jax.nn.logsumexp(logits, -1) - of_label
     return (nats * batch["weights"]).sum() / batch["weights"].sum()
 
 

@@ -94,15 +94,16 @@ def floor(mesh: jax.sharding.Mesh, rows: int, batch: Any) -> Variant:
     init = functools.partial(floor_lm.init_state, sizes=floor_lm.STDLIB)
     with jax.set_mesh(mesh):
         state = jax.jit(init, out_shardings=whole)(jax.random.key(0))
-        ids, labels = jax.device_put((batch.ids, batch.labels), split)
+        names = ("ids", "labels", "paddings", "weights")
+        placed = jax.device_put({name: batch[name] for name in names}, split)
         step = jax.jit(
             floor_lm.train_step,
-            in_shardings=(whole, split, split),
+            in_shardings=(whole, split),
             out_shardings=(whole, whole),
             donate_argnums=0,
         )
-        compiled = step.lower(state, ids, labels).compile()
-    return Variant("floor dp", compiled, state, lambda state: compiled(state, ids, labels)[0])
+        compiled = step.lower(state, placed).compile()
+    return Variant("floor dp", compiled, state, lambda state: compiled(state, placed)[0])
 
 
 def variants(rows: int) -> list[Variant]:

@@ -29,6 +29,8 @@ class StdlibBytes(base_experiment.BaseExperiment):
     NUM_HEADS = 4
     MAX_SEQ_LEN = 256
     GLOBAL_BATCH_SIZE = 8
+    # One layer's program, run NUM_LAYERS times over stacked weights: the step compiles in a third of the time.
+    USE_REPEATED_LAYER = True
 
     LEARNING_RATE = 2e-3
     WARMUP_STEPS = 100
@@ -108,17 +110,17 @@ class StdlibBytes(base_experiment.BaseExperiment):
         stack_p = lm_p.stacked_transformer_tpl
         stack_p.model_dims = self.MODEL_DIMS
         stack_p.hidden_dims = self.HIDDEN_DIMS
-        stack_p.num_layers = 1
+        stack_p.num_layers = 1 if self.USE_REPEATED_LAYER else self.NUM_LAYERS
         stack_p.num_heads = self.NUM_HEADS
         layer_p = stack_p.transformer_layer_params_tpl
         layer_p.tr_atten_tpl.use_bias = False
         layer_p.tr_atten_tpl.combine_qkv = True
         layer_p.tr_atten_tpl.use_rotary_position_emb = True
         layer_p.tr_fflayer_tpl.activation_tpl = pax_fiddle.Config(layers.GELU)
-        # One layer's program, run NUM_LAYERS times over stacked weights: the step compiles in a third of the time.
-        lm_p.stacked_transformer_tpl = pax_fiddle.Config(
-            layers.StackedTransformerRepeated, block=stack_p, x_times=self.NUM_LAYERS
-        )
+        if self.USE_REPEATED_LAYER:
+            lm_p.stacked_transformer_tpl = pax_fiddle.Config(
+                layers.StackedTransformerRepeated, block=stack_p, x_times=self.NUM_LAYERS
+            )
         model_p.lm_tpl = layers.TransformerLm.set_sharding_params_v1(
             lm_p,
             replica_axis="replica",
