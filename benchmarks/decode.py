@@ -72,7 +72,7 @@ def extend(params: dict, caches: list, ids: jax.Array, start: jax.Array) -> tupl
         x = split(x + jnp.einsum("btnh,dnh->btd", mixed, layer["out"]))
         hidden = jax.nn.gelu(floor_lm.layer_norm(x, layer["ln2"], layer["ln2_shift"]) @ layer["w1"] + layer["b1"])
         x = split(x + hidden @ layer["w2"] + layer["b2"])
-    logits = floor_lm.layer_norm(x[:, -1], params["scale"], params["shift"]) @ params["emb"].T
+    logits = floor_lm.layer_norm(x[:, -1], params["scale"], params["shift"]) @ params["emb"].T + params["bias"]
     logits = jnp.where(jnp.arange(floor_lm.PADDED_VOCAB) < floor_lm.VOCAB, logits, -1e9)
     return new_caches, jnp.argmax(logits, -1).astype(jnp.int32)
 

@@ -1,7 +1,8 @@
-"""The floor: the model of `lm.stdlib.StdlibBytes` written by hand in plain JAX, with explicit shardings and donation.
+"""The floor: a language model like `lm.stdlib.StdlibBytes` written by hand in plain JAX, with explicit shardings and donation.
 
-No framework, one file: what a careful person would write for this model, in its own size (`STDLIB`) or that of
-`speed_lm.SpeedLm` (`SPEED`). The vocabulary is padded by hand to the next even size, logits of the padding masked.
+No framework, one file: what a careful person would write for `speed_lm.SpeedLm`, whose variables, loss and gradient it has
+(`tests/test_floor_lm.py`), in that size (`SPEED`) or in `StdlibBytes`' (`STDLIB`; that model also repeats one layer and packs
+rows). The vocabulary is padded by hand to the next even size, logits of the padding masked.
 
     python -m benchmarks.floor_lm [--steps 3] [--size speed]
 """
@@ -233,10 +234,15 @@ class Floor:
         for _ in range(steps):
             self.state, metrics = self.compiled(self.state, self.next_batch())
             if waiting is not None:
-                losses.append(float(waiting[0]))
+                losses.append(first_of(waiting))
             waiting = metrics
         jax.block_until_ready(self.state)
-        return losses if waiting is None else [*losses, float(waiting[0])]
+        return losses if waiting is None else [*losses, first_of(waiting)]
+
+
+def first_of(metrics: jax.Array) -> float:
+    """Reads the first of some numbers that all devices hold; indexing the array itself would be another program."""
+    return float(np.asarray(metrics.addressable_data(0))[0])
 
 
 def declared_mesh() -> Mesh:

@@ -7,7 +7,6 @@ the inputs, slices the padding off the state before and pads it after, and jits.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -189,12 +188,12 @@ def variables_initialiser(task: SingleTask, inputs_shape_dtype: Any) -> Callable
 
     def initialise(prng_key: jax.Array) -> Any:
         inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
-        # praxis logs each variable here, its own abstract initialisation excepted.
-        with py_utils.logging_verbosity_level("FATAL"), base_layer.JaxContext.new_context(hparams=context):
+        # praxis logs a line for each variable here.
+        with py_utils.logging_verbosity_level("WARNING"), base_layer.JaxContext.new_context(hparams=context):
             _, inputs = _to_fprop_dtype(task, {}, inputs, {})
             # praxis' own `init` takes the boxes off.
-            init = functools.partial(nn.Module.init, task.model, method=task.model.__call__)
-            mdl_vars = unfreeze(init(_rngs(prng_key), inputs, mutable=base_layer.DEFAULT_INIT_MUTABLE_LIST))
+            mutable, method = base_layer.DEFAULT_INIT_MUTABLE_LIST, task.model.__call__
+            mdl_vars = unfreeze(nn.Module.init(task.model, _rngs(prng_key), inputs, method=method, mutable=mutable))
         # Axis names of Flax modules' parameters: metadata, not variables.
         mdl_vars.pop("params_axes", None)
         return mdl_vars

@@ -47,11 +47,25 @@ def test_summaries_of_other_kinds_are_left_out():
     assert scalars.summaries == {"a": 1.0}
 
 
-def test_an_array_of_several_devices_is_read_from_one_of_them():
-    packing = ScalarPacking()
-    output = StepFnOutput(loss=jnp.float32(1.5), weighted_scalars={}, per_example_out={}, summary_tensors={})
-    everywhere = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P())
-    assert packing.unpack(jax.device_put(packing.pack(output), everywhere)).loss == 1.5
+def test_summaries_are_found_by_the_last_part_of_their_names():
+    found = packed_and_read(
+        **{
+            "learning/is_valid_step_scalar": 1.0,
+            "learning/a/is_valid_step_scalar": 0.0,
+            "not_is_valid_step_scalar": 2.0,
+        }
+    )
+    assert sorted(found.summaries_called("is_valid_step")) == [0.0, 1.0]
+    assert found.summaries_called("unknown") == []
+
+
+@pytest.mark.parametrize("part", ["loss", "value", "weight"])
+def test_what_is_no_scalar_is_refused(part):
+    numbers = {"loss": 1.0, "value": 1.0, "weight": 1.0} | {part: jnp.ones(3)}
+    scalars = {"xent": (numbers["value"], numbers["weight"])}
+    output = StepFnOutput(loss=numbers["loss"], weighted_scalars=scalars, per_example_out={}, summary_tensors={})
+    with pytest.raises(ValueError, match=r"shape \(3,\)"):
+        ScalarPacking().pack(output)
 
 
 @pytest.mark.parametrize("verbosity", [2, 3])
@@ -69,7 +83,7 @@ def test_layers_say_as_much_as_the_task_asks_for(tmp_path, verbosity):
 
     partitioned = partitioner.partition(step, job.global_shape_dtype(job.process_inputs_shape_dtype), is_eval=False)
     partitioned.fn.lower(partitioner.abstract_state(), job.prng_key, partitioner.abstract_inputs(partitioned))
-    names = {name for _, name in packing._names}
+    names = packing._summaries.names
     layer = "lm/transformer/repeat/sub/x_layers_0/xformer_input_abs_max"
     assert {name for name in names if name.startswith(layer)} == (
         {f"{layer}/0", f"{layer}/1"} if verbosity > 2 else set()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,8 @@ import numpy as np
 
 from spmd_trainer.step_fns import StepFnOutput
 
-LOSS = "loss"
 # praxis adds the kind of a summary to its name; a layer that is applied several times adds a number after that.
-_KIND = re.compile(r"_(aggregate_)?scalar(?=/|$)")
+_KIND = re.compile(r"_(aggregate_)?scalar(?=(/\d+)*$)")
 
 
 def summary_name(key: str) -> str:
@@ -29,40 +29,63 @@ class ScalarPacking:
     """
 
     def __init__(self) -> None:
-        self._names: list[tuple[str, str]] = []
+        self._has_loss = False
+        self._weighted: list[str] = []
+        self._summaries = SummaryNames()
 
     def pack(self, output: StepFnOutput) -> jax.Array:
-        """Returns float32 [2 + 2 * weighted scalars + scalar summaries]. Called while tracing.
+        """Returns float32 [loss, value and weight of each weighted scalar, summaries]. Called while tracing.
 
         A layer that is repeated gives a summary of each repetition in one array: 'layer/norm/0', 'layer/norm/1', ...
         Summaries of other kinds (images, histograms, tensors) are left out.
+
+        Raises:
+          ValueError: the loss, or a weighted scalar, is no scalar.
         """
-        scalars: list[tuple[str, str, Any]] = []
-        if output.loss is not None:
-            scalars.append(("loss", LOSS, output.loss))
-        for name, (value, weight) in sorted(output.weighted_scalars.items()):
-            scalars += [("value", name, value), ("weight", name, weight)]
-        for name, value in sorted(output.summary_tensors.items()):
-            if jnp.ndim(value) == 0 or _KIND.search(name):
-                scalars.append(("summary", summary_name(name), jnp.squeeze(value)))
-        self._names = [
-            (kind, "/".join((name, *map(str, index))))
-            for kind, name, value in scalars
-            for index in np.ndindex(jnp.shape(value))
-        ]
-        return jnp.concatenate([jnp.ravel(jnp.asarray(value, jnp.float32)) for _, _, value in scalars])
+        weighted, self._has_loss = dict(sorted(output.weighted_scalars.items())), output.loss is not None
+        parts = [_scalar("the loss", output.loss)] if self._has_loss else []
+        for name, (value, weight) in weighted.items():
+            parts += [_scalar(f"weighted scalar {name!r}", value), _scalar(f"the weight of {name!r}", weight)]
+        names: list[str] = []
+        for key, value in sorted(output.summary_tensors.items()):
+            if jnp.ndim(value) == 0 or _KIND.search(key):
+                values, name = jnp.squeeze(value), summary_name(key)
+                names += ["/".join((name, *map(str, index))) for index in np.ndindex(values.shape)]
+                parts.append(jnp.ravel(jnp.asarray(values, jnp.float32)))
+        self._weighted, self._summaries = list(weighted), SummaryNames(names)
+        return jnp.concatenate(parts)
 
     def unpack(self, packed: Any) -> Scalars:
         """Reads a packed vector back on the host; waits for the device."""
         # All devices hold the same: reading one of them costs the host half of reading the whole array.
-        values = np.asarray(packed.addressable_data(0) if isinstance(packed, jax.Array) else packed)
-        scalars = Scalars()
-        for (kind, name), value in zip(self._names, values.tolist(), strict=True):
-            if kind == "loss":
-                scalars.loss = value
-            else:
-                {"value": scalars.values, "weight": scalars.weights, "summary": scalars.summaries}[kind][name] = value
-        return scalars
+        values = np.asarray(packed.addressable_data(0) if isinstance(packed, jax.Array) else packed).tolist()
+        loss = values.pop(0) if self._has_loss else None
+        end = 2 * len(self._weighted)
+        weighted = dict(zip(self._weighted, values[0:end:2], strict=True))
+        weights = dict(zip(self._weighted, values[1:end:2], strict=True))
+        return Scalars(loss, weighted, weights, self._summaries, values[end:])
+
+
+def _scalar(what: str, value: Any) -> jax.Array:
+    if jnp.ndim(value):
+        raise ValueError(f"{what} has shape {jnp.shape(value)}; the model is to give a mean over the batch, a scalar")
+    return jnp.asarray(value, jnp.float32)[None]
+
+
+class SummaryNames:
+    """Names of a step's summaries: one object for all steps, so that where a name stands is looked for once."""
+
+    def __init__(self, names: Sequence[str] = ()):
+        """Keeps them."""
+        self.names = tuple(names)
+        self._places: dict[str, tuple[int, ...]] = {}
+
+    def places_of(self, last_part: str) -> tuple[int, ...]:
+        """Where the names stand that are `last_part`, or end with '/' and that."""
+        if last_part not in self._places:
+            found = (place for place, name in enumerate(self.names) if name.rpartition("/")[2] == last_part)
+            self._places[last_part] = tuple(found)
+        return self._places[last_part]
 
 
 class Scalars:
@@ -72,14 +95,31 @@ class Scalars:
       loss: mean loss, or None.
       values: mean of each weighted scalar over the batch.
       weights: its weight.
-      summaries: scalar summaries.
     """
 
-    def __init__(self) -> None:
-        self.loss: float | None = None
-        self.values: dict[str, float] = {}
-        self.weights: dict[str, float] = {}
-        self.summaries: dict[str, float] = {}
+    def __init__(
+        self,
+        loss: float | None = None,
+        values: Mapping[str, float] | None = None,
+        weights: Mapping[str, float] | None = None,
+        summary_names: SummaryNames | None = None,
+        summary_values: Sequence[float] = (),
+    ):
+        """Keeps them."""
+        self.loss = loss
+        self.values = values or {}
+        self.weights = weights or {}
+        self._names = summary_names or SummaryNames()
+        self._values = summary_values
+
+    @functools.cached_property
+    def summaries(self) -> dict[str, float]:
+        """Scalar summaries. A deep model has thousands, and most steps are never asked for theirs."""
+        return dict(zip(self._names.names, self._values, strict=True))
+
+    def summaries_called(self, last_part: str) -> list[float]:
+        """The summaries of that name, whichever layer or optimizer gave them."""
+        return [self._values[place] for place in self._names.places_of(last_part)]
 
 
 # What praxis' models give with weight 1 a batch although it counts examples or tokens.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 from absl import logging
@@ -15,12 +14,6 @@ from spmd_trainer.metrics.packing import Scalars
 _LOGGED_EACH = 20
 _LOGGED_EVERY = 100
 _VALID = "is_valid_step"
-
-
-@functools.cache
-def _judges(name: str) -> bool:
-    """Whether this summary is a learner's word on a step: asked of each, after every step."""
-    return name.rpartition("/")[2] == _VALID
 
 
 class NonFiniteStepError(UserError):
@@ -59,7 +52,7 @@ class InvalidSteps:
         Raises:
           NonFiniteStepError: the step is invalid, and the run is to stop.
         """
-        valid = all(value >= 1.0 for name, value in scalars.summaries.items() if _judges(name))
+        valid = all(value >= 1.0 for value in scalars.summaries_called(_VALID))
         if not valid or (scalars.loss is not None and not math.isfinite(scalars.loss)):
             self._count(step, scalars, judged_invalid=not valid)
         return {"invalid_steps": float(self.count)}

@@ -31,7 +31,7 @@ class Schedule:
       saves: whether checkpoints are saved at all.
       eval_interval: steps between two evaluations; 0 for none.
       decode_interval: steps between two decodes; 0 for none.
-      decode_start: the first step after which one is due.
+      decode_start: the first step after which one is due, if any is.
     """
 
     num_steps: int
@@ -49,7 +49,7 @@ class Schedule:
             saves=settings.enable_checkpoint_saving,
             eval_interval=int(train_p.eval_interval_steps or 0) if settings.eval_on_test else 0,
             decode_interval=int(train_p.decode_interval_steps or 0) if settings.decode_during_train else 0,
-            decode_start=int(train_p.decode_start_after_n_steps),
+            decode_start=train_p.decode_start_after_n_steps,
         )
 
     def due(self, checkpoints: Checkpointer, step: int, *, asked: bool, leaves: bool) -> Due:

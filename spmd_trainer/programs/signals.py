@@ -24,18 +24,19 @@ class SaveRequest:
 
     def __init__(self) -> None:
         self.leaves = False
-        self._asked = threading.Event()
+        # No Event: its lock would be waited for by the very thread that the handler has interrupted holding it.
+        self._asked = False
 
     def make(self, *, leaves: bool) -> None:
         """Called by the signal's handler."""
         self.leaves = leaves
-        self._asked.set()
+        self._asked = True
 
     def take(self) -> bool:
         """Returns whether a save was asked for since the last call. Called once per step."""
-        if not self._asked.is_set():  # then nothing is cleared: a signal that comes just now would be lost
+        if not self._asked:  # then nothing is cleared: a signal that comes just now would be lost
             return False
-        self._asked.clear()
+        self._asked = False
         return True
 
 

@@ -90,10 +90,10 @@ class RunningJob:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        # The machine's devices are the job's to set; so is how the compiler works.
+        # The machine's devices are the job's to set; so is how the compiler works, which here is cheap, as in conftest.py.
         env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
         env |= {"JAX_COMPILATION_CACHE_DIR": settings.cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
         # Each in a session of its own, so that what it has started itself ends with it.
         self.processes = [
             subprocess.Popen(
