@@ -1,16 +1,17 @@
 """A language model of a billion parameters on one GPU: step time, model FLOPs utilization, and the ratio to its floor.
 
-`python -m benchmarks.gpu` times the trainer's compiled step and the hand-written one of `plan_floor` in turns, windows of
-steps in random order, in one process, each with its own state. No input and no TensorFlow: the batch is made once. MFU
-counts 6 * parameters * tokens (`hardware.model_flops`) against the chip's dense bfloat16 peak. Without a GPU it exits
-with 2; `--tiny` shows on any device that it runs, with a model too small for its figures to mean anything.
+    python -m benchmarks.gpu [--rounds 10] [--tiny] [--json FILE]
+
+Times the trainer's compiled step and the hand-written one of `plan_floor` in turns, windows of steps in random order, in one
+process, each with its own state. No input and no TensorFlow: the batch is made once. MFU counts 6 * parameters * tokens
+(`hardware.model_flops`) against the chip's dense bfloat16 peak. Without a GPU it exits with 2; `--tiny` shows on any device
+that it runs, with a model too small for its figures to mean anything.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -22,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from praxis import py_utils
 
-from benchmarks import plan_floor
+from benchmarks import plan_floor, reporting
 from experiments.lm import cloud
 from spmd_trainer import experiment_registry, hardware
 
-WINDOWS, STEPS = 10, 5
+STEPS = 5
 
 
 @experiment_registry.register
@@ -119,41 +120,43 @@ def window(step: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) / STEPS
 
 
-def measure(case: plan_floor.Case, device: Any) -> None:
-    """Times both and prints the table."""
+def measure(report: reporting.Report, case: plan_floor.Case, device: Any, windows: int) -> None:
+    """Times both and reports them."""
     trainer, num_params = trainer_step(case, [device])
     steps = {"trainer": trainer, "floor": floor_step(case, [device])}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         window(step)  # warms up
-    for _ in range(WINDOWS):
+    for _ in range(windows):
         for name in random.sample(list(steps), len(steps)):
             seconds[name].append(window(steps[name]))
     flops = hardware.model_flops(num_params, case.rows * case.seq)
     peak = hardware.peak_flops(device.device_kind, 1)
-    print(
-        f"{device.device_kind}, {num_params / 1e9:.3f}B parameters, batch {case.rows} x {case.seq}, {jax.__version__=}"
-    )
+    size = f"{num_params / 1e9:.3f}B parameters, batch {case.rows} x {case.seq}"
+    report.note("device", f"{device.device_kind}, {size}, JAX {jax.__version__}")
     for name, values in seconds.items():
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-        used = "MFU unknown: not in hardware.CHIPS" if peak is None else f"MFU {flops / middle / peak:.1%}"
-        print(f"  {name:8} {middle * 1e3:9.2f} ms/step [{low * 1e3:.2f}, {high * 1e3:.2f}]  {used}")
-    ratios = [a / b for a, b in zip(seconds["trainer"], seconds["floor"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    print(f"  trainer / floor {middle:.3f} [{low:.3f}, {high:.3f}], {WINDOWS} windows of {STEPS} steps")
+        report.figure(f"step, {name}", values, "ms", scale=1e3)
+        if peak is None:
+            report.note(f"MFU, {name}", "unknown: the device is not in hardware.CHIPS")
+        else:
+            report.figure(f"MFU, {name}", 100 * flops / peak / np.asarray(values), "%")
+    report.ratio("step, trainer / floor", seconds["trainer"], seconds["floor"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures on the first GPU; returns the exit status."""
-    parser = argparse.ArgumentParser(description="one GPU against hand-written JAX")
+    parser = reporting.parser(__doc__, rounds=10)
     parser.add_argument("--tiny", action="store_true", help="a smoke run, on whatever device is here")
-    tiny = parser.parse_args(arguments).tiny
+    options = parser.parse_args(arguments)
     device = jax.devices()[0]
-    if device.platform != "gpu" and not tiny:
+    if device.platform != "gpu" and not options.tiny:
         sys.stderr.write(f"benchmarks.gpu: needs a GPU, and here is {device.device_kind}; --tiny runs anywhere\n")
         return 2
-    measure(CASES["tiny" if tiny else "1B"], device)
-    return 0
+    # Of the tiny model's times nothing is expected, not even that they stay the same.
+    limit = math.inf if options.tiny else reporting.LIMIT_SPREAD
+    report = reporting.Report("gpu", options.json, limit_spread=limit)
+    measure(report, CASES["tiny" if options.tiny else "1B"], device, options.rounds)
+    return report.finish()
 
 
 if __name__ == "__main__":
