@@ -57,7 +57,8 @@ def train(job: Job, guards: Guards | None = None) -> None:
     Raises:
       UserError: the run cannot go on: numbers went wrong, or a checkpoint could not be read or written.
     """
-    settings, num_steps = job.settings, int(job.task.train.num_train_steps)
+    settings, schedule = job.settings, Schedule.of_job(job)
+    num_steps = schedule.num_steps
     with contextlib.ExitStack() as stack:
         run = _Run(job, guards or Guards(), stack)
         request = stack.enter_context(
@@ -70,7 +71,6 @@ def train(job: Job, guards: Guards | None = None) -> None:
         key = job.prng_key
         run.begins(step, compiled.packing)
         profile = stack.enter_context(profile_capture(job))
-        schedule = Schedule.of_job(job)
 
         leave, input_ended = run.stopping.has_stopped, False
         while step < num_steps and not leave:

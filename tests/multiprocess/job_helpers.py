@@ -90,10 +90,10 @@ class RunningJob:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        # The machine's devices are the job's to set; so is how the compiler works, which here is cheap, as in conftest.py.
-        env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        # The tests' own, with their cheap compilation, less the eight devices: making them is the job's.
+        flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+        env = os.environ | {"XLA_FLAGS": " ".join(flags)}
         env |= {"JAX_COMPILATION_CACHE_DIR": settings.cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"}
         # Each in a session of its own, so that what it has started itself ends with it.
         self.processes = [
             subprocess.Popen(
