@@ -152,6 +152,7 @@ def layer(case: Case, seen: jax.Array, x: jax.Array, weights: dict[str, jax.Arra
 
 def loss_fn(case: Case, params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
     """Mean cross-entropy in nats of packed rows."""
+    batch = jax.lax.with_sharding_constraint(batch, P(BATCH, None))
     embedding = params["embedding"].astype(case.dtype)
     one_hot = jax.nn.one_hot(batch["ids"], case.padded(case.vocab), dtype=case.dtype)
     x = one_hot @ embedding.T * case.width**0.5 + positions(case, batch["segment_pos"])

@@ -10,6 +10,7 @@ from praxis import base_layer, decoder_hparams, layers, optimizers, pax_fiddle, 
 from spmd_trainer import base_experiment, experiment_registry, tasks_lib
 from spmd_trainer.inputs import stdlib_text, text
 from spmd_trainer.metrics import weighted
+from spmd_trainer.tasks.lm import layer_norm
 
 # 256 bytes and end-of-text: a prime, so that no mesh divides it and padding is on the main road.
 VOCAB_SIZE = 257
@@ -130,6 +131,7 @@ class StdlibBytes(base_experiment.BaseExperiment):
             mesh_axis_names=model_p.mesh_axis_names,
             training_optimized=False,
         )
+        layer_norm.use_layer_norm(model_p)
         model_p.decoder_tpl = decoder_hparams.GreedyDecoderHParams(
             seqlen=self.PROMPT_BYTES + self.DECODE_STEPS,
             max_decode_steps=self.DECODE_STEPS,

@@ -10,7 +10,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer import base_experiment, tasks_lib
 from spmd_trainer.errors import UserError
-from spmd_trainer.tasks.lm import attention, task_defaults
+from spmd_trainer.tasks.lm import attention, layer_norm, task_defaults
 
 
 class TransformerExperiment(base_experiment.BaseExperiment):
@@ -48,12 +48,13 @@ class TransformerExperiment(base_experiment.BaseExperiment):
     USE_REPEATED_LAYER: Any
 
     def _task(self, name: str, model_p: Any, stack_p: Any) -> Config[tasks_lib.SingleTask]:
-        """Returns the task of a model with this stack; softmax initialised to the model's width."""
+        """Returns the task of a model with this stack; softmax initialised to the model's width, `layer_norm` throughout."""
         lm_p = model_p.lm_tpl
         lm_p.model_dims = self.MODEL_DIMS
         lm_p.vocab_size = self.VOCAB_SIZE
         lm_p.softmax_tpl.params_init = base_layer.WeightInit.Gaussian(1.0 / math.sqrt(self.MODEL_DIMS))
         lm_p.stacked_transformer_tpl = stack_p
+        layer_norm.use_layer_norm(model_p)
         return Config(tasks_lib.SingleTask, name=name, model=model_p)
 
     def _stack(self, num_layers: int, **repeated_fields: Any) -> Any:

@@ -1,0 +1,50 @@
+"""Layer normalisation whose gradient costs what a hand-written one costs.
+
+praxis' formula subtracts the mean twice, once for the variance and once for the result. A compiler makes one subtraction of
+the two, but differentiation comes first: it sends a gradient through each, and no compiler joins those. On CPU the
+backward pass of a small Transformer takes a fifth longer for it (README, "Speed").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+from fiddle import selectors
+from praxis import layers
+
+
+class LayerNorm(layers.LayerNorm):
+    """praxis' `LayerNorm` (Ba et al. 2016, arXiv:1607.06450): same fields, variables and results, to rounding.
+
+    Differentiation sees one subtraction of the mean.
+    """
+
+    def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
+        """Normalises the last dimension.
+
+        Args:
+          inputs: [..., dim].
+          paddings: not used, as in praxis.
+
+        Returns:
+          [..., dim], of the inputs' dtype.
+        """
+        del paddings
+        x = inputs.astype(jnp.float32) if self.reductions_in_fp32 else inputs
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        normed = (centred * jax.lax.rsqrt(variance + self.epsilon)).astype(inputs.dtype)
+        if self.use_scale:
+            normed *= self.theta.scale if self.direct_scale else 1 + self.theta.scale
+        if self.use_bias:
+            normed += self.theta.bias
+        return normed
+
+
+def use_layer_norm(model_p: Any) -> None:
+    """Makes every praxis `LayerNorm` within a config this one, its fields kept; subclasses are left alone. In place."""
+    for norm_p in selectors.select(model_p, layers.LayerNorm, match_subclasses=False):
+        fdl.update_callable(norm_p, LayerNorm)
