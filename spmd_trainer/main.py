@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from spmd_trainer.cli import flag_parsing, launch, log_lines
+from spmd_trainer import garbage
+from spmd_trainer.cli import flag_parsing, log_lines
 from spmd_trainer.errors import UserError
 
 MODES = ("train", "eval", "decode", "decode_once", "infer", "inspect", "verify")
@@ -76,6 +77,9 @@ flags.DEFINE_bool("dump", False, "Print the resolved config, one 'a.b.c: value' 
 
 def main(argv: Sequence[str]) -> None:
     """Runs the command; leaves through SystemExit with status 2 when the user can mend what is wrong."""
+    # JAX and praxis come in here: after the flags were found good, and while the garbage collector rests.
+    from spmd_trainer.cli import launch
+
     log_lines.install()
     try:
         launch.run(flags.FLAGS, list(argv[1:]))
@@ -85,6 +89,7 @@ def main(argv: Sequence[str]) -> None:
 
 def run() -> None:
     """Entry point of the `spmd-trainer` command."""
+    garbage.rest()
     # TensorFlow announces itself on stderr otherwise.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     app.run(main, flags_parser=flag_parsing.parse)

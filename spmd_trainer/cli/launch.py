@@ -9,7 +9,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spmd_trainer import experiment_config, experiment_registry
+from spmd_trainer import experiment_config, experiment_registry, garbage
 from spmd_trainer.cli import compile_cache, distributed
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiment_config import ResolvedExperiment
@@ -68,6 +68,8 @@ def start(job: Job, guards: Any = None) -> None:
     """Runs the program of the job's mode; `guards` are the `train.Guards` of training."""
     # Each mode imports what it needs: training alone brings in no decoder, inspecting no input.
     mode = job.settings.mode
+    if mode != "train":  # which has yet to trace its step, and resumes by itself
+        garbage.resume()
     if mode == "train":
         from spmd_trainer.programs import train
 

@@ -14,7 +14,7 @@ import jax
 from absl import logging
 from praxis import base_layer
 
-from spmd_trainer import hardware, learners, step_fns
+from spmd_trainer import garbage, hardware, learners, step_fns
 from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.prefetch import Prefetcher
@@ -67,6 +67,7 @@ def train(job: Job, guards: Guards | None = None) -> None:
         job.write_description()
 
         compiled, state, batches = _start_up(job, run.checkpoints, stack)
+        garbage.resume()
         step = int(state.step)
         key = job.prng_key
         run.begins(step, compiled.packing)
