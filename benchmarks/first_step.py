@@ -5,19 +5,28 @@
 Both run the same model on its mesh, in fresh processes that take turns, on the same text: cold without a compilation cache,
 warm with one that a run before filled. Wall time is what a user waits for; CPU time says the same on a machine that
 others use. Bars: 1.3 times the floor's cold, 1.2 times warm.
+
+What imports alone take is told too: a trainer whose layers are praxis' can't start faster than the floor and they together.
 """
 
 from __future__ import annotations
 
 import pathlib
 import random
+import subprocess
 import sys
 import tempfile
+import time
 
 from benchmarks import fresh_process, reporting
 
 BARS = {"cold": 1.3, "warm": 1.2}
 NAMES = ("trainer", "floor")
+# What a program of layers brings in beyond JAX. The garbage collector rests, as it does while the trainer starts.
+IMPORTS = {
+    "JAX": "",
+    "JAX, praxis and fiddle": "import spmd_trainer, fiddle; from praxis import layers, learners, optimizers",
+}
 
 
 def measure(report: reporting.Report, temperature: str, rounds: int, size: str, caches: dict) -> None:
@@ -35,6 +44,17 @@ def measure(report: reporting.Report, temperature: str, rounds: int, size: str, 
     report.ratio(f"first step {temperature}, CPU, trainer / floor", cpu["trainer"], cpu["floor"])
 
 
+def measure_imports(report: reporting.Report, rounds: int) -> None:
+    """Seconds that processes take which import and do nothing else."""
+    for name, line in IMPORTS.items():
+        walls = []
+        for _ in range(rounds):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, "-c", f"import gc; gc.disable(); import jax.numpy; {line}"], check=True)
+            walls.append(time.perf_counter() - started)
+        report.figure(f"importing {name}", walls, "s")
+
+
 def main() -> int:
     """Measures and prints."""
     parser = reporting.parser(__doc__, rounds=5)
@@ -47,6 +67,7 @@ def main() -> int:
         for name in NAMES:
             fresh_process.run(name, size=args.size, cache=caches[name])
         measure(report, "warm", args.rounds, args.size, caches)
+    measure_imports(report, args.rounds)
     return report.finish()
 
 

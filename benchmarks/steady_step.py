@@ -1,20 +1,25 @@
 """A step of the training loop against the hand-written floor's: wall and CPU time, host work, memory.
 
-    python -m benchmarks.steady_step [--rounds 15] [--steps 25] [--json FILE]
+    python -m benchmarks.steady_step [--processes 3] [--rounds 8] [--steps 25] [--json FILE]
 
 `programs.train.train` runs `speed_lm.SpeedLm` as a job does (its compiled step, prefetcher, packing, reports, summaries),
 and `floor_lm.Floor` the same model. Both are in one process and take turns, --steps steps each, in random order; at the end
-of a turn the devices are idle. Bars: step time 1.03 times the floor's; 300 microseconds of the loop's own work between two
-dispatches. That is CPU time of its thread outside of the call of the compiled step: waiting for a device doesn't count, and
-releasing the arrays that the step has used up, as JAX makes any loop do, is told apart. Memory: peak RSS of fresh processes
-of the two; bytes of the state against what its shapes and shardings need.
+of a turn the devices are idle. Where a process's arrays come to lie moves such a ratio by a few hundredths, so several
+processes measure, one after the other, and the median is of all their rounds. Bars: step time 1.03 times the floor's; 300
+microseconds of the loop's own work between two dispatches. That is CPU time of its thread outside of the call of the
+compiled step: waiting for a device doesn't count, and releasing the arrays that the step has used up, as JAX makes any loop
+do, is told apart. Memory: peak RSS of fresh processes of the two; bytes of the state against what its shapes and shardings
+need.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import random
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 from etils import epath
 
 from benchmarks import floor_lm, fresh_process, reporting  # floor_lm sets up the host devices, so before JAX
@@ -204,14 +210,59 @@ def needed_bytes_per_device(partitioner: partitioning.PjitPartitioner) -> float:
     return total
 
 
-def report_memory(report: reporting.Report, taken: Taken, floor: floor_lm.Floor) -> None:
+def measure_here(rounds: int, steps: int) -> dict[str, Any]:
+    """Lets both take turns in this process; returns what `report_turns` and `report_memory` read, as JSON has it."""
+    floor = floor_lm.Floor(floor_lm.SPEED, floor_lm.declared_mesh())
+    taken = take_turns(floor, rounds, steps)
+    turns = taken.turns
+    temporaries = {"trainer": taken.fn, "floor": floor.compiled}
+    return {
+        "wall": {"trainer": turns.trainer.wall, "floor": turns.floor.wall},
+        "cpu": {"trainer": turns.trainer.cpu, "floor": turns.floor.cpu},
+        "loop": {"host": turns.host, "release": turns.release, "dispatch": turns.dispatch},
+        "bytes": {
+            "state, trainer": turns.state_bytes,
+            "state, as shapes and shardings need": needed_bytes_per_device(taken.job.partitioner),
+            "state, floor": bytes_per_device(floor.state),
+            **{f"temporaries, {k}": v.memory_analysis().temp_size_in_bytes for k, v in temporaries.items()},
+        },
+    }
+
+
+def measure_in_process(rounds: int, steps: int) -> dict[str, Any]:
+    """`measure_here` in a process of its own.
+
+    Raises:
+      SystemExit: it failed.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        options = ["--processes=0", f"--rounds={rounds}", f"--steps={steps}", f"--json={file.name}"]
+        subprocess.run([sys.executable, "-m", "benchmarks.steady_step", *options], check=True, stdout=sys.stderr)
+        return json.load(file)
+
+
+def report_turns(report: reporting.Report, parts: list[dict[str, Any]]) -> None:
+    """Step time and the loop's own work, over all processes."""
+
+    def together(kind: str, name: str) -> list[float]:
+        return [value for part in parts for value in part[kind][name]]
+
+    for name in ("trainer", "floor"):
+        report.figure(f"step, {name}", together("wall", name), "ms", scale=1e3)
+    report.ratio("step, trainer / floor", together("wall", "trainer"), together("wall", "floor"), bar=BAR_STEP)
+    report.ratio("CPU time of a step, trainer / floor", together("cpu", "trainer"), together("cpu", "floor"))
+    host = together("loop", "host")
+    report.figure("host work between dispatches", host, "microseconds", scale=1e6)
+    report.figure("releasing the last state and batch", together("loop", "release"), "microseconds", scale=1e6)
+    report.figure("dispatch", together("loop", "dispatch"), "microseconds", scale=1e6)
+    if reporting.quartiles(host)["median"] * 1e6 > BAR_HOST_MICROSECONDS:
+        report.fails(f"host work is above {BAR_HOST_MICROSECONDS} microseconds")
+
+
+def report_memory(report: reporting.Report, part: dict[str, Any]) -> None:
     """State, temporaries: bytes of one device."""
-    state, needed = taken.turns.state_bytes, needed_bytes_per_device(taken.job.partitioner)
-    report.figure("state, trainer", state / 2**20, "MiB per device")
-    report.figure("state, as shapes and shardings need", needed / 2**20, "MiB per device")
-    report.figure("state, floor", bytes_per_device(floor.state) / 2**20, "MiB per device")
-    for name, compiled in (("trainer", taken.fn), ("floor", floor.compiled)):
-        report.figure(f"temporaries, {name}", compiled.memory_analysis().temp_size_in_bytes / 2**20, "MiB per device")
+    for name, value in part["bytes"].items():
+        report.figure(name, value / 2**20, "MiB per device")
 
 
 def report_rss(report: reporting.Report, rounds: int) -> None:
@@ -228,25 +279,20 @@ def report_rss(report: reporting.Report, rounds: int) -> None:
 
 def main() -> int:
     """Measures and prints."""
-    parser = reporting.parser(__doc__, rounds=15)
+    parser = reporting.parser(__doc__, rounds=8)
     parser.add_argument("--steps", type=int, default=25, help="steps of a turn")
+    parser.add_argument("--processes", type=int, default=3, help="that measure; 0: this one, into --json alone")
     parser.add_argument("--rss_rounds", type=int, default=3, help="pairs of fresh processes; 0 for none")
     args = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if not args.processes:
+        args.json.write_text(json.dumps(measure_here(args.rounds, args.steps)))
+        return 0
     report = reporting.Report("steady_step", args.json)
-    floor = floor_lm.Floor(floor_lm.SPEED, floor_lm.declared_mesh())
-    taken = take_turns(floor, args.rounds, args.steps)
-    turns = taken.turns
-    report.figure("step, trainer", turns.trainer.wall, "ms", scale=1e3)
-    report.figure("step, floor", turns.floor.wall, "ms", scale=1e3)
-    report.ratio("step, trainer / floor", turns.trainer.wall, turns.floor.wall, bar=BAR_STEP)
-    report.ratio("CPU time of a step, trainer / floor", turns.trainer.cpu, turns.floor.cpu)
-    report.figure("host work between dispatches", turns.host, "microseconds", scale=1e6)
-    report.figure("releasing the last state and batch", turns.release, "microseconds", scale=1e6)
-    report.figure("dispatch", turns.dispatch, "microseconds", scale=1e6)
-    if reporting.quartiles(turns.host)["median"] * 1e6 > BAR_HOST_MICROSECONDS:
-        report.fails(f"host work is above {BAR_HOST_MICROSECONDS} microseconds")
-    report_memory(report, taken, floor)
+    parts = [measure_in_process(args.rounds, args.steps) for _ in range(args.processes)]
+    report_turns(report, parts)
+    report.note("ratio of each process", [statistics.median(np.divide(*part["wall"].values())) for part in parts])
+    report_memory(report, parts[0])
     if args.rss_rounds:
         report_rss(report, args.rss_rounds)
     return report.finish()

@@ -78,6 +78,8 @@ class Plan:
       padding: what of the state is padding.
       temporaries: activations, gradients and gathered variables at their peak.
       outputs: new state and scalars, without what is donated.
+      peak: what is live at the same time at most, arguments and all. Less than `total`, which also has the gaps between
+        buffers; where memory is short, the compiler moves towards it. None on host devices, whose compiler doesn't say.
       memory: what a chip has, or None where that is not known.
       num_params: elements of the trainable variables.
       model_flops: 6 * parameters * tokens of the global batch, per chip; without attention (Kaplan et al. 2020). None
@@ -94,6 +96,7 @@ class Plan:
     padding: int
     temporaries: int
     outputs: int
+    peak: int | None
     memory: int | None
     num_params: int
     model_flops: float | None
@@ -104,7 +107,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """All bytes that one chip holds at the step's peak."""
+        """All bytes that the compiler sets aside on one chip."""
         return self.arguments + self.temporaries + self.outputs
 
     @property
@@ -146,6 +149,7 @@ def plan(job: Job, topology: str | None) -> Plan:
         padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
         temporaries=memory.temp_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        peak=memory.peak_memory_in_bytes if topology else None,
         memory=hardware.BY_TOPOLOGY[topology.partition(":")[0]].memory * GIB if topology else None,
         num_params=metadata.num_params(),
         model_flops=hardware.model_flops(metadata.num_params(), tokens) / chips if tokens else None,
@@ -204,6 +208,8 @@ def plan_text(result: Plan) -> str:
         f"  further outputs   {result.outputs / GIB:9.3f} GiB",
         f"  together          {result.total / GIB:9.3f} GiB   {_fits(result)}",
     ]
+    if result.peak is not None:
+        lines.append(f"  live at the peak  {result.peak / GIB:9.3f} GiB   the rest lies between buffers")
     if result.model_flops:
         lines.append(
             f"FLOPs per chip and step: {result.model_flops:.3e} (6 * parameters * tokens; attention not counted)"
