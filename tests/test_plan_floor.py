@@ -33,7 +33,7 @@ def test_the_floor_trains():
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("name", "size"), [("1B", 1.07e9), ("2B", 2.14e9), ("16B", 16.5e9)])
+@pytest.mark.parametrize(("name", "size"), [("1B", 1.07e9), ("2B", 2.14e9), ("2B even", 2.14e9), ("16B", 16.5e9)])
 def test_the_cases_are_the_experiments(name, size):
     case = {**plan_floor.CASES, **gpu.CASES}[name]
     lm_p = experiment_config.resolve(case.exp).task_p.model.lm_tpl

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from spmd_trainer import hardware, hlo_collectives
+from spmd_trainer import hardware, hlo_collectives, hlo_liveness
 from spmd_trainer.errors import UserError
 from spmd_trainer.hardware import GIB
 from spmd_trainer.programs.job import Job
@@ -86,7 +86,8 @@ class Plan:
         for models whose batch has no tokens.
       compiler_flops: as the compiler estimates them per chip, loop bodies counted once; None where it doesn't.
       collectives: rows of kind, axes, count and bytes per step.
-      largest: largest results in the program with the operation that makes them: what to look at when it doesn't fit.
+      largest: largest arrays that are live at the peak, arguments apart, with the operation that makes them and how many
+        there are: what to look at when it doesn't fit. See `hlo_liveness` for how far that is an estimate.
       seconds: what compiling took.
     """
 
@@ -177,18 +178,13 @@ def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _largest(text: str) -> list[dict[str, Any]]:
-    """The largest single results outside of fusions' insides, one per operation of the model."""
-    found: dict[str, dict[str, Any]] = {}
-    for match in re.finditer(
-        r"^  (?:ROOT )?%?[\w.-]+ = ((\w+)\[([\d,]*)\])\S* ([\w-]+)\(.*?op_name=\"([^\"]*)\"", text, re.M
-    ):
-        shape, _, _, operation, name = match.groups()
-        if operation in ("parameter", "get-tuple-element", "bitcast", "tuple"):
-            continue
-        row = {"bytes": hlo_collectives.array_bytes(shape), "array": shape, "made_by": name}
-        if row["bytes"] > found.get(name, {"bytes": 0})["bytes"]:
-            found[name] = row
-    return sorted(found.values(), key=lambda row: -row["bytes"])[:_LARGEST]
+    """The largest arrays live at the peak, the arguments apart; those alike, of one operation of the model, are one row."""
+    counts = collections.Counter(array for array in hlo_liveness.live_at_peak(text) if not array.is_argument)
+    largest = sorted(counts.items(), key=lambda item: -item[0].num_bytes * item[1])[:_LARGEST]
+    return [
+        {"bytes": array.num_bytes * count, "count": count, "array": array.array, "made_by": array.made_by}
+        for array, count in largest
+    ]
 
 
 def _shortened(text: str) -> str:
@@ -218,9 +214,10 @@ def plan_text(result: Plan) -> str:
     for row in result.collectives:
         axes = ", ".join(row["axes"]) or "one device"
         lines.append(f"  {row['count']:6} {row['kind']:18} {row['bytes'] / GIB:9.4f} GiB   over {axes}")
-    lines.append("largest results in the program" + (": look here first" if result.fits is False else ""))
+    lines.append("largest arrays live at the peak" + (": look here first" if result.fits is False else ""))
     for row in result.largest:
-        lines.append(f"  {row['bytes'] / GIB:9.4f} GiB   {row['array']:28} {row['made_by']}")
+        array = row["array"] if row["count"] == 1 else f"{row['count']} x {row['array']}"
+        lines.append(f"  {row['bytes'] / GIB:9.4f} GiB   {array:28} {row['made_by'] or 'the compiler'}")
     if result.fits is False:
         lines.append(_advice(result))
     return "\n".join(lines) + "\n"
