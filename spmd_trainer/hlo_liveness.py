@@ -28,27 +28,18 @@ _IN_PLACE = frozenset({"bitcast", "optimization-barrier", "while", "add-dependen
 _HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all"})
 # Of a shape with their operand and yet not written into its place: they read elements in another order than they write them.
 _NEEDS_OWN = frozenset(
-    [
-        "dot",
-        "convolution",
-        "copy",
-        "copy-start",
-        "transpose",
-        "reverse",
-        "gather",
-        "reduce-window",
-        "triangular-solve",
-        "cholesky",
-        "fft",
-        "all-gather",
-        "all-to-all",
-        "collective-permute",
-        "slice",
-        "pad",
-        "concatenate",
-        "rng-bit-generator",
-    ]
+    {"dot", "convolution", "copy", "copy-start", "transpose", "reverse", "gather", "reduce-window", "fft"}
 )
+_NEEDS_OWN |= {
+    "triangular-solve",
+    "cholesky",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "slice",
+    "pad",
+    "concatenate",
+}
 # Positions before the first instruction and after the last.
 _BEFORE, _AT_THE_END = -1, 2**62
 
