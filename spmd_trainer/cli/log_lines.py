@@ -19,10 +19,23 @@ class _Format(std_logging.Formatter):
         return f"{clock} {level}{text}"
 
 
-def _is_wanted(record: std_logging.LogRecord) -> bool:
-    """Libraries log how they work at INFO (optimizer names, missing backends); that is not this run's progress."""
-    library = "site-packages" in record.pathname or not pathlib.Path(record.pathname).is_relative_to(_OWN)
-    return record.levelno > std_logging.INFO or not library
+class _Wanted:
+    """Libraries log how they work at INFO (optimizer names, missing backends): that is not this run's progress. And some warn
+    of one thing again for each variable: once is enough.
+    """
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, record: std_logging.LogRecord) -> bool:
+        if "site-packages" not in record.pathname and pathlib.Path(record.pathname).is_relative_to(_OWN):
+            return True
+        if record.levelno <= std_logging.INFO:
+            return False
+        text = record.getMessage()
+        is_new = text not in self._said
+        self._said.add(text)
+        return is_new
 
 
 def install() -> None:
@@ -31,4 +44,4 @@ def install() -> None:
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
     handler.setFormatter(_Format())
-    handler.addFilter(_is_wanted)
+    handler.addFilter(_Wanted())
