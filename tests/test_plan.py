@@ -56,7 +56,7 @@ def test_whether_it_fits_and_what_to_change(result):
     assert "look here first" in text
     assert "a smaller batch per chip" in text or "split variables over more devices" in text
     assert result.peak is None, "the CPU's compiler doesn't say it"
-    assert "live at the peak      2.000 GiB" in plan.plan_text(dataclasses.replace(result, peak=2 * plan.GIB))
+    assert "live at the peak     2.0 GiB" in plan.plan_text(dataclasses.replace(result, peak=2 * plan.GIB))
     assert "fits in 16 GiB" in plan.plan_text(dataclasses.replace(result, memory=16 * plan.GIB))
 
 

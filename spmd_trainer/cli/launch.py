@@ -42,7 +42,8 @@ def _run_experiment(flag_values: Any, processes: distributed.Processes) -> None:
 
     def prepare_devices(task_p: Any) -> None:
         count = 1 if flag_values.dump else processes.join(flag_values.mode)
-        let_host_devices_stand_in(task_p, mesh, count)
+        if not flag_values.topology:
+            let_host_devices_stand_in(task_p, mesh, count)
 
     resolved = experiment_config.resolve(flag_values.exp, flag_values["fdl.set"].value, before_datasets=prepare_devices)
     if flag_values.dump:
@@ -50,8 +51,10 @@ def _run_experiment(flag_values: Any, processes: distributed.Processes) -> None:
         return
     settings = settings_from_flags(flag_values)
     check_paths(settings, resolved)
-    compile_cache.enable(flag_values.jax_cache_dir)
-    say_who_stands_in()
+    # What is compiled for a topology could be read back only where its chips are.
+    compile_cache.enable("" if settings.topology else flag_values.jax_cache_dir)
+    if not settings.topology:
+        say_who_stands_in()
     if flag_values.jax_profiler_port:
         import jax
 

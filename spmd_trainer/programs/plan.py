@@ -22,6 +22,7 @@ from spmd_trainer import hardware, hlo_collectives, hlo_liveness
 from spmd_trainer.errors import UserError
 from spmd_trainer.hardware import GIB
 from spmd_trainer.programs.job import Job
+from spmd_trainer.sharding.messages import bytes_text
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -197,15 +198,15 @@ def plan_text(result: Plan) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in result.mesh.items())
     lines = [
         f"train step on {result.chips} chips, mesh {mesh}; compiled in {result.seconds:.0f} s",
-        f"  {result.num_params / 1e9:.3f}B parameters",
+        f"  {result.num_params:,} parameters",
         "bytes per chip",
-        f"  state and batch   {result.arguments / GIB:9.3f} GiB   of it padding {result.padding / GIB:.3f}",
-        f"  temporaries       {result.temporaries / GIB:9.3f} GiB",
-        f"  further outputs   {result.outputs / GIB:9.3f} GiB",
-        f"  together          {result.total / GIB:9.3f} GiB   {_fits(result)}",
+        f"  state and batch   {bytes_text(result.arguments):>10}   of it padding {bytes_text(result.padding)}",
+        f"  temporaries       {bytes_text(result.temporaries):>10}",
+        f"  further outputs   {bytes_text(result.outputs):>10}",
+        f"  together          {bytes_text(result.total):>10}   {_fits(result)}",
     ]
     if result.peak is not None:
-        lines.append(f"  live at the peak  {result.peak / GIB:9.3f} GiB   the rest lies between buffers")
+        lines.append(f"  live at the peak  {bytes_text(result.peak):>10}   the rest lies between buffers")
     if result.model_flops:
         lines.append(
             f"FLOPs per chip and step: {result.model_flops:.3e} (6 * parameters * tokens; attention not counted)"
@@ -213,11 +214,11 @@ def plan_text(result: Plan) -> str:
     lines.append("collectives per step and chip")
     for row in result.collectives:
         axes = ", ".join(row["axes"]) or "one device"
-        lines.append(f"  {row['count']:6} {row['kind']:18} {row['bytes'] / GIB:9.4f} GiB   over {axes}")
+        lines.append(f"  {row['count']:6} {row['kind']:18} {bytes_text(row['bytes']):>10}   over {axes}")
     lines.append("largest arrays live at the peak" + (": look here first" if result.fits is False else ""))
     for row in result.largest:
         array = row["array"] if row["count"] == 1 else f"{row['count']} x {row['array']}"
-        lines.append(f"  {row['bytes'] / GIB:9.4f} GiB   {array:28} {row['made_by'] or 'the compiler'}")
+        lines.append(f"  {bytes_text(row['bytes']):>10}   {array:28} {row['made_by'] or 'the compiler'}")
     if result.fits is False:
         lines.append(_advice(result))
     return "\n".join(lines) + "\n"
