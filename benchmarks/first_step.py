@@ -25,7 +25,7 @@ NAMES = ("trainer", "floor")
 # What a program of layers brings in beyond JAX. The garbage collector rests, as it does while the trainer starts.
 IMPORTS = {
     "JAX": "",
-    "JAX, praxis and fiddle": "import spmd_trainer, fiddle; from praxis import layers, learners, optimizers",
+    "JAX, praxis and fiddle": "import spmd_trainer, fiddle; from praxis import layers, optimizers",
 }
 
 
