@@ -1,10 +1,10 @@
 """A step of the training loop against the hand-written floor's: wall and CPU time, host work, memory.
 
-    python -m benchmarks.steady_step [--processes 3] [--rounds 8] [--steps 25] [--json FILE]
+    python -m benchmarks.steady_step [--processes 7] [--rounds 5] [--steps 25] [--json FILE]
 
 `programs.train.train` runs `speed_lm.SpeedLm` as a job does (its compiled step, prefetcher, packing, reports, summaries),
 and `floor_lm.Floor` the same model. Both are in one process and take turns, --steps steps each, in random order; at the end
-of a turn the devices are idle. Where a process's arrays come to lie moves such a ratio by a few hundredths, so several
+of a turn the devices are idle. From process to process such a ratio moves by a few hundredths, of two copies of one program too, so several
 processes measure, one after the other, and the median is of all their rounds. Bars: step time 1.03 times the floor's; 300
 microseconds of the loop's own work between two dispatches. That is CPU time of its thread outside of the call of the
 compiled step: waiting for a device doesn't count, and releasing the arrays that the step has used up, as JAX makes any loop
@@ -38,7 +38,7 @@ from spmd_trainer.programs.job import Job, JobSettings
 EXPERIMENT = "benchmarks.speed_lm.SpeedLm"
 BAR_STEP, BAR_HOST_MICROSECONDS = 1.03, 300
 # Steps of either side that don't count: imports of the summary writer, first use of everything.
-WARM_UP = 60
+WARM_UP = 40
 
 
 @dataclasses.dataclass
@@ -279,9 +279,9 @@ def report_rss(report: reporting.Report, rounds: int) -> None:
 
 def main() -> int:
     """Measures and prints."""
-    parser = reporting.parser(__doc__, rounds=8)
+    parser = reporting.parser(__doc__, rounds=5)
     parser.add_argument("--steps", type=int, default=25, help="steps of a turn")
-    parser.add_argument("--processes", type=int, default=3, help="that measure; 0: this one, into --json alone")
+    parser.add_argument("--processes", type=int, default=7, help="that measure; 0: this one, into --json alone")
     parser.add_argument("--rss_rounds", type=int, default=3, help="pairs of fresh processes; 0 for none")
     args = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
