@@ -4,8 +4,8 @@
 
 `programs.train.train` runs `speed_lm.SpeedLm` as a job does (its compiled step, prefetcher, packing, reports, summaries),
 and `floor_lm.Floor` the same model. Both are in one process and take turns, --steps steps each, in random order; at the end
-of a turn the devices are idle. From process to process such a ratio moves by a few hundredths, of two copies of one program too, so several
-processes measure, one after the other, and the median is of all their rounds. Bars: step time 1.03 times the floor's; 300
+of a turn the devices are idle. From process to process such a ratio moves by a few hundredths, so several processes
+measure, one after the other, and the median is of all their rounds. Bars: step time 1.03 times the floor's; 300
 microseconds of the loop's own work between two dispatches. That is CPU time of its thread outside of the call of the
 compiled step: waiting for a device doesn't count, and releasing the arrays that the step has used up, as JAX makes any loop
 do, is told apart. Memory: peak RSS of fresh processes of the two; bytes of the state against what its shapes and shardings
