@@ -3,12 +3,13 @@
     python -m benchmarks [--results benchmarks/results] [--only steady_step,growth]
 
 For each: NAME.json and NAME.log there, and growth's plots. A benchmark that fails, or takes more than its time, ends none of
-the others; the exit status is 1 then. About 25 minutes on 2 cores that do nothing else.
+the others; the exit status is 1 then. About 45 minutes on 2 cores that do nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import signal
@@ -50,9 +51,10 @@ def run(name: str, results: pathlib.Path) -> bool:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             status = f"no end after {TIMEOUT_SECONDS} s"
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+        finally:
+            # However this ends, by Ctrl-C or SIGTERM too: nothing of it goes on.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         log.write(output)
     print(f"{output}-- {name}: {status}, {time.perf_counter() - started:.0f} s", flush=True)
     return status == "exit status 0"
@@ -64,6 +66,8 @@ def main() -> int:
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
     parser.add_argument("--only", default=",".join(BENCHMARKS), help="names, with commas between")
     args = parser.parse_args()
+    # Ended as by Ctrl-C, so that what runs is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = args.only.split(",")
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:

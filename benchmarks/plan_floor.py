@@ -252,8 +252,8 @@ def trainer_job(case: Case, devices: Sequence[Any], directory: str) -> Any:
 
 def row(name: str, sizes: Any, seconds: float) -> str:
     """One line of the table, sizes in GiB."""
-    whole = (sizes.arguments, sizes.temporaries, sizes.outputs, sizes.total)
-    parts = "".join(f"{part / GIB:10.4f}" for part in (*whole, *(() if sizes.peak is None else (sizes.peak,))))
+    whole = (sizes.arguments, sizes.temporaries, sizes.outputs, sizes.total, sizes.peak)
+    parts = "".join(f"{'-':>10}" if part is None else f"{part / GIB:10.4f}" for part in whole)
     return f"  {name:8}{parts}{seconds:8.0f} s"
 
 

@@ -237,7 +237,9 @@ def measure_in_process(rounds: int, steps: int) -> dict[str, Any]:
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         options = ["--processes=0", f"--rounds={rounds}", f"--steps={steps}", f"--json={file.name}"]
-        subprocess.run([sys.executable, "-m", "benchmarks.steady_step", *options], check=True, stdout=sys.stderr)
+        done = subprocess.run([sys.executable, "-m", "benchmarks.steady_step", *options], stdout=sys.stderr)
+        if done.returncode:
+            raise SystemExit(f"a process that measures ended with status {done.returncode}; what it said is above")
         return json.load(file)
 
 
@@ -285,6 +287,8 @@ def main() -> int:
     parser.add_argument("--rss_rounds", type=int, default=3, help="pairs of fresh processes; 0 for none")
     args = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if not args.processes and not args.json:
+        parser.error("--processes=0 needs --json=FILE: where this process's figures go")
     if not args.processes:
         args.json.write_text(json.dumps(measure_here(args.rounds, args.steps)))
         return 0

@@ -16,7 +16,10 @@ def rest() -> None:
 
 
 def resume() -> None:
-    """Ends the rest, if there is one. What is alive now isn't looked at again: later collections stop a step for less long."""
+    """Ends the rest, if there is one.
+
+    What there is now isn't looked at again, the little garbage among it included: later collections stop a step for less long.
+    """
     global _resting
     if _resting:
         gc.freeze()

@@ -25,20 +25,22 @@ _ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
 # The arrays of a shape, each with its layout.
 _LEAF = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _IN_PLACE = frozenset({"bitcast", "optimization-barrier", "while", "add-dependency"})
-_HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all"})
+_HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all", "create-token"})
 # Of a shape with their operand and yet not written into its place: they read elements in another order than they write them.
-_NEEDS_OWN = frozenset(
-    {"dot", "convolution", "copy", "copy-start", "transpose", "reverse", "gather", "reduce-window", "fft"}
-)
-_NEEDS_OWN |= {
-    "triangular-solve",
-    "cholesky",
-    "all-gather",
-    "all-to-all",
-    "collective-permute",
-    "slice",
-    "pad",
-    "concatenate",
+_NEEDS_OWN = {
+    *(
+        "dot",
+        "convolution",
+        "custom-call",
+        "copy",
+        "copy-start",
+        "transpose",
+        "reverse",
+        "gather",
+        "reduce-window",
+        "fft",
+    ),
+    *("triangular-solve", "cholesky", "all-gather", "all-to-all", "collective-permute", "slice", "pad", "concatenate"),
 }
 # Positions before the first instruction and after the last.
 _BEFORE, _AT_THE_END = -1, 2**62
@@ -68,6 +70,7 @@ class _Instruction:
     opcode: str
     operands: tuple[str, ...]
     rest: str
+    is_root: bool
 
     @property
     def made_by(self) -> str:
@@ -76,15 +79,18 @@ class _Instruction:
 
 
 def live_at_peak(hlo: str) -> list[LiveArray]:
-    """Returns the arrays of a compiled program (`jax.stages.Compiled.as_text()`) that are live at its peak, largest first."""
+    """Returns the arrays of a compiled program (`jax.stages.Compiled.as_text()`) that are live at its peak, largest first.
+
+    None of a program whose instructions aren't written in the order they run in.
+    """
     computations: dict[str, list[_Instruction]] = {}
     entry = ""
     for is_entry, name, body in _COMPUTATION.findall(hlo):
         computations[name] = list(_instructions(body))
         entry = name if is_entry else entry
-    if not entry:
-        return []
     header = hlo.partition("\n")[0]
+    if not entry or "is_scheduled=true" not in header:
+        return []
     aliased = {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
     return sorted(_Peaks(computations).of_entry(entry, aliased), key=lambda array: -array.num_bytes)
 
@@ -96,7 +102,9 @@ def _instructions(body: str) -> Iterator[_Instruction]:
             continue
         shape, rest = _split_shape(found[3])
         opcode, _, after = rest.partition("(")
-        yield _Instruction(found[2], shape, opcode, tuple(re.findall(r"%([\w.-]+)", _arguments(after))), after)
+        yield _Instruction(
+            found[2], shape, opcode, tuple(re.findall(r"%([\w.-]+)", _arguments(after))), after, bool(found[1])
+        )
 
 
 def _split_shape(text: str) -> tuple[str, str]:
@@ -201,18 +209,25 @@ def _buffers(instructions: Sequence[_Instruction], aliased_outputs: set[int], *,
     held: dict[str, _Value] = {}
     for place, instruction in enumerate(instructions):
         operands = [held[name] for name in instruction.operands if name in held]
-        for number in (number for operand in operands for number in operand.numbers):
-            buffers[number].last = max(buffers[number].last, place)
         numbers = list(_results(place, instruction, operands, buffers, is_entry=is_entry))
+        # Of a tuple, only the element that is taken out of it is read.
+        read = (
+            numbers
+            if instruction.opcode == "get-tuple-element"
+            else [n for operand in operands for n in operand.numbers]
+        )
+        for number in read:
+            buffers[number].last = max(buffers[number].last, place)
         held[instruction.name] = _Value(instruction.shape, numbers)
         for number in numbers:  # an array that the compiler moves belongs to the operation that it is moved for
             if instruction.made_by and not buffers[number].array.made_by:
                 buffers[number].array = dataclasses.replace(buffers[number].array, made_by=instruction.made_by)
-    outputs = held[instructions[-1].name].numbers if instructions else []
+    outputs = [number for i in instructions if i.is_root for number in held[i.name].numbers]
     for position, number in enumerate(outputs):
         buffer = buffers[number]
         buffer.last = len(instructions)
-        if position in aliased_outputs and not buffer.array.is_argument:
+        # Donated arguments hold the outputs that they alias; of what is called, the caller holds the results.
+        if (position in aliased_outputs or not is_entry) and not buffer.array.is_argument:
             buffer.array = dataclasses.replace(buffer.array, num_bytes=0)
     return _without_reused(instructions, held, buffers)
 
@@ -237,7 +252,9 @@ def _results(
                 yield operands[aliased[position]].numbers[0]
             elif opcode.endswith("-done") and same:  # what its start made, rather than what that was given
                 yield max(same, key=lambda number: buffers[number].born)
-            elif opcode.endswith("-start") and same:  # which names its operand again
+            elif (
+                opcode.endswith("-start") and same and instruction.shape.startswith("(")
+            ):  # which names its operand again
                 flat.remove(same[0])
                 yield same[0]
             else:
@@ -248,7 +265,7 @@ def _results(
 def _aliased_operands(instruction: _Instruction) -> dict[int, int]:
     """Position of an array in the result -> number of the operand, an array, that it is the same as by the compiler's word."""
     _, _, text = instruction.rest.partition("output_to_operand_aliasing=")
-    return {int(output or 0): int(operand) for output, operand in _ALIAS.findall(text.partition("}}")[0] + "}")}
+    return {int(output or 0): int(operand) for output, operand in _ALIAS.findall(text.partition(")}")[0] + ")")}
 
 
 def _new_buffer(leaf: str, place: int, instruction: _Instruction, *, is_entry: bool) -> _Buffer:
@@ -288,14 +305,17 @@ def _without_reused(
     """Joins each result with an operand of the same array whose last reader makes it: it is written into that one's place."""
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):
-        if instruction.opcode in _NEEDS_OWN:
+        if instruction.opcode in _NEEDS_OWN or (
+            instruction.opcode == "fusion" and "kind=kLoop" not in instruction.rest
+        ):
             continue
         flat = [number for name in instruction.operands if name in held for number in held[name].numbers]
         free = dict.fromkeys(lies_in[number] for number in flat if buffers[lies_in[number]].last == place)
         for number in held[instruction.name].numbers:
             buffer = buffers[number]
             fitting = [n for n in free if n != number and buffers[n].key == buffer.key]
-            if buffer.born == place and fitting:
+            # One without bytes of its own lies elsewhere already.
+            if buffer.born == place and buffer.array.num_bytes and fitting:
                 del free[fitting[0]]
                 lies_in[number] = fitting[0]
                 buffers[fitting[0]].last = buffer.last

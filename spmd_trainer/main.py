@@ -36,7 +36,7 @@ flags.DEFINE_string(
     "jax_cache_dir",
     None,
     "Keeps compiled programs here for the next run; empty keeps none. Default: JAX_COMPILATION_CACHE_DIR, or else "
-    "spmd-trainer/jax in the user's cache folder.",
+    "spmd-trainer/jax in the user's cache folder. With --topology, nothing is kept.",
 )
 flags.DEFINE_string("mesh", None, "Replaces the experiment's mesh, e.g. --mesh=data:4,mdl:2 (one size may be -1).")
 flags.DEFINE_integer("verify_steps", 5, "Steps that --mode=verify takes on one device and on the mesh.", lower_bound=1)

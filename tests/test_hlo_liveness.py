@@ -46,6 +46,19 @@ ENTRY %main (p: s32[]) -> f32[8,262144] {
   ROOT %out = f32[8,262144]{1,0} get-tuple-element(%loop), index=1
 }
 """
+# A parameter is updated as soon as its gradient (4 MiB each) is known; the new one lies where the old one did.
+INTERLEAVED = """HloModule m, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {1}: (1, {}, may-alias) }
+
+ENTRY %main (p: f32[1048576], q: f32[1048576]) -> (f32[1048576], f32[1048576]) {
+  %p = f32[1048576]{0} parameter(0)
+  %q = f32[1048576]{0} parameter(1)
+  %grad_p = f32[1048576]{0} dot(%p, %q), metadata={op_name="grad_p"}
+  %new_p = f32[1048576]{0} fusion(%p, %grad_p), kind=kLoop, calls=%f
+  %grad_q = f32[1048576]{0} dot(%q, %q), metadata={op_name="grad_q"}
+  %new_q = f32[1048576]{0} fusion(%q, %grad_q), kind=kLoop, calls=%f
+  ROOT %t = (f32[1048576]{0}, f32[1048576]{0}) tuple(%new_p, %new_q)
+}
+"""
 # Asynchronous: a start names its operand again, a fusion says which operand its result is.
 ASYNCHRONOUS = """HloModule m, is_scheduled=true
 
@@ -78,6 +91,27 @@ def test_a_loop_works_in_place():
     assert rows(LOOP.replace("custom-call(%before)", "custom-call(%p)")) == [(8, "stack"), (4, "inner")]
     # Something larger before the loop is no part of its peak; were it the peak, the loop would be none of it.
     assert rows(LOOP) == [(8, "before"), (8, "stack")]
+
+
+def test_one_element_of_a_tuple_is_read_without_the_others():
+    late = LOOP.replace("custom-call(%before)", "custom-call(%p)").replace(
+        "  ROOT %t = (s32[], f32[8,262144]{1,0}) tuple(%i, %written)",
+        "  %late = s32[] get-tuple-element(%p), index=0\n  ROOT %t = (s32[], f32[8,262144]{1,0}) tuple(%late, %written)",
+    )
+    assert rows(late) == [(8, "stack"), (4, "inner")]
+
+
+def test_what_is_called_leaves_its_result_with_the_caller():
+    copied = LOOP.replace("custom-call(%before)", "custom-call(%p)").replace("fusion(%stack", "copy(%stack")
+    assert rows(copied) == [(8, "stack"), (4, "inner")]
+
+
+def test_a_gradient_is_gone_once_its_parameter_is_updated():
+    assert rows(INTERLEAVED) == [(4, "grad_p")]
+
+
+def test_a_program_that_is_not_scheduled_says_nothing():
+    assert hlo_liveness.live_at_peak(STRAIGHT.replace(", is_scheduled=true", "")) == []
 
 
 def test_asynchronous_operations_hold_each_array_once():

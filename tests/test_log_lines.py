@@ -19,11 +19,13 @@ for _ in range(3):
     say(library, logging.WARNING, "soon gone")
 say(library, logging.WARNING, "another")
 for _ in range(2):
+    say(library, logging.ERROR, "broken")
+for _ in range(2):
     say(own, logging.INFO, "step")
 """
 
 
-def test_own_lines_all_and_warnings_of_libraries_once():
+def test_own_lines_and_errors_all_and_warnings_of_libraries_once():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     lines = [line.split(" ", 1)[1] for line in done.stderr.splitlines()]
-    assert lines == ["WARNING: soon gone", "WARNING: another", "step", "step"]
+    assert lines == ["WARNING: soon gone", "WARNING: another", "ERROR: broken", "ERROR: broken", "step", "step"]

@@ -42,8 +42,8 @@ def _run_experiment(flag_values: Any, processes: distributed.Processes) -> None:
 
     def prepare_devices(task_p: Any) -> None:
         count = 1 if flag_values.dump else processes.join(flag_values.mode)
-        if not flag_values.topology:
-            let_host_devices_stand_in(task_p, mesh, count)
+        # For a topology too: experiments of Pax' count devices to size their batches.
+        let_host_devices_stand_in(task_p, mesh, count)
 
     resolved = experiment_config.resolve(flag_values.exp, flag_values["fdl.set"].value, before_datasets=prepare_devices)
     if flag_values.dump:

@@ -21,20 +21,21 @@ class _Format(std_logging.Formatter):
 
 class _Wanted:
     """Libraries log how they work at INFO (optimizer names, missing backends): that is not this run's progress. And some warn
-    of one thing again for each variable: once is enough.
+    of one thing again for each variable: once is enough. Errors, and whatever has a traceback, are all shown.
     """
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._warnings: set[tuple[str, int, str]] = set()
 
     def __call__(self, record: std_logging.LogRecord) -> bool:
         if "site-packages" not in record.pathname and pathlib.Path(record.pathname).is_relative_to(_OWN):
             return True
-        if record.levelno <= std_logging.INFO:
-            return False
-        text = record.getMessage()
-        is_new = text not in self._said
-        self._said.add(text)
+        if record.levelno != std_logging.WARNING or record.exc_info:
+            return record.levelno > std_logging.INFO
+        # Not the finished text: making it fails where a library's arguments don't fit, and that is the handler's to report.
+        warning = record.pathname, record.lineno, f"{record.msg} {record.args}"
+        is_new = warning not in self._warnings
+        self._warnings.add(warning)
         return is_new
 
 

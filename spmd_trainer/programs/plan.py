@@ -80,7 +80,8 @@ class Plan:
       temporaries: activations, gradients and gathered variables at their peak.
       outputs: new state and scalars, without what is donated.
       peak: what is live at the same time at most, arguments and all. Less than `total`, which also has the gaps between
-        buffers; where memory is short, the compiler moves towards it. None on host devices, whose compiler doesn't say.
+        buffers; where memory is short, the compiler moves towards it. None without a topology: of host devices the compiler
+        doesn't say it.
       memory: what a chip has, or None where that is not known.
       num_params: elements of the trainable variables.
       model_flops: 6 * parameters * tokens of the global batch, per chip; without attention (Kaplan et al. 2020). None

@@ -18,7 +18,7 @@ class Special(layers.LayerNorm):
 
 
 def value_and_gradients(cls, dtype, **fields):
-    x = jnp.asarray(np.random.default_rng(0).normal(3, 2, (4, 6, 32)), dtype)
+    x = jnp.asarray(np.random.default_rng(0).normal(30, 2, (4, 6, 32)), dtype)
     ct = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), dtype)
     layer = base_layer.instantiate(Config(cls, name="norm", dim=32, fprop_dtype=dtype, **fields))
     with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=False)):
@@ -38,6 +38,8 @@ def value_and_gradients(cls, dtype, **fields):
     ("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-2)], ids=["float32", "bfloat16"]
 )
 def test_values_and_gradients_are_those_of_praxis(dtype, tolerance, fields):
+    if fields.get("reductions_in_fp32"):  # then bfloat16 costs no more than the last rounding
+        tolerance = min(tolerance, 2e-3)
     ours = value_and_gradients(layer_norm.LayerNorm, dtype, **fields)
     praxis = value_and_gradients(layers.LayerNorm, dtype, **fields)
 

@@ -30,13 +30,15 @@ class LayerNorm(layers.LayerNorm):
           paddings: not used, as in praxis.
 
         Returns:
-          [..., dim], of the inputs' dtype.
+          [..., dim], of the wider dtype of inputs and variables.
         """
         del paddings
         x = inputs.astype(jnp.float32) if self.reductions_in_fp32 else inputs
         centred = x - jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        normed = (centred * jax.lax.rsqrt(variance + self.epsilon)).astype(inputs.dtype)
+        normed = centred * jax.lax.rsqrt(variance + self.epsilon)
+        if self.reductions_in_fp32:
+            normed = normed.astype(inputs.dtype)
         if self.use_scale:
             normed *= self.theta.scale if self.direct_scale else 1 + self.theta.scale
         if self.use_bias:
