@@ -208,29 +208,6 @@ def compile_floor(case: Case, devices: Sequence[Any]) -> Any:
         return step.lower(state, batch).compile()
 
 
-@dataclasses.dataclass(frozen=True)
-class Bytes:
-    """What one chip holds, as the compiler says; the fields of a `plan.Plan`."""
-
-    arguments: int
-    temporaries: int
-    outputs: int
-    peak: int | None
-
-    @property
-    def total(self) -> int:
-        """All that is set aside."""
-        return self.arguments + self.temporaries + self.outputs
-
-
-def floor_bytes(case: Case, compiled: Any) -> Bytes:
-    """Reads them as `programs.plan` does for the trainer."""
-    memory = compiled.memory_analysis()
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = memory.peak_memory_in_bytes if case.topology else None
-    return Bytes(memory.argument_size_in_bytes, memory.temp_size_in_bytes, outputs, peak)
-
-
 def devices_of(case: Case) -> Sequence[Any]:
     """The chips to compile for."""
     from spmd_trainer.programs import plan
@@ -265,7 +242,7 @@ def compare(name: str, case: Case) -> float:
     with tempfile.TemporaryDirectory() as directory:
         trainer = plan.plan(trainer_job(case, devices, directory), case.topology)
     started = time.monotonic()
-    floor = floor_bytes(case, compile_floor(case, devices))
+    floor = plan.chip_bytes(compile_floor(case, devices), case.topology)
     seconds = time.monotonic() - started
     ratios = {"together": trainer.total / floor.total}
     if trainer.peak is not None and floor.peak is not None:

@@ -287,9 +287,9 @@ def main() -> int:
     parser.add_argument("--rss_rounds", type=int, default=3, help="pairs of fresh processes; 0 for none")
     args = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if not args.processes and not args.json:
-        parser.error("--processes=0 needs --json=FILE: where this process's figures go")
     if not args.processes:
+        if not args.json:
+            parser.error("--processes=0 needs --json=FILE: where this process's figures go")
         args.json.write_text(json.dumps(measure_here(args.rounds, args.steps)))
         return 0
     report = reporting.Report("steady_step", args.json)

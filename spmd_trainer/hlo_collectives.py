@@ -16,7 +16,7 @@ _ITEM_BITS = re.compile(r"\d+")
 _COLLECTIVE = re.compile(
     r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
 )
-_BODY = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_BODY = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 # A list of lists of device positions; or the same as an array: its shape, and how it is cut out of all positions.
 _GROUPS = re.compile(r"replica_groups=(?:\{(\{[\d,{}]*\})\}|\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?)")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
@@ -71,12 +71,18 @@ class Collective:
         return tuple(axis for axis, across in zip(mesh_shape, crossed, strict=True) if across)
 
 
+def computations(hlo: str) -> tuple[dict[str, str], str | None]:
+    """Returns the instructions of each computation of a program, as text by its name, and the name of the program's own."""
+    found = _BODY.findall(hlo)
+    entry = next((name for is_entry, name, _ in found if is_entry), None)
+    return {name: body for _, name, body in found}, entry
+
+
 def find_collectives(hlo: str) -> Iterator[Collective]:
     """Yields each collective of a compiled program (`jax.stages.Compiled.as_text()`)."""
-    bodies = dict(_BODY.findall(hlo))
-    entry = re.search(r"^ENTRY %?([\w.-]+)", hlo, re.MULTILINE)
+    bodies, entry = computations(hlo)
     channels: set[str] = set()
-    pending = [(entry[1], 1, False)] if entry else []
+    pending = [(entry, 1, False)] if entry else []
     while pending:
         name, times, in_fusion = pending.pop()
         for line in bodies.get(name, "").splitlines():

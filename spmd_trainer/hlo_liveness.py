@@ -12,9 +12,8 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from spmd_trainer.hlo_collectives import array_bytes
+from spmd_trainer import hlo_collectives
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^  (ROOT )?%?([\w.-]+) = (.*)$")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _CALLED = re.compile(
@@ -27,21 +26,28 @@ _LEAF = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _IN_PLACE = frozenset({"bitcast", "optimization-barrier", "while", "add-dependency"})
 _HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all", "create-token"})
 # Of a shape with their operand and yet not written into its place: they read elements in another order than they write them.
-_NEEDS_OWN = {
-    *(
-        "dot",
+_NEEDS_OWN = frozenset(
+    {
+        "all-gather",
+        "all-to-all",
+        "cholesky",
+        "collective-permute",
+        "concatenate",
         "convolution",
-        "custom-call",
         "copy",
         "copy-start",
-        "transpose",
-        "reverse",
-        "gather",
-        "reduce-window",
+        "custom-call",
+        "dot",
         "fft",
-    ),
-    *("triangular-solve", "cholesky", "all-gather", "all-to-all", "collective-permute", "slice", "pad", "concatenate"),
-}
+        "gather",
+        "pad",
+        "reduce-window",
+        "reverse",
+        "slice",
+        "transpose",
+        "triangular-solve",
+    }
+)
 # Positions before the first instruction and after the last.
 _BEFORE, _AT_THE_END = -1, 2**62
 
@@ -83,14 +89,11 @@ def live_at_peak(hlo: str) -> list[LiveArray]:
 
     None of a program whose instructions aren't written in the order they run in.
     """
-    computations: dict[str, list[_Instruction]] = {}
-    entry = ""
-    for is_entry, name, body in _COMPUTATION.findall(hlo):
-        computations[name] = list(_instructions(body))
-        entry = name if is_entry else entry
+    bodies, entry = hlo_collectives.computations(hlo)
     header = hlo.partition("\n")[0]
-    if not entry or "is_scheduled=true" not in header:
+    if entry is None or "is_scheduled=true" not in header:
         return []
+    computations = {name: list(_instructions(body)) for name, body in bodies.items()}
     aliased = {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
     return sorted(_Peaks(computations).of_entry(entry, aliased), key=lambda array: -array.num_bytes)
 
@@ -273,7 +276,7 @@ def _new_buffer(leaf: str, place: int, instruction: _Instruction, *, is_entry: b
     here = instruction.opcode not in _HOLDS_NOTHING and not _ELSEWHERE.search(leaf)
     counts = here and (is_entry or not is_argument)
     shape = leaf.partition("{")[0]
-    array = LiveArray(array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)
+    array = LiveArray(hlo_collectives.array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)
     # The program's own arguments are held to its end.
     last = _AT_THE_END if is_argument and is_entry else place
     return _Buffer(leaf, array, _BEFORE if is_argument else place, last)

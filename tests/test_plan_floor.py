@@ -17,7 +17,7 @@ def test_the_floor_holds_what_the_trainer_holds(tmp_path, capsys):
     job = plan_floor.trainer_job(TINY, jax.devices(), str(tmp_path))
     trainer = plan.plan(job, None)
     floor = plan_floor.compile_floor(TINY, jax.devices())
-    sizes = plan_floor.floor_bytes(TINY, floor)
+    sizes = plan.chip_bytes(floor, None)
     # The batch apart, of which the trainer's model reads one input more or fewer.
     rows = TINY.rows * TINY.seq * 4 // 8
     assert sizes.arguments == pytest.approx(trainer.arguments, abs=2 * rows)

@@ -71,13 +71,13 @@ def start(job: Job, guards: Any = None) -> None:
     """Runs the program of the job's mode; `guards` are the `train.Guards` of training."""
     # Each mode imports what it needs: training alone brings in no decoder, inspecting no input.
     mode = job.settings.mode
-    if mode != "train":  # which has yet to trace its step, and resumes by itself
-        garbage.resume()
     if mode == "train":
         from spmd_trainer.programs import train
 
-        train.train(job, guards)
-    elif mode == "eval":
+        train.train(job, guards)  # has yet to trace its step, and resumes by itself
+        return
+    garbage.resume()
+    if mode == "eval":
         from spmd_trainer.programs import evaluate
 
         evaluate.evaluate_checkpoints(job)

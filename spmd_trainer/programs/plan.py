@@ -69,19 +69,48 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the compiled train step needs of one chip. Sizes in bytes.
+class ChipBytes:
+    """What a compiled step needs of one chip.
 
     Attributes:
-      chips: how many chips.
-      mesh: sizes by axis.
       arguments: state and batch.
-      padding: what of the state is padding.
       temporaries: activations, gradients and gathered variables at their peak.
       outputs: new state and scalars, without what is donated.
       peak: what is live at the same time at most, arguments and all. Less than `total`, which also has the gaps between
         buffers; where memory is short, the compiler moves towards it. None without a topology: of host devices the compiler
         doesn't say it.
+    """
+
+    arguments: int
+    temporaries: int
+    outputs: int
+    peak: int | None
+
+    @property
+    def total(self) -> int:
+        """All bytes that the compiler sets aside on one chip."""
+        return self.arguments + self.temporaries + self.outputs
+
+
+def chip_bytes(compiled: Any, topology: str | None) -> ChipBytes:
+    """Reads them from a compiled step; `topology` as for `plan`."""
+    memory = compiled.memory_analysis()
+    return ChipBytes(
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        peak=memory.peak_memory_in_bytes if topology else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(ChipBytes):
+    """What the compiled train step needs of one chip. Sizes in bytes.
+
+    Attributes:
+      chips: how many chips.
+      mesh: sizes by axis.
+      padding: what of the state is padding.
       memory: what a chip has, or None where that is not known.
       num_params: elements of the trainable variables.
       model_flops: 6 * parameters * tokens of the global batch, per chip; without attention (Kaplan et al. 2020). None
@@ -95,11 +124,7 @@ class Plan:
 
     chips: int
     mesh: dict[str, int]
-    arguments: int
     padding: int
-    temporaries: int
-    outputs: int
-    peak: int | None
     memory: int | None
     num_params: int
     model_flops: float | None
@@ -107,11 +132,6 @@ class Plan:
     collectives: list[dict[str, Any]]
     largest: list[dict[str, Any]]
     seconds: float
-
-    @property
-    def total(self) -> int:
-        """All bytes that the compiler sets aside on one chip."""
-        return self.arguments + self.temporaries + self.outputs
 
     @property
     def fits(self) -> bool | None:
@@ -138,7 +158,6 @@ def plan(job: Job, topology: str | None) -> Plan:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"the train step doesn't fit: {_shortened(str(error))}") from error
-    memory = compiled.memory_analysis()
     text = compiled.as_text()
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
     chips = job.partitioner.mesh.size
@@ -146,13 +165,10 @@ def plan(job: Job, topology: str | None) -> Plan:
     tokens = shapes.ids.size if "ids" in shapes else None
     cost = compiled.cost_analysis() or {}
     return Plan(
+        **vars(chip_bytes(compiled, topology)),
         chips=chips,
         mesh=dict(mesh),
-        arguments=memory.argument_size_in_bytes,
         padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
-        temporaries=memory.temp_size_in_bytes,
-        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        peak=memory.peak_memory_in_bytes if topology else None,
         memory=hardware.BY_TOPOLOGY[topology.partition(":")[0]].memory * GIB if topology else None,
         num_params=metadata.num_params(),
         model_flops=hardware.model_flops(metadata.num_params(), tokens) / chips if tokens else None,
