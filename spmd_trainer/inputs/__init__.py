@@ -5,6 +5,7 @@
 | `TextInput`, `PromptInput` | `text` | text files, to train and evaluate on; their beginnings, for decode |
 | `PackedTextInput` | `packed_text` | short documents packed into rows, each a segment of its own |
 | `ByteTokenizer`, `SentencePieceTokenizer` | `tokenizers` | what text inputs make tokens with |
+| `HuggingFaceTokenizer` | `huggingface_tokenizer` | the same, of a tokenizer.json or an object of that library |
 | `stdlib_train_files`, `stdlib_heldout_files` | `stdlib_text` | source files of the interpreter's standard library |
 | `TfRecordInput`, `Feature` | `tfrecord` | TFRecord files of tf.train.Example |
 | `TfdsInput` | `tfds_input` | prepared TensorFlow Datasets |
@@ -35,6 +36,7 @@ _MODULE_OF = {
     "Feature": "tfrecord",
     "GrainInput": "grain_input",
     "GrainStreamInput": "grain_input",
+    "HuggingFaceTokenizer": "huggingface_tokenizer",
     "IndexedInput": "indexed",
     "LmInputSpecsProvider": "specs",
     "PackedTextInput": "packed_text",

@@ -10,6 +10,8 @@ import numpy as np
 from praxis import base_hyperparams, base_input
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.errors import UserError, first_paragraph
+
 # Leaves that say whether a row or a token counts. At least one of them is needed to tell padding from data.
 WEIGHT_NAMES = ("weights", "eval_sample_weights", "weight")
 # What a row of padding holds, by the last part of a leaf's path. Other leaves repeat the batch's first row: values that
@@ -137,12 +139,16 @@ def dataset_input_specs(dataset: Any) -> NestedMap:
       NestedMap of jax.ShapeDtypeStruct: the per-process batch without padding.
 
     Raises:
+      UserError: the input refuses its settings or its files.
       ValueError: an already built input without `input_specs()`: reading a batch from it would lose that batch.
     """
     if isinstance(dataset, fdl.Buildable):
         if fdl.get_callable(dataset) is base_input.LingvoInputAdaptor and hasattr(dataset.input.cls, "input_specs"):
             return dataset.input.cls.input_specs(dataset.input)
-        built = base_hyperparams.instantiate(dataset)
+        try:
+            built = base_hyperparams.instantiate(dataset)
+        except ValueError as error:
+            raise UserError(first_paragraph(error)) from error
         if hasattr(built, "input_specs"):
             return built.input_specs()
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), built.get_next())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import glob
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, did_you_mean
 
 Paths = Sequence[str | os.PathLike[str]]
 # What an input's `files` field may hold.
@@ -55,37 +57,131 @@ class TextFiles:
 
 
 _FIX = "Make it readable, or leave it out of `files`"
+# Names that an error lists.
+_MAX_NAMES = 8
 
 
 def find_files(files: FileSource | None) -> TextFiles:
     """Resolves an input's `files` field and looks at every file, without reading any.
 
     Args:
-      files: paths, one path, or a function without arguments that returns paths.
+      files: paths and glob patterns, one of them, or a function without arguments that returns them. A pattern ('*', '?',
+        '[a-z]', and '**' for folders of any depth) stands for the files that it matches, sorted by path; folders and
+        hidden files are not among them. A path that exists is that file, whatever characters are in its name.
 
     Raises:
-      UserError: there are no paths, a path is missing, a directory or unreadable, or all the files are empty.
+      UserError: there are no paths, a pattern matches nothing or a file that another entry gives already, a path is
+        missing, a directory or unreadable, or all the files are empty.
     """
     given = files() if callable(files) else files
-    if isinstance(given, str | os.PathLike):
+    if isinstance(given, str | bytes | os.PathLike):
         given = [given]
-    paths = tuple(os.fspath(path) for path in given or ())
-    if not paths:
+    entries = [_path(entry) for entry in _entries(given)]
+    if not entries:
         name = f"{getattr(files, '__name__', files)}() returned" if callable(files) else "`files` has"
-        raise UserError(f"{name} no paths; give at least one text file")
+        raise UserError(f"{name} no paths; give at least one file")
+    paths = _expand(entries)
     sizes = tuple(_size(path) for path in paths)
     if not any(sizes):
-        raise UserError(f"all {len(paths)} files are empty, the first is {paths[0]}; give at least one with text in it")
+        raise UserError(f"all {len(paths)} files are empty, the first is {paths[0]}; give at least one with data in it")
     return TextFiles(paths, sizes)
+
+
+def beside(path: str) -> str:
+    """What an error adds about a path: if it is missing, ' (did you mean b.txt?)' or what its folder holds instead."""
+    if os.path.lexists(path):
+        return ""
+    folder = os.path.dirname(path) or "."
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return f" (there is no folder {folder})"
+    near = did_you_mean(os.path.basename(path), names).removeprefix("; ")
+    return f" ({near})" if near.startswith("did you mean") else f" ({folder} holds {listed(names)})"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many there are besides: 'a, b and 5 more'. Hidden files come last."""
+    names = sorted(names, key=lambda name: name.startswith("."))
+    shown = ", ".join(names[:_MAX_NAMES])
+    more = len(names) - _MAX_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown or "nothing"
+
+
+def _entries(given: object) -> Iterable[object]:
+    if given is None:
+        return ()
+    if isinstance(given, Iterable):
+        return given
+    raise UserError(f"files={given!r}; give paths, a glob such as 'corpus/*.txt', or a function that returns paths")
+
+
+def _path(entry: object) -> str:
+    if isinstance(entry, str | bytes | os.PathLike):
+        return os.fsdecode(entry)
+    raise UserError(f"`files` has {entry!r}, which is no path; give paths, or globs such as 'corpus/*.txt'")
+
+
+def _expand(entries: list[str]) -> tuple[str, ...]:
+    """Paths of the entries, in their order; the files of a pattern are sorted."""
+    found: list[str] = []
+    given_by: dict[str, str] = {}
+    for entry in entries:
+        is_pattern = glob.has_magic(entry) and not os.path.lexists(entry)
+        for path in _matches(entry) if is_pattern else [entry]:
+            # The same path twice is a wish (to see a file twice); patterns that overlap are an oversight.
+            other = given_by.setdefault(path, entry)
+            if other != entry and (is_pattern or other != path):
+                raise UserError(
+                    f"`files` gives {path} twice, by {other!r} and by {entry!r}; write patterns that don't overlap"
+                )
+            found.append(path)
+    return tuple(found)
+
+
+def _matches(pattern: str) -> list[str]:
+    matched = sorted(set(glob.glob(pattern, recursive=True)))
+    # A link to nowhere is no directory and stays: it is refused by its name instead of left out.
+    found = [path for path in matched if not os.path.isdir(path)]
+    if found:
+        return found
+    if matched:
+        raise UserError(
+            f"{pattern} matches folders only, e.g. {matched[0]}; write {os.path.join(pattern, '*')} for their files"
+        )
+    folder = os.path.dirname(pattern)
+    while glob.has_magic(folder):
+        folder = os.path.dirname(folder)
+    folder = folder or "."
+    try:
+        held = listed(sorted(os.listdir(folder)))
+    except FileNotFoundError as error:
+        raise UserError(f"{pattern} matches no file: there is no folder {folder}{beside(folder)}") from error
+    except OSError as error:
+        raise UserError(f"{pattern} matches no file: {folder} can't be read: {error.strerror}") from error
+    raise UserError(f"{pattern} matches no file; {folder} holds {held}")
 
 
 def _size(path: str) -> int:
     try:
         size = os.stat(path).st_size
     except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}. {_FIX}") from error
+        fix = "Correct the path, or leave it out of `files`" if isinstance(error, FileNotFoundError) else _FIX
+        raise UserError(f"{path} can't be read: {error.strerror}{beside(path)}. {fix}") from error
     if os.path.isdir(path):
-        raise UserError(f"{path} is a directory; list the files in it instead, e.g. with glob.glob")
+        raise UserError(f"{path} is a directory; list the files in it with a glob, e.g. files={_glob_of(path)!r}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} can't be read: permission denied. {_FIX}")
     return size
+
+
+def _glob_of(directory: str) -> str:
+    """The pattern of a directory's files: those with its most common extension, or those of the folders in it."""
+    try:
+        inside = [entry for entry in os.scandir(directory) if not entry.name.startswith(".")]
+    except OSError:
+        inside = []
+    extensions = collections.Counter(os.path.splitext(entry.name)[1] for entry in inside if not entry.is_dir())
+    most = min(extensions, key=lambda extension: (-extensions[extension], extension), default="")
+    parts = ["*" + glob.escape(most)] if extensions or not inside else ["**", "*"]
+    return os.path.join(glob.escape(directory), *parts)

@@ -35,6 +35,7 @@ class PackedTextInput(text_base.TokenizedFiles):
       files: as for `TextInput`.
       tokenizer: as for `TextInput`.
       eos_id: as for `TextInput`.
+      allow_binary: as for `TextInput`.
       seq_len: tokens per row, T.
       separator: what stands between the documents of a file, e.g. a newline; None: each file is one. It belongs to no
         document, and documents without any text are left out.

@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import files
+from spmd_trainer.inputs import file_formats, files
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -36,7 +36,7 @@ class RecordFiles:
         """Finds the records of all files.
 
         Args:
-          source: paths, one path, or a function without arguments that returns paths.
+          source: paths and glob patterns, one of them, or a function without arguments that returns them.
 
         Raises:
           UserError: there are no files, one can't be read, is compressed or is broken (with its name, the record and
@@ -114,6 +114,11 @@ def masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
+def begins_with_record(head: bytes) -> bool:
+    """Whether a file with these first bytes is a TFRecord file: they are a length and its checksum."""
+    return len(head) >= _HEADER.size and _length(head) is not None
+
+
 def _length(frame: bytes | mmap.mmap, offset: int = 0) -> int | None:
     """The length that a header holds; None where its checksum is wrong."""
     length, crc = _HEADER.unpack_from(frame, offset)
@@ -131,6 +136,8 @@ def _find_records(path: str) -> np.ndarray:
             raise UserError(f"{path} is compressed, so its records can't be read by number; unpack it with `gunzip`")
         while offset < len(content):
             size = _length(content, offset) if offset + _HEADER.size <= len(content) else -1
+            if size is None and offset == 0:
+                _refuse_other_format(path, content[: file_formats.HEAD_BYTES])
             if size is None or not 0 <= size <= len(content) - offset - _FRAME:
                 wrong = "its length doesn't match its checksum" if size is None else "the file ends inside it"
                 raise UserError(
@@ -140,6 +147,12 @@ def _find_records(path: str) -> np.ndarray:
             found.append((offset, size))
             offset += size + _FRAME
     return np.array(found, np.int64).T
+
+
+def _refuse_other_format(path: str, head: bytes) -> None:
+    kind = file_formats.identify(head)
+    if kind is not None:
+        raise UserError(f"{path} is {kind.name}, not TFRecord. {kind.instead}")
 
 
 def _place(path: str, number: int, offset: int) -> str:

@@ -30,6 +30,8 @@ _READY_BATCHES = 2
 _STRETCH = 2048
 # Batches that numpy makes first: more than the Prefetcher asks for before the first step has run.
 _BEFORE_TENSORFLOW = 4
+# Bytes that are read at first for each token of a prompt: most texts have fewer.
+_BYTES_PER_TOKEN = 8
 
 
 class TextInput(text_base.TokenizedFiles):
@@ -37,17 +39,19 @@ class TextInput(text_base.TokenizedFiles):
 
     Training (`is_training=True`): endless; each epoch gives every window once, in an order drawn from
     (input_random_seed, epoch). Otherwise: every window once, in the order of the files, then StopIteration until
-    `reset()`. By byte, the files may hold anything; a SentencePiece tokenizer wants UTF-8, and reads all the files
-    before the first batch.
+    `reset()`. By byte, text of any encoding will do; SentencePiece and Hugging Face tokenizers want UTF-8, and read all
+    the files before the first batch.
 
     A batch is a NestedMap of numpy arrays, which may be read-only: `ids`, `labels`, `segment_ids`, `segment_pos` int32
     [B, T]; `paddings`, `weights` float32 [B, T]; `eval_sample_weights` float32 [B]. One segment (1) a row; where
     `weights` is 0, `paddings` is 1 and the rest 0.
 
     Attributes:
-      files: paths, one path, or a function without arguments that returns paths. The caller chooses the split.
-      tokenizer: a `tokenizers.Tokenizer` or the config of one; None reads by byte.
-      eos_id: end-of-text, where there is no tokenizer; 256 makes a vocabulary of 257.
+      files: paths and glob patterns, one of them, or a function without arguments that returns them; see
+        `text_base.TokenizedFiles`, as for the next three. The caller chooses the split.
+      tokenizer: a path or an object; None reads by byte.
+      eos_id: end-of-text; None: 256 by byte, and a tokenizer's own.
+      allow_binary: read files that are not text, too.
       seq_len: tokens per row, T.
       shuffle: False gives the windows of a training input in the order of the files.
       max_windows: use so many windows, spread evenly over the files; None uses all.
@@ -211,6 +215,7 @@ class PromptInput(text_base.TokenizedFiles):
       files: as for `TextInput`.
       tokenizer: as for `TextInput`.
       eos_id: as for `TextInput`.
+      allow_binary: as for `TextInput`.
       prefix_len: longest prompt in tokens, the start token included, P.
       num_prompts: take the first so many files; None takes all.
     """
@@ -270,9 +275,17 @@ class PromptInput(text_base.TokenizedFiles):
 
     def _prompt(self, index: int) -> np.ndarray:
         count = self.prefix_len - 1
-        limit = count * self.tokenizer.bytes_per_token
-        text = self.found.read(index, limit=limit)
-        return self.tokenizer.encode(text, self.paths[index], cut=len(text) == limit)[:count]
+        limit = count * min(self.tokenizer.bytes_per_token, _BYTES_PER_TOKEN)
+        before = None
+        while True:
+            text = self.found.read(index, limit=limit)
+            tokens = self.tokenizer.encode(text, self.paths[index], cut=len(text) == limit)[:count]
+            if len(text) < limit or self.tokenizer.bytes_per_token == 1:
+                return tokens
+            # The end of the text that was read may have cut a word in two, whose tokens are then others.
+            if before is not None and len(tokens) == count and np.array_equal(tokens, before):
+                return tokens
+            before, limit = tokens, 2 * limit
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "prefix_len": self.prefix_len}

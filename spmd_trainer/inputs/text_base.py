@@ -7,35 +7,42 @@ from typing import Any
 
 import numpy as np
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, first_paragraph
+from spmd_trainer.inputs import file_formats, indexed, record_files, tokenizer_field, tokenizers
 from spmd_trainer.inputs import files as text_files
-from spmd_trainer.inputs import indexed, tokenizers
 
 
 class TokenizedFiles(indexed.IndexedInput):
     """Base of inputs over text files.
 
     Attributes:
-      files: paths, one path, or a function without arguments that returns paths.
-      tokenizer: a `tokenizers.Tokenizer` or the config of one; None reads by byte. After construction, the tokenizer.
-      eos_id: end-of-text, where there is no tokenizer; 256 makes a vocabulary of 257.
+      files: paths and glob patterns ('corpus/*.txt', 'corpus/**/*.txt', sorted), one of them, or a function without
+        arguments that returns them.
+      tokenizer: None reads by byte. Otherwise the path of a SentencePiece .model file, of a Hugging Face tokenizer.json or
+        of a folder with one; a `tokenizers.Tokenizer` of Hugging Face's or a fast tokenizer of transformers; or anything
+        with the methods of `spmd_trainer.inputs.tokenizers.Tokenizer`, or its config. After construction, the tokenizer.
+      eos_id: end-of-text. None: 256 by byte, which makes a vocabulary of 257, and a tokenizer's own. A Hugging Face
+        tokenizer may be given another one; other tokenizers have theirs.
+      allow_binary: True reads files whatever they are. False refuses those whose first bytes show a format that isn't text
+        (Parquet, gzip, TFRecord, ...) and, with a tokenizer that reads UTF-8, those with NUL bytes.
     """
 
     files: Any = None
     tokenizer: Any = None
-    eos_id: int = tokenizers.BYTE_VALUES
+    eos_id: int | None = None
+    allow_binary: bool = False
     found: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            if self.tokenizer is None:
-                self.tokenizer = tokenizers.ByteTokenizer(self.eos_id)
-            elif self.eos_id != tokenizers.BYTE_VALUES:
-                raise UserError(f"eos_id={self.eos_id}, but the tokenizer has an end-of-text of its own; unset eos_id")
+            self.tokenizer = tokenizer_field.make_tokenizer(self.tokenizer, self.eos_id)
             self.found: text_files.TextFiles = text_files.find_files(self.files)
+            if not self.allow_binary:
+                for index in range(len(self.found.paths)):
+                    self._refuse_unless_text(index)
         except UserError as error:
-            raise self.error(str(error)) from error
+            raise self.error(first_paragraph(error)) from error
         self.settle_reset_for_eval()
 
     @property
@@ -70,6 +77,27 @@ class TokenizedFiles(indexed.IndexedInput):
         """Text of ids [B, T], of each row's first lengths[b]; tokens without text, end-of-text among them, give none."""
         del key
         return self.tokenizer.decode(ids, lengths)
+
+    def _refuse_unless_text(self, index: int) -> None:
+        path = self.found.paths[index]
+        head = self.found.read(index, limit=file_formats.HEAD_BYTES)
+        kind = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
+        if kind is not None:
+            raise UserError(
+                f"{path} is {kind.name}, not text. {kind.instead}. allow_binary=True reads its bytes as they are"
+            )
+        if not isinstance(self.tokenizer, tokenizer_field.UTF8_TOKENIZERS):
+            return
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UserError(
+                f"{path} is UTF-16, and the tokenizer reads UTF-8; convert it with `iconv -f utf-16 -t utf-8`"
+            )
+        if b"\0" in head:
+            raise UserError(
+                f"{path} is not text: byte {head.index(0)} is NUL. Leave it out of `files`, or read it by byte; "
+                "allow_binary=True takes NUL for a character"
+            )
+        tokenizers.decode_utf8(head, path, cut=len(head) == file_formats.HEAD_BYTES)
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), **self.tokenizer.fingerprint(), "files": self.found.checksum}

@@ -48,7 +48,8 @@ class TfRecordInput(examples_lib.ExamplesInput):
     A broken file is refused: at the start where its lengths show it, or else when the record is read.
 
     Attributes:
-      files: paths, one path, or a function without arguments that returns paths. Not compressed.
+      files: paths and glob patterns ('records/*.tfrecord', sorted), one of them, or a function without arguments that
+        returns them. Not compressed.
       features: {name in the batch: Feature}. A dot in a name nests.
     """
 

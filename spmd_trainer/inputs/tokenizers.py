@@ -1,5 +1,6 @@
 """From the bytes of a text file to tokens and back: by byte, or with a SentencePiece model.
 
+Hugging Face's tokenizers are in `huggingface_tokenizer`; `tokenizer_field` makes a tokenizer of what a field holds.
 `tools/train_sentencepiece.py` trains a model from text files.
 """
 
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import files
 
 BYTE_VALUES = 256
 # SentencePiece counts bytes in an int32.
@@ -34,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def bytes_per_token(self) -> int:
-        """No token stands for more bytes than this; a prompt of n tokens is found in the first n * this bytes."""
+        """Bytes of the longest token. 1 says that each token is one byte."""
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
         """Tokens of a text, integers [n], without end-of-text.
@@ -123,7 +125,7 @@ class SentencePieceTokenizer:
                 return file.read()
         except OSError as error:
             raise UserError(
-                f"the SentencePiece model {path} can't be read: {error.strerror}. Train one with "
+                f"the SentencePiece model {path} can't be read: {error.strerror}{files.beside(path)}. Train one with "
                 "`python tools/train_sentencepiece.py --output=NAME.model FILES`"
             ) from error
 

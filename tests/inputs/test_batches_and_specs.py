@@ -11,6 +11,7 @@ from praxis import base_hyperparams, base_input, pax_fiddle
 from praxis.py_utils import NestedMap
 
 import spmd_trainer.inputs
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import batches, specs, synthetic, text
 
 
@@ -82,6 +83,16 @@ class PlainInput(base_input.BaseInput):
         return NestedMap(x=np.zeros((self.batch_size, 3), np.float16), y=np.zeros(self.batch_size, np.int32))
 
 
+@pytest.mark.parametrize("settings", [{"files": "nowhere/*.txt"}, {"files": "x.txt", "tokenizer": "nowhere.json"}])
+def test_an_input_s_own_error_has_no_configuration_behind_it(settings):
+    config = pax_fiddle.Config(text.TextInput, name="corpus", seq_len=4, batch_size=2, **settings)
+    provider = pax_fiddle.build(pax_fiddle.Config(specs.DatasetSpecsProvider, input_p=config))
+    for get_specs in (provider.get_input_specs, lambda: batches.dataset_input_specs(config)):
+        with pytest.raises(UserError, match=r"^TextInput 'corpus': .*there is no") as refused:
+            get_specs()
+        assert "Fiddle" not in str(refused.value)
+
+
 def test_specs_of_any_other_dataset_are_measured():
     config = pax_fiddle.Config(PlainInput, batch_size=4, batch_padding_size=2)
     assert as_shapes(batches.dataset_input_specs(config)) == {"x": ((4, 3), "float16"), "y": ((4,), "int32")}
@@ -111,6 +122,7 @@ def test_imports_are_cheap():
     code = """
 import sys
 import spmd_trainer.inputs
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import prefetch, stdlib_text
 assert not {"jax", "praxis", "tensorflow"} & set(sys.modules)
 from spmd_trainer.inputs import *

@@ -1,0 +1,109 @@
+"""Tells by a file's first bytes which well-known format it has, and what reads that format here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Bytes that `identify` wants to see.
+HEAD_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class FileFormat:
+    """A file format.
+
+    Attributes:
+      name: with its article, e.g. 'a Parquet file'.
+      instead: what to do with such a file, a sentence without a full stop.
+    """
+
+    name: str
+    instead: str
+
+
+_TO_TEXT = "Write its text into text files"
+_IMAGES = "ArrayInput takes images as arrays, and TfRecordInput takes them encoded"
+TFRECORD = FileFormat("a TFRecord file", "TfRecordInput reads it")
+_NPY = FileFormat(
+    "a NumPy array", "ArrayInput takes what numpy.load gives, e.g. arrays=lambda: {'x': numpy.load(path)}"
+)
+_NPZ = FileFormat(
+    "an archive of NumPy arrays", "ArrayInput takes what numpy.load gives, e.g. arrays=lambda: dict(numpy.load(path))"
+)
+_PYTORCH = FileFormat("a PyTorch file", "It holds tensors, not text")
+_ZIP = FileFormat("a ZIP archive", "Unpack it with `unzip`")
+_ARROW = FileFormat("an Arrow file", f"No input here reads it. {_TO_TEXT}, e.g. with pyarrow or pandas")
+_SAFETENSORS = FileFormat("a safetensors file", "It holds tensors, not text")
+
+_BY_FIRST_BYTES: dict[bytes, FileFormat] = {
+    b"PAR1": FileFormat(
+        "a Parquet file",
+        "GrainStreamInput reads it through grain.experimental.ParquetIterDataset, where a map makes arrays of one shape of "
+        "each row; or write its text column into text files, e.g. with pandas.read_parquet",
+    ),
+    b"ARROW1": _ARROW,
+    b"FEA1": _ARROW,
+    # An ArrayRecord file is a Riegeli file with an index: both begin with this signature.
+    bytes.fromhex("83af70d10d884a3f"): FileFormat(
+        "an ArrayRecord file",
+        "GrainInput reads it through grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths)), where a map makes "
+        "arrays of one shape of each record",
+    ),
+    b"\x1f\x8b\x08": FileFormat("compressed by gzip", "Unpack it with `gunzip`"),
+    b"\x28\xb5\x2f\xfd": FileFormat("compressed by Zstandard", "Unpack it with `unzstd`"),
+    b"\xfd7zXZ\0": FileFormat("compressed by xz", "Unpack it with `unxz`"),
+    b"\x04\x22\x4d\x18": FileFormat("compressed by LZ4", "Unpack it with `unlz4`"),
+    b"7z\xbc\xaf\x27\x1c": FileFormat("a 7z archive", "Unpack it with `7z x`"),
+    b"\x89HDF\r\n\x1a\n": FileFormat("an HDF5 file", "ArrayInput takes the arrays that h5py reads from it"),
+    b"SQLite format 3\0": FileFormat("an SQLite database", _TO_TEXT),
+    b"Obj\x01": FileFormat("an Avro file", f"No input here reads it. {_TO_TEXT}"),
+    b"%PDF-": FileFormat("a PDF document", f"{_TO_TEXT}, e.g. with `pdftotext`"),
+    b"\x89PNG\r\n\x1a\n": FileFormat("a PNG image", _IMAGES),
+    b"\xff\xd8\xff": FileFormat("a JPEG image", _IMAGES),
+    b"GIF87a": FileFormat("a GIF image", _IMAGES),
+    b"GIF89a": FileFormat("a GIF image", _IMAGES),
+    b"\x93NUMPY": _NPY,
+    b"GGUF": FileFormat("a GGUF file", "It holds tensors, not text"),
+}
+_BZIP2 = FileFormat("compressed by bzip2", "Unpack it with `bunzip2`")
+_TAR = FileFormat("a tar archive", "Unpack it with `tar -x`")
+_WEBP = FileFormat("a WebP image", _IMAGES)
+_WAVE = FileFormat("a WAVE sound", "ArrayInput takes sounds as arrays")
+
+
+def identify(head: bytes) -> FileFormat | None:
+    """Returns the format of a file that isn't text, None where its first bytes are those of no format known here.
+
+    TFRecord files are not told: see `record_files.begins_with_record`.
+
+    Args:
+      head: the file's first `HEAD_BYTES`, or all of it.
+    """
+    for first, kind in _BY_FIRST_BYTES.items():
+        if head.startswith(first):
+            return kind
+    if head.startswith(b"BZh") and head[4:10] in (b"1AY&SY", b"\x17rE8P\x90"):
+        return _BZIP2
+    if head.startswith(b"PK\x03\x04"):
+        return _zip(head)
+    if head.startswith(b"RIFF"):
+        return {b"WEBP": _WEBP, b"WAVE": _WAVE}.get(head[8:12])
+    if head[257:262] == b"ustar" and b"\0" in head[:257]:
+        return _TAR
+    if head.startswith(b"\xff\xff\xff\xff") and _little_endian(head[4:8]) % 8 == 0 and head[8:12] == b"\x10\0\0\0":
+        return _ARROW  # a stream of Arrow messages: Hugging Face's datasets keep these
+    if head[8:10] == b'{"' and 2 <= _little_endian(head[:8]) < 2**27:
+        return _SAFETENSORS  # the length of the JSON that follows
+    return None
+
+
+def _zip(head: bytes) -> FileFormat:
+    """What a ZIP archive is by the name of the first file in it."""
+    name = head[30 : 30 + _little_endian(head[26:28])]
+    if name.endswith(b".npy"):
+        return _NPZ
+    return _PYTORCH if name.endswith(b"/data.pkl") else _ZIP
+
+
+def _little_endian(number: bytes) -> int:
+    return int.from_bytes(number, "little")

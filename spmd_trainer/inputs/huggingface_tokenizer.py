@@ -1,0 +1,321 @@
+"""Hugging Face's tokenizers. Needs the package tokenizers: extra `hf`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs import files, tokenizers
+
+if TYPE_CHECKING:
+    import tokenizers as huggingface
+
+TOKENIZER_FILE = "tokenizer.json"
+# Read beside a tokenizer.json, the first that states a token counts.
+_STATING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# How models spell these tokens where no file states them.
+_USUAL = {
+    "eos": (
+        "</s>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<eos>",
+        "<EOS>",
+        "[EOS]",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ),
+    "bos": (
+        "<s>",
+        "<|begin_of_text|>",
+        "<|startoftext|>",
+        "<bos>",
+        "<BOS>",
+        "[BOS]",
+        "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+    ),
+    "pad": ("<pad>", "<|pad|>", "<PAD>", "[PAD]"),
+}
+# Parts of a tokenizer.json on which no token depends here; the post-processor adds special tokens, which isn't asked for.
+_WITHOUT_EFFECT = ("version", "truncation", "padding", "post_processor")
+# Encoding a text takes about 130 bytes of memory for each of its bytes.
+_MAX_TEXT_BYTES = 2**28
+
+
+class HuggingFaceTokenizer:
+    """Tokens of a Hugging Face tokenizer. Texts are UTF-8.
+
+    A text's tokens are those of `encode(text, add_special_tokens=False)`: the inputs add end-of-text themselves. Padding and
+    truncation that are stored with the tokenizer have no effect. As in that library, a text that spells a special token
+    ('<|endoftext|>') gets it, unless `encode_special_tokens` is set.
+    """
+
+    def __init__(
+        self,
+        source: Any = "",
+        *,
+        eos: str | int | None = None,
+        bos: str | int | None = None,
+        pad: str | int | None = None,
+        encode_special_tokens: bool = False,
+    ):
+        """Reads the tokenizer.
+
+        Args:
+          source: path of a tokenizer.json, or of a folder with one, where tokenizer_config.json and special_tokens_map.json
+            beside it may state the special tokens; a `tokenizers.Tokenizer`; or a fast tokenizer of transformers. An object
+            is copied.
+          eos: end-of-text, a token or its id. None: the one that the files or the transformers tokenizer state, or else the
+            one token that has a usual spelling, such as '</s>'.
+          bos: beginning-of-text, likewise. The inputs don't use it.
+          pad: padding, likewise. The inputs don't use it.
+          encode_special_tokens: split a text's special tokens like any other text. Set it here: a
+            `tokenizers.Tokenizer` loses its own setting when a config is cloned.
+
+        Raises:
+          UserError: the library is missing; the source can't be read or is no such tokenizer; or it has no end-of-text, or
+            not the tokens that are given or stated.
+        """
+        if isinstance(source, str | os.PathLike):
+            self.name, self._content, stated = _read(os.fspath(source))
+        else:
+            self.name, self._content, stated = _describe(source)
+            backend = getattr(source, "backend_tokenizer", source)
+            encode_special_tokens = encode_special_tokens or bool(getattr(backend, "encode_special_tokens", False))
+        self._encodes_special_tokens = encode_special_tokens
+        self._check_added(stated)
+        eos_id = self._special("eos", eos, stated)
+        if eos_id is None:
+            raise UserError(self._no_end())
+        self._eos_id = eos_id
+        self._bos_id = self._special("bos", bos, stated)
+        self._pad_id = self._special("pad", pad, stated)
+
+    @functools.cached_property
+    def _tokenizer(self) -> huggingface.Tokenizer:
+        return _load(self._content, self._encodes_special_tokens, self.name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied or pickled `tokenizers.Tokenizer` forgets encode_special_tokens.
+        return {name: value for name, value in self.__dict__.items() if name != "_tokenizer"}
+
+    def __repr__(self) -> str:
+        return f"HuggingFaceTokenizer({self.name}, vocab_size={self.vocab_size}, eos_id={self._eos_id})"
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """The highest id + 1, added tokens included; ids may have gaps below it."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def eos_id(self) -> int:
+        """End-of-text."""
+        return self._eos_id
+
+    @property
+    def bos_id(self) -> int | None:
+        """Beginning-of-text; None where there is none."""
+        return self._bos_id
+
+    @property
+    def pad_id(self) -> int | None:
+        """Padding; None where there is none."""
+        return self._pad_id
+
+    @functools.cached_property
+    def bytes_per_token(self) -> int:
+        """Bytes of the longest token as the vocabulary spells it, at least 2."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return max(2, max(len(token.encode()) for token in vocabulary))
+
+    def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
+        """Tokens, int32 [n].
+
+        Raises:
+          UserError: the text isn't UTF-8, or is too large to be encoded at once; names the file.
+        """
+        decoded = tokenizers.decode_utf8(text, path, cut=cut)
+        if len(text) > _MAX_TEXT_BYTES:
+            raise UserError(
+                f"{path}: a text of {len(text)} bytes is too large for a Hugging Face tokenizer, which needs 130 times as "
+                f"much memory; split the file, e.g. with `split -C {_MAX_TEXT_BYTES // 2}`, or let PackedTextInput cut it "
+                "into documents by its `separator`"
+            )
+        # `encode` keeps each token's place and spelling, too, and takes twice as long.
+        (encoding,) = self._tokenizer.encode_batch_fast([decoded], add_special_tokens=False)
+        return np.asarray(encoding.ids, np.int32)
+
+    def decode(self, ids: Any, lengths: Any) -> list[str]:
+        """Texts. Ids that the tokenizer hasn't got, and special tokens, carry none."""
+        texts = []
+        for row, length in zip(ids, lengths, strict=True):
+            kept = np.asarray(row)[: int(length)]
+            kept = kept[(kept >= 0) & (kept < self.vocab_size) & (kept != self._eos_id)]
+            texts.append(self._tokenizer.decode(kept.tolist(), skip_special_tokens=True))
+        return texts
+
+    def fingerprint(self) -> dict[str, Any]:
+        """A checksum of the tokenizer and its end-of-text; where the file lies doesn't matter."""
+        return {"huggingface_tokenizer": self._checksum, "eos_id": self._eos_id}
+
+    @functools.cached_property
+    def _checksum(self) -> int:
+        relevant = {key: value for key, value in json.loads(self._content).items() if key not in _WITHOUT_EFFECT}
+        text = json.dumps([relevant, self._encodes_special_tokens], sort_keys=True)
+        return zlib.crc32(text.encode())
+
+    def _special(self, kind: str, given: str | int | None, stated: Mapping[str, Any]) -> int | None:
+        if given is not None:
+            return self._id_of(given, f"{kind}={given!r}")
+        token = _content_of(stated.get(f"{kind}_token"))
+        if token is not None:
+            return self._id_of(token, f"{kind}_token={token!r} of {' and '.join(_STATING_FILES)}")
+        known = self._usual(kind)
+        return self._tokenizer.token_to_id(known[0]) if len(known) == 1 else None
+
+    def _usual(self, kind: str) -> list[str]:
+        return [spelling for spelling in _USUAL[kind] if self._tokenizer.token_to_id(spelling) is not None]
+
+    def _no_end(self) -> str:
+        candidates = self._usual("eos")
+        why = (
+            f"its tokens {' and '.join(candidates)} could be"
+            if candidates
+            else "none of its tokens has a usual spelling of"
+        )
+        special = files.listed(self._special_tokens())
+        return f"{self.name} doesn't state its end-of-text, and {why} it; set eos_id. Its special tokens are: {special}"
+
+    def _id_of(self, token: str | int, setting: str) -> int:
+        if isinstance(token, str):
+            found = self._tokenizer.token_to_id(token)
+            if found is None:
+                known = self._tokenizer.get_vocab(with_added_tokens=True)
+                near = did_you_mean(token, self._special_tokens() or sorted(known, key=known.__getitem__)[:20])
+                raise UserError(f"{setting} is no token of {self.name}{near}")
+            return found
+        is_id = isinstance(token, int | np.integer) and not isinstance(token, bool) and token >= 0
+        if not is_id or self._tokenizer.id_to_token(int(token)) is None:
+            raise UserError(f"{setting} is no token of {self.name}, whose ids go from 0 to {self.vocab_size - 1}")
+        return int(token)
+
+    def _special_tokens(self) -> list[str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [added[index].content for index in sorted(added)]
+
+    def _check_added(self, stated: Mapping[str, Any]) -> None:
+        """Refuses a tokenizer.json without the tokens that its tokenizer_config.json adds: texts would be split otherwise."""
+        for index, token in stated.get("added_tokens_decoder", {}).items():
+            if self._tokenizer.id_to_token(int(index)) != _content_of(token):
+                raise UserError(
+                    f"the tokenizer_config.json beside {self.name} adds the token {_content_of(token)!r} as id {index}, and "
+                    f"{self.name} has {self._tokenizer.id_to_token(int(index))!r} there; save the tokenizer again, with "
+                    "save_pretrained of transformers' fast tokenizers"
+                )
+
+
+def is_huggingface(value: Any) -> bool:
+    """Whether an object is a `tokenizers.Tokenizer` or a fast tokenizer of transformers, without importing either."""
+    return _is_library_tokenizer(getattr(value, "backend_tokenizer", value))
+
+
+def _is_library_tokenizer(value: Any) -> bool:
+    # An enclosing class of `tokenizers.implementations` has these methods, too.
+    return not isinstance(value, type) and all(hasattr(value, name) for name in ("to_str", "get_vocab", "token_to_id"))
+
+
+def _read(path: str) -> tuple[str, str, dict[str, Any]]:
+    """A tokenizer.json at a path: (what to call it, its content, what the files beside it state)."""
+    if os.path.isdir(path):
+        folder, path = path, os.path.join(path, TOKENIZER_FILE)
+        if not os.path.exists(path):
+            raise UserError(f"{folder} has no {TOKENIZER_FILE}; it holds {files.listed(sorted(os.listdir(folder)))}")
+    content = _read_text(path)
+    if "model" not in _parse(content, path):
+        raise UserError(
+            f"{path} is no Hugging Face {TOKENIZER_FILE}: it has no 'model'. A tokenizer's other files "
+            f"(tokenizer_config.json, vocab.json, ...) don't hold all of it{_suggest_sibling(path)}"
+        )
+    stated: dict[str, Any] = {}
+    if os.path.basename(path) == TOKENIZER_FILE:
+        for name in _STATING_FILES:
+            beside = os.path.join(os.path.dirname(path), name)
+            if os.path.exists(beside):
+                stated = {**_parse(_read_text(beside), beside), **{k: v for k, v in stated.items() if v is not None}}
+    return path, content, stated
+
+
+def _suggest_sibling(path: str) -> str:
+    sibling = os.path.join(os.path.dirname(path), TOKENIZER_FILE)
+    return f"; did you mean {sibling}?" if os.path.exists(sibling) and sibling != path else ""
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read()
+    except OSError as error:
+        raise UserError(f"the tokenizer {path} can't be read: {error.strerror}{files.beside(path)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no Hugging Face {TOKENIZER_FILE}: it is not UTF-8") from error
+
+
+def _parse(content: str, path: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise UserError(f"{path} holds no JSON object, as the files of a Hugging Face tokenizer do")
+    return parsed
+
+
+def _describe(source: Any) -> tuple[str, str, dict[str, Any]]:
+    """An object's (name, tokenizer.json, what it states)."""
+    if not is_huggingface(source):
+        raise UserError(
+            f"{type(source).__name__} is no tokenizer of Hugging Face's; give a tokenizer.json or a fast tokenizer"
+        )
+    stated = dict(getattr(source, "special_tokens_map", None) or {})
+    name = f"the {type(source).__module__.partition('.')[0]} {type(source).__name__}"
+    try:
+        return name, getattr(source, "backend_tokenizer", source).to_str(), stated
+    except Exception as error:  # the library raises this class itself
+        raise UserError(f"{name} can't be written as a {TOKENIZER_FILE}, as it must be: {error}") from error
+
+
+def _content_of(token: Any) -> str | None:
+    """The text of a special token: files and transformers spell it as a string, a dict or an AddedToken."""
+    if token is None or isinstance(token, str):
+        return token
+    return token.get("content") if isinstance(token, Mapping) else getattr(token, "content", str(token))
+
+
+# A job builds an input several times, and a large tokenizer takes a second to load.
+@functools.lru_cache(maxsize=4)
+def _load(content: str, encode_special_tokens: bool, name: str) -> huggingface.Tokenizer:
+    try:
+        import tokenizers as huggingface
+    except ImportError as error:
+        raise UserError(f"{name} needs Hugging Face's tokenizers: pip install 'spmd-trainer[hf]'") from error
+    try:
+        tokenizer = huggingface.Tokenizer.from_str(content)
+    except Exception as error:  # the library raises this class itself
+        raise UserError(
+            f"{name} is no tokenizer that tokenizers {huggingface.__version__} reads: {error}. A newer version may"
+        ) from error
+    dropout = getattr(tokenizer.model, "dropout", None)
+    if dropout:
+        raise UserError(
+            f"{name} has a BPE dropout of {dropout}, so that a text's tokens differ each time; set its model.dropout to None"
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = encode_special_tokens
+    return tokenizer

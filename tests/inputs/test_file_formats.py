@@ -1,0 +1,259 @@
+"""Files that aren't text: what each is called, what reads it instead, and that it does."""
+
+import bz2
+import gzip
+import io
+import lzma
+import tarfile
+import zipfile
+
+import numpy as np
+import pytest
+from input_helpers import drain, write_files
+from praxis import base_hyperparams, pax_fiddle
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import file_formats, grain_input, packed_text, record_files, text, tokenizer_field, tokenizers
+
+TEXT = b"some text, and more of it\n" * 40
+
+
+def make(path, kind=text.TextInput, **kwargs):
+    length = "prefix_len" if kind is text.PromptInput else "seq_len"
+    return base_hyperparams.instantiate(
+        pax_fiddle.Config(kind, name="corpus", files=str(path), batch_size=2, **{length: 4, **kwargs})
+    )
+
+
+def write_parquet(path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    rows = pa.array([[1, 2, 3], [4, 5, 6]], pa.list_(pa.int32()))
+    pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "ids": rows}), path)
+
+
+def write_feather(path):
+    import pyarrow as pa
+    import pyarrow.feather
+
+    pyarrow.feather.write_feather(pa.table({"text": ["a"]}), path)
+
+
+def write_arrow_stream(path):
+    import pyarrow as pa
+
+    table = pa.table({"text": ["a"]})
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_zstd(path):
+    import pyarrow as pa
+
+    with pa.CompressedOutputStream(path, "zstd") as stream:
+        stream.write(TEXT)
+
+
+def write_array_record(path):
+    from array_record.python import array_record_module
+
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for n in range(3):
+        writer.write(np.int32(n).tobytes())
+    writer.close()
+
+
+def write_tfrecord(path):
+    import tensorflow as tf
+
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        writer.write(TEXT)
+
+
+def write_image(path, kind):
+    from PIL import Image
+
+    Image.new("RGB", (4, 4)).save(path, kind)
+
+
+def write_zip(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", TEXT)
+
+
+def write_tar(path):
+    with tarfile.open(path, "w") as archive:
+        member = tarfile.TarInfo("a.txt")
+        member.size = len(TEXT)
+        archive.addfile(member, io.BytesIO(TEXT))
+
+
+def write_npy(path):
+    with open(path, "wb") as file:
+        np.save(file, np.arange(4))
+
+
+def write_npz(path):
+    with open(path, "wb") as file:
+        np.savez(file, x=np.arange(4))
+
+
+def write_hdf5(path):
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(4)
+
+
+def write_safetensors(path):
+    # The format: the header's length, 8 bytes; the header, JSON; the tensors.
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+WRITERS = {
+    "a Parquet file": (write_parquet, r"GrainStreamInput reads it through grain\.experimental\.ParquetIterDataset"),
+    "an Arrow file": (write_feather, "No input here reads it"),
+    "an Arrow file ": (write_arrow_stream, "No input here reads it"),
+    "an ArrayRecord file": (write_array_record, "GrainInput reads it through .*ArrayRecordDataSource"),
+    "a TFRecord file": (write_tfrecord, "TfRecordInput reads it"),
+    "compressed by gzip": (lambda path: path.write_bytes(gzip.compress(TEXT)), "`gunzip`"),
+    "compressed by bzip2": (lambda path: path.write_bytes(bz2.compress(TEXT)), "`bunzip2`"),
+    "compressed by xz": (lambda path: path.write_bytes(lzma.compress(TEXT)), "`unxz`"),
+    "compressed by Zstandard": (write_zstd, "`unzstd`"),
+    "a ZIP archive": (write_zip, "`unzip`"),
+    "a tar archive": (write_tar, "`tar -x`"),
+    "a NumPy array": (write_npy, r"ArrayInput takes what numpy\.load gives"),
+    "an archive of NumPy arrays": (write_npz, r"ArrayInput takes what numpy\.load gives"),
+    "an HDF5 file": (write_hdf5, "ArrayInput takes"),
+    "a PNG image": (lambda path: write_image(path, "PNG"), "ArrayInput takes images"),
+    "a JPEG image": (lambda path: write_image(path, "JPEG"), "ArrayInput takes images"),
+    "a GIF image": (lambda path: write_image(path, "GIF"), "ArrayInput takes images"),
+    "a WebP image": (lambda path: write_image(path, "WEBP"), "ArrayInput takes images"),
+    "a PDF document": (lambda path: write_image(path, "PDF"), "`pdftotext`"),
+    "a safetensors file": (write_safetensors, "It holds tensors"),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_of_another_format_is_refused_by_name(kind, tmp_path):
+    write, instead = WRITERS[kind]
+    path = tmp_path / "data.txt"  # the name is not what tells
+    write(path)
+    message = (
+        rf"TextInput 'corpus': .*data\.txt is {kind.strip()}, not text\. .*{instead}.*allow_binary=True reads its bytes"
+    )
+    with pytest.raises(UserError, match=message):
+        make(path)
+
+
+@pytest.mark.parametrize("kind", [text.ByteTextInput, text.PromptInput, packed_text.PackedTextInput])
+def test_every_text_input_refuses_it_and_reads_it_when_told_to(kind, tmp_path):
+    write_files(tmp_path, TEXT)
+    path = tmp_path / "b.txt"
+    write_parquet(path)
+    with pytest.raises(UserError, match=r"b\.txt is a Parquet file, not text"):
+        make(tmp_path / "*.txt", kind)
+    assert drain(make(tmp_path / "*.txt", kind, allow_binary=True))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"P",
+        b"PAR",
+        b"BZh91 is no archive",
+        b"RIFF raff",
+        b'{"a": 1}',
+        b"\xff\xfe\x00",
+        b"GIF images",
+        TEXT.replace(b"more", b"ustar"),
+        bytes(range(256)) * 20,
+        "Größe".encode("latin1"),
+        "Größe 東京\n".encode() * 500,
+    ],
+)
+def test_text_and_nameless_bytes_are_read_by_byte(content, tmp_path):
+    (path, _) = write_files(tmp_path, content, b"x")
+    assert file_formats.identify(content[: file_formats.HEAD_BYTES]) is None
+    assert make(tmp_path / "*.txt").num_tokens == len(content) + 3
+    assert path
+
+
+class Utf8Reader(tokenizers.SentencePieceTokenizer):
+    """Reads UTF-8, without a model."""
+
+    eos_id = 0
+    vocab_size = 0x110000
+    bytes_per_token = 4
+
+    def encode(self, text, path, *, cut=False):
+        return np.array([ord(c) for c in tokenizers.decode_utf8(text, path, cut=cut)], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a\0b", r"0\.txt is not text: byte 1 is NUL.*read it by byte; allow_binary=True"),
+        ("text\n".encode("utf-16"), r"0\.txt is UTF-16, and the tokenizer reads UTF-8; convert it with `iconv"),
+        (b"one\ntwo\xe9", r"0\.txt is not UTF-8: byte 7 \(line 2\) is 0xe9"),
+        (b"one\ntw\xe9o", r"0\.txt is not UTF-8: byte 6 \(line 2\) is 0xe9"),
+    ],
+)
+def test_bytes_that_a_tokenizer_cannot_read_are_refused_at_construction(content, message, tmp_path):
+    write_files(tmp_path, content)
+    with pytest.raises(UserError, match=message):
+        make(tmp_path / "0.txt", tokenizer=Utf8Reader())
+    assert isinstance(Utf8Reader(), tokenizer_field.UTF8_TOKENIZERS)
+    make(tmp_path / "0.txt")  # by byte
+
+
+def test_a_character_on_the_edge_of_the_first_block_is_whole(tmp_path):
+    write_files(tmp_path, b"x" * (file_formats.HEAD_BYTES - 1) + "é".encode())
+    assert make(tmp_path / "0.txt", tokenizer=Utf8Reader()).num_tokens == file_formats.HEAD_BYTES + 1
+
+
+def test_text_with_nul_is_read_when_told_to(tmp_path):
+    write_files(tmp_path, b"a\0b")
+    assert make(tmp_path / "0.txt", tokenizer=Utf8Reader(), allow_binary=True).num_tokens == 4
+
+
+def test_record_files_name_another_format(tmp_path):
+    write_parquet(tmp_path / "x.tfrecord")
+    with pytest.raises(UserError, match=r"x\.tfrecord is a Parquet file, not TFRecord\. GrainStreamInput reads it"):
+        record_files.RecordFiles(str(tmp_path / "*.tfrecord"))
+    write_array_record(tmp_path / "y.tfrecord")
+    with pytest.raises(UserError, match=r"y\.tfrecord is an ArrayRecord file, not TFRecord"):
+        record_files.RecordFiles(str(tmp_path / "y.tfrecord"))
+
+
+def test_what_is_advised_for_parquet_reads_it(tmp_path):
+    import grain
+
+    path = str(tmp_path / "x.parquet")
+    write_parquet(path)
+
+    def dataset(index, count):
+        assert (index, count) == (0, 1)
+        return grain.experimental.ParquetIterDataset(path).map(lambda row: {"ids": np.asarray(row["ids"], np.int32)})
+
+    (batch,) = drain(
+        base_hyperparams.instantiate(pax_fiddle.Config(grain_input.GrainStreamInput, dataset=dataset, batch_size=2))
+    )
+    np.testing.assert_array_equal(batch.ids, [[1, 2, 3], [4, 5, 6]])
+
+
+def test_what_is_advised_for_array_record_reads_it(tmp_path):
+    import grain
+
+    write_array_record(tmp_path / "x.arrayrecord")
+
+    def dataset():
+        source = grain.sources.ArrayRecordDataSource([str(tmp_path / "x.arrayrecord")])
+        return grain.MapDataset.source(source).map(lambda record: {"n": np.frombuffer(record, np.int32)[0]})
+
+    config = pax_fiddle.Config(grain_input.GrainInput, dataset=dataset, batch_size=3)
+    (batch,) = drain(base_hyperparams.instantiate(config))
+    np.testing.assert_array_equal(batch.n, [0, 1, 2])

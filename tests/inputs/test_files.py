@@ -1,0 +1,131 @@
+"""Globs in `files`, and what is said of paths that are wrong."""
+
+import pathlib
+
+import numpy as np
+import pytest
+from input_helpers import drain
+from praxis import base_hyperparams, pax_fiddle
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import files, packed_text, record_files, text, tfrecord
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for name in ("b.txt", "a.txt", "a10.txt", "a2.txt", "notes.md", ".hidden.txt", "deep/c.txt", "deep/er/d.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return tmp_path
+
+
+def found(source):
+    return list(files.find_files(source).paths)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.txt", ["a.txt", "a10.txt", "a2.txt", "b.txt"]),
+        ("a?.txt", ["a2.txt"]),
+        ("[bc].txt", ["b.txt"]),
+        ("*", ["a.txt", "a10.txt", "a2.txt", "b.txt", "notes.md"]),
+        ("**/*.txt", ["a.txt", "a10.txt", "a2.txt", "b.txt", "deep/c.txt", "deep/er/d.txt"]),
+        ("deep/**", ["deep/c.txt", "deep/er/d.txt"]),
+        ("*/c.txt", ["deep/c.txt"]),
+    ],
+)
+def test_a_pattern_stands_for_its_files_sorted(corpus, pattern, names):
+    assert found(str(corpus / pattern)) == [str(corpus / name) for name in names]
+    assert found(corpus / pattern) == found([str(corpus / pattern)]) == found(lambda: [corpus / pattern])
+
+
+def test_patterns_and_paths_keep_their_order(corpus):
+    given = [str(corpus / "notes.md"), str(corpus / "deep" / "*.txt"), str(corpus / "a*.txt")]
+    assert [pathlib.Path(path).name for path in found(given)] == ["notes.md", "c.txt", "a.txt", "a10.txt", "a2.txt"]
+
+
+def test_a_path_that_exists_is_no_pattern(tmp_path):
+    literal = tmp_path / "a[12]*.txt"
+    literal.write_bytes(b"literal")
+    (tmp_path / "a1.txt").write_bytes(b"another")
+    assert found(str(literal)) == [str(literal)]
+
+
+def test_a_path_given_twice_is_read_twice(corpus):
+    assert found([str(corpus / "a.txt")] * 2) == [str(corpus / "a.txt")] * 2
+
+
+@pytest.mark.parametrize("given", [("*.txt", "a*.txt"), ("*.txt", "a2.txt"), ("a2.txt", "*.txt")])
+def test_patterns_that_overlap_are_refused(corpus, given):
+    with pytest.raises(
+        UserError, match=r"`files` gives .*a2?.txt twice, by .* and by .*; write patterns that don't overlap"
+    ):
+        found([str(corpus / entry) for entry in given])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (
+            "*.text",
+            r"\*\.text matches no file; .* holds a\.txt, a10\.txt, a2\.txt, b\.txt, deep, notes\.md, \.hidden\.txt",
+        ),
+        ("dep/*.txt", r"matches no file: there is no folder .*dep \(did you mean deep\?\)"),
+        ("de*/er*", r"de\*/er\* matches folders only, e\.g\. .*deep/er; write .*de\*/er\*/\*"),
+        ("no/where/**/*.txt", r"matches no file: there is no folder .*no/where \(there is no folder .*no\)"),
+        ("b.text", r"b\.text can't be read: No such file or directory \(did you mean b\.txt.*\?\)\. Correct the path"),
+        ("zzz", r"zzz can't be read: .* holds a\.txt, a10\.txt"),
+        ("", r"is a directory; list the files in it with a glob, e\.g\. files='.*/\*\.txt'"),
+        ("deep/er/d.txt/x", r"d\.txt/x can't be read: Not a directory"),
+    ],
+)
+def test_what_is_wrong_with_a_path_is_said(corpus, pattern, message):
+    with pytest.raises(UserError, match=message):
+        found(str(corpus / pattern))
+
+
+def test_a_folder_of_folders_and_a_broken_link(tmp_path):
+    (tmp_path / "inner").mkdir()
+    with pytest.raises(UserError, match=r"is a directory; .* files='.*/\*\*/\*'"):
+        found(tmp_path)
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"gone\.txt can't be read: No such file"):
+        found(str(tmp_path / "*.txt"))
+
+
+@pytest.mark.parametrize("given", [3, [3], [None], {"a": 1}.items()])
+def test_what_is_no_path_is_refused(given):
+    with pytest.raises(UserError, match=r"files.*give paths"):
+        found(given)
+
+
+def test_every_input_over_files_takes_a_pattern(corpus):
+    pattern = str(corpus / "a*.txt")
+    for kind, length in (
+        (text.TextInput, "seq_len"),
+        (packed_text.PackedTextInput, "seq_len"),
+        (text.PromptInput, "prefix_len"),
+    ):
+        source = base_hyperparams.instantiate(pax_fiddle.Config(kind, files=pattern, batch_size=1, **{length: 4}))
+        assert [pathlib.Path(path).name for path in source.paths] == ["a.txt", "a10.txt", "a2.txt"]
+        assert drain(source)
+
+
+def test_record_files_take_a_pattern(tmp_path):
+    import tensorflow as tf
+
+    for shard in (1, 0):
+        with tf.io.TFRecordWriter(str(tmp_path / f"x-{shard}.tfrecord")) as writer:
+            feature = {"n": tf.train.Feature(int64_list=tf.train.Int64List(value=[shard]))}
+            writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+    config = pax_fiddle.Config(
+        tfrecord.TfRecordInput,
+        files=str(tmp_path / "*.tfrecord"),
+        features={"n": tfrecord.Feature((), "int32")},
+        batch_size=2,
+    )
+    (batch,) = drain(base_hyperparams.instantiate(config))
+    np.testing.assert_array_equal(batch.n, [0, 1])
+    assert record_files.RecordFiles(str(tmp_path / "*-1.*")).counts == [1]
