@@ -11,7 +11,7 @@ from spmd_trainer.sharding.intermediate_sharding import (
     NoIntermediateShardingNeededError,
     find_intermediate_sharding,
 )
-from spmd_trainer.sharding.mesh import create_device_mesh, create_hybrid_mesh
+from spmd_trainer.sharding.mesh import create_device_mesh, create_hybrid_mesh, fit_mesh_shape
 from spmd_trainer.sharding.mesh_split import split_by_mesh_axis
 from spmd_trainer.sharding.padding import pad_uneven, slice_uneven, uneven_paddings
 from spmd_trainer.sharding.path_rules import infer_sharding, plan_sharding
@@ -21,7 +21,8 @@ from spmd_trainer.sharding.placement import (
     place_like_target,
     update_model_sharding,
 )
-from spmd_trainer.sharding.report import ShardingTotals, sharding_report, sharding_totals
+from spmd_trainer.sharding.report import ShardingReport, sharding_report
+from spmd_trainer.sharding.report_data import ShardingTotals, sharding_totals
 from spmd_trainer.sharding.resharding import reshard, reshard_with_intermediate_sharding
 from spmd_trainer.sharding.shape_rules import MeshPartitionHelper
 from spmd_trainer.sharding.split_mapping import (
@@ -41,11 +42,13 @@ __all__ = [
     "MeshPartitionHelper",
     "NoIntermediateShardingError",
     "NoIntermediateShardingNeededError",
+    "ShardingReport",
     "ShardingTotals",
     "VariableSpec",
     "create_device_mesh",
     "create_hybrid_mesh",
     "find_intermediate_sharding",
+    "fit_mesh_shape",
     "fsdp",
     "get_local_slice_from_fsarray",
     "infer_partition_spec_based_on_rank_fn",

@@ -96,6 +96,36 @@ def create_hybrid_mesh(
     return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def fit_mesh_shape(mesh_shape: Mapping[str, int], num_devices: int, *, grow: str) -> dict[str, int]:
+    """Fits a mesh to another number of devices: `fit_mesh_shape({'data': 4, 'mdl': 2}, 12, grow='data')` is 6 x 2.
+
+    Every axis but `grow` keeps its size where it can, and otherwise gets the largest divisor of its size that fits; the last
+    axis, which communicates most, is fitted first. `grow` gets the rest: on 3 devices the mesh above is 3 x 1.
+
+    Args:
+      mesh_shape: the size of each axis, outermost first. The size of `grow` may be -1.
+      num_devices: the product of the sizes to return; at least 1.
+      grow: the axis that takes what the others leave.
+
+    Returns:
+      The sizes by axis, in the same order; they multiply to `num_devices`.
+
+    Raises:
+      ValueError: `grow` is no axis, or `num_devices` is below 1.
+    """
+    if grow not in mesh_shape or num_devices < 1:
+        raise ValueError(
+            f"grow={grow!r} with mesh {mesh_text(mesh_shape)} on {count_text(num_devices, 'device')}: grow must be an axis of "
+            "the mesh, and there must be a device."
+        )
+    sizes, left = dict(mesh_shape), num_devices
+    for axis in reversed(sizes):
+        if axis != grow:
+            sizes[axis] = math.gcd(sizes[axis], left)
+            left //= sizes[axis]
+    return {**sizes, grow: left}
+
+
 def _parse_config(config_mesh: Sequence[tuple[str, int]]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names and sizes, each checked by itself."""
     if isinstance(config_mesh, Mapping):

@@ -1,0 +1,204 @@
+"""What the sharding report says, as plain data: totals, one entry per variable, and which variable to look at first."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import jax
+from jax.sharding import Mesh
+
+from spmd_trainer.sharding.messages import bytes_text, spec_text
+from spmd_trainer.sharding.specs import AnyMesh, entry_axes, mesh_shape_of
+from spmd_trainer.sharding.variables import VariableSpec
+
+KINDS = ("parameters", "optimizer_state", "other")
+# First keys of the paths of a train state: this trainer's, and those of Flax's TrainState and NNX's Optimizer.
+_KIND_OF_FIRST_KEY = {
+    "opt_states": "optimizer_state",
+    "opt_state": "optimizer_state",
+    "step": "other",
+    "extra_state": "other",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingTotals:
+    """The report's sums.
+
+    Attributes:
+      num_variables: how many variables there are.
+      num_elements: elements of one whole copy, without padding.
+      num_split: variables of which a device holds a part.
+      num_replicated: variables of which every device holds all.
+      num_padded: variables with padding.
+      logical_bytes: bytes of one whole copy, without padding.
+      padding_bytes: bytes that padding adds to that copy.
+      bytes_per_device: bytes that one device holds, padding included.
+      replicated_bytes_per_device: the part of these in replicated variables.
+    """
+
+    num_variables: int
+    num_elements: int
+    num_split: int
+    num_replicated: int
+    num_padded: int
+    logical_bytes: int
+    padding_bytes: int
+    bytes_per_device: int
+    replicated_bytes_per_device: int
+
+
+class MeshAxis(TypedDict):
+    """One axis of the mesh."""
+
+    name: str
+    size: int
+
+
+class MeshData(TypedDict):
+    """The mesh: its axes, and its device ids in row-major order (None for a mesh without devices)."""
+
+    axes: list[MeshAxis]
+    device_ids: list[int] | None
+
+
+class VariableData(TypedDict):
+    """One variable. `spec` has the axes of each dimension and is empty for a replicated variable."""
+
+    path: str
+    kind: str
+    dtype: str
+    logical_shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]
+    spec: list[tuple[str, ...]]
+    spec_text: str
+    bytes_per_device: int
+    padding_bytes: int
+    logical_bytes: int
+    reason: str
+
+
+class ReportData(TypedDict):
+    """The whole report; the fields of `totals` and of each entry of `totals_by_kind` are ShardingTotals'."""
+
+    about: dict[str, str]
+    mesh: MeshData
+    totals: dict[str, int]
+    totals_by_kind: dict[str, dict[str, int]]
+    variables: list[VariableData]
+
+
+def variable_kind(path: str) -> str:
+    """Returns 'parameters', 'optimizer_state' or 'other' by the first key of a path.
+
+    `opt_states/...` (and Flax's `opt_state/...`) is optimizer state; `step` and `extra_state/...` are other state. All
+    other paths are parameters: the variables of the model, trainable (`mdl_vars/params/...`) and non-trainable
+    (`mdl_vars/non_trainable/...`).
+    """
+    return _KIND_OF_FIRST_KEY.get(path.split("/", 1)[0], "parameters")
+
+
+def sharding_totals(variables: Any, mesh: AnyMesh) -> ShardingTotals:
+    """Adds up a tree or list of VariableSpecs.
+
+    Raises:
+      ValueError: a leaf is no VariableSpec.
+    """
+    records, sizes = report_records(variables), mesh_shape_of(mesh)
+    whole = [v for v in records if v.is_replicated]
+    return ShardingTotals(
+        num_variables=len(records),
+        num_elements=sum(math.prod(v.logical_shape) for v in records),
+        num_split=len(records) - len(whole),
+        num_replicated=len(whole),
+        num_padded=sum(v.is_padded for v in records),
+        logical_bytes=sum(v.logical_bytes() for v in records),
+        padding_bytes=sum(v.padding_bytes() for v in records),
+        bytes_per_device=sum(v.bytes_per_device(sizes) for v in records),
+        replicated_bytes_per_device=sum(v.bytes_per_device(sizes) for v in whole),
+    )
+
+
+def report_records(variables: Any) -> list[VariableSpec]:
+    """Returns the VariableSpecs of a tree in its order.
+
+    Raises:
+      ValueError: a leaf is no VariableSpec.
+    """
+    records = jax.tree.leaves(variables)
+    for record in records:
+        if not isinstance(record, VariableSpec):
+            raise ValueError(
+                f"A report is made of VariableSpecs, and this is a {type(record).__name__}: {record!r:.100}. Make them "
+                "with plan_sharding or make_variable_spec."
+            )
+    return records
+
+
+def report_data(variables: Sequence[VariableSpec], mesh: AnyMesh, about: Mapping[str, str]) -> ReportData:
+    """Returns what all forms of the report show.
+
+    Args:
+      variables: the VariableSpecs, in the order of the report.
+      mesh: the mesh they were made for.
+      about: what the head of the report shows, by name.
+    """
+    sizes = mesh_shape_of(mesh)
+    by_kind: dict[str, list[VariableSpec]] = {kind: [] for kind in KINDS}
+    for v in variables:
+        by_kind[variable_kind(v.path)].append(v)
+    return {
+        "about": dict(about),
+        "mesh": {
+            "axes": [{"name": name, "size": size} for name, size in sizes.items()],
+            "device_ids": [int(d.id) for d in mesh.devices.flat] if isinstance(mesh, Mesh) else None,
+        },
+        "totals": dataclasses.asdict(sharding_totals(variables, mesh)),
+        "totals_by_kind": {kind: dataclasses.asdict(sharding_totals(vs, mesh)) for kind, vs in by_kind.items()},
+        "variables": [
+            {
+                "path": v.path,
+                "kind": variable_kind(v.path),
+                "dtype": str(v.dtype),
+                "logical_shape": v.logical_shape,
+                "padded_shape": v.padded_shape,
+                "spec": [entry_axes(entry) for entry in v.spec],
+                "spec_text": spec_text(v.spec),
+                "bytes_per_device": v.bytes_per_device(sizes),
+                "padding_bytes": v.padding_bytes(),
+                "logical_bytes": v.logical_bytes(),
+                "reason": v.reason,
+            }
+            for v in variables
+        ],
+    }
+
+
+def opening_variable(variables: Sequence[VariableData]) -> int | None:
+    """Returns the index of the variable to show first; None if there is none.
+
+    The largest variable that is cut into pieces, by bytes of one copy; where none is cut, the largest of all. The first
+    of several as large. A spec over axes of size 1 cuts nothing.
+    """
+
+    def rank(index: int) -> tuple[bool, int]:
+        v = variables[index]
+        return v["bytes_per_device"] < v["logical_bytes"] + v["padding_bytes"], v["logical_bytes"]
+
+    return max(range(len(variables)), key=rank, default=None)
+
+
+def percent_text(part: int, whole: int) -> str:
+    """A share in words: `2.97%`; `1500%`; `<0.01%` for one that two decimals would show as none."""
+    share = part / whole if whole else 0.0
+    if 0 < share < 0.00005:
+        return "<0.01%"
+    return f"{share:.0%}" if share >= 1 else f"{share:.2%}"
+
+
+def waste_text(padding_bytes: int, logical_bytes: int) -> str:
+    """What padding adds: `768 B (2.97%)`; '' for nothing."""
+    return f"{bytes_text(padding_bytes)} ({percent_text(padding_bytes, logical_bytes)})" if padding_bytes else ""

@@ -1,0 +1,169 @@
+"""The sharding report as HTML: the page (report.html, .css, .js, report_pictures.js in one) and what a notebook shows."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import html
+import importlib.resources
+import json
+import math
+import re
+
+from spmd_trainer.sharding.messages import bytes_text, mesh_text
+from spmd_trainer.sharding.report_data import (
+    KINDS,
+    ReportData,
+    VariableData,
+    opening_variable,
+    percent_text,
+    waste_text,
+)
+
+# Rows of the table in a notebook. Its output is kept in the notebook's file and drawn at once.
+NOTEBOOK_ROWS = 200
+
+
+def page(data: ReportData) -> str:
+    """Returns the page, which needs nothing beside itself.
+
+    Head and totals are plain HTML; the page's script draws the table and the pictures from the data in the page.
+    """
+    title = data["about"].get("experiment")
+    parts = {
+        "TITLE": html.escape(f"{title}: sharding report" if title else "Sharding report"),
+        "CSS": _asset("report.css"),
+        "HEAD": _head(data),
+        "TOTALS": _headline(data) + _totals_table(data),
+        "DATA": _script_json(data),
+        "SCRIPT": _asset("report_pictures.js") + _asset("report.js"),
+    }
+    # One pass: a path that looks like a mark of the template stays as it is.
+    return re.sub(r"__REPORT_(\w+?)__", lambda mark: parts[mark[1]], _asset("report.html"))
+
+
+def notebook(data: ReportData) -> str:
+    """Returns what a notebook shows below a cell: head, totals and a table, with the page to unfold.
+
+    The table needs no script and takes its colours from the notebook. The page is in a sandboxed frame that is loaded
+    when it is unfolded.
+    """
+    variables, title = data["variables"], data["about"].get("experiment")
+    largest = heapq.nlargest(NOTEBOOK_ROWS, range(len(variables)), key=lambda i: (variables[i]["bytes_per_device"], -i))
+    rows = "".join(_notebook_row(variables[i]) for i in sorted(largest))
+    header = "".join(
+        f"<th>{name}</th>" for name in ("variable", "dtype", "shape", "spec", "per device", "padding", "why")
+    )
+    left_out = len(variables) - len(largest)
+    note = (
+        f"<p>The {len(largest)} variables that take the most bytes per device; {left_out:,} smaller ones are in the page "
+        "below.</p>"
+    )
+    return (
+        f'<div class="spmd-sharding-report"><style>{_asset("report_notebook.css")}</style>'
+        f"<p><b>Sharding report{f': {html.escape(title)}' if title else ''}</b></p><p>{_about_line(data)}</p>"
+        f"{_totals_table(data)}"
+        f'<div class="box"><table class="variables"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f"{note if left_out else ''}"
+        "<details><summary>Page with search and pictures</summary>"
+        '<iframe title="Sharding report" sandbox="allow-scripts" loading="lazy" '
+        f'srcdoc="{html.escape(page(data))}"></iframe></details></div>'
+    )
+
+
+def _mesh_words(data: ReportData) -> str:
+    axes = data["mesh"]["axes"]
+    devices = _count(math.prod(axis["size"] for axis in axes), "device")
+    return f"mesh {mesh_text({axis['name']: axis['size'] for axis in axes})} · {devices}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _about_line(data: ReportData) -> str:
+    facts = [f"{name} {value}" for name, value in data["about"].items() if name != "experiment"]
+    return html.escape(" · ".join([_mesh_words(data), *facts]))
+
+
+def _head(data: ReportData) -> str:
+    title = data["about"].get("experiment")
+    kicker = '<p class="kicker">Sharding report</p>' if title else ""
+    facts = "".join(
+        f"<span><b>{html.escape(name)}</b> {html.escape(value)}</span>"
+        for name, value in data["about"].items()
+        if name != "experiment"
+    )
+    return (
+        f"{kicker}<h1>{html.escape(title or 'Sharding report')}</h1>"
+        f'<p id="about"><span id="mesh-line">{html.escape(_mesh_words(data))}</span>{facts}</p>'
+    )
+
+
+def _headline(data: ReportData) -> str:
+    totals, by_kind = data["totals"], data["totals_by_kind"]
+    all_bytes = totals["bytes_per_device"]
+    bar = "".join(
+        f'<i class="{kind}" style="flex-grow:{by_kind[kind]["bytes_per_device"] / all_bytes:.4f}"></i>'
+        for kind in KINDS
+        if by_kind[kind]["bytes_per_device"]
+    )
+    replicated = _count(totals["num_replicated"], "replicated variable")
+    return (
+        f'<div class="headline"><b>{bytes_text(all_bytes)}</b><span>held by each device, '
+        f"{bytes_text(totals['replicated_bytes_per_device'])} of it in {replicated}</span>"
+        f'<div class="bar" aria-hidden="true">{bar}</div></div>'
+    )
+
+
+def _totals_table(data: ReportData) -> str:
+    kinds = [(kind, totals) for kind, totals in data["totals_by_kind"].items() if totals["num_variables"]]
+    rows = "".join(_totals_row(kind, totals) for kind, totals in kinds)
+    return (
+        '<table class="totals"><thead><tr><th scope="col">totals</th><th scope="col">one copy</th>'
+        f'<th scope="col">per device</th><th scope="col">padding</th></tr></thead><tbody>{rows}</tbody>'
+        f"<tfoot>{_totals_row('sum', data['totals'])}</tfoot></table>"
+    )
+
+
+def _totals_row(kind: str, totals: dict[str, int]) -> str:
+    logical, padding = totals["logical_bytes"], totals["padding_bytes"]
+    size = f"{_count(totals['num_variables'], 'variable')}, {_count(totals['num_elements'], 'element')}"
+    return (
+        f'<tr class="{kind}"><th scope="row"><i class="{kind}"></i>{kind.replace("_", " ")} <small>{size}</small></th>'
+        f"<td>{bytes_text(logical)}</td><td>{bytes_text(totals['bytes_per_device'])}</td>"
+        f"<td>{waste_text(padding, logical) or 'none'}</td></tr>"
+    )
+
+
+def _notebook_row(v: VariableData) -> str:
+    padded = "" if v["padded_shape"] == v["logical_shape"] else f" → {v['padded_shape']}"
+    code = [v["path"], v["dtype"], f"{v['logical_shape']}{padded}", v["spec_text"]]
+    plain = [bytes_text(v["bytes_per_device"]), waste_text(v["padding_bytes"], v["logical_bytes"]), v["reason"]]
+    cells = [f"<code>{html.escape(text)}</code>" for text in code] + [html.escape(text) for text in plain]
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _script_json(data: ReportData) -> str:
+    """The data for the page's script: the report's, the figures in words beside it, so that all forms round alike."""
+    words = [
+        {
+            "per_device": bytes_text(v["bytes_per_device"]),
+            "one_copy": bytes_text(v["logical_bytes"]),
+            "padding": waste_text(v["padding_bytes"], v["logical_bytes"]),
+            "padding_share": percent_text(v["padding_bytes"], v["logical_bytes"]),
+        }
+        for v in data["variables"]
+    ]
+    shown = {
+        "mesh": data["mesh"],
+        "opening": opening_variable(data["variables"]),
+        "variables": [{**v, "words": w} for v, w in zip(data["variables"], words, strict=True)],
+    }
+    # Nothing in the data may end the script element that carries it.
+    return json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
