@@ -8,14 +8,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import collective, mismatch, records, steps
+from spmd_trainer.checkpointing import collective, mismatch, records, rule_matching, steps
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError, CheckpointNotFoundError, DamagedCheckpointError
+from spmd_trainer.errors import UserError
 
 if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
@@ -33,7 +35,8 @@ class CheckpointLoadingRules:
 
     A model variable is named by its path below `mdl_vars`, e.g. 'params/lm/softmax/w'. The first rule whose regex
     matches from the name's start decides; its template, filled with the regex's groups, names the variable to take from
-    the checkpoint. Dots in templates stand for slashes.
+    the checkpoint. Dots in templates stand for slashes. A rule that matches no variable of the model is refused, and so
+    are rules that load nothing.
 
     Example, a decoder that takes an LM's weights but not its biases:
 
@@ -43,8 +46,8 @@ class CheckpointLoadingRules:
       task_p: not needed, a checkpoint describes itself; accepted so that experiments written for Pax stay as they are.
       load_rules: pairs of regex and template. `LOAD_ALL` is the pair that takes everything under its own name. A
         template that starts with 'ema/' takes the variable's moving average out of the optimizer states.
-      safe_load: refuse rules of which a regex matches no variable.
-      ignore_rules: regexes of model variables to leave at their initial values.
+      safe_load: Pax's name, without effect: a rule that matches no variable is always refused.
+      ignore_rules: regexes of model variables to leave at their initial values; each must match one.
       step: which step of the checkpoint directory; None for the newest whole one.
       load_step: also continue the step counter.
       load_opt_states: also take the optimizer states, all of them; they must be the same.
@@ -71,6 +74,10 @@ class CheckpointLoadingRules:
                 re.compile(pattern)
             except re.error as e:
                 raise ValueError(f"init_from_checkpoint_rules: {pattern!r} is no regex: {e}.") from e
+        for pattern, template in self.load_rules:
+            problem = rule_matching.template_problem(pattern, template)
+            if problem:
+                raise ValueError(f"init_from_checkpoint_rules: {problem}.")
         if not self.load_rules and not self.load_step and not self.load_opt_states:
             raise ValueError("init_from_checkpoint_rules: these rules load nothing. Give load_rules, e.g. [LOAD_ALL].")
 
@@ -99,7 +106,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         counts = collections.Counter(row.status for row in self.rows)
-        shown = [row for row in self.rows if not (row.path.startswith(_OPT) and row.status == LEFT)]
+        shown = [row for row in self.rows if row.note or not (row.path.startswith(_OPT) and row.status == LEFT)]
         unshown = len(self.rows) - len(shown)
         width = max((len(row.path) for row in shown), default=0)
         lines = [", ".join(f"{counts[status]} {status}" for status in (LOADED, SKIPPED, LEFT))]
@@ -116,6 +123,30 @@ class _Source:
     name: str
     step_dir: epath.Path
     saved: dict[str, records.SavedVariable]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadPlan:
+    """What a warm start loads, worked out from the records of the checkpoints; no array has been read.
+
+    Attributes:
+      report: what becomes of every variable.
+      parts: for each checkpoint, {path in the model: path in the checkpoint}.
+    """
+
+    report: LoadReport
+    parts: tuple[tuple[_Source, dict[str, str]], ...]
+
+    def load(self, state: Any, variables: Any, mesh: Mesh) -> Any:
+        """Returns the initialised `state` with the planned variables replaced; arguments as of `init_from_rules`."""
+        from spmd_trainer.checkpointing import orbax_io
+
+        specs = records.by_path(variables)
+        leaves = dict(zip(specs, jax.tree.leaves(state), strict=True))
+        for source, plan in self.parts:
+            wanted = {path: specs[path] for path in plan}
+            leaves.update(orbax_io.read_arrays(source.step_dir, source.saved, wanted, mesh, source=plan))
+        return jax.tree.unflatten(jax.tree.structure(state), leaves.values())
 
 
 def init_from_rules(
@@ -136,30 +167,98 @@ def init_from_rules(
       The state with loaded variables replaced, and the report.
 
     Raises:
+      As `plan_loading`, before an array is read.
+    """
+    plan = plan_loading(variables, rules)
+    return plan.load(state, variables, mesh), plan.report
+
+
+def plan_loading(variables: Any, rules: Mapping[epath.PathLike, CheckpointLoadingRules]) -> LoadPlan:
+    """Works out what `init_from_rules` loads, from the records of the checkpoints alone. Called by every process.
+
+    Args:
+      variables: the model's tree of VariableSpecs.
+      rules: as of `init_from_rules`.
+
+    Returns:
+      The plan.
+
+    Raises:
+      UserError: `rules` is no mapping of directories to CheckpointLoadingRules.
       CheckpointNotFoundError: no whole checkpoint there.
       DamagedCheckpointError: the step that the rules name is damaged.
-      CheckpointMismatchError: a rule names a variable that the checkpoint lacks or has at another logical shape, a
-        regex matched nothing under `safe_load`, or the optimizer states differ.
+      CheckpointMismatchError: a rule matches no variable of the model, names a variable that the checkpoint lacks or has
+        at another logical shape; the rules load nothing; or the optimizer states differ.
     """
-    from spmd_trainer.checkpointing import orbax_io
-
     specs = records.by_path(variables)
-    leaves = dict(zip(specs, jax.tree.leaves(state), strict=True))
     rows = {path: LoadRow(path, LEFT, "no rule matches" if path.startswith(_VARS) else "") for path in specs}
-    for directory, rule in rules.items():
+    parts = []
+    for directory, rule in _built(rules).items():
         source = _open_source(epath.Path(directory), rule.step)
+        _check_rules(rule, specs, source)
         open_paths = {path: spec for path, spec in specs.items() if rows[path].status != LOADED}
         plan = _plan_variables(rule, open_paths, source, rows)
         plan |= _plan_opt_states(rule, open_paths, source, rows)
         if rule.load_step and _STEP in open_paths:
             plan[_STEP] = _STEP
-        wanted = {path: specs[path] for path in plan}
-        leaves.update(orbax_io.read_arrays(source.step_dir, source.saved, wanted, mesh, source=plan))
+        if not plan:
+            raise CheckpointMismatchError(_nothing_loaded(source, rows))
         for path, saved_path in plan.items():
             rows[path] = LoadRow(path, LOADED, _describe(source, saved_path, specs[path]))
+        parts.append((source, plan))
     loaded_opt = any(row.status == LOADED for path, row in rows.items() if path.startswith(_OPT))
-    report = LoadReport(tuple(rows.values()), loaded_opt)
-    return jax.tree.unflatten(jax.tree.structure(state), leaves.values()), report
+    return LoadPlan(LoadReport(tuple(rows.values()), loaded_opt), tuple(parts))
+
+
+def _built(rules: Any) -> dict[epath.PathLike, CheckpointLoadingRules]:
+    """The rules by directory, configs built."""
+    wanted = "give {checkpoint directory: CheckpointLoadingRules(load_rules=[...])}"
+    if not isinstance(rules, Mapping):
+        raise UserError(f"task.train.init_from_checkpoint_rules is {rules!r:.200}; {wanted}")
+    built = {}
+    for directory, rule in rules.items():
+        name = f"task.train.init_from_checkpoint_rules[{str(directory)!r}]"
+        if isinstance(rule, fdl.Buildable) and fdl.get_callable(rule) is CheckpointLoadingRules:
+            try:
+                # Not `fdl.build`: it would build the source's whole task, which nothing reads.
+                rule = CheckpointLoadingRules(**fdl.ordered_arguments(rule))
+            except ValueError as error:
+                raise UserError(f"{name}: {error}") from error
+        if not isinstance(rule, CheckpointLoadingRules):
+            raise UserError(f"{name} is {rule!r:.200}; {wanted}")
+        built[directory] = rule
+    return built
+
+
+def _check_rules(rule: CheckpointLoadingRules, specs: Mapping[str, VariableSpec], source: _Source) -> None:
+    """Refuses rules that match nothing in the model: each is a mistyped path, or meant for another model."""
+    names = [path.removeprefix(_VARS) for path in specs if path.startswith(_VARS)]
+    if rule.partial_load_opt_states:
+        names += [path.removeprefix(_OPT) for path in specs if path.startswith(_OPT)]
+    saved = [path.removeprefix(_VARS) for path in source.saved if path.startswith(_VARS)]
+    faults = rule_matching.without_effect(rule.load_rules, rule.ignore_rules or (), names, saved)
+    if faults:
+        raise CheckpointMismatchError(_explain(source, faults, "correct these regexes; they match from a name's start"))
+
+
+def _explain(source: _Source, faults: Sequence[str], fix: str) -> str:
+    lines = [f"init_from_checkpoint_rules cannot be carried out with {source.name}:"]
+    lines += [f"  {fault}" for fault in faults[:_MAX_LISTED]]
+    if len(faults) > _MAX_LISTED:
+        lines.append(f"  ... and {len(faults) - _MAX_LISTED} more")
+    return "\n".join([*lines, f"Fix: {fix}."])
+
+
+def _nothing_loaded(source: _Source, rows: Mapping[str, LoadRow]) -> str:
+    counts = collections.Counter(row.status for row in rows.values())
+    return _explain(
+        source,
+        [
+            f"nothing would be loaded from it: {counts[LOADED]} variables of the model come from checkpoints listed before "
+            f"it, {counts[SKIPPED]} are kept out by ignore_rules, and no rule matches the other {counts[LEFT]}"
+        ],
+        "narrow ignore_rules or the rules of the checkpoints before it, or leave this checkpoint out",
+    )
 
 
 def _describe(source: _Source, saved_path: str, spec: VariableSpec) -> str:
@@ -193,35 +292,26 @@ def _plan_variables(
     rule: CheckpointLoadingRules, open_paths: Mapping[str, VariableSpec], source: _Source, rows: dict[str, LoadRow]
 ) -> dict[str, str]:
     """Returns {model path: saved path} for variables; notes in `rows` which ones `ignore_rules` keeps out."""
-    plan, faults, used = {}, [], set()
+    plan, faults = {}, []
     for path, spec in open_paths.items():
         if not path.startswith(_VARS):
             continue
-        found = _apply_rules(rule, path.removeprefix(_VARS))
-        if found is None:
+        match = rule_matching.first_match(rule.load_rules, rule.ignore_rules or (), path.removeprefix(_VARS))
+        if match is None:
             continue
-        pattern, name, ignored_by = found
-        used.add(pattern)
-        if ignored_by is not None:
-            rows[path] = LoadRow(path, SKIPPED, f"ignore rule {ignored_by!r}")
+        if match.ignored_by is not None:
+            rows[path] = LoadRow(path, SKIPPED, f"ignore rule {match.ignored_by!r}")
             continue
-        saved_path = _resolve(name, source, rule)
-        fault = _fault(spec, saved_path, name, source)
+        saved_path = _resolve(match.source, source, rule)
+        fault = _fault(spec, saved_path, match.source, source)
         if fault:
-            faults.append(f"  {path}: {fault}")
+            by = rule_matching.describe(match.rule, *rule.load_rules[match.rule])
+            faults.append(f"{path}, by {by}: {fault}")
         else:
             plan[path] = saved_path
-    unused = [pattern for pattern, _ in rule.load_rules if pattern not in used]
-    if rule.safe_load and unused:
-        faults.append(f"  safe_load: no variable of the model matches {', '.join(map(repr, unused))}")
     if faults:
-        more = [f"  ... and {len(faults) - _MAX_LISTED} more"] if len(faults) > _MAX_LISTED else []
-        raise CheckpointMismatchError(
-            "\n".join(
-                [f"init_from_checkpoint_rules cannot be carried out with {source.name}:", *faults[:_MAX_LISTED], *more]
-                + ["Fix: narrow load_rules, correct their templates, or name these variables in ignore_rules."]
-            )
-        )
+        fix = "narrow load_rules, correct their templates, or name these variables in ignore_rules"
+        raise CheckpointMismatchError(_explain(source, faults, fix))
     return plan
 
 
@@ -242,23 +332,16 @@ def _plan_opt_states(
     plan = {}
     if rule.partial_load_opt_states:
         for path, spec in opt_states.items():
-            found = _apply_rules(rule, path.removeprefix(_OPT))
-            if found is None or found[2] is not None:
+            match = rule_matching.first_match(rule.load_rules, rule.ignore_rules or (), path.removeprefix(_OPT))
+            if match is None or match.ignored_by is not None:
                 continue
-            saved_path = _OPT + found[1]
-            if _fault(spec, saved_path, found[1], source) is None:
+            saved_path = _OPT + match.source
+            fault = _fault(spec, saved_path, match.source, source)
+            if fault is None:
                 plan[path] = saved_path
+            else:
+                rows[path] = LoadRow(path, LEFT, fault)
     return plan
-
-
-def _apply_rules(rule: CheckpointLoadingRules, name: str) -> tuple[str, str, str | None] | None:
-    """Returns (regex, name in the checkpoint, ignore rule that forbids it) of the first rule that matches."""
-    for pattern, template in rule.load_rules:
-        match = re.match(pattern, name)
-        if match:
-            ignored_by = next((p for p in rule.ignore_rules or () if re.match(p, name)), None)
-            return pattern, template.format(*match.groups()).replace(".", "/"), ignored_by
-    return None
 
 
 def _resolve(name: str, source: _Source, rule: CheckpointLoadingRules) -> str:
@@ -274,13 +357,23 @@ def _fault(spec: VariableSpec, saved_path: str, name: str, source: _Source) -> s
     """Why a variable cannot be loaded from a saved path, or None."""
     saved = source.saved.get(saved_path)
     if saved is None:
-        return f"the checkpoint has no {name!r}"
+        return f"the checkpoint has no {name!r}; {_nearest_saved(name, saved_path, source)}"
     if saved.shape != tuple(spec.logical_shape):
         return f"{name!r} is {saved.shape} in the checkpoint and {tuple(spec.logical_shape)} in the model"
     wanted = records.dtype_name(spec.dtype)
     if saved.dtype != wanted and not (_is_float(saved.dtype) and _is_float(wanted)):
         return f"{name!r} is {saved.dtype} in the checkpoint and {wanted} in the model"
     return None
+
+
+def _nearest_saved(name: str, saved_path: str, source: _Source) -> str:
+    """Which names of the checkpoint are nearest to one that it lacks, as a template would write them."""
+    if name.startswith(_EMA):
+        return rule_matching.nearest(
+            name, (f"{_EMA}{p.split(f'/{_EMA}', 1)[1]}" for p in source.saved if f"/{_EMA}" in p)
+        )
+    prefix = _OPT if saved_path.startswith(_OPT) else _VARS
+    return rule_matching.nearest(name, (p.removeprefix(prefix) for p in source.saved if p.startswith(prefix)))
 
 
 def _is_float(dtype: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from praxis import base_hyperparams
+
+from spmd_trainer.errors import UserError, did_you_mean
 
 
 class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
@@ -41,6 +43,10 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
         """Whether the evaluation that was last told is the best so far."""
         return self._best is not None and not self._since_best
 
+    def dataset_among(self, names: Iterable[str]) -> str | None:
+        """Returns the dataset that `metric` is of, or None if it is none of `names`. Names may contain slashes."""
+        return max((name for name in names if self.metric.startswith(f"{name}/")), key=len, default=None)
+
     def __call__(self, metrics: Mapping[str, Any], running_mode: str, step: int, is_last: bool) -> bool:
         """Takes note of an evaluation.
 
@@ -54,11 +60,14 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
           Whether training should end.
 
         Raises:
-          ValueError: there is no such metric.
+          UserError: there is no such metric.
         """
         del running_mode, step, is_last
         if self.metric not in metrics:
-            raise ValueError(f"EarlyStopping.metric is {self.metric!r}; the evaluations give {sorted(metrics)}")
+            raise UserError(
+                f"EarlyStopping.metric is {self.metric!r}; the evaluations give {sorted(metrics)}"
+                f"{did_you_mean(self.metric, metrics)}"
+            )
         value = float(metrics[self.metric]) * (1 if self.mode == "min" else -1)
         # A NaN is below nothing, so it is no improvement.
         if value < (float("inf") if self._best is None else self._best - self.min_delta):

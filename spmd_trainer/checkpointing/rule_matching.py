@@ -1,0 +1,114 @@
+"""Matching the regexes of `init_from_checkpoint_rules` against variable names, and saying which of them match nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import heapq
+import re
+import string
+from collections.abc import Iterable, Sequence
+
+_WILDCARDS = re.compile(r"\.[*+]\??|[\\^$()\[\]{}|*+?]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """The rule that decides a variable.
+
+    Attributes:
+      rule: index of the rule in `load_rules`.
+      source: the name to take from the checkpoint: the rule's template, filled with the regex's groups.
+      ignored_by: the ignore rule that keeps the variable out, or None.
+    """
+
+    rule: int
+    source: str
+    ignored_by: str | None
+
+
+def first_match(load_rules: Sequence[tuple[str, str]], ignore_rules: Sequence[str], name: str) -> Match | None:
+    """Returns the match of the first rule whose regex matches from the start of `name`, or None."""
+    for index, (pattern, template) in enumerate(load_rules):
+        match = re.match(pattern, name)
+        if match:
+            ignored_by = next((p for p in ignore_rules if re.match(p, name)), None)
+            return Match(index, template.format(*match.groups()).replace(".", "/"), ignored_by)
+    return None
+
+
+def template_problem(pattern: str, template: str) -> str | None:
+    """Returns why a template can't be filled with the groups of its regex, or None.
+
+    Raises:
+      re.error: `pattern` is no regex.
+    """
+    groups = re.compile(pattern).groups
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        template.format(*[""] * groups)
+    except (IndexError, KeyError, ValueError, AttributeError) as error:
+        if isinstance(error, IndexError):
+            return f"template {template!r} has {len(fields)} fields, and regex {pattern!r} has {groups} groups"
+        return f"template {template!r} can't be filled ({error}); write {{}} for each group of the regex"
+    return None
+
+
+def without_effect(
+    load_rules: Sequence[tuple[str, str]], ignore_rules: Sequence[str], names: Sequence[str], saved: Sequence[str]
+) -> list[str]:
+    """Finds rules that decide nothing.
+
+    Args:
+      load_rules: pairs of regex and template.
+      ignore_rules: regexes.
+      names: the model's variables.
+      saved: the checkpoint's variables.
+
+    Returns:
+      A message for each rule that matches none of `names`, or only those that an earlier rule takes.
+    """
+    deciding = {match.rule for name in names if (match := first_match(load_rules, ignore_rules, name)) is not None}
+    faults = []
+    for index, (pattern, template) in enumerate(load_rules):
+        rule = describe(index, pattern, template)
+        if not any(re.match(pattern, name) for name in names):
+            in_model, in_checkpoint = nearest_to_regex(pattern, names), nearest_to_regex(template, saved)
+            faults.append(
+                f"{rule} matches no variable of the model; {in_model}; of the checkpoint's, to its template, {in_checkpoint}"
+            )
+        elif index not in deciding:
+            faults.append(
+                f"{rule} has no effect: every variable that it matches is taken by an earlier rule; move it up"
+            )
+    for index, pattern in enumerate(ignore_rules):
+        if not any(re.match(pattern, name) for name in names):
+            near = nearest_to_regex(pattern, names)
+            faults.append(f"ignore_rules[{index}] {pattern!r} matches no variable of the model; {near}")
+    return faults
+
+
+def describe(index: int, pattern: str, template: str) -> str:
+    """Returns how messages name a rule."""
+    return f"load_rules[{index}] ({pattern!r}, {template!r})"
+
+
+def nearest_to_regex(pattern: str, names: Iterable[str]) -> str:
+    """Returns 'the nearest are a, b, c' for the names whose beginning or end is most like the regex (or template)."""
+    text = _WILDCARDS.sub("", pattern)
+
+    def likeness(name: str) -> float:
+        return max(_ratio(text, name[: len(text)]), _ratio(text, name[-len(text) :]))
+
+    near = heapq.nlargest(3, names, key=likeness)
+    return f"the nearest are {', '.join(near)}" if near else "there are none"
+
+
+def nearest(wanted: str, names: Iterable[str]) -> str:
+    """Returns 'the nearest is a' for the name that is most like `wanted`."""
+    near = max(names, key=lambda name: _ratio(wanted, name), default=None)
+    return f"the nearest is {near}" if near else "there are none"
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()

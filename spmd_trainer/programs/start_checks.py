@@ -1,0 +1,296 @@
+"""Finds at the start what would otherwise end a run at its first evaluation, decode or save.
+
+`check` needs the resolved config alone and touches no device. `check_training` needs the built job: it traces an
+evaluation step and reads the records of checkpoints, and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import fiddle as fdl
+from absl import logging
+from praxis import pax_fiddle
+
+from spmd_trainer import experiment_registry, learners, step_fns
+from spmd_trainer.checkpointing import collective, loading_rules, steps
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+from spmd_trainer.inputs.batches import dataset_input_specs
+from spmd_trainer.metrics.early_stopping import EarlyStopping
+
+if TYPE_CHECKING:
+    from spmd_trainer.experiment_config import ResolvedExperiment
+    from spmd_trainer.programs.job import Job, JobSettings
+
+_DECODE_MODES = ("decode", "decode_once", "infer")
+# What an evaluation adds to the metrics of a dataset.
+_TIMING = ("eval_batches", "eval_seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """The valid values of a number.
+
+    Attributes:
+      lowest: the least one.
+      below: valid values are less than this.
+      whole: whether it counts something.
+      none: what None stands for, as messages say it; without it None is invalid.
+    """
+
+    lowest: float
+    below: float = math.inf
+    whole: bool = True
+    none: str | None = None
+
+    def holds(self, value: Any) -> bool:
+        """True if the value is valid."""
+        if value is None:
+            return self.none is not None
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return False
+        number = float(value)
+        return self.lowest <= number < self.below and math.isfinite(number) and (not self.whole or number.is_integer())
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        limits = f"of {self.lowest:g} or more" + (f" and less than {self.below:g}" if math.isfinite(self.below) else "")
+        return f"{kind} {limits}" + (f" ({self.none})" if self.none else "")
+
+
+_TRAIN_RANGES = {
+    "num_train_steps": _Range(1),
+    "save_interval_steps": _Range(1),
+    "save_max_to_keep": _Range(1, none="None keeps all"),
+    "max_inflight_steps": _Range(1),
+    "summary_interval_steps": _Range(1),
+    "log_train_output_interval_steps": _Range(1, none="None: summary_interval_steps"),
+    "summary_accumulate_interval_steps": _Range(1, none="None averages nothing"),
+    "eval_interval_steps": _Range(0, none="0 or None: never"),
+    "decode_interval_steps": _Range(0, none="0 or None: never"),
+    "decode_start_after_n_steps": _Range(0),
+    "profiler_capture_step": _Range(1, none="None: never"),
+    "profiler_num_steps": _Range(1),
+    "profiler_min_duration_sec": _Range(0, whole=False),
+}
+_LEARNER_RANGES = {"skip_step_gradient_norm_value": _Range(0, whole=False)}
+_OPTIMIZER_RANGES = {
+    "ema_decay": _Range(0, below=1, whole=False),
+    "clip_gradient_norm_to_value": _Range(0, whole=False, none="0 or None: no clipping"),
+    "clip_gradient_single_norm_to_value": _Range(0, whole=False, none="0 or None: no clipping"),
+}
+
+
+def check(settings: JobSettings, resolved: ResolvedExperiment) -> None:
+    """Checks the resolved experiment against what its mode will ask of it. Touches no device.
+
+    Raises:
+      UserError: a number is out of its range, or the mode, the flags and the experiment contradict each other.
+    """
+    task_p, mode = resolved.task_p, settings.mode
+    _check_numbers(task_p)
+    _check_averages(task_p, mode)
+    if mode == "eval" and not resolved.config.eval_datasets:
+        raise UserError(
+            f"--mode=eval: experiment {_name(resolved)} has no evaluation datasets; return some with is_training=False from "
+            "datasets()"
+        )
+    if mode in _DECODE_MODES:
+        _require_decode_datasets(resolved, f"--mode={mode}")
+    if mode == "train":
+        _check_decode_during_train(settings, resolved)
+        _check_early_stopping(settings, resolved)
+        _check_beginning(settings, task_p)
+
+
+def check_training(job: Job) -> None:
+    """Checks what training will need only later: the metric that stops it, and the rules of its warm start.
+
+    Called by every process, before the run writes anything.
+
+    Raises:
+      UserError: `EarlyStopping.metric` is none that its dataset's evaluation gives.
+      CheckpointError: the warm start's rules match nothing, or don't fit the checkpoint.
+    """
+    _check_early_stopping_metric(job)
+    rules = job.task.train.init_from_checkpoint_rules
+    # Reading a checkpoint's record takes all processes: they do what the first one sees.
+    goes_on = collective.from_process_0(int(_has_own_checkpoints(job.settings)))
+    if rules and job.settings.restore_checkpoint_dir is None and not goes_on:
+        loading_rules.plan_loading(job.partitioner.metadata.variables, rules)
+
+
+def _check_numbers(task_p: Any) -> None:
+    """Refuses numbers that no run can be meant with: each fault says field, value and valid range."""
+    learner_p = task_p.train.learner
+    faults = [
+        *_out_of_range(task_p.train, "task.train", _TRAIN_RANGES),
+        *_out_of_range(learner_p, "task.train.learner", _LEARNER_RANGES),
+        *_out_of_range(getattr(learner_p, "optimizer", None), "task.train.learner.optimizer", _OPTIMIZER_RANGES),
+    ]
+    if faults:
+        raise UserError("\n".join(faults))
+
+
+def _out_of_range(config: Any, path: str, ranges: Mapping[str, _Range]) -> Iterator[str]:
+    for field, valid in ranges.items():
+        # An optimizer needn't have every field, and a config may stand for a number that is worked out later.
+        value = getattr(config, field, valid.lowest)
+        if not isinstance(value, fdl.Buildable) and not valid.holds(value):
+            yield f"{path}.{field} is {value!r}; give {valid}"
+
+
+def _check_averages(task_p: Any, mode: str) -> None:
+    """Refuses moving averages that the learner doesn't keep, in training too: its checkpoints would lack them."""
+    fields = ["eval_use_ema_states"] if mode in ("train", "eval") else []
+    fields += ["decode_use_ema_states"] if mode in ("train", *_DECODE_MODES) else []
+    asked = [field for field in fields if getattr(task_p.train, field)]
+    # A list of learners is refused where the task is built.
+    if not asked or not isinstance(task_p.train.learner, fdl.Buildable):
+        return
+    try:
+        learner = pax_fiddle.build(task_p.train.learner.clone().set(name="learner"))
+    except ValueError as error:
+        raise UserError(first_paragraph(error)) from error
+    if learners.has_ema(learner):
+        return
+    optimizer_p, name = task_p.train.learner.optimizer, type(learner.optimizer).__name__
+    if isinstance(optimizer_p, fdl.Buildable) and "ema_decay" in optimizer_p.__signature_info__.parameters:
+        main = "main " if isinstance(learner, learners.MultiOptimizerLearner) else ""
+        why = f"its {main}optimizer {name} has ema_decay={optimizer_p.ema_decay!r}"
+        fix = "task_p.train.learner.optimizer.ema_decay = 0.999"
+    else:
+        why = "an optax transformation has no ema_decay"
+        fix = (
+            "task_p.train.learner.optimizer = pax_fiddle.Config(optimizers.OptaxOptimizer, grad_tx=..., ema_decay=0.999, "
+            "learning_rate=1.0, lr_schedule=pax_fiddle.Config(schedules.Constant, value=1.0))"
+        )
+    raise UserError(
+        f"{' and '.join(f'task.train.{field}' for field in asked)} asks for moving averages of the variables, but "
+        f"task.train.learner keeps none: {why}. Add e.g. {fix}, or set {' and '.join(asked)} to False"
+    )
+
+
+def _name(resolved: ResolvedExperiment) -> str:
+    return experiment_registry.short_name(resolved.name)
+
+
+def _require_decode_datasets(resolved: ResolvedExperiment, asked: str) -> None:
+    if not resolved.config.decode_datasets:
+        raise UserError(
+            f"{asked}: experiment {_name(resolved)} has no decode datasets; return some from decode_datasets()"
+        )
+
+
+def _check_decode_during_train(settings: JobSettings, resolved: ResolvedExperiment) -> None:
+    if not settings.decode_during_train:
+        return
+    interval = resolved.task_p.train.decode_interval_steps
+    if not interval:
+        raise UserError(
+            f"--decode_during_train: task.train.decode_interval_steps is {interval!r}, so nothing would be decoded; set "
+            "e.g. --fdl.set='task.train.decode_interval_steps=1000', or leave the flag out"
+        )
+    _require_decode_datasets(resolved, "--decode_during_train")
+
+
+def _check_early_stopping(settings: JobSettings, resolved: ResolvedExperiment) -> None:
+    """An `early_stopping_fn` is asked after evaluations: there must be some, of the dataset that it watches."""
+    task_p = resolved.task_p
+    fn, interval = task_p.early_stopping_fn, task_p.train.eval_interval_steps
+    if fn is None:
+        return
+    if not (interval and settings.eval_on_test):
+        off = "--eval_on_test is off" if interval else f"task.train.eval_interval_steps is {interval!r}"
+        raise UserError(
+            f"task.early_stopping_fn is asked after each evaluation, and {off}, so it would never end the run; switch "
+            "evaluation on, or set task.early_stopping_fn to None"
+        )
+    if isinstance(fn, fdl.Buildable):
+        try:
+            fn = pax_fiddle.build(fn)
+        except ValueError as error:
+            raise UserError(f"task.early_stopping_fn: {first_paragraph(error)}") from error
+    if not isinstance(fn, EarlyStopping):
+        return
+    names = [str(dataset.name) for dataset in resolved.config.eval_datasets]
+    names += [] if task_p.train.eval_skip_train else ["train"]
+    if fn.dataset_among(names) is None:
+        dataset = fn.metric.partition("/")[0]
+        hint = "; set task.train.eval_skip_train=False" if dataset == "train" else did_you_mean(dataset, names)
+        raise UserError(
+            f"task.early_stopping_fn watches {fn.metric!r}, and no evaluation dataset is named {dataset!r}"
+            + (hint or "; the experiment has none: return one with is_training=False from datasets()")
+        )
+
+
+def _check_beginning(settings: JobSettings, task_p: Any) -> None:
+    """The flags that say where a training run begins must fit each other and what is there."""
+    directory, step = settings.restore_checkpoint_dir, settings.restore_checkpoint_step
+    if directory is None:
+        if step is not None:
+            raise UserError(
+                f"--restore_checkpoint_step={step} needs --restore_checkpoint_dir=DIR in training: a run goes on from the "
+                "newest checkpoint of its own directory"
+            )
+        return
+    if _has_own_checkpoints(settings):
+        return  # A run that is started again goes on from its own.
+    there = steps.present(directory)
+    if not there:
+        raise UserError(f"no checkpoint in {directory}; give a --restore_checkpoint_dir that has some, or none")
+    if step is not None and step not in there:
+        raise UserError(f"no step {step} in {directory}; there are {', '.join(map(str, there))}")
+    if task_p.train.init_from_checkpoint_rules:
+        logging.warning(
+            "task.train.init_from_checkpoint_rules is not used: the run begins with the whole checkpoint of "
+            "--restore_checkpoint_dir=%s",
+            directory,
+        )
+
+
+def _has_own_checkpoints(settings: JobSettings) -> bool:
+    return bool(steps.present(settings.job_log_dir / "checkpoints"))
+
+
+def _check_early_stopping_metric(job: Job) -> None:
+    fn = job.task.early_stopping_fn
+    if not isinstance(fn, EarlyStopping):
+        return
+    datasets = {str(dataset.name): dataset for dataset in job.resolved.config.eval_datasets}
+    name = fn.dataset_among([*datasets, "train"])
+    if name in datasets:
+        metrics = [*evaluation_metrics(job, dataset_input_specs(datasets[name])), *_TIMING]
+    else:
+        metrics = evaluation_metrics(job, job.process_inputs_shape_dtype)
+    known = [f"{name}/{metric}" for metric in metrics]
+    if fn.metric not in known:
+        raise UserError(
+            f"task.early_stopping_fn watches {fn.metric!r}, and evaluating {name!r} gives no such metric"
+            f"{did_you_mean(fn.metric, known)}"
+        )
+
+
+def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
+    """Returns the names of the metrics that an evaluation step gives, by tracing it; nothing is compiled or run.
+
+    Args:
+      job: the job.
+      process_shapes: ShapeDtypeStructs of one process's batch.
+    """
+    names: list[str] = []
+
+    def step(*args: Any) -> tuple[None, tuple[()]]:
+        _, output = step_fns.eval_step(*args)
+        names.extend(sorted(output.weighted_scalars))
+        return None, ()
+
+    partitioner = job.partitioner
+    partitioned = partitioner.partition(step, job.global_shape_dtype(process_shapes), is_eval=True)
+    state, inputs = partitioner.abstract_state(with_opt_states=False), partitioner.abstract_inputs(partitioned)
+    partitioned.fn.lower(state, job.prng_key, inputs)
+    return names
