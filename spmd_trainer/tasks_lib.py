@@ -66,17 +66,20 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
           learner: the learner's config.
           num_train_steps: train until the state has taken this many steps.
           save_interval_steps: a checkpoint every so many steps (and at the end).
-          save_keep_interval_duration: besides the newest ones, keep one checkpoint per this duration, e.g. '12h', '90m'.
+          save_keep_interval_duration: besides the newest ones, keep one checkpoint per this duration: '12h', '90m', '1d12h',
+            45 (seconds); '' or None keeps the newest ones only.
           save_max_to_keep: how many of the newest checkpoints stay.
           max_inflight_steps: how many steps may be dispatched ahead of the device; at least 1.
-          summary_interval_steps: TensorBoard summaries every so many steps.
-          log_train_output_interval_steps: progress line every so many steps; None: `summary_interval_steps`.
-          summary_accumulate_interval_steps: None writes the values of the step itself; N averages over the last N.
+          summary_interval_steps: TensorBoard summaries every so many steps; at least 1.
+          log_train_output_interval_steps: progress line every so many steps (and after 30 s without one); None:
+            `summary_interval_steps`.
+          summary_accumulate_interval_steps: None writes the values of the step itself. With N, every N-th step is taken
+            into an average over the steps since the last summary, and the average is written; 1 takes every step.
           variable_norm_summary: whether the norm of every variable is among the summaries.
-          eval_interval_steps: evaluate every so many steps, 0 for never.
+          eval_interval_steps: evaluate every so many steps and when training is complete, 0 for never.
           eval_skip_train: leave out the evaluation of one training batch.
           eval_use_ema_states: evaluate the moving averages; the learner must keep them.
-          decode_interval_steps: decode every so many steps, None or 0 for never.
+          decode_interval_steps: decode every so many steps and when training is complete, None or 0 for never.
           decode_start_after_n_steps: no decoding before this step.
           decode_use_ema_states: decode with the moving averages.
           inputs_split_mapping: `map_1d`, `map_2d`, ...: how an input of that rank is split over the mesh; `by_name`
@@ -88,7 +91,7 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
           profiler_min_duration_sec: seconds the profile spans at least.
           random_seed: seed of initialisation and of all randomness in training.
           enable_input_checkpointing: whether the input's position is part of the checkpoint.
-          enforce_input_specs: compare each first batch with the declared shapes and dtypes.
+          enforce_input_specs: refuse an input whose first batch differs from the declared names, shapes and dtypes.
           always_use_train_for_model_init: initialise variables as in training also for evaluation and decode.
           apply_mutable_list: collections the training forward pass may write.
         """
@@ -96,7 +99,7 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
         learner: pax_fiddle.Config[learners_lib.Learner] = pax_fiddle.template_field(learners_lib.Learner)
         num_train_steps: float = 1e7
         save_interval_steps: int = 5000
-        save_keep_interval_duration: str = "12h"
+        save_keep_interval_duration: str | float | None = "12h"
         save_max_to_keep: int = 10
         max_inflight_steps: int = 2
         summary_interval_steps: int = 100
@@ -154,10 +157,10 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
 
     @dataclasses.dataclass(frozen=True)
     class Infer:
-        """How to infer.
+        """How `--mode=infer` differs from `decode_once`.
 
         Attributes:
-          random_seed: seed of randomness in inference.
+          random_seed: seed of sampling, in place of that of `Decode`.
         """
 
         random_seed: int = 1234

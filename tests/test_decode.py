@@ -135,6 +135,21 @@ def test_what_is_decoded_is_not_decoded_again_unless_something_changed(tmp_path)
     assert len(records) == 2
 
 
+def test_infer_draws_from_its_own_seed(tmp_path):
+    sampling = {"decoder": "temperature", "mesh": (1, 1, 1)}
+
+    def ids(name, *fields, **settings):
+        records = decode_once(tmp_path / name, fields=(*PROMPTS, *fields), **sampling, **settings)
+        return [record["ids"] for record in records]
+
+    decoded = ids("decoded", "task.decode.random_seed=7")
+    assert ids("inferred", "task.infer.random_seed=7", mode="infer") == decoded
+    # In the same directory: another seed is other work, and the decode's own seed says nothing.
+    other = ids("inferred", "task.infer.random_seed=8", mode="infer")
+    assert other != decoded
+    assert ids("again", "task.infer.random_seed=8", "task.decode.random_seed=7", mode="infer") == other
+
+
 def test_decode_during_training_gives_the_file_that_a_job_gives(tmp_path):
     from spmd_trainer.programs import train
 

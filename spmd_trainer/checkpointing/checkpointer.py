@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import datetime
 import gc
 import re
 from collections.abc import Callable, Mapping
@@ -17,17 +16,17 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer.checkpointing import collective, manifest, mismatch, records, state_checks, steps
+from spmd_trainer.checkpointing.durations import Duration, parse_duration
 from spmd_trainer.checkpointing.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
 )
+from spmd_trainer.checkpointing.save_times import SaveTimes
 
 if TYPE_CHECKING:
     from spmd_trainer.checkpointing import orbax_io
-
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +64,9 @@ class Checkpointer:
         *,
         save_interval_steps: int = 1,
         save_max_to_keep: int | None = None,
-        save_keep_interval_duration: str | datetime.timedelta | None = "12h",
+        save_keep_interval_duration: Duration = "12h",
         read_only: bool = False,
+        label: str = "step",
     ) -> None:
         """Opens a directory of checkpoints. Writes nothing yet.
 
@@ -75,8 +75,9 @@ class Checkpointer:
           save_interval_steps: `should_save` says yes at multiples of this.
           save_max_to_keep: how many of the newest steps stay; None keeps all.
           save_keep_interval_duration: besides the newest ones, a step stays when it is this much younger than the one
-            kept before it: '12h', '90m', '1d12h', a timedelta, or None.
+            kept before it: '12h', '90m', '1d12h', 45 (seconds), a timedelta; '' or None keeps the newest ones only.
           read_only: save nothing, move nothing.
+          label: what the log calls a step of this directory, e.g. 'saving step 200'.
 
         Raises:
           ValueError: an interval, number or duration makes no sense.
@@ -90,8 +91,10 @@ class Checkpointer:
         self._max_to_keep = save_max_to_keep
         self._keep_interval = parse_duration(save_keep_interval_duration)
         self._read_only = read_only
+        self._label = label
         self._manager: orbax_io.Manager | None = None
         self._last_save: int | None = None
+        self._times: SaveTimes | None = None
         self._failure: CheckpointError | None = None
 
     @property
@@ -193,20 +196,23 @@ class Checkpointer:
             return False
         if self._read_only:
             raise CheckpointError(f"{self._directory} was opened read-only; step {step} was not saved.")
+        times = SaveTimes(f"{self._label} {step}")
         self.wait_until_finished()
         if step == self._last_save or steps.is_whole(self._directory, step):
-            logging.info("Checkpoint step %d is already there.", step)
+            logging.debug("Checkpoint step %d is already there.", step)
             return False
+        times.begins()
         specs = records.by_path(variables)
         arrays = state_checks.arrays_by_path(state, variables, specs)
         state_checks.refuse_non_finite(step, state, arrays, check_finite)
         record = records.make(step, state, specs, input_state, metadata)
         manager = self._open_manager()
-        self._last_save = step
+        self._last_save, self._times = step, times
         try:
             _orbax_io().save(manager, step, arrays, record)
         except Exception as e:
             self._fail(e)
+        times.caller_goes_on()
         return True
 
     def wait_until_finished(self) -> None:
@@ -250,6 +256,7 @@ class Checkpointer:
                 max_to_keep=self._max_to_keep,
                 keep_interval=self._keep_interval,
                 before_commit=self._list_files,
+                after_commit=self._is_on_disk,
             )
         return self._manager
 
@@ -258,6 +265,11 @@ class Checkpointer:
         if step is None:
             raise CheckpointError("A commit without a save.")
         manifest.write(_orbax_io().writing_dir(self._directory, step), step)
+
+    def _is_on_disk(self) -> None:
+        # The next save waits for this one, so the times are those of this step.
+        if self._times is not None:
+            self._times.is_on_disk()
 
     def _fail(self, cause: Exception) -> NoReturn:
         self._failure = CheckpointError(
@@ -375,20 +387,6 @@ class Checkpointer:
                 self._directory,
                 ", ".join(map(str, newer)),
             )
-
-
-def parse_duration(duration: str | datetime.timedelta | None) -> datetime.timedelta | None:
-    """Returns '12h', '90m', '30s', '1d12h' as a timedelta; timedeltas and None pass through.
-
-    Raises:
-      ValueError: the text is no duration.
-    """
-    if duration is None or isinstance(duration, datetime.timedelta):
-        return duration
-    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", duration)
-    if not parts or "".join(number + unit for number, unit in parts) != duration.strip():
-        raise ValueError(f"{duration!r} is no duration: write e.g. '12h', '90m', '1d12h', or None.")
-    return datetime.timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
 
 
 def _orbax_io() -> Any:

@@ -41,12 +41,25 @@ absl_logging.get_absl_logger().addFilter(_QuietOrbax())
 
 
 class Manager(ocp.CheckpointManager):
-    """Orbax' manager, kept out of the preemption protocol.
+    """Orbax' manager, kept out of the preemption protocol, and with a hook for the end of a save.
 
     Orbax reports the step of a save to the preemption service from its background thread, when training is already some
     steps further. A SIGTERM that arrives then is agreed upon for a step that is past and never comes, and the signal is
     lost. The training loop alone talks to that service, and saves with force.
+
+    Attributes:
+      after_commit: called in the background, by every process, when a step is on disk and older ones are removed; not
+        when the save failed.
     """
+
+    after_commit: Callable[[], None] | None = None
+
+    def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        # Orbax' own hook (post_finalization_callback) comes before the commit. Waiting in a thread instead would log the
+        # traceback of a failed save twice.
+        super()._finalize(*args, **kwargs)
+        if self.after_commit is not None:
+            self.after_commit()
 
     def reached_preemption(self, step: int) -> bool:
         """Returns False: see the class."""
@@ -60,6 +73,7 @@ def make_manager(
     max_to_keep: int | None,
     keep_interval: datetime.timedelta | None,
     before_commit: Callable[[], None],
+    after_commit: Callable[[], None],
 ) -> Manager:
     """Returns a manager that writes to `directory`, and removes what unfinished saves of dead runs left there.
 
@@ -69,6 +83,7 @@ def make_manager(
       keep_interval: besides them, one step per this much time stays.
       before_commit: called on process 0 in the background when all files of a step are written and nobody sees it yet.
         If it raises, the step is never seen.
+      after_commit: see `Manager`.
     """
     registry = ocp.DefaultCheckpointHandlerRegistry()
     registry.add(STATE_ITEM, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler())
@@ -81,7 +96,9 @@ def make_manager(
         async_options=ocp.AsyncOptions(post_finalization_callback=before_commit),
         save_root_metadata=False,
     )
-    return Manager(directory, options=options, handler_registry=registry)
+    manager = Manager(directory, options=options, handler_registry=registry)
+    manager.after_commit = after_commit
+    return manager
 
 
 def save(manager: Manager, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> None:

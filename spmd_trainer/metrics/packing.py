@@ -73,10 +73,9 @@ def _scalar(what: str, value: Any) -> jax.Array:
 
 
 class SummaryNames:
-    """Names of a step's summaries: one object for all steps, so that where a name stands is looked for once."""
+    """Names of a step's summaries, in the order of their values. All steps share one object, which remembers places."""
 
     def __init__(self, names: Sequence[str] = ()):
-        """Keeps them."""
         self.names = tuple(names)
         self._places: dict[str, tuple[int, ...]] = {}
 
@@ -105,7 +104,6 @@ class Scalars:
         summary_names: SummaryNames | None = None,
         summary_values: Sequence[float] = (),
     ):
-        """Keeps them."""
         self.loss = loss
         self.values = values or {}
         self.weights = weights or {}

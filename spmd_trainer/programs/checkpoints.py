@@ -19,9 +19,10 @@ from spmd_trainer.checkpointing import (
 )
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs.job import MARKER, Job
+from spmd_trainer.programs.phases import Phase
 from spmd_trainer.train_states import TrainState
 
-# Beside the checkpoints' directory: the step with which training has ended, be it earlier than was planned.
+# Beside the checkpoints' directory: the step with which training has ended, which may be earlier than num_train_steps.
 _END_OF_TRAINING = "end_of_training.json"
 
 
@@ -49,14 +50,15 @@ def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -
     with Checkpointer(directory, read_only=True) as checkpoints:
         if not checkpoints.all_steps():
             raise UserError(f"no checkpoint in {directory}; train first, or give another --restore_checkpoint_dir")
-        restored = checkpoints.restore(metadata.variables, partitioner.mesh, step=step, partial=not use_ema)
+        with Phase(f"restoring {'the newest step' if step is None else f'step {step}'}") as phase:
+            restored = checkpoints.restore(metadata.variables, partitioner.mesh, step=step, partial=not use_ema)
+            phase.done = f"restored step {restored.step} from {directory}"
     state = restored.state
     owner = restored.metadata["metadata"].get("experiment")
     if owner not in (None, job.resolved.name):
         logging.warning("%s was written by experiment %s; its variables fit %s", directory, owner, job.resolved.name)
     if use_ema:
         state = dataclasses.replace(state, mdl_vars=learners.extract_ema(state.opt_states, state.mdl_vars))
-    logging.info("restored step %d from %s", restored.step, directory)
     return restored.step, state.to_eval_state()
 
 

@@ -19,9 +19,12 @@ from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.metrics.packing import ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints, decode_records
+from spmd_trainer.programs.dataset_batches import all_batches, num_batches
 from spmd_trainer.programs.decode_output import DecodeOutput
+from spmd_trainer.programs.ending import say_results
 from spmd_trainer.programs.identity import identity
 from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.phases import Phase
 from spmd_trainer.train_states import TrainState
 
 # Decoded examples that are also logged, per dataset.
@@ -73,8 +76,11 @@ class DecodeDataset:
         self._dataset_index = index
         self._input = job.build_input(input_p)
         self._packing = ScalarPacking()
-        self._key = jax.random.key(job.task.decode.random_seed)
-        shapes = job.global_shape_dtype(dataset_input_specs(input_p))
+        infers = job.settings.mode == "infer"
+        self._key = jax.random.key(job.task.infer.random_seed if infers else job.task.decode.random_seed)
+        self._is_compiled = False
+        self._specs = dataset_input_specs(input_p)
+        shapes = job.global_shape_dtype(self._specs)
         self._rows = jax.tree.leaves(shapes)[0].shape[0]
         self._may_be_too_long = decode_records.may_be_too_long(job.task, self.name, shapes)
         self._step = job.partitioner.partition(self._decode_step, shapes, is_eval=True)
@@ -110,7 +116,10 @@ class DecodeDataset:
         done = collective.from_process_0(output.batches_done() if writes else 0)
         if done:
             logging.info("%s at step %d: %d batches are decoded already", self.name, step, done)
-        batches = self._decode_batches(state, done, output if writes else None)
+        total = num_batches(self._input)
+        left = None if total is None else total - done
+        with Phase(f"decoding {self.name} at step {step}", announce_after=2.0, total=left) as phase:
+            batches = self._decode_batches(state, done, output if writes else None, phase)
         if not writes:
             return {}
         metrics, examples = output.finish(batches)
@@ -124,7 +133,7 @@ class DecodeDataset:
                 decode_records.check_prompts(self._job.task, self.name, batch, index * self._rows)
             self._input.reset()
 
-    def _decode_batches(self, state: TrainState, done: int, output: DecodeOutput | None) -> int:
+    def _decode_batches(self, state: TrainState, done: int, output: DecodeOutput | None, phase: Phase) -> int:
         """Decodes all batches but the first `done`; returns how many there are in all."""
         logged, batches = 0, 0
         for index, batch in enumerate(self._batches()):
@@ -132,6 +141,7 @@ class DecodeDataset:
             if index < done:
                 continue
             packed, *arrays = self._run_step(state, batch, index)
+            phase.advance()
             if output is None:
                 continue
             scalars = self._packing.unpack(packed)
@@ -160,14 +170,15 @@ class DecodeDataset:
         folds = self._job.task.decode.prng_key_fold_with_batch_index
         key = jax.random.fold_in(self._key, index) if folds else self._key
         inputs = self._job.partitioner.preprocess_inputs(batch, self._step.inputs_partition_spec)
-        return self._step.fn(state, key, inputs)[1]
+        if self._is_compiled:
+            return self._step.fn(state, key, inputs)[1]
+        with Phase(f"compiling the decode step for {self.name}", announce_after=2.0):
+            result = self._step.fn(state, key, inputs)[1]
+        self._is_compiled = True
+        return result
 
     def _batches(self) -> Iterator[Any]:
-        while True:
-            try:
-                yield self._input.get_next_padded()
-            except StopIteration:
-                return
+        return all_batches(self._job, self._input, self._specs)
 
 
 def with_sampling_keys(task: Any, inputs: Any, key: jax.Array) -> Any:
@@ -195,10 +206,11 @@ def with_sampling_keys(task: Any, inputs: Any, key: jax.Array) -> Any:
     return type(inputs)({**inputs, "gumbel_prng_key": keys})
 
 
-def decode_once(job: Job) -> None:
-    """Decodes with one checkpoint: `--restore_checkpoint_step`, or the newest."""
+def decode_once(job: Job) -> int:
+    """Decodes with one checkpoint: `--restore_checkpoint_step`, or the newest. Returns its step."""
     step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.decode_use_ema_states)
     _with_writers(job, [(step, state)])
+    return step
 
 
 def decode_checkpoints(job: Job) -> None:
@@ -213,5 +225,6 @@ def _with_writers(job: Job, states: Iterable[tuple[int, TrainState]]) -> None:
         for step, state in states:
             decodes.run(state, step)
             writers.flush()
+        say_results(job)
     finally:
         writers.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,12 +17,16 @@ from spmd_trainer.checkpointing import collective
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.metrics.packing import ScalarPacking, Scalars, WeightedMean
+from spmd_trainer.metrics.progress import format_duration
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints
+from spmd_trainer.programs.dataset_batches import all_batches, num_batches
 from spmd_trainer.programs.decode_output import write_atomically
 from spmd_trainer.programs.decode_records import arrays_of_row
+from spmd_trainer.programs.ending import say_results, shown
 from spmd_trainer.programs.identity import identity
 from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.phases import Phase
 from spmd_trainer.train_states import TrainState
 
 # The note in `metrics.jsonl` that says what was evaluated.
@@ -70,30 +73,33 @@ class Evaluations:
         if not collective.from_process_0(int(record.get(_IDENTITY) == same)):
             return self._write(dataset.name, step, dataset.evaluate(state, step), {_IDENTITY: same})
         metrics = {key: value for key, value in record.items() if key not in ("step", _IDENTITY)}
-        logging.info("eval %s at step %d is done already: %s", dataset.name, step, _shown(metrics))
+        logging.info("eval %s at step %d is done already: %s", dataset.name, step, shown(metrics))
         return {f"{dataset.name}/{key}": value for key, value in metrics.items()}
 
     def _evaluate_train_batch(self, state: TrainState, batch: Any) -> dict[str, float]:
         if self._train_step is None:
-            self._train_step = EvalStep(self._job, self._job.global_shape_dtype(self._job.process_inputs_shape_dtype))
+            shapes = self._job.global_shape_dtype(self._job.process_inputs_shape_dtype)
+            self._train_step = EvalStep(self._job, shapes, "a training batch")
         scalars, _ = self._train_step(state, batch)
         return {name: value for name, value in scalars.values.items() if scalars.weights[name]}
 
     def _write(self, name: str, step: int, metrics: dict[str, float], notes: dict[str, str]) -> dict[str, float]:
         self._writers.write(f"eval_{name}", step, metrics, notes)
-        logging.info("eval %s at step %d: %s", name, step, _shown(metrics))
+        seconds = f" ({format_duration(metrics['eval_seconds'])})" if "eval_seconds" in metrics else ""
+        logging.info("eval %s at step %d: %s%s", name, step, shown(metrics), seconds)
         return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
 class EvalStep:
     """The evaluation step for batches of one shape, compiled at its first call."""
 
-    def __init__(self, job: Job, shapes: Any, *, per_example: bool = False):
+    def __init__(self, job: Job, shapes: Any, data: str, *, per_example: bool = False):
         """Prepares the step.
 
         Args:
           job: the job.
           shapes: ShapeDtypeStructs of the global batch.
+          data: what it evaluates, for the log.
           per_example: whether the outputs of each example come out too.
         """
         self._packing = ScalarPacking()
@@ -105,6 +111,8 @@ class EvalStep:
 
         self._step = job.partitioner.partition(step, shapes, is_eval=True)
         self._key = jax.random.key(job.task.evaluate.random_seed)
+        self._data = data
+        self._is_compiled = False
 
     @property
     def inputs_partition_spec(self) -> Any:
@@ -117,7 +125,12 @@ class EvalStep:
         Returns:
           The scalars, and where asked for (per-example outputs, `eval_sample_weights` or None), else None.
         """
-        _, (packed, rows) = self._step.fn(state, self._key, inputs)
+        if self._is_compiled:
+            _, (packed, rows) = self._step.fn(state, self._key, inputs)
+        else:
+            with Phase(f"compiling the evaluation step for {self._data}", announce_after=2.0):
+                _, (packed, rows) = self._step.fn(state, self._key, inputs)
+            self._is_compiled = True
         return self._packing.unpack(packed), rows
 
 
@@ -130,9 +143,10 @@ class EvalDataset:
         self._index = index
         self._per_example = job.task.evaluate.per_example_outputs
         self._input = job.build_input(input_p)
-        shapes = job.global_shape_dtype(dataset_input_specs(input_p))
+        self._specs = dataset_input_specs(input_p)
+        shapes = job.global_shape_dtype(self._specs)
         self._rows = jax.tree.leaves(shapes)[0].shape[0]
-        self._step = EvalStep(job, shapes, per_example=self._per_example)
+        self._step = EvalStep(job, shapes, self.name, per_example=self._per_example)
 
     def identity(self, state: TrainState) -> str:
         """What an evaluation of this state is made from."""
@@ -148,19 +162,22 @@ class EvalDataset:
           `eval_out/DATASET/step_N.jsonl`.
 
         Raises:
-          UserError: the dataset holds nothing.
+          UserError: the dataset holds nothing, or its first batch is not what its specs declare.
         """
         self._input.reset()
         mean, batches, started = WeightedMean(), 0, time.monotonic()
         lines: list[str] = []
-        for batch in self._batches():
-            scalars, rows = self._step(
-                state, self._job.partitioner.preprocess_inputs(batch, self._step.inputs_partition_spec)
-            )
-            mean.add(scalars.values, scalars.weights)
-            if self._per_example:
-                lines += _example_lines(jax.tree.map(np.asarray, rows), first=batches * self._rows)
-            batches += 1
+        total = num_batches(self._input)
+        with Phase(f"evaluating {self.name} at step {step}", announce_after=2.0, total=total) as phase:
+            for batch in self._batches():
+                scalars, rows = self._step(
+                    state, self._job.partitioner.preprocess_inputs(batch, self._step.inputs_partition_spec)
+                )
+                mean.add(scalars.values, scalars.weights)
+                if self._per_example:
+                    lines += _example_lines(jax.tree.map(np.asarray, rows), first=batches * self._rows)
+                batches += 1
+                phase.advance()
         if not batches:
             raise UserError(f"evaluation dataset {self.name} is empty; give it at least one example")
         if self._per_example and jax.process_index() == 0:
@@ -169,11 +186,7 @@ class EvalDataset:
         return {**mean.result(), "eval_batches": float(batches), "eval_seconds": time.monotonic() - started}
 
     def _batches(self) -> Iterator[Any]:
-        while True:
-            try:
-                yield self._input.get_next_padded()
-            except StopIteration:
-                return
+        return all_batches(self._job, self._input, self._specs)
 
 
 def _example_lines(rows: Any, *, first: int) -> Iterator[str]:
@@ -182,10 +195,6 @@ def _example_lines(rows: Any, *, first: int) -> Iterator[str]:
     size = len(jax.tree.leaves(outputs)[0])
     for row in np.flatnonzero(np.ones(size) if weights is None else weights).tolist():
         yield json.dumps({"index": first + row, **arrays_of_row(outputs, row)})
-
-
-def _shown(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{key} {value:.4f}" for key, value in metrics.items() if math.isfinite(value))
 
 
 def evaluate_checkpoints(job: Job) -> None:
@@ -207,5 +216,6 @@ def evaluate_checkpoints(job: Job) -> None:
             evaluations.run(state, step)
             # What is written counts as evaluated, should the job be started again.
             writers.flush()
+        say_results(job)
     finally:
         writers.close()

@@ -32,7 +32,8 @@ def identity(job: Job, kind: str, index: int, data: Any, state: TrainState) -> s
       state: the variables, padded or not; they are compared bit by bit.
     """
     settings = "evaluate" if kind == "eval" else "decode"
-    wanted = ("task.model", "task.metrics", f"task.{settings}", f"{kind}_datasets[{index}]")
+    seeds = ("task.infer",) if job.settings.mode == "infer" else ()
+    wanted = ("task.model", "task.metrics", f"task.{settings}", f"{kind}_datasets[{index}]", *seeds)
     lines = [_ADDRESS.sub("", line) for line in job.config_lines() if line.startswith(wanted)]
     parts = [
         *(line for line in lines if not _IRRELEVANT.search(line)),

@@ -13,6 +13,8 @@ from spmd_trainer import learners
 from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, collective, init_from_rules, preflight
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.phases import Phase
+from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.train_states import TrainState
 
 
@@ -37,12 +39,15 @@ def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
     newest = checkpoints.latest_step()
     # Processes may see a shared directory at different moments: all of them do what the first one sees.
     if collective.from_process_0(-1 if newest is None else newest) >= 0:
-        restored = checkpoints.restore(variables, mesh)
-        logging.info("restored step %d from %s", restored.step, checkpoints.directory)
+        with Phase(f"restoring step {newest}") as phase:
+            restored = checkpoints.restore(variables, mesh)
+            phase.done = f"restored step {restored.step} from {checkpoints.directory}"
         return restored.state, restored.input_state
     if settings.restore_checkpoint_dir is not None:
         return _restore_from(settings.restore_checkpoint_dir, settings.restore_checkpoint_step, job)
-    state = job.partitioner.initialize_train_state(job.prng_key)
+    with Phase("initialising the variables", _sizes(job)):
+        # Waited for: what takes long here is the devices' work.
+        state = jax.block_until_ready(job.partitioner.initialize_train_state(job.prng_key))
     if train_p.init_from_checkpoint_rules:
         state = _warm_start(job, state, train_p.init_from_checkpoint_rules)
     return state, None
@@ -52,14 +57,25 @@ def _restore_from(directory: epath.Path, step: int | None, job: Job) -> tuple[Tr
     with Checkpointer(directory, read_only=True) as other:
         if not collective.from_process_0(len(other.all_steps())):
             raise UserError(f"no checkpoint in {directory}; give a --restore_checkpoint_dir that has some, or none")
-        restored = other.restore(job.partitioner.metadata.variables, job.partitioner.mesh, step=step)
-    logging.info("restored step %d from %s; this run's own checkpoints go to its job_log_dir", restored.step, directory)
+        with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
+            restored = other.restore(job.partitioner.metadata.variables, job.partitioner.mesh, step=step)
+            phase.done = f"restored step {restored.step} from {directory}"
+    logging.info("this run's own checkpoints go to %s", job.settings.job_log_dir / "checkpoints")
     return restored.state, restored.input_state
+
+
+def _sizes(job: Job) -> str:
+    """How much there is to initialise: '15 variables; with optimizer states, 44.1 KiB per device'."""
+    metadata, mesh_shape = job.partitioner.metadata, job.partitioner.mesh_shape()
+    num_bytes = sum(variable.bytes_per_device(mesh_shape) for variable in metadata.records())
+    variables = count_text(len(jax.tree.leaves(metadata.variables.mdl_vars)), "variable")
+    return f"{variables}; with optimizer states, {bytes_text(num_bytes)} per device"
 
 
 def _warm_start(job: Job, state: TrainState, rules: Mapping[epath.PathLike, Any]) -> TrainState:
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh
-    state, report = init_from_rules(state, metadata.variables, mesh, rules)
+    with Phase("loading variables by init_from_checkpoint_rules"):
+        state, report = init_from_rules(state, metadata.variables, mesh, rules)
     logging.info("init_from_checkpoint_rules: %s", report)
     if learners.has_ema(job.task.learner) and not report.opt_states_loaded:
         # Averages began at the fresh values; they must begin at the loaded ones.

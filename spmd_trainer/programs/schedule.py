@@ -18,7 +18,7 @@ class Due:
 
     @property
     def any(self) -> bool:
-        """Whether it is anything."""
+        """True if any action is due."""
         return self.save or self.evaluate or self.decode
 
 
@@ -30,25 +30,33 @@ class Schedule:
       num_steps: the last training step.
       saves: whether checkpoints are saved at all.
       eval_interval: steps between two evaluations; 0 for none.
+      evaluates_at_end: whether training ends with an evaluation: there are intervals, and datasets to evaluate.
       decode_interval: steps between two decodes; 0 for none.
+      decodes_at_end: the same for decodes.
       decode_start: the first step after which one is due, if any is.
     """
 
     num_steps: int
     saves: bool
     eval_interval: int
+    evaluates_at_end: bool
     decode_interval: int
+    decodes_at_end: bool
     decode_start: int
 
     @classmethod
     def of_job(cls, job: Job) -> Schedule:
         """Reads the job's settings and its task."""
-        settings, train_p = job.settings, job.task.train
+        settings, train_p, config = job.settings, job.task.train, job.resolved.config
+        eval_interval = int(train_p.eval_interval_steps or 0) if settings.eval_on_test else 0
+        decode_interval = int(train_p.decode_interval_steps or 0) if settings.decode_during_train else 0
         return cls(
             num_steps=int(train_p.num_train_steps),
             saves=settings.enable_checkpoint_saving,
-            eval_interval=int(train_p.eval_interval_steps or 0) if settings.eval_on_test else 0,
-            decode_interval=int(train_p.decode_interval_steps or 0) if settings.decode_during_train else 0,
+            eval_interval=eval_interval,
+            evaluates_at_end=bool(eval_interval and config.eval_datasets),
+            decode_interval=decode_interval,
+            decodes_at_end=bool(decode_interval and config.decode_datasets),
             decode_start=train_p.decode_start_after_n_steps,
         )
 
@@ -67,4 +75,18 @@ class Schedule:
             save=self.saves and (asked or step == self.num_steps or checkpoints.should_save(step)),
             evaluate=bool(self.eval_interval) and step % self.eval_interval == 0,
             decode=bool(self.decode_interval) and step >= self.decode_start and step % self.decode_interval == 0,
+        )
+
+    def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
+        """Works out what training, complete at `step`, still lacks when no interval ends there.
+
+        Args:
+          step: the last step.
+          evaluated: the step of the last evaluation of this run; None for none.
+          decoded: the same of the last decode.
+        """
+        return Due(
+            save=False,
+            evaluate=self.evaluates_at_end and evaluated != step,
+            decode=self.decodes_at_end and step >= self.decode_start and decoded != step,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 
 import jax
-from absl import logging
 
 from spmd_trainer.checkpointing import Checkpointer, collective
 from spmd_trainer.metrics.early_stopping import EarlyStopping
@@ -21,6 +20,7 @@ class Stopping:
 
     Attributes:
       has_stopped: whether training has ended early.
+      found_best: whether the last evaluation was the best so far, and its checkpoint is to be kept.
       best_checkpoints: where the best one is kept.
     """
 
@@ -30,11 +30,18 @@ class Stopping:
         self._num_steps = int(job.task.train.num_train_steps)
         self._keeps = isinstance(self._fn, EarlyStopping) and job.settings.enable_checkpoint_saving
         self.best_checkpoints = Checkpointer(
-            job.settings.job_log_dir / "best", save_max_to_keep=1, save_keep_interval_duration=None
+            job.settings.job_log_dir / "best",
+            save_max_to_keep=1,
+            save_keep_interval_duration=None,
+            label="the best checkpoint so far, step",
         )
         self.has_stopped = False
+        self.found_best = False
+        self._told_of: int | None = None
         if isinstance(self._fn, EarlyStopping):
             self._replay(job, self._fn, step)
+            # Processes may see the files of summaries at different moments.
+            self.has_stopped = bool(collective.from_process_0(int(self.has_stopped)))
             self._drop_later(step)
 
     def __enter__(self) -> Stopping:
@@ -45,30 +52,33 @@ class Stopping:
     ) -> None:
         self.best_checkpoints.__exit__(exc_type, exc, traceback)
 
-    @property
-    def found_best(self) -> bool:
-        """Whether the last evaluation was the best so far, and its checkpoint is to be kept."""
-        return self._keeps and isinstance(self._fn, EarlyStopping) and self._fn.improved
-
     def stops(self, metrics: dict[str, float], step: int) -> bool:
-        """Returns whether training is to end after this evaluation."""
+        """Returns whether training is to end after this evaluation, as process 0 decides.
+
+        A run that is started again where it had ended evaluates nothing anew; the function is not told twice.
+        """
         if self._fn is None:
             return False
-        told = bool(self._fn(metrics, "eval", step, step == self._num_steps))
+        told = self.has_stopped
+        if step != self._told_of:
+            told = bool(self._fn(metrics, "eval", step, step == self._num_steps))
+            self._told_of = step
         self.has_stopped = bool(collective.from_process_0(int(told)))
-        if self.has_stopped:
-            logging.info("early_stopping_fn ends training at step %d", step)
+        if self._keeps and isinstance(self._fn, EarlyStopping):
+            self.found_best = bool(collective.from_process_0(int(self._fn.improved)))
         return self.has_stopped
 
     def _replay(self, job: Job, fn: EarlyStopping, start: int) -> None:
-        dataset, _, key = fn.metric.partition("/")
+        dataset = fn.dataset_among(["train", *(input_p.name for input_p in job.resolved.config.eval_datasets)])
+        if dataset is None:
+            return
+        key = fn.metric.removeprefix(f"{dataset}/")
         records = read_metrics(job.settings.job_log_dir, f"eval_{dataset}")
         for step in sorted(step for step in records if step <= start and key in records[step]):
             told = fn({fn.metric: records[step][key]}, "eval", step, False)
+            self._told_of = step
             # A run that had stopped here, and was given more patience since, goes on.
             self.has_stopped = told and step == start
-        if self.has_stopped:
-            logging.info("early_stopping_fn had ended training at step %d", start)
 
     def _drop_later(self, start: int) -> None:
         """A best checkpoint that the run has not come to yet (it was killed before its own was saved) is made again."""

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from absl import logging
-from praxis import base_layer
+from etils import epath
 
-from spmd_trainer import garbage, hardware, learners, step_fns
+from spmd_trainer import garbage, learners, step_fns
 from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import ScalarPacking
-from spmd_trainer.metrics.progress import Progress
+from spmd_trainer.metrics.progress import format_duration
 from spmd_trainer.metrics.writers import SummaryWriters
-from spmd_trainer.programs import decode, elastic, evaluate
+from spmd_trainer.programs import decode, elastic, evaluate, first_batch
 from spmd_trainer.programs.checkpoints import mark_end_of_training
+from spmd_trainer.programs.ending import say_end
 from spmd_trainer.programs.initial_state import first_state
-from spmd_trainer.programs.invalid_steps import InvalidSteps
 from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.phases import Phase
 from spmd_trainer.programs.profiling import profile_capture
+from spmd_trainer.programs.reports import Reports
 from spmd_trainer.programs.schedule import Due, Schedule
 from spmd_trainer.programs.signals import save_requests
 from spmd_trainer.programs.stopping import Stopping
 from spmd_trainer.programs.watchdog import Watchdog
-from spmd_trainer.state_specs import StateMetadata
 from spmd_trainer.train_states import TrainState
 
 
@@ -48,17 +48,36 @@ class Guards:
     stop_on_invalid_step: bool = False
 
 
-def train(job: Job, guards: Guards | None = None) -> None:
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What `train` gives back.
+
+    Attributes:
+      state: the train state after the last step, at padded shapes on the mesh's devices.
+      metrics: the last training scalars by name ('loss', 'log_pplx', ...; none when no step was taken), and the results of
+        the last evaluation as 'DATASET/metric'.
+      step: the number of training steps that the state has taken.
+      job_log_dir: where checkpoints and summaries are.
+    """
+
+    state: TrainState
+    metrics: dict[str, float]
+    step: int
+    job_log_dir: epath.Path
+
+
+def train(job: Job, guards: Guards | None = None) -> TrainResult:
     """Trains until `task.train.num_train_steps`, from the newest checkpoint of the job's directory if there is one.
 
-    On Ctrl-C or SIGTERM the step in progress is finished and saved, and the function returns. With several processes, all
-    call it; a SIGTERM to any of them makes all of them save the same step.
+    Training is also complete when its input ends, and when `task.early_stopping_fn` says so. Then the last step is
+    evaluated (and decoded) too, if evaluation during training is on and no interval has ended there. On Ctrl-C or SIGTERM
+    the step in progress is finished and saved, and the function returns. With several processes, all call it; a SIGTERM to
+    any of them makes all of them save the same step.
 
     Raises:
       UserError: the run cannot go on: numbers went wrong, or a checkpoint could not be read or written.
     """
     settings, schedule = job.settings, Schedule.of_job(job)
-    num_steps = schedule.num_steps
     with contextlib.ExitStack() as stack:
         run = _Run(job, guards or Guards(), stack)
         request = stack.enter_context(
@@ -68,12 +87,12 @@ def train(job: Job, guards: Guards | None = None) -> None:
 
         compiled, state, batches = _start_up(job, run.checkpoints, stack)
         garbage.resume()
-        step = int(state.step)
-        key = job.prng_key
+        step, key = int(state.step), job.prng_key
         run.begins(step, compiled.packing)
         profile = stack.enter_context(profile_capture(job))
 
-        leave, input_ended = run.stopping.has_stopped, False
+        leave, interrupted, input_ended, batch = run.stopping.has_stopped, False, False, None
+        num_steps = schedule.num_steps
         while step < num_steps and not leave:
             run.watchdog.begins(f"training step {step + 1}")
             prefetched = next(batches, None)
@@ -97,7 +116,8 @@ def train(job: Job, guards: Guards | None = None) -> None:
                 run.moves(step, job, compiled.packing)
 
             asked = request.take()
-            leave |= asked and request.leaves
+            interrupted = asked and request.leaves
+            leave |= interrupted
             due = schedule.due(run.checkpoints, step, asked=asked, leaves=leave)
             if due.any:
                 leave |= run.does(due, step, state, batches.state, batch)
@@ -105,10 +125,11 @@ def train(job: Job, guards: Guards | None = None) -> None:
         run.reports.add_none()
         if leave and settings.enable_checkpoint_saving:
             run.saves(step, state, batches.state)
-        run.checkpoints.wait_until_finished()
-        if step == num_steps or run.stopping.has_stopped or input_ended:
-            mark_end_of_training(job, step)
-        logging.info("stopped after step %d of %d", step, num_steps)
+        complete = step >= num_steps or run.stopping.has_stopped or input_ended
+        if complete and not interrupted:
+            # The last save is written meanwhile.
+            run.does(run.lacks(schedule, step), step, state, batches.state, batch)
+        return run.ends(step, state, complete=complete, input_ended=input_ended)
 
 
 class _Run:
@@ -117,21 +138,26 @@ class _Run:
     Attributes:
       watchdog: is told what begins.
       checkpoints: the run's own.
-      reports: the scalars of its steps; from `begins` on.
+      reports: the scalars of its steps.
       stopping: whether a metric ends it; from `begins` on.
     """
 
-    reports: _Reports
     stopping: Stopping
 
     def __init__(self, job: Job, guards: Guards, stack: contextlib.ExitStack):
         """Opens checkpoints and summaries; `stack` closes them."""
+        self._began = time.monotonic()
         self.watchdog = stack.enter_context(Watchdog(guards.watchdog_seconds))
         self.checkpoints = stack.enter_context(open_checkpointer(job))
         self._writers = SummaryWriters(job.settings.job_log_dir, enabled=jax.process_index() == 0)
         stack.callback(self._writers.close)
-        self._guards = guards
         self._stack = stack
+        self.reports = Reports(job, self._writers, began=self._began, stop_on_invalid_step=guards.stop_on_invalid_step)
+        self._first_job = job
+        self._first_step = 0
+        self._evaluated: int | None = None
+        self._decoded: int | None = None
+        self._results: dict[str, float] = {}
         self._use(job)
 
     def _use(self, job: Job) -> None:
@@ -141,18 +167,25 @@ class _Run:
     def begins(self, step: int, packing: ScalarPacking) -> None:
         """The run begins at the state after `step`."""
         num_steps = int(self._job.task.train.num_train_steps)
-        self.reports = _Reports(self._job, self._writers, packing, num_steps, self._guards)
-        self.reports.progress.start(step)
+        self._first_step = step
+        self.reports.start(self._job, packing, step)
         self.stopping = self._stack.enter_context(Stopping(self._job, step))
         mark_end_of_training(self._job, None)
-        logging.info("training from step %d to %d", step, num_steps)
-        if step == 0:
-            logging.info("variables:\n%s", _overview(self._job.partitioner.metadata))
+        if step >= num_steps:
+            logging.info("already finished at step %d of %d: there is nothing to train", step, num_steps)
+        elif self.stopping.has_stopped:
+            logging.info("already finished at step %d of %d: early_stopping_fn ended training", step, num_steps)
+        else:
+            logging.info("training from step %d to %d", step, num_steps)
 
     def moves(self, step: int, job: Job, packing: ScalarPacking) -> None:
         """After `step` the run goes on on other devices."""
         self._use(job)
-        self.reports.use(job, packing, step)
+        self.reports.start(job, packing, step)
+
+    def lacks(self, schedule: Schedule, step: int) -> Due:
+        """Returns what a run that is complete at `step` has yet to do there."""
+        return schedule.due_at_end(step, evaluated=self._evaluated, decoded=self._decoded)
 
     def does(self, due: Due, step: int, state: TrainState, input_state: bytes | None, batch: Any) -> bool:
         """Does what is due after a step; returns whether training is to end."""
@@ -164,12 +197,14 @@ class _Run:
             self.watchdog.begins(f"evaluation at step {step}")
             train_batch = None if train_p.eval_skip_train else batch
             metrics = self._evals.run(_eval_state(job, state, ema=train_p.eval_use_ema_states), step, train_batch)
+            self._evaluated, self._results = step, metrics
             self.stopping.stops(metrics, step)
             if self.stopping.found_best:
                 _save(job, self.stopping.best_checkpoints, step, state, input_state)
         if due.decode:
             self.watchdog.begins(f"decoding at step {step}")
             self._decodes.run(_eval_state(job, state, ema=train_p.decode_use_ema_states), step)
+            self._decoded = step
         self.reports.progress.start(step)
         return due.evaluate and self.stopping.has_stopped
 
@@ -179,6 +214,34 @@ class _Run:
         # A checkpoint never outlives the scalars before it.
         self._writers.flush()
         _save(self._job, self.checkpoints, step, state, input_state)
+
+    def ends(self, step: int, state: TrainState, *, complete: bool, input_ended: bool) -> TrainResult:
+        """Waits until all is on disk, says how the run ended and where its results are, and returns its result."""
+        with Phase("waiting for the last save to be on disk", announce_after=2.0):
+            self.checkpoints.wait_until_finished()
+            self.stopping.best_checkpoints.wait_until_finished()
+        if complete:
+            mark_end_of_training(self._job, step)
+        self._writers.flush()
+        metrics = {**self.reports.last(), **self._results}
+        how, then = self._how_it_ended(step, complete=complete, input_ended=input_ended)
+        say_end(self._first_job, how, then, metrics, self._evaluated)
+        return TrainResult(state, metrics, step, self._job.settings.job_log_dir)
+
+    def _how_it_ended(self, step: int, *, complete: bool, input_ended: bool) -> tuple[str, str]:
+        """How the run ended, and how it can go on; empty where there was nothing to train."""
+        num_steps = int(self._job.task.train.num_train_steps)
+        where = f"step {step} of {num_steps}"
+        if not complete:
+            saved = self._job.settings.enable_checkpoint_saving
+            then = "the same command continues from there" if saved else "nothing was saved (enable_checkpoint_saving)"
+            return f"stopped at {where} by SIGTERM or Ctrl-C", then
+        if step == self._first_step and not input_ended:
+            return "", ""
+        why = ""
+        if step < num_steps:
+            why = " (the training input has ended)" if input_ended else " (early_stopping_fn ended training)"
+        return f"finished: {where} in {format_duration(time.monotonic() - self._began)}{why}", ""
 
 
 def _start_up(
@@ -200,55 +263,6 @@ def _go_on(job: Job, batches: Prefetcher, stack: contextlib.ExitStack) -> tuple[
     return compile_train_step(job), stack.enter_context(_train_batches(job, {"state": batches.state}))
 
 
-class _Reports:
-    """Steps whose scalars are still on the devices, and where they are reported once they are known."""
-
-    def __init__(self, job: Job, writers: SummaryWriters, packing: ScalarPacking, num_steps: int, guards: Guards):
-        self.progress = _make_progress(job, num_steps)
-        # Read once: a field of a config costs the loop as much as waking a thread.
-        self._interval = max(1, job.task.train.summary_interval_steps)
-        self._keep = max(1, job.task.train.max_inflight_steps)
-        self._writers = writers
-        self._packing = packing
-        self._invalid = InvalidSteps(job.task.learner, stop=guards.stop_on_invalid_step)
-        self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
-
-    def use(self, job: Job, packing: ScalarPacking, step: int) -> None:
-        """The steps after `step` are this job's, their scalars packed so."""
-        self._packing = packing
-        self.progress.items_per_step = _items_per_step(job)[0]
-        self.progress.peak_flops = _peak_flops(job)
-        self.progress.start(step)
-
-    def add(self, step: int, packed: Any) -> None:
-        """Adds a step just dispatched; reports the oldest ones until only `max_inflight_steps` are in flight."""
-        self._in_flight.append((step, packed))
-        self._report_until(self._keep)
-
-    def add_none(self) -> None:
-        """Waits for every step in flight and reports it."""
-        self._report_until(0)
-
-    def _report_until(self, keep: int) -> None:
-        while len(self._in_flight) > keep:
-            step, packed = self._in_flight.popleft()
-            scalars = self._packing.unpack(packed)
-            invalid = self._invalid.look_at(step, scalars)
-            timing = self.progress.report(step, scalars)
-            if step % self._interval == 0:
-                loss = {} if scalars.loss is None else {"loss": scalars.loss}
-                self._writers.write("train", step, {**loss, **scalars.values, **scalars.summaries, **invalid, **timing})
-
-
-def _overview(metadata: StateMetadata) -> str:
-    """The trainable variables at their logical shapes, as clu's table."""
-    from clu import parameter_overview
-
-    params = metadata.variables.mdl_vars.get(base_layer.PARAMS, {})
-    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.logical_shape, v.dtype), params)
-    return str(parameter_overview.get_parameter_overview(shapes, include_stats=False))
-
-
 @dataclasses.dataclass(frozen=True)
 class CompiledTrainStep:
     """The train step, compiled, and how to read its scalars."""
@@ -265,11 +279,12 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         state, output = step_fns.train_step(*args)
         return state, packing.pack(output)
 
-    partitioner = job.partitioner
-    partitioned = partitioner.partition(step, job.global_shape_dtype(job.process_inputs_shape_dtype), is_eval=False)
-    inputs = partitioner.abstract_inputs(partitioned)
-    lowered = partitioned.fn.lower(partitioner.abstract_state(), job.prng_key, inputs)
-    return CompiledTrainStep(lowered.compile(), packing)
+    with Phase("compiling the train step"):
+        partitioner = job.partitioner
+        partitioned = partitioner.partition(step, job.global_shape_dtype(job.process_inputs_shape_dtype), is_eval=False)
+        inputs = partitioner.abstract_inputs(partitioned)
+        lowered = partitioned.fn.lower(partitioner.abstract_state(), job.prng_key, inputs)
+        return CompiledTrainStep(lowered.compile(), packing)
 
 
 def open_checkpointer(job: Job, *, read_only: bool = False) -> Checkpointer:
@@ -293,37 +308,20 @@ def _train_batches(job: Job, input_state: Any) -> Iterator[Prefetcher]:
         logging.warning("the training input %r has no position, so it begins anew", train_input.name)
     elif input_state is not None:
         train_input.set_state(input_state["state"])
-    padded = job.partitioner.pad_inputs_shape_dtype(job.global_shape_dtype(job.process_inputs_shape_dtype))
+    declared = job.process_inputs_shape_dtype
+    padded = job.partitioner.pad_inputs_shape_dtype(job.global_shape_dtype(declared))
     specs = job.partitioner.inputs_partition_spec(padded)
-    with Prefetcher(train_input, lambda batch: job.partitioner.preprocess_inputs(batch, specs)) as batches:
+    unchecked = job.task.train.enforce_input_specs
+
+    def put(batch: Any) -> Any:
+        nonlocal unchecked
+        if unchecked:
+            first_batch.check(train_input.name, batch, declared)
+            unchecked = False
+        return job.partitioner.preprocess_inputs(batch, specs)
+
+    with Prefetcher(train_input, put) as batches:
         yield batches
-
-
-def _items_per_step(job: Job) -> tuple[int, str]:
-    """How much a step works on, and what of."""
-    shapes = job.global_shape_dtype(job.process_inputs_shape_dtype)
-    tokens = shapes.get("ids") if hasattr(shapes, "get") else None
-    return (job.num_rows, "examples") if tokens is None else (math.prod(tokens.shape), "tokens")
-
-
-def _make_progress(job: Job, num_steps: int) -> Progress:
-    items, unit = _items_per_step(job)
-    interval = job.task.train.log_train_output_interval_steps or job.task.train.summary_interval_steps
-    flops = hardware.model_flops(job.partitioner.metadata.num_params(), 1) if unit == "tokens" else None
-    return Progress(
-        num_steps=num_steps,
-        items_per_step=items,
-        unit=unit,
-        interval=interval,
-        flops_per_item=flops,
-        peak_flops=_peak_flops(job),
-    )
-
-
-def _peak_flops(job: Job) -> float | None:
-    """FLOP/s of the mesh's devices, None where they aren't known."""
-    devices = job.partitioner.mesh.devices
-    return hardware.peak_flops(devices.flat[0].device_kind, devices.size)
 
 
 def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, input_state: bytes | None) -> None:
@@ -334,7 +332,7 @@ def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, inp
         "num_train_steps": int(job.task.train.num_train_steps),
     }
     try:
-        started = checkpoints.save(
+        checkpoints.save(
             step,
             state,
             job.partitioner.metadata.variables,
@@ -349,8 +347,6 @@ def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, inp
             "started again the run goes on from it. Let the learner skip such steps (check_valid_step and "
             "enable_skip_step_on_gradient_anomalies), clip gradients, or lower the learning rate."
         ) from error
-    if started:
-        logging.info("saving step %d", step)
 
 
 def _eval_state(job: Job, state: TrainState, *, ema: bool) -> TrainState:
@@ -358,8 +354,8 @@ def _eval_state(job: Job, state: TrainState, *, ema: bool) -> TrainState:
     if not ema:
         return state.to_eval_state()
     if not learners.has_ema(job.task.learner):
-        raise ValueError(
-            "eval_use_ema_states or decode_use_ema_states is set, but the learner's optimizer has no ema_decay"
+        raise UserError(
+            "task.train.eval_use_ema_states or decode_use_ema_states is set, but the learner's optimizer has no ema_decay"
         )
     averages = learners.extract_ema(state.opt_states, state.mdl_vars)
     return dataclasses.replace(state.to_eval_state(), mdl_vars=averages)

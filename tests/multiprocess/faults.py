@@ -15,11 +15,13 @@ from job_helpers import STATUS_LOST_PROCESS, RunningJob, Settings, losses, start
 
 # Every step is logged, and this many lie between evaluations.
 EVAL_INTERVAL = 10
+# Named in the first line that a job logs.
+EXPERIMENT = "lm.stdlib.StdlibBytesTiny"
 # What a signal aims at: it comes at a random time, up to so many seconds, after the first line that matches. What it has
 # hit is found out afterwards (`phase`).
 MOMENTS = {
-    "start": ("experiment lm.stdlib", 3.0),
-    "restore": ("experiment lm.stdlib", 0.6),
+    "start": (EXPERIMENT, 3.0),
+    "restore": (EXPERIMENT, 0.6),
     "train": ("training from step", 0.4),
     "save": ("saving step", 0.15),
     "evaluate": (r"step \d*0/", 0.4),
@@ -28,6 +30,8 @@ MOMENTS = {
 # connection before either.
 ENDED_BY_LOSS = (STATUS_LOST_PROCESS, -signal.SIGABRT, 1)
 LONGEST_END_SECONDS = 45
+# The last line of a job that ended in good order, complete or after a signal.
+ENDED = re.compile(r"(?:finished:|finished at|stopped at) step (\d+) of")
 
 
 @dataclasses.dataclass
@@ -60,13 +64,13 @@ def phase(job: RunningJob) -> str:
     if "training from step" not in log:
         if "restored step" in log:
             return "compile"
-        return "restore" if "experiment lm.stdlib" in log else "start"
+        return "restore" if EXPERIMENT in log else "start"
     saving = re.findall(r"saving step (\d+)", log)
     if saving and int(saving[-1]) not in steps_on_disk(job.settings.directory):
         return "async save"
     taken, evaluated = re.findall(r"step (\d+)/", log), re.findall(r"eval heldout at step (\d+)", log)
     due = bool(taken) and int(taken[-1]) % EVAL_INTERVAL == 0 and taken[-1:] != evaluated[-1:]
-    return "eval" if due and "stopped after step" not in log else "train"
+    return "eval" if due and not ENDED.search(log) else "train"
 
 
 class Chain:
@@ -110,7 +114,7 @@ class Chain:
             hit = phase(job)
             statuses = job.finish()
         problems = [] if statuses == [0] * processes else [f"statuses {statuses}\n{job.log()}"]
-        stopped = re.findall(r"stopped after step (\d+) of", job.logs[0])
+        stopped = ENDED.findall(job.logs[0])
         if not stopped or int(stopped[0]) not in steps_on_disk(self.directory):
             problems.append(
                 f"the step it stopped at, {stopped}, is not saved; there are {steps_on_disk(self.directory)}"
@@ -127,7 +131,7 @@ class Chain:
         if took > LONGEST_END_SECONDS:
             problems.append(f"the others ended only after {took:.0f} s")
         for index, status in enumerate(statuses):
-            if index == victim or (status == 0 and "stopped after step" in job.logs[0]):
+            if index == victim or (status == 0 and ENDED.search(job.logs[0])):
                 continue
             if status not in ENDED_BY_LOSS:
                 problems.append(f"process {index} ended with status {status}\n{job.logs[index][-3000:]}")

@@ -155,7 +155,7 @@ def test_other_meshes_and_process_counts_go_on(reference, table, cache, tmp_path
     for (processes, mesh), steps in ((first, 10), (then, 20)):
         settings = Settings(directory, processes, cache, FIELDS | {"num_train_steps": steps}, mesh=mesh)
         job = one_job(settings)
-        if "stopped after step" not in job.logs[0]:
+        if f"finished: step {steps} of {steps}" not in job.logs[0]:
             problems.append(job.log())
     curve = losses(directory)
     wrong = [s for s, loss in curve.items() if loss != pytest.approx(reference[s], rel=TOLERANCE)]

@@ -47,7 +47,8 @@ def test_two_processes_give_the_numbers_of_one(one_process, cache, tmp_path):
     reference = one_process.settings.directory
     assert losses(directory) == pytest.approx(losses(reference), rel=TOLERANCE)
     assert list(losses(directory)) == list(range(1, STEPS + 1))
-    for step in (6, 12):
+    assert list(records(directory, "eval_heldout")) == [5, 10, STEPS]
+    for step in (5, 10, STEPS):
         got, want = (records(path, "eval_heldout")[step] for path in (directory, reference))
         # 19 windows of 32 bytes: each is counted once, whoever reads it.
         assert got["num_predictions"] == want["num_predictions"] == 19 * 32
@@ -56,6 +57,9 @@ def test_two_processes_give_the_numbers_of_one(one_process, cache, tmp_path):
     assert len(written) == STEPS
     assert "step 1/" in job.logs[0]
     assert "step 1/" not in job.logs[1]
+    for line in ("first step done: loss", f"saved step {STEPS} in", f"finished: step {STEPS} of {STEPS} in"):
+        assert line in job.logs[0]
+        assert line not in job.logs[1]
     mesh = json.loads((directory / "checkpoints" / str(STEPS) / "record" / "record.json").read_text())["mesh"]
     assert mesh["processes"] == 2
 
@@ -83,7 +87,7 @@ def test_sigterm_and_sigkill_to_one_process_and_one_process_goes_on(one_process,
         job.send(signal.SIGTERM, 1)
         assert job.finish() == [0, 0], job.log()
     (saved,) = [step for step in steps_on_disk(directory) if step % 50] or steps_on_disk(directory)[-1:]
-    assert f"stopped after step {saved} of" in job.logs[0]
+    assert f"stopped at step {saved} of" in job.logs[0]
     assert "process 1: a process got SIGTERM: all 2 save this step" in job.logs[1]
 
     with started(Settings(directory, 2, cache, WITHOUT_END | {"save_interval_steps": 5})) as job:

@@ -1,0 +1,143 @@
+"""Says in the log what takes long at the moment, that it still lasts, and how long it took."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from absl import logging
+
+from spmd_trainer.metrics.progress import format_duration
+
+# Seconds after which a phase says that it still lasts; after the last of them, each minute.
+_MOMENTS = (10.0, 20.0, 40.0)
+_current: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
+
+
+class Phase:
+    """A part of a run that may take long. A thread of its own logs a line with a clock at growing intervals.
+
+        with Phase("evaluating heldout", announce_after=2.0, total=32) as phase:
+            for batch in batches:
+                ...
+                phase.advance()
+
+    logs nothing when the block takes less than 2 s, and else
+
+        evaluating heldout ...
+        evaluating heldout: 10 s so far, 12 of 32 batches, about 17 s left
+        evaluating heldout took 27 s
+
+    While a phase lasts inside another one of the same thread, the outer one's clock is silent. A block that raises logs
+    no last line: its error says more.
+
+    Attributes:
+      done: says in the last line what was done, in place of '... took'; set it inside the block.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        detail: str = "",
+        *,
+        announce_after: float = 0.0,
+        total: int | None = None,
+        report: Callable[[str], object] = logging.info,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Prepares the phase; entering it begins it.
+
+        Args:
+          what: what is being done, as 'compiling the train step'.
+          detail: more about it, for the first line alone.
+          announce_after: seconds after which the first line is logged; a phase that is over by then logs nothing (unless
+            it sets `done`). 0 logs the first line at once.
+          total: how many batches there are, where that is known.
+          report: takes each line.
+          clock: gives seconds.
+        """
+        self.done = ""
+        self._what = what
+        self._first_line = f"{what}: {detail}" if detail else f"{what} ..."
+        self._moments = _moments(announce_after)
+        self._total = total
+        self._batches: int | None = None
+        self._report = report
+        self._clock = clock
+        self._announces_at_once = not announce_after
+        self._announced = False
+        self._inner = 0
+        self._next = next(self._moments)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"phase: {what}", daemon=True)
+
+    def advance(self) -> None:
+        """One more batch is done."""
+        self._batches = (self._batches or 0) + 1
+
+    def check(self) -> None:
+        """Logs a line when it is time to. The thread calls this."""
+        seconds = self._clock() - self._began
+        if seconds < self._next:
+            return
+        while self._next <= seconds:
+            self._next = next(self._moments)
+        if self._inner:
+            return
+        if self._announced:
+            self._report(f"{self._what}: {format_duration(seconds)} so far{self._batches_text(seconds)}")
+        else:
+            self._announce()
+
+    def __enter__(self) -> Phase:
+        self._began = self._clock()
+        self._outer = _current.get()
+        if self._outer is not None:
+            self._outer._inner += 1
+        self._token = _current.set(self)
+        if self._announces_at_once:
+            self._announce()
+        self._thread.start()
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        seconds = self._clock() - self._began
+        self._ended.set()
+        self._thread.join()
+        _current.reset(self._token)
+        if self._outer is not None:
+            self._outer._inner -= 1
+        if exc_type is not None:
+            return
+        if self.done:
+            self._report(f"{self.done} in {format_duration(seconds)}")
+        elif self._announced:
+            self._report(f"{self._what} took {format_duration(seconds)}")
+
+    def _announce(self) -> None:
+        self._announced = True
+        self._report(self._first_line)
+
+    def _batches_text(self, seconds: float) -> str:
+        if self._batches is None:
+            return ""
+        if self._total is None:
+            return f", {self._batches} batches"
+        left = (self._total - self._batches) * seconds / self._batches
+        return f", {self._batches} of {self._total} batches, about {format_duration(max(left, 0.0))} left"
+
+    def _run(self) -> None:
+        while not self._ended.wait(max(0.0, self._next - (self._clock() - self._began))):
+            self.check()
+
+
+def _moments(announce_after: float) -> Iterator[float]:
+    """The seconds at which a phase logs something, the first line included where it is not logged at once."""
+    if announce_after:
+        yield announce_after
+    for seconds in itertools.chain(_MOMENTS, itertools.count(60.0, 60.0)):
+        if seconds > announce_after:
+            yield seconds

@@ -1,0 +1,173 @@
+"""How a run begins and ends: what it says, what it evaluates when no interval ends there, and what it gives back."""
+
+import os
+import re
+import signal
+
+import numpy as np
+import pytest
+from praxis import pax_fiddle
+from trained_helpers import TINY, make_job
+
+from spmd_trainer.metrics.early_stopping import EarlyStopping
+from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.programs import elastic, train
+
+# One worker: what these tests share is compiled once.
+pytestmark = pytest.mark.xdist_group("trained")
+
+STEPS = 5
+# No interval ends at the last step.
+FIELDS = (
+    f"task.train.num_train_steps={STEPS}",
+    "task.train.save_interval_steps=4",
+    "task.train.eval_interval_steps=2",
+    "task.train.decode_interval_steps=2",
+    "task.train.decode_start_after_n_steps=3",
+    "task.train.log_train_output_interval_steps=4",
+    "eval_datasets[0].max_windows=4",
+    "decode_datasets[0].num_prompts=2",
+)
+
+
+def trained_lines(caplog, directory, fields=(), **arguments):
+    """Trains on one device; returns the result and the lines of the log."""
+    caplog.clear()
+    job = make_job(directory, mesh=(1, 1, 1), fields=(*FIELDS, *fields), decode_during_train=True, **arguments)
+    with caplog.at_level("INFO", logger="absl"):
+        result = train.train(job)
+    return result, caplog.messages
+
+
+def evaluated(directory):
+    """Steps in the order in which they were evaluated, repetitions included."""
+    lines = (directory / "summaries" / "eval_heldout" / "metrics.jsonl").read_text().splitlines()
+    return [int(re.search(r'"step": (\d+)', line)[1]) for line in lines]
+
+
+def place(lines, pattern):
+    found = [number for number, line in enumerate(lines) if re.search(pattern, line)]
+    assert len(found) == 1, (pattern, lines)
+    return found[0]
+
+
+def test_a_run_says_what_it_does_and_ends_with_an_evaluation_and_a_decode(tmp_path, caplog):
+    result, lines = trained_lines(caplog, tmp_path)
+    assert evaluated(tmp_path) == [2, 4, STEPS]
+    decoded = sorted(path.name for path in (tmp_path / "decode_out" / "heldout_prompts").glob("*.jsonl"))
+    assert decoded == ["step_4.jsonl", "step_5.jsonl"]
+    order = [
+        r"initialising the variables: 15 variables; with optimizer states, [\d.]+ KiB per device",
+        r"initialising the variables took ",
+        r"training from step 0 to 5",
+        r"first step done: loss \d\.\d{4}, .* after the start",
+        r"saving step 4",
+        r"eval heldout at step 4: ",
+        # The last save doesn't wait for the last evaluation.
+        r"^saving step 5",
+        r"^eval heldout at step 5: ",
+        r"finished: step 5 of 5 in .*, loss \d\.\d{4}$",
+        r"last evaluation, at step 5: heldout: .*bits_per_byte",
+        rf"results in {tmp_path}: checkpoints/ \(steps 4, 5\), summaries/, decode_out/",
+        rf"tensorboard --logdir {tmp_path}/summaries",
+        rf"to evaluate: .* --exp={TINY} --job_log_dir={tmp_path} --mode=eval .*--fdl.set=eval_datasets\[0\].max_windows=4",
+        rf"to decode: .* --exp={TINY} --job_log_dir={tmp_path} --mode=decode_once",
+    ]
+    places = [place(lines, pattern) for pattern in order]
+    assert places == sorted(places)
+    assert place(lines, r"^compiling the train step \.\.\.") < place(lines, "^compiling the train step took")
+    assert place(lines, "^saved step 5 in ") < place(lines, "finished:")
+
+    record = read_metrics(tmp_path, "eval_heldout")[STEPS]
+    assert (result.step, result.job_log_dir) == (STEPS, tmp_path)
+    assert int(result.state.step) == STEPS
+    assert result.metrics["heldout/log_pplx"] == record["log_pplx"]
+    assert result.metrics["loss"] == pytest.approx(result.metrics["total_loss"])
+
+    # Started again, it says that it is finished, and does nothing twice.
+    again, lines = trained_lines(caplog, tmp_path)
+    assert place(lines, "already finished at step 5 of 5") < place(lines, "eval heldout at step 5 is done already")
+    assert not [line for line in lines if re.search("^saving|^finished|first step", line)]
+    assert evaluated(tmp_path) == [2, 4, STEPS]
+    assert again.metrics["heldout/log_pplx"] == record["log_pplx"]
+    assert again.step == STEPS
+
+
+def interrupt_at(monkeypatch, step):
+    """Ctrl-C while that step is taken."""
+
+    def changed_devices(job, current):
+        if current == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(elastic, "changed_devices", changed_devices)
+
+
+def test_an_interrupted_run_evaluates_nothing_more_until_it_is_started_again(tmp_path, caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3)
+        result, lines = trained_lines(caplog, tmp_path)
+    assert (result.step, evaluated(tmp_path)) == (3, [2])
+    place(lines, r"^stopped at step 3 of 5 by SIGTERM or Ctrl-C, loss .*; the same command continues from there")
+    assert not [line for line in lines if "finished" in line]
+
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, STEPS)
+        _, lines = trained_lines(caplog, tmp_path)
+    assert evaluated(tmp_path) == [2, 4]
+    place(lines, "restored step 3 from ")
+    place(lines, "^finished: step 5 of 5")
+
+    _, lines = trained_lines(caplog, tmp_path)
+    place(lines, "already finished at step 5 of 5")
+    assert evaluated(tmp_path) == [2, 4, STEPS]
+    assert (tmp_path / "decode_out" / "heldout_prompts" / "step_5.jsonl").exists()
+
+
+def test_evaluation_that_is_switched_off_is_off_at_the_end_too(tmp_path, caplog):
+    _, lines = trained_lines(caplog, tmp_path, eval_on_test=False, enable_checkpoint_saving=False)
+    assert not (tmp_path / "summaries" / "eval_heldout").exists()
+    assert not [line for line in lines if "saving" in line or "--mode=" in line]
+
+
+def test_where_the_input_ends_training_is_complete_and_evaluated(tmp_path, caplog):
+    def three_batches(config):
+        config.train_datasets[0] = config.eval_datasets[0].clone().set(name="short", max_windows=3, batch_size=1)
+
+    result, lines = trained_lines(caplog, tmp_path, customize=three_batches)
+    assert (result.step, evaluated(tmp_path)) == (3, [2, 3])
+    assert place(lines, "^saving step 3") < place(lines, "^eval heldout at step 3: ")
+    place(lines, r"^finished: step 3 of 5 in .* \(the training input has ended\)")
+
+
+def test_an_early_stop_is_said_and_its_best_checkpoint_is_saved_though_a_kill_came_before(tmp_path, caplog):
+    def stops(config):
+        config.task.early_stopping_fn = pax_fiddle.Config(EarlyStopping, metric="heldout/log_pplx", patience=1)
+        config.task.train.learner.optimizer.learning_rate = 5.0
+
+    fields = ("task.train.eval_interval_steps=1", "task.train.decode_interval_steps=None")
+    result, lines = trained_lines(caplog, tmp_path, fields, customize=stops)
+    records = read_metrics(tmp_path, "eval_heldout")
+    best = min(records, key=lambda step: records[step]["log_pplx"])
+    assert result.step == best + 1 < STEPS
+    place(lines, rf"^finished: step {result.step} of 5 in .* \(early_stopping_fn ended training\)")
+    place(lines, rf"^saved the best checkpoint so far, step {best} in ")
+    place(lines, rf"results in .*best/ \(step {best}\)")
+    _, lines = trained_lines(caplog, tmp_path, fields, customize=stops)
+    place(lines, rf"already finished at step {result.step} of 5: early_stopping_fn ended training")
+
+
+def test_the_best_checkpoint_of_the_last_step_is_made_up_for(tmp_path, caplog):
+    """As after a kill between the last evaluation and the save of the best checkpoint."""
+
+    def watches(config):
+        config.task.early_stopping_fn = pax_fiddle.Config(EarlyStopping, metric="heldout/log_pplx")
+
+    fields = ("task.train.decode_interval_steps=None",)
+    trained_lines(caplog, tmp_path, fields, customize=watches)
+    losses = [record["log_pplx"] for _, record in sorted(read_metrics(tmp_path, "eval_heldout").items())]
+    assert int(np.argmin(losses)) == len(losses) - 1
+    assert (tmp_path / "best" / str(STEPS)).exists()
+    (tmp_path / "best" / str(STEPS)).rename(tmp_path / "lost")
+    trained_lines(caplog, tmp_path, fields, customize=watches)
+    assert (tmp_path / "best" / str(STEPS)).exists()

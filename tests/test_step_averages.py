@@ -1,0 +1,86 @@
+"""Summaries of several steps: which steps count, weights, restarts, what is refused; and a run that writes them."""
+
+import pytest
+from trained_helpers import make_job
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.averages import StepAverages
+from spmd_trainer.metrics.packing import Scalars, SummaryNames
+from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.programs import train
+
+pytestmark = pytest.mark.xdist_group("trained")
+
+NAMES = SummaryNames(["layer/norm"])
+
+
+def scalars(loss, value, weight, norm):
+    return Scalars(loss, {"x": value}, {"x": weight}, NAMES, [norm])
+
+
+STEPS = {1: scalars(1.0, 2.0, 1.0, 10.0), 2: scalars(2.0, 4.0, 3.0, 20.0), 3: scalars(6.0, 8.0, 0.0, 60.0)}
+
+
+def taken(every, steps=(1, 2, 3)):
+    averages = StepAverages(every, 10)
+    for step in steps:
+        averages.add(step, STEPS[step])
+    return averages.take(STEPS[3])
+
+
+def test_none_writes_the_step_itself():
+    assert taken(None) == {"loss": 6.0, "x": 8.0, "layer/norm": 60.0}
+
+
+def test_weighted_scalars_are_averaged_by_their_weights_and_all_else_over_the_steps():
+    # (2 * 1 + 4 * 3) / 4; the third step has no weight.
+    assert taken(1) == {"loss": 3.0, "x": 3.5, "layer/norm": 30.0}
+
+
+def test_only_every_nth_step_counts():
+    assert taken(2) == {"loss": 2.0, "x": 4.0, "layer/norm": 20.0}
+
+
+def test_a_summary_right_after_a_restart_has_the_step_itself():
+    assert taken(2, steps=(3,)) == {"loss": 6.0, "x": 8.0, "layer/norm": 60.0}
+
+
+def test_each_summary_begins_anew():
+    averages = StepAverages(1, 10)
+    averages.add(1, STEPS[1])
+    averages.take(STEPS[1])
+    averages.add(2, STEPS[2])
+    assert averages.take(STEPS[2])["loss"] == 2.0
+
+
+def test_a_weight_that_is_zero_throughout_divides_nothing():
+    assert taken(1, steps=(3,))["x"] == 8.0
+
+
+@pytest.mark.parametrize("every", [0, 11])
+def test_intervals_that_leave_summaries_empty_are_refused(every):
+    with pytest.raises(UserError, match=rf"summary_accumulate_interval_steps={every}: .*must be 1 to 10 \(task.train"):
+        StepAverages(every, 10)
+
+
+def test_a_run_writes_the_averages_of_its_steps(tmp_path):
+    fields = ("task.train.num_train_steps=4", "task.train.summary_interval_steps={}")
+
+    def records(directory, interval, *more):
+        job = make_job(
+            directory,
+            mesh=(1, 1, 1),
+            fields=(fields[0], fields[1].format(interval), *more),
+            enable_checkpoint_saving=False,
+        )
+        train.train(job)
+        return read_metrics(directory, "train")
+
+    each = records(tmp_path / "each", 1)
+    averaged = records(tmp_path / "averaged", 2, "task.train.summary_accumulate_interval_steps=1")
+    assert sorted(averaged) == [2, 4]
+    for step in (2, 4):
+        # Every row of this data weighs the same.
+        for name in ("loss", "avg_xent", "learning/raw_grad_norm"):
+            assert averaged[step][name] == pytest.approx((each[step - 1][name] + each[step][name]) / 2, rel=1e-6), name
+    assert each[2]["loss"] != pytest.approx(averaged[2]["loss"], rel=1e-3)
