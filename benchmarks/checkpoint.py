@@ -30,10 +30,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from benchmarks import reporting
-from experiments.lm.stdlib import StdlibBytes
 from spmd_trainer import experiment_registry
 from spmd_trainer.checkpointing import Checkpointer, records, state_checks
 from spmd_trainer.cli.launch import let_host_devices_stand_in
+from spmd_trainer.experiments.lm.stdlib import StdlibBytes
 from spmd_trainer.programs import train
 from spmd_trainer.programs.job import Job, JobSettings
 from spmd_trainer.sharding.variables import named_shardings

@@ -24,8 +24,8 @@ import numpy as np
 from praxis import py_utils
 
 from benchmarks import plan_floor, reporting
-from experiments.lm import cloud
 from spmd_trainer import experiment_registry, hardware
+from spmd_trainer.experiments.lm import cloud
 
 STEPS = 5
 

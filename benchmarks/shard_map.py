@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import floor_lm, reporting  # floor_lm sets up the host devices, so before JAX
-from experiments.lm.stdlib import StdlibBytes
 from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer.experiments.lm.stdlib import StdlibBytes
 from spmd_trainer.hlo_collectives import collectives_text
 from spmd_trainer.inputs import batches
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner

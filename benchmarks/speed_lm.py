@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.lm import stdlib
 from spmd_trainer import experiment_registry
+from spmd_trainer.experiments.lm import stdlib
 
 
 @experiment_registry.register

@@ -1,8 +1,8 @@
 """The one file that knows praxis 1.4.0 (April 2024) is older than the JAX it runs on.
 
 `install()` puts an import hook in place; importing anything from praxis then first restores the names praxis expects. It is
-called when `spmd_trainer` is imported, and by a `.pth` file at interpreter start, so that a user's file may import praxis
-before the trainer.
+called when `spmd_trainer` is imported, and by `spmd_trainer_bridge.py` when a program imports praxis first. Before praxis is
+imported, nothing is changed or loaded differently.
 Nothing in site-packages is touched, every change adds what is missing, and installing twice is the same as once.
 
 | restored | why praxis needs it | how |
@@ -34,7 +34,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-PRAXIS_VERSION = "1.4.0"
+from spmd_trainer import installation
+
+PRAXIS_VERSION = installation.UNRESOLVABLE["praxis"]
 # Lowest JAX seen working, and the first version that nobody has looked at.
 JAX_MIN = (0, 10)
 JAX_BELOW = (0, 13)
@@ -47,8 +49,8 @@ def install() -> None:
       ImportError: praxis was already imported, or is imported later, and the installed JAX or praxis is outside the range
         this bridge knows.
     """
-    if not any(isinstance(finder, _PraxisFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _PraxisFinder())
+    if not any(isinstance(finder, PraxisFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, PraxisFinder())
     if "praxis" in sys.modules:
         _restore_jax_names()
         for name, mend in _MODULE_MENDS.items():
@@ -56,15 +58,22 @@ def install() -> None:
                 mend(sys.modules[name])
 
 
-class _PraxisFinder(importlib.abc.MetaPathFinder):
+class PraxisFinder(importlib.abc.MetaPathFinder):
     """Restores JAX's old names before praxis' first line runs, and mends the few praxis modules that need it after."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns None for everything but praxis itself and the modules of `_MODULE_MENDS` and `_LAZY_MODULES`."""
-        if fullname == "praxis":
-            _restore_jax_names()
+        """Returns None for everything but the modules of `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`.
+
+        Raises:
+          ModuleNotFoundError: praxis or lingvo is not installed; the message has the command that installs both.
+        """
+        if fullname in installation.UNRESOLVABLE:
+            if importlib.machinery.PathFinder.find_spec(fullname, path, target) is None:
+                raise ModuleNotFoundError(installation.missing_packages_text([fullname]), name=fullname)
+            if fullname == "praxis":
+                _restore_jax_names()
             return None
-        if fullname in _LAZY_MODULES:
+        if fullname in _LAZY_MODULES and "praxis" in sys.modules:
             spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = importlib.util.LazyLoader(spec.loader)
@@ -115,7 +124,7 @@ def _check_versions() -> None:
     if praxis != PRAXIS_VERSION:
         raise ImportError(
             f"spmd_trainer knows praxis {PRAXIS_VERSION}; the installed praxis is {praxis}. "
-            f"Install 'praxis=={PRAXIS_VERSION}' (with --no-deps: its own pins are of 2024)."
+            f"Run: {installation.install_command(['praxis'])}"
         )
 
 

@@ -7,8 +7,8 @@ import pytest
 from praxis import base_layer, pax_fiddle
 from praxis.layers import linears
 
-from experiments.synthetic import structures
 from spmd_trainer import carried_padding, partitioning, sharding
+from spmd_trainer.experiments.synthetic import structures
 from spmd_trainer.inputs import batches
 from spmd_trainer.programs import verify
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer import experiment_config, partitioning
 from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.programs import elastic, train
 from spmd_trainer.programs.job import Job, JobSettings
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner

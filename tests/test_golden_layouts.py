@@ -20,7 +20,9 @@ UPDATE = "UPDATE_GOLDEN=1 pytest tests/test_golden_layouts.py"
 experiment_registry.import_all()
 # Those of `experiments/`: other tests import further ones.
 EXPERIMENTS = sorted(
-    experiment_registry.short_name(name) for name in experiment_registry.get_all() if name.startswith("experiments.")
+    experiment_registry.short_name(name)
+    for name in experiment_registry.get_all()
+    if name.startswith("spmd_trainer.experiments.")
 )
 
 

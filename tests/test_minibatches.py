@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from praxis import pax_fiddle
 
-from experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import synthetic
 
 # One worker: what these tests share is made once.

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from praxis import pax_fiddle
 
-from experiments.synthetic import structures
 from spmd_trainer import moving, partitioning, sharding, step_fns
+from spmd_trainer.experiments.synthetic import structures
 from spmd_trainer.programs import verify
 
 KEY = jax.random.key(4)

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from praxis import base_layer, pax_fiddle
 
-from experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer import partitioning
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches, synthetic
 
 # One worker: what these tests share is made once.

@@ -100,3 +100,43 @@ else:
     raise AssertionError('imported')
 """
     run_python(code)
+
+
+def test_nothing_changes_before_praxis_is_imported():
+    code = """
+import sys, spmd_trainer_bridge
+assert 'spmd_trainer' not in sys.modules and 'importlib.util' not in spmd_trainer_bridge.__dict__
+import spmd_trainer, sympy
+assert type(sympy).__name__ == 'module' and 'sympy.core' in sys.modules
+assert 'praxis' not in sys.modules and 'jax' not in sys.modules
+"""
+    run_python(code)
+
+
+def test_the_bridge_can_be_switched_off_and_spmd_trainer_imported_first():
+    code = """
+import os, subprocess, sys
+def status(code):
+    env = os.environ | {'SPMD_TRAINER_BRIDGE': '0'}
+    return subprocess.run([sys.executable, '-c', code], env=env, capture_output=True).returncode
+assert status('from praxis import base_input') == 1
+assert status('import spmd_trainer; from praxis import base_input') == 0
+"""
+    run_python(code)
+
+
+@pytest.mark.parametrize("package", ["praxis", "lingvo"])
+def test_without_praxis_or_lingvo_the_error_has_the_command(package):
+    code = f"""
+import importlib.machinery, sys, spmd_trainer
+real = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = lambda name, *args: None if name == {package!r} else real(name, *args)
+try:
+    from spmd_trainer import base_experiment
+except ModuleNotFoundError as error:
+    assert error.name == {package!r}
+    assert 'install --' in str(error) and '--no-deps praxis==1.4.0 lingvo==0.14.2' in str(error), error
+else:
+    raise AssertionError('imported')
+"""
+    run_python(code)

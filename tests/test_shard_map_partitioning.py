@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from praxis import base_layer
 
-from experiments.lm.stdlib import StdlibBytesTiny
-from experiments.synthetic.shard_map import ShardMapFsdpUnrolledTiny
 from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.experiments.synthetic.shard_map import ShardMapFsdpUnrolledTiny
 from spmd_trainer.gathered_on_use import without_keeping_gathered
 from spmd_trainer.inputs import batches
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer import experiment_registry
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 
 

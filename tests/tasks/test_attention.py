@@ -11,9 +11,9 @@ from lm_cloud_helpers import num_params
 from praxis import base_layer, layers
 from praxis.pax_fiddle import Config
 
-from experiments.lm import cloud
 from spmd_trainer import partitioning
 from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.tasks.lm import attention, model_params
 
 SMALL = {"input_dim": 24, "hidden_dim": 24, "num_heads": 3, "dim_per_head": 8}

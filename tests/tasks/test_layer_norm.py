@@ -9,7 +9,7 @@ from fiddle import selectors
 from praxis import base_layer, layers
 from praxis.pax_fiddle import Config
 
-from experiments.lm import cloud, stdlib
+from spmd_trainer.experiments.lm import cloud, stdlib
 from spmd_trainer.tasks.lm import layer_norm
 
 

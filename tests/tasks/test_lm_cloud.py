@@ -14,8 +14,8 @@ from lm_cloud_helpers import TINY, differences, load, moved_over, num_params, tr
 from praxis import layers, pax_fiddle
 
 import spmd_trainer.tasks.lm
-from experiments.lm import cloud
 from spmd_trainer import base_experiment, experiment_config, experiment_registry, partitioning
+from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.inputs import batches
 from spmd_trainer.tasks.lm import model_params, transformer_experiment
 

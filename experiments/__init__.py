@@ -1,1 +1,0 @@
-"""Experiments that ship with the trainer; `spmd-trainer --list` prints them."""

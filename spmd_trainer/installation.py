@@ -1,0 +1,40 @@
+"""What no resolver can install beside a current JAX, and the command that installs it.
+
+praxis 1.4.0 and lingvo 0.14.2 pin JAX and TensorFlow of other years. The trainer therefore does not declare them as dependencies:
+it declares what their modules really import, and they are installed without their own pins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from collections.abc import Iterable
+
+# Distribution (and import) name -> version.
+UNRESOLVABLE = {"praxis": "1.4.0", "lingvo": "0.14.2"}
+
+
+def pip_install() -> str:
+    """Returns the beginning of a shell command that installs packages into the running environment."""
+    python = shlex.quote(sys.executable)
+    # Environments that uv makes have no pip of their own.
+    return f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+
+
+def install_command(packages: Iterable[str] = ("praxis", "lingvo")) -> str:
+    """Returns the shell command that installs these packages into the running environment, without their own pins.
+
+    Args:
+      packages: names among `UNRESOLVABLE`.
+    """
+    return f"{pip_install()} --no-deps {' '.join(f'{name}=={UNRESOLVABLE[name]}' for name in packages)}"
+
+
+def missing_packages_text(packages: Iterable[str]) -> str:
+    """Returns the message for packages that are not installed."""
+    names = " and ".join(packages)
+    return (
+        f"{names} is not installed. Its own pins are too old for this JAX, so it is installed by a command of its own: "
+        f"{install_command()}"
+    )
