@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_FIDDLE_UNKNOWN_FIELD = re.compile(
+    r"^No parameter named '(\w+)' exists for <class '([\w.]+)'>; valid parameter names: ([\w, ]+)"
+)
 
 
 class UserError(ValueError):
@@ -17,3 +22,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; known: {', '.join(sorted(known)[:40])}" if known else ""
+
+
+def first_paragraph(error: BaseException) -> str:
+    """Returns an error's message without the configuration that fiddle appends, an unknown field with the nearest ones."""
+    text = str(error).split("Fiddle context:")[0].strip()
+    unknown = _FIDDLE_UNKNOWN_FIELD.match(text)
+    if unknown is None:
+        return text
+    field, owner, fields = unknown.groups()
+    return f"{owner.removeprefix('spmd_trainer.')} has no field {field!r}{did_you_mean(field, fields.split(', '))}"

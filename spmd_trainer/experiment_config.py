@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import traceback
+import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,9 +15,14 @@ from fiddle import daglish
 from fiddle._src.absl_flags import utils as fiddle_parsing
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_registry, sharding
+from spmd_trainer import experiment_registry, sharding, user_code
 from spmd_trainer.base_experiment import BaseExperiment
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+
+# Longer values are shown in part.
+_MAX_CHARS = 2000
+# Where an object lies in memory is no setting.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclasses.dataclass
@@ -60,12 +67,15 @@ class ResolvedExperiment:
 
 
 def resolve(
-    name: str, overrides: Iterable[str] = (), *, before_datasets: Callable[[Any], None] | None = None
+    exp: str | type[BaseExperiment] | BaseExperiment,
+    overrides: Iterable[str] = (),
+    *,
+    before_datasets: Callable[[Any], None] | None = None,
 ) -> ResolvedExperiment:
     """Finds the experiment, applies the overrides and validates the result. Builds nothing.
 
     Args:
-      name: a registered name, see `experiment_registry.get`.
+      exp: a registered name (see `experiment_registry.get`), an experiment class, or an instance of one.
       overrides: 'path.to.field=value' each; the value is a Python literal.
       before_datasets: called with the task's config, overrides applied, before the experiment is asked for its datasets:
         Pax's experiments count the devices there (`jax.local_device_count()`).
@@ -73,11 +83,8 @@ def resolve(
     Raises:
       UserError: unknown experiment or field, an unreadable value, or an experiment that contradicts itself.
     """
-    try:
-        cls = experiment_registry.get(name)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    experiment = cls()
+    experiment = _instance(exp)
+    name = experiment_registry.full_name(type(experiment))
     try:
         overrides = list(overrides)
         if before_datasets is not None:
@@ -85,20 +92,57 @@ def resolve(
             for assignment in overrides:
                 if assignment.startswith("task."):
                     apply_override(task_only, assignment)
-            _validate_mesh(task_only.task)
+            with _errors_of(experiment, exp):
+                _validate_mesh(task_only.task)
             before_datasets(task_only.task)
         config = _configure(experiment)
         for assignment in overrides:
             apply_override(config, assignment)
         _use(experiment, config)
-        experiment.validate()
-        _validate_mesh(config.task)
-        _validate_names(config)
+        with _errors_of(experiment, exp):
+            experiment.validate()
+            _validate_mesh(config.task)
+            _validate_names(config)
     except UserError:
         raise
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"experiment {name}: {first_paragraph(error)} ({_where(error)})") from error
-    return ResolvedExperiment(f"{cls.__module__}.{cls.__qualname__}", experiment, config)
+    except Exception as error:  # of the experiment's own code, or of what it asks libraries for
+        kind = "" if isinstance(error, ValueError | TypeError | AttributeError) else f"{type(error).__name__}: "
+        if kind and not user_code.frames(error):
+            raise
+        where = user_code.where(error, type(experiment))
+        raise UserError(f"experiment {short_name(exp)}: {kind}{first_paragraph(error)}{where}") from error
+    return ResolvedExperiment(name, experiment, config)
+
+
+@contextlib.contextmanager
+def _errors_of(experiment: BaseExperiment, exp: str | type[BaseExperiment] | BaseExperiment) -> Iterator[None]:
+    """Adds to an error which experiment it is about, and where that is written."""
+    try:
+        yield
+    except UserError as error:
+        where = user_code.where(error, type(experiment))
+        raise UserError(f"experiment {short_name(exp)}: {error}{where}") from error
+
+
+def _instance(exp: str | type[BaseExperiment] | BaseExperiment) -> BaseExperiment:
+    cls = experiment_registry.get(exp) if isinstance(exp, str) else exp
+    if isinstance(cls, BaseExperiment):
+        return cls
+    if not (isinstance(cls, type) and issubclass(cls, BaseExperiment)):
+        raise UserError(
+            f"{cls!r} is no experiment: give a registered name, a BaseExperiment class or an instance of one"
+        )
+    missing = sorted(cls.__abstractmethods__)
+    if missing:
+        raise UserError(f"experiment {short_name(cls)} lacks {', '.join(missing)}{user_code.where(UserError(), cls)}")
+    return cls()
+
+
+def short_name(exp: str | type[BaseExperiment] | BaseExperiment) -> str:
+    """Returns what an experiment is called in messages: the name as it was given, or the class's."""
+    if isinstance(exp, str):
+        return exp
+    return experiment_registry.short_name(experiment_registry.full_name(exp if isinstance(exp, type) else type(exp)))
 
 
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -116,19 +160,16 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _flatten(child, f"{path}[{index}]")
     else:
         named = callable(value) and hasattr(value, "__qualname__")
-        yield path, f"{value.__module__}.{value.__qualname__}" if named else repr(value)
+        yield path, f"{value.__module__}.{value.__qualname__}" if named else _shown(value)
 
 
-def first_paragraph(error: BaseException) -> str:
-    """Returns an error's message without the whole config that fiddle appends to it."""
-    return str(error).split("\n\nFiddle context")[0].strip()
-
-
-def _where(error: BaseException) -> str:
-    """Returns 'file:line' of the innermost frame that is not a library's: the user's own line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
-    return f"{own[-1].filename}:{own[-1].lineno}"
+def _shown(value: Any) -> str:
+    """A value's repr; of a very long one (a tokenizer, say) the beginning, and a checksum that tells it from others."""
+    text = repr(value)
+    if len(text) <= _MAX_CHARS:
+        return text
+    checksum = zlib.crc32(_ADDRESS.sub("", text).encode())
+    return f"{text[: _MAX_CHARS // 10]}... ({len(text)} characters, crc32 {checksum:08x})"
 
 
 def _configure(experiment: BaseExperiment) -> Any:

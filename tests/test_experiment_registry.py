@@ -52,7 +52,7 @@ def test_unknown_name_names_the_nearest():
 def test_modules_are_imported_when_asked_for_and_print_nothing():
     code = (
         "from spmd_trainer import experiment_registry as r; assert not r.get_all();"
-        "assert r.get('lm.stdlib.StdlibBytesTiny').__module__ == 'experiments.lm.stdlib'"
+        "assert r.get('lm.stdlib.StdlibBytesTiny').__module__ == 'spmd_trainer.experiments.lm.stdlib'"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
