@@ -72,6 +72,19 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         """Returns the partitioner to use, or None for `partitioning.PjitPartitioner`."""
         return None
 
+    def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int] | None:
+        """Returns the mesh to start with where the declared one does not fit the devices, or None where the mesh is fixed.
+
+        The default is None: the run is refused, with the `--mesh` that fits. An experiment that runs on any number of devices
+        returns e.g. `sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")`.
+
+        Args:
+          mesh_shape: the declared size of each axis (slices included), outermost first; one may be -1.
+          num_devices: how many devices there are.
+        """
+        del mesh_shape, num_devices
+        return None
+
     def available_devices(self, step: int) -> Sequence[jax.Device] | None:
         """Returns the devices to go on with after `step`, or None for those that the run is on.
 

@@ -119,6 +119,11 @@ class PjitPartitioner:
         self.metadata: StateMetadata
         self._inputs_shape_dtype: Any = None
 
+    @property
+    def has_own_mesh(self) -> bool:
+        """Whether it was given a mesh, or the devices for one, instead of taking the one that the model declares."""
+        return self._given_mesh is not None or self._devices is not None
+
     def use_mesh(self, mesh: Mesh) -> None:
         """Replaces the mesh that the model declares. Before `setup`; with an AbstractMesh, only metadata can be asked for."""
         self._given_mesh = mesh

@@ -8,6 +8,7 @@ own is a subclass with other datasets. The largest ones need the chips that thei
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from praxis import layers
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import base_experiment, experiment_registry
+from spmd_trainer import base_experiment, experiment_registry, sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import synthetic
 from spmd_trainer.tasks.lm import model_params
@@ -72,6 +73,10 @@ class SyntheticText(base_experiment.BaseExperiment):
             )
 
         return [text(name="train", is_training=True), text(name="heldout", num_examples=self.NUM_EVAL_EXAMPLES)]
+
+    def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+        """Runs on any number of devices."""
+        return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
 
 class CloudExperiment(SyntheticText):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from praxis import base_layer, decoder_hparams, layers, optimizers, pax_fiddle, py_utils, schedules
 
-from spmd_trainer import base_experiment, experiment_registry, tasks_lib
+from spmd_trainer import base_experiment, experiment_registry, sharding, tasks_lib
 from spmd_trainer.inputs import stdlib_text, text
 from spmd_trainer.metrics import weighted
 from spmd_trainer.tasks.lm import layer_norm
@@ -65,6 +66,10 @@ class StdlibBytes(base_experiment.BaseExperiment):
             max_windows=self.NUM_EVAL_WINDOWS,
         )
         return [train, heldout]
+
+    def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+        """Runs on any number of devices."""
+        return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def decode_datasets(self) -> list[Any]:
         """The beginnings of held-out files."""

@@ -5,12 +5,13 @@ Nothing divides: vocabulary 61, feed-forward width 67, a batch of 6 rows. Each c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from praxis import layers, optimizers, pax_fiddle, schedules
 
-from spmd_trainer import base_experiment, experiment_registry, learners, tasks_lib
+from spmd_trainer import base_experiment, experiment_registry, learners, sharding, tasks_lib
 from spmd_trainer.inputs import synthetic
 
 Config = pax_fiddle.Config
@@ -59,6 +60,10 @@ class TinyLmBase(base_experiment.BaseExperiment):
         train_p.learner.optimizer = adam()
         self.customize(task_p)
         return task_p
+
+    def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+        """Runs on any number of devices."""
+        return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def lm(self) -> Config[layers.TransformerLm]:
         """The decoder-only transformer."""

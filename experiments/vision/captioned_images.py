@@ -5,6 +5,7 @@ The worked example of README's "Add a split mapping".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from praxis import base_model, layers, optimizers, pax_fiddle, schedules
 from praxis.py_utils import NestedMap
 
-from spmd_trainer import base_experiment, experiment_registry, tasks_lib
+from spmd_trainer import base_experiment, experiment_registry, sharding, tasks_lib
 from spmd_trainer.inputs import synthetic
 
 Config = pax_fiddle.Config
@@ -84,6 +85,10 @@ class CaptionedImages(base_experiment.BaseExperiment):
         fields = {"specs": specs, "batch_size": self.PERCORE_BATCH_SIZE * 8}
         train = Config(synthetic.SyntheticInput, name="train", is_training=True, **fields)
         return [train, Config(synthetic.SyntheticInput, name="heldout", num_examples=10, **fields)]
+
+    def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+        """Runs on any number of devices."""
+        return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def task(self) -> Config[tasks_lib.SingleTask]:
         """A mapping for each rank, and one exception by name."""

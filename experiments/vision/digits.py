@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from praxis import base_layer, layers, optimizers, pax_fiddle, schedules
 from praxis.layers import embedding_softmax, models, poolings, vits
 from praxis.py_utils import NestedMap
 
-from spmd_trainer import base_experiment, experiment_registry, tasks_lib
+from spmd_trainer import base_experiment, experiment_registry, sharding, tasks_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import examples, synthetic
 
@@ -141,6 +142,10 @@ class DigitsVit(base_experiment.BaseExperiment):
             input_random_seed=17,
         )
         return [train, Config(DigitsInput, name="heldout", arrays=heldout_digits, batch_size=self.GLOBAL_BATCH_SIZE)]
+
+    def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+        """Runs on any number of devices."""
+        return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def task(self) -> Config[tasks_lib.SingleTask]:
         """Inputs of rank 1, 3 and 4 split over the batch; feed-forward and attention split over 'mdl', the rest over 'data'."""

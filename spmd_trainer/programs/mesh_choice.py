@@ -1,0 +1,147 @@
+"""Which mesh a job runs on, and why: what `--mesh` says, what the model declares, or what the experiment adapts that to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from spmd_trainer import partitioning, sharding
+from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.sharding.messages import count_text, mesh_text
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshChoice:
+    """A mesh and where it comes from.
+
+    Attributes:
+      mesh: over all devices of the job.
+      reason: a clause such as 'as declared'.
+    """
+
+    mesh: Mesh
+    reason: str
+
+
+def choose_mesh(
+    experiment: BaseExperiment,
+    model: Any,
+    *,
+    name: str,
+    given: Sequence[tuple[str, int]] | None,
+    devices: Sequence[jax.Device] | None,
+) -> MeshChoice:
+    """Chooses the mesh of a job.
+
+    Args:
+      experiment: asked for a mesh where the declared one does not fit (`adapt_mesh`).
+      model: the built model; declares `ici_mesh_shape`, `dcn_mesh_shape` and `mesh_axis_names`.
+      name: the experiment's, for messages.
+      given: `--mesh`, e.g. (('data', 4), ('mdl', 2)), or None. Declared axes that it leaves out get size 1.
+      devices: the devices to use; None for all that are here.
+
+    Raises:
+      UserError: the sizes don't fit the devices; the message has the `--mesh` that does.
+      ValueError: what the model declares contradicts itself.
+    """
+    count = len(devices) if devices is not None else jax.device_count()
+    declared = declared_mesh_shape(model)
+    if given:
+        return MeshChoice(_given_mesh(given, declared, devices, count), "as --mesh says")
+    if declared is None:
+        return MeshChoice(partitioning.mesh_from_model(model, devices), "the experiment declares no mesh")
+    if _fits(declared, count):
+        return MeshChoice(partitioning.mesh_from_model(model, devices), "as the experiment declares it")
+    adapted = experiment.adapt_mesh(declared, count)
+    if adapted is None:
+        raise UserError(_fixed_text(name, declared, count))
+    if math.prod(adapted.values()) != count:
+        raise UserError(
+            f"{type(experiment).__name__}.adapt_mesh gives the mesh ({mesh_text(adapted)}), which needs "
+            f"{math.prod(adapted.values())} devices; there {_are(count)}. Return sizes that multiply to {count}"
+        )
+    mesh = sharding.create_device_mesh(list(adapted.items()), devices=devices)
+    return MeshChoice(mesh, f"adapted from the declared ({mesh_text(declared)}), which needs {_needed(declared)}")
+
+
+def declared_mesh_shape(model: Any) -> dict[str, int] | None:
+    """Returns the declared size of each axis over all slices, -1 for the rest of the devices; None without a declaration.
+
+    Args:
+      model: a praxis model or its config.
+
+    Raises:
+      ValueError: names and sizes are not equally many.
+    """
+    ici, dcn, names = model.ici_mesh_shape, model.dcn_mesh_shape, model.mesh_axis_names
+    if ici is None:
+        return None
+    if names is None or len(names) != len(ici):
+        raise ValueError(
+            f"task.model.mesh_axis_names is {names} and task.model.ici_mesh_shape is {list(ici)}: one name per size is needed"
+        )
+    dcn = dcn or [1] * len(ici)
+    return {name: -1 if -1 in (i, d) else i * d for name, i, d in zip(names, ici, dcn, strict=True)}
+
+
+def _fits(shape: Mapping[str, int], count: int) -> bool:
+    known = math.prod(size for size in shape.values() if size != -1)
+    return count % known == 0 if -1 in shape.values() else count == known
+
+
+def _given_mesh(
+    given: Sequence[tuple[str, int]],
+    declared: Mapping[str, int] | None,
+    devices: Sequence[jax.Device] | None,
+    count: int,
+) -> Mesh:
+    sizes = dict(given)
+    if len(sizes) != len(given):
+        raise UserError(f"--mesh names an axis twice: {', '.join(name for name, _ in given)}")
+    if declared is not None:
+        for name in sizes:
+            if name not in declared:
+                axes = ", ".join(declared)
+                raise UserError(
+                    f"--mesh has an axis {name!r}; the experiment's axes are {axes}{did_you_mean(name, declared)}"
+                )
+        sizes = {name: sizes.get(name, 1) for name in declared}
+    if not _fits(sizes, count):
+        fits = _flag(_nearest(sizes, count))
+        raise UserError(
+            f"--mesh={_flag(sizes)} needs {_needed(sizes)}, and there {_are(count)}. What fits: --mesh={fits}"
+        )
+    return sharding.create_device_mesh(list(sizes.items()), devices=devices)
+
+
+def _fixed_text(name: str, declared: Mapping[str, int], count: int) -> str:
+    return (
+        f"experiment {name} declares the mesh ({mesh_text(declared)}), which needs {_needed(declared)}, and there {_are(count)}. "
+        f"Run it with --mesh={_flag(_nearest(declared, count))}, or let the experiment adapt its mesh (adapt_mesh)"
+    )
+
+
+def _nearest(shape: Mapping[str, int], count: int) -> dict[str, int]:
+    """The mesh that changes one axis most: the one named 'data', else the largest."""
+    grow = "data" if "data" in shape else max(shape, key=shape.__getitem__)
+    sizes = {name: 1 if size == -1 else size for name, size in shape.items()}
+    return sharding.fit_mesh_shape(sizes, count, grow=grow)
+
+
+def _needed(shape: Mapping[str, int]) -> str:
+    known = math.prod(size for size in shape.values() if size != -1)
+    return f"a multiple of {known} devices" if -1 in shape.values() else count_text(known, "device")
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
+def _flag(shape: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}:{size}" for axis, size in shape.items())
