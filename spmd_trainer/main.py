@@ -1,27 +1,32 @@
-"""The command line: `spmd-trainer --exp=NAME --job_log_dir=DIR --mode=train|eval|decode|decode_once|infer|inspect|verify`."""
+"""The command line: `spmd-trainer --exp=NAME --job_log_dir=DIR --mode=...`; `cli/help_page.py` groups the flags."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 from absl import app, flags
 
-from spmd_trainer import garbage
-from spmd_trainer.cli import flag_parsing, log_lines
+from spmd_trainer import garbage, installation, quiet_tensorflow
+from spmd_trainer.cli import doctor, flag_parsing, log_lines
 from spmd_trainer.errors import UserError
 
 MODES = ("train", "eval", "decode", "decode_once", "infer", "inspect", "verify")
 
 flags.DEFINE_string("exp", None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows them.")
 flags.DEFINE_string("job_log_dir", None, "Directory of this run: checkpoints/, summaries/, decode_out/, config.txt.")
-flags.DEFINE_enum("mode", "train", MODES, "What to do.")
+flags.DEFINE_enum("mode", "train", MODES, "What to do; see the modes above.")
+flags.DEFINE_multi_string(
+    "exp_module",
+    [],
+    "Imports this module or package of experiments too, so that --list shows them and short names find them. May be repeated.",
+)
 flags.DEFINE_multi_string(
     "fdl.set",
     [],
-    "Overrides one field of the experiment's config: --fdl.set='task.train.num_train_steps=200'. May be repeated; the "
-    "value is a Python literal. Paths start at task, train_datasets[i], eval_datasets[i], decode_datasets[i]; --dump "
-    "prints all of them.",
+    "Overrides one field of the experiment's config: --fdl.set='task.train.num_train_steps=200'. May be repeated. The value "
+    "is a Python literal. Paths start at task, train_datasets[i], eval_datasets[i], decode_datasets[i]; --dump prints them.",
 )
 flags.DEFINE_string("restore_checkpoint_dir", None, "Read checkpoints from here instead of JOB_LOG_DIR/checkpoints.")
 flags.DEFINE_integer("restore_checkpoint_step", None, "Use this step instead of the newest one.", lower_bound=0)
@@ -45,19 +50,32 @@ flags.DEFINE_string(
     None,
     "With --mode=inspect: also compile the train step for TPUs that aren't here and print what it needs, e.g. v5e:16x16.",
 )
-flags.DEFINE_integer("num_slices", 1, "How many slices of --topology.", lower_bound=1)
-flags.DEFINE_bool("plan", False, "With --mode=inspect: the same for the devices that are here.")
+flags.DEFINE_integer("num_slices", 1, "Number of slices of --topology.", lower_bound=1)
+flags.DEFINE_bool(
+    "plan",
+    False,
+    "With --mode=inspect: also compile the train step for the devices that are here and print what it needs.",
+)
 flags.DEFINE_enum(
     "distributed",
     None,
     ["auto"],
-    "auto: this is one process of several that Slurm, Open MPI, Kubernetes or Cloud TPU started, and JAX finds out which.",
+    "auto: Slurm, Open MPI, Kubernetes or Cloud TPU started several processes, and JAX finds out which one this is.",
 )
-flags.DEFINE_string("coordinator_address", None, "Several processes, without auto: host:port where process 0 listens.")
-flags.DEFINE_integer("num_processes", None, "Several processes, without auto: how many.", lower_bound=1)
-flags.DEFINE_integer("process_id", None, "Several processes, without auto: which this one is, from 0.", lower_bound=0)
+flags.DEFINE_string(
+    "coordinator_address", None, "host:port where process 0 listens. For several processes without --distributed=auto."
+)
 flags.DEFINE_integer(
-    "heartbeat_seconds", 30, "A process that isn't heard of for so long is lost, and ends the others.", lower_bound=2
+    "num_processes", None, "Number of processes in the job. Required with --coordinator_address.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "process_id", None, "Which process this is, from 0. Required with --coordinator_address.", lower_bound=0
+)
+flags.DEFINE_integer(
+    "heartbeat_seconds",
+    30,
+    "If a process sends no heartbeat for this many seconds, the others treat it as lost and exit.",
+    lower_bound=2,
 )
 flags.DEFINE_float(
     "watchdog_seconds",
@@ -73,25 +91,37 @@ flags.DEFINE_bool(
 )
 flags.DEFINE_bool("list", False, "Print the registered experiments, one a line, and exit.")
 flags.DEFINE_bool("dump", False, "Print the resolved config, one 'a.b.c: value' a line, and exit.")
+flags.DEFINE_bool(
+    "doctor", False, "Check the installation: versions, devices, what is missing and the command that mends it."
+)
 
 
 def main(argv: Sequence[str]) -> None:
     """Runs the command; leaves through SystemExit with status 2 when the user can mend what is wrong."""
-    # JAX and praxis come in here: after the flags were found good, and while the garbage collector rests.
-    from spmd_trainer.cli import launch
-
-    log_lines.install()
+    run_log = log_lines.install()
     try:
-        launch.run(flags.FLAGS, list(argv[1:]))
+        if flags.FLAGS.doctor:
+            doctor.check_installation()
+            return
+        # JAX and praxis come in here: after the flags were found good, and while the garbage collector rests.
+        from spmd_trainer.cli import launch
+
+        launch.run(flags.FLAGS, list(argv[1:]), run_log)
     except UserError as error:
         flag_parsing.leave(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in installation.UNRESOLVABLE:
+            raise
+        flag_parsing.leave(f"{error}\nspmd-trainer --doctor checks the whole installation.")
 
 
 def run() -> None:
     """Entry point of the `spmd-trainer` command."""
     garbage.rest()
-    # TensorFlow announces itself on stderr otherwise.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    quiet_tensorflow.keep_quiet()
+    # A user's package beside which the command is run is found, as by `python -m`.
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     app.run(main, flags_parser=flag_parsing.parse)
 
 

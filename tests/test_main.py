@@ -37,6 +37,10 @@ def refused(*args: str, **env: str) -> str:
         ([f"--exp={TINY}", "--fdl.set=task.train.num_train_step=2"], ["num_train_step'", "num_train_steps"]),
         ([f"--exp={TINY}", "--fdl.set=task.train.num_train_steps=many"], ["num_train_steps", "literal"]),
         ([f"--exp={TINY}", "--mode=inspect", "--mesh=data4"], ["--mesh", "axis:size"]),
+        ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:0,mdl:2"], ["axis 'data' has size 0", "at least 1, or -1"]),
+        ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:--1"], ["--mesh", "axis:size"]),
+        ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:-1,mdl:-1"], ["only one size may be -1"]),
+        (["--exp=.."], ["module.Class"]),
     ],
 )
 def test_a_bad_command_is_one_message_with_the_fix(args, says):
@@ -62,9 +66,9 @@ def test_a_foreign_directory_is_left_alone(tmp_path: pathlib.Path):
 
 
 def test_another_experiments_directory_is_refused(tmp_path: pathlib.Path):
-    (tmp_path / "experiment.json").write_text('{"experiment": "experiments.lm.stdlib.StdlibBytes"}')
+    (tmp_path / "experiment.json").write_text('{"experiment": "spmd_trainer.experiments.lm.stdlib.StdlibBytes"}')
     message = refused(f"--exp={TINY}", f"--job_log_dir={tmp_path}")
-    assert "experiments.lm.stdlib.StdlibBytes," in message
+    assert "spmd_trainer.experiments.lm.stdlib.StdlibBytes," in message
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: pathlib.Path):
@@ -75,10 +79,27 @@ def test_a_directory_that_cannot_be_written(tmp_path: pathlib.Path):
 
 def test_a_mesh_that_the_devices_do_not_fit(tmp_path: pathlib.Path):
     message = refused(
-        f"--exp={TINY}", f"--job_log_dir={tmp_path}", XLA_FLAGS="--xla_force_host_platform_device_count=3"
+        f"--exp={TINY}",
+        f"--job_log_dir={tmp_path}",
+        "--mesh=data:4,mdl:2",
+        XLA_FLAGS="--xla_force_host_platform_device_count=3",
     )
-    for word in ("8", "3"):
+    for word in ("8 devices", "there are 3", "--mesh=replica:1,data:3,mdl:1"):
         assert word in message
+
+
+@pytest.mark.parametrize(("count", "mesh"), [(1, "data=1, mdl=1"), (3, "data=3, mdl=1"), (12, "data=6, mdl=2")])
+def test_the_first_line_says_which_mesh_was_taken_and_why(tmp_path: pathlib.Path, count, mesh):
+    result = spmd_trainer(
+        f"--exp={TINY}",
+        f"--job_log_dir={tmp_path}",
+        "--mode=inspect",
+        XLA_FLAGS=f"--xla_force_host_platform_device_count={count}",
+    )
+    assert result.returncode == 0, result.stderr
+    first = result.stderr.splitlines()[0]
+    assert f"{TINY}: mesh replica=1, {mesh} on {count} host device" in first
+    assert "adapted from the declared (replica=1, data=4, mdl=2), which needs 8 devices" in first
 
 
 @pytest.mark.parametrize(
@@ -92,6 +113,29 @@ def test_a_split_mapping_that_does_not_fit(tmp_path: pathlib.Path, override, say
     message = refused(f"--exp={TINY}", f"--job_log_dir={tmp_path}", f"--fdl.set={override}")
     for word in says:
         assert word in message
+
+
+def test_help_is_a_page_and_helpfull_has_every_flag():
+    page = spmd_trainer("--help")
+    assert page.returncode == 0
+    for word in ("Usage: spmd-trainer", "--mode=decode_once", "--fdl.set=PATH=VALUE", "Examples", "Exit status"):
+        assert word in page.stdout
+    assert "repeat this option" not in page.stdout
+    full = spmd_trainer("--helpfull")
+    assert full.returncode == 0
+    assert "--stderrthreshold" in full.stdout
+
+
+def test_every_flag_stands_on_the_help_page():
+    from absl import flags
+
+    from spmd_trainer import main
+    from spmd_trainer.cli import help_page
+
+    own = {flag.name for flag in flags.FLAGS.flags_by_module_dict()[main.__name__]}
+    shown = [spelling.partition("=")[0] for group in help_page.GROUPS.values() for spelling in group]
+    assert sorted(shown) == sorted(own)
+    assert set(help_page.MODES) == set(main.MODES)
 
 
 def test_list_and_dump():

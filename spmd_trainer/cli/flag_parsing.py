@@ -1,4 +1,4 @@
-"""Flag errors as one message and exit status 2."""
+"""Flag errors as one message and exit status 2; help as a page and exit status 0."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from absl import app, flags
+from absl import flags
 
+from spmd_trainer.cli import help_page
 from spmd_trainer.errors import did_you_mean
 
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses absl flags; an unknown flag or a bad value ends the program with one message, before anything else is done."""
+    asked = {argument.lstrip("-") for argument in argv[1:] if argument.startswith("-")}
+    if "helpfull" in asked:
+        sys.stdout.write(flags.FLAGS.get_help() + "\n")
+        raise SystemExit(0)
+    if asked & {"help", "h", "?", "helpshort"}:
+        sys.stdout.write(help_page.text())
+        raise SystemExit(0)
     try:
-        return app.parse_flags_with_usage(list(argv)) if _asks_for_help(argv) else flags.FLAGS(list(argv))
+        return flags.FLAGS(list(argv))
     except flags.UnrecognizedFlagError as error:
         leave(f"unknown flag --{error.flagname}{did_you_mean(error.flagname, list(flags.FLAGS))}")
     except flags.Error as error:
@@ -25,7 +33,3 @@ def leave(message: str) -> NoReturn:
     """Prints the message to stderr and exits with status 2."""
     sys.stderr.write(f"spmd-trainer: {message}\n")
     raise SystemExit(2)
-
-
-def _asks_for_help(argv: Sequence[str]) -> bool:
-    return any(arg.lstrip("-").startswith("help") or arg == "-?" for arg in argv[1:])

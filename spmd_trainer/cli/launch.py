@@ -1,26 +1,30 @@
-"""Checks a command from cheap to dear, then starts the program: names and fields first, directories next, devices last."""
+"""Validates the command line, cheapest checks first, and starts the requested mode."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from absl import logging
 from etils import epath
 
-from spmd_trainer import experiment_config, experiment_registry, garbage
-from spmd_trainer.cli import compile_cache, distributed
-from spmd_trainer.errors import UserError
+from spmd_trainer import experiment_config, experiment_modules, experiment_registry, garbage, user_code
+from spmd_trainer.cli import compile_cache, distributed, log_lines
+from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.experiment_config import ResolvedExperiment
-from spmd_trainer.programs.job import Job, JobSettings, check_directory
+from spmd_trainer.programs import start_checks
+from spmd_trainer.programs.job import LOGS, Job, JobSettings, check_directory
 
 # Modes that neither read nor write a run's directory.
 _WITHOUT_A_RUN = ("inspect", "verify")
 _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
-def run(flag_values: Any, arguments: list[str]) -> None:
+def run(flag_values: Any, arguments: list[str], run_log: log_lines.RunLog) -> None:
     """Runs the command that the flags describe.
 
     Raises:
@@ -28,16 +32,17 @@ def run(flag_values: Any, arguments: list[str]) -> None:
     """
     if arguments:
         raise UserError(f"unexpected argument {arguments[0]!r}; every option is a flag, e.g. --exp=NAME")
+    experiment_modules.add(flag_values.exp_module)
     if flag_values.list:
         print_experiments()
         return
     if not flag_values.exp:
         raise UserError("--exp=NAME is needed; --list shows the experiments")
     with distributed.Processes(distributed.cluster_from_flags(flag_values)) as processes:
-        _run_experiment(flag_values, processes)
+        _run_experiment(flag_values, processes, run_log)
 
 
-def _run_experiment(flag_values: Any, processes: distributed.Processes) -> None:
+def _run_experiment(flag_values: Any, processes: distributed.Processes, run_log: log_lines.RunLog) -> None:
     mesh = parse_mesh(flag_values.mesh) if flag_values.mesh else None
 
     def prepare_devices(task_p: Any) -> None:
@@ -50,21 +55,65 @@ def _run_experiment(flag_values: Any, processes: distributed.Processes) -> None:
         sys.stdout.write("\n".join(experiment_config.flatten_mapping(resolved.flattened())) + "\n")
         return
     settings = settings_from_flags(flag_values)
-    check_paths(settings, resolved)
-    # What is compiled for a topology could be read back only where its chips are.
-    compile_cache.enable("" if settings.topology else flag_values.jax_cache_dir)
-    if not settings.topology:
-        say_who_stands_in()
     if flag_values.jax_profiler_port:
         import jax
 
         jax.profiler.start_server(flag_values.jax_profiler_port)
+    with _errors_of_users(settings, run_log, processes.index):
+        job = build_job(settings, resolved, flag_values.jax_cache_dir)
+        open_log(settings, run_log, processes.index)
+        start(job, guards_from_flags(flag_values))
+
+
+@contextlib.contextmanager
+def _errors_of_users(settings: JobSettings, run_log: log_lines.RunLog, process_index: int) -> Iterator[None]:
+    """Turns an error that comes out of the user's own code into one message with the user's lines; the log has the traceback."""
     from spmd_trainer.checkpointing import CheckpointError
 
     try:
-        start(Job(settings, resolved), guards_from_flags(flag_values))
+        yield
+    except UserError:
+        raise
     except CheckpointError as error:
         raise UserError(str(error)) from error
+    except Exception as error:
+        frames = user_code.frames(error)
+        if not frames:
+            raise
+        open_log(settings, run_log, process_index)
+        log_lines.log_traceback(error)
+        lines = [f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in reversed(frames)]
+        traceback = [] if run_log.path is None else [f"The traceback is in {run_log.path}"]
+        what = f"experiment {settings.exp}: {type(error).__name__}: {first_paragraph(error)}"
+        raise UserError("\n".join([what, *lines, *traceback])) from error
+
+
+def open_log(settings: JobSettings, run_log: log_lines.RunLog, process_index: int = 0) -> None:
+    """Gives the full log its file, `logs/MODE.log` of the run's directory; each process has its own."""
+    if settings.mode not in _WITHOUT_A_RUN:
+        name = f"{settings.mode}.process_{process_index}.log" if process_index else f"{settings.mode}.log"
+        run_log.open(pathlib.Path(settings.job_log_dir) / LOGS / name)
+
+
+def build_job(settings: JobSettings, resolved: ResolvedExperiment, jax_cache_dir: str | None = None) -> Job:
+    """Checks all that can be known before a run starts, then builds its job. Writes nothing.
+
+    Args:
+      settings: the run's.
+      resolved: its experiment.
+      jax_cache_dir: see `compile_cache.enable`.
+
+    Raises:
+      UserError: the directory, the checkpoints, the experiment, the mesh and the devices don't fit each other.
+    """
+    start_checks.check(settings, resolved)
+    check_paths(settings, resolved)
+    # What is compiled for a topology could be read back only where its chips are.
+    compile_cache.enable("" if settings.topology else jax_cache_dir)
+    job = Job(settings, resolved)
+    if settings.mode == "train":
+        start_checks.check_training(job)
+    return job
 
 
 def start(job: Job, guards: Any = None) -> None:
@@ -100,15 +149,24 @@ def start(job: Job, guards: Any = None) -> None:
 
 
 def print_experiments() -> None:
-    """Prints each registered experiment with the first line of its docstring."""
-    experiment_registry.import_all()
+    """Prints each registered experiment with the first line of its docstring, the user's own first.
+
+    Raises:
+      UserError: after the others were printed: some modules can't be imported.
+    """
+    failures = experiment_modules.import_packages()
+    shipped = f"{experiment_registry.EXPERIMENTS_PACKAGE}."
     rows = {
         experiment_registry.short_name(name): (cls.__doc__ or "").strip().split("\n")[0]
-        for name, cls in sorted(experiment_registry.get_all().items())
+        for name, cls in sorted(
+            experiment_registry.get_all().items(), key=lambda item: (item[0].startswith(shipped), item[0])
+        )
     }
     width = max((len(name) for name in rows), default=0)
     for name, summary in rows.items():
         sys.stdout.write(f"{name:{width}}  {summary}\n")
+    if failures:
+        raise UserError("\n".join(failures))
 
 
 def guards_from_flags(flag_values: Any) -> Any:
@@ -162,14 +220,24 @@ def parse_mesh(text: str) -> list[tuple[str, int]]:
     """Parses 'data:4,mdl:2'.
 
     Raises:
-      UserError: not of that form.
+      UserError: not of that form; a size that is neither a positive number nor -1; several sizes of -1.
     """
     axes = []
     for part in text.split(","):
-        name, colon, size = part.partition(":")
-        if not (name and colon and size.lstrip("-").isdigit()):
+        name, colon, number = part.partition(":")
+        try:
+            size = int(number)
+        except ValueError:
+            size = None
+        if not (name.strip() and colon) or size is None:
             raise UserError(f"--mesh={text}: {part!r} is not of the form axis:size, e.g. --mesh=data:4,mdl:2")
-        axes.append((name.strip(), int(size)))
+        if size < 1 and size != -1:
+            raise UserError(
+                f"--mesh={text}: axis {name.strip()!r} has size {size}; a size is at least 1, or -1 for the rest of the devices"
+            )
+        axes.append((name.strip(), size))
+    if sum(size == -1 for _, size in axes) > 1:
+        raise UserError(f"--mesh={text}: only one size may be -1, the rest of the devices")
     return axes
 
 
@@ -210,25 +278,10 @@ def let_host_devices_stand_in(task_p: Any, mesh: list[tuple[str, int]] | None, p
     needed = experiment_config.required_devices(task_p)
     if mesh:
         sizes = [size for _, size in mesh]
-        needed = None if -1 in sizes else _product(sizes)
+        needed = None if -1 in sizes else math.prod(sizes)
     if needed is None or needed == 1 or _HOST_DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
         return
     if needed % processes:
         raise UserError(f"{processes} processes can't share a mesh of {needed} devices evenly; change one of the two")
     # Only the CPU backend reads this; on an accelerator the mesh is made of its own devices.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_HOST_DEVICES_FLAG}={needed // processes}".strip()
-
-
-def say_who_stands_in() -> None:
-    """Logs that host devices stand in for the mesh, where they do."""
-    import jax
-
-    if jax.default_backend() == "cpu" and jax.device_count() > 1:
-        logging.info("no accelerator: %d host devices stand in for the mesh", jax.device_count())
-
-
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
+import importlib.metadata
 import json
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from absl import logging
 from etils import epath
-from jax.sharding import Mesh
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_config, partitioning, sharding
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer import experiment_config, partitioning, sharding, user_code
+from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.experiment_config import ResolvedExperiment
+from spmd_trainer.programs import run_config
+from spmd_trainer.programs.mesh_choice import choose_mesh
+from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.tasks_lib import SingleTask
 
 # Says whose directory a job_log_dir is.
 MARKER = "experiment.json"
+# Full logs of the processes that worked in a job_log_dir.
+LOGS = "logs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,23 +110,32 @@ class Job:
             self.partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner()
             if settings.moved is not None:
                 self.partitioner.num_minibatches = settings.moved.num_minibatches
-            mesh = _mesh(settings, self.task)
-            if mesh is not None:
-                self.partitioner.use_mesh(mesh)
+            self._use_mesh()
             self.process_inputs_shape_dtype = self._process_inputs_shape_dtype()
             self.partitioner.setup(self.task, self.global_shape_dtype(self.process_inputs_shape_dtype))
-        except UserError:
-            raise
+        except UserError as error:
+            raise UserError(first_paragraph(error)) from error
         except ValueError as error:
-            raise UserError(f"experiment {settings.exp}: {experiment_config.first_paragraph(error)}") from error
-        logging.info(
-            "experiment %s: %s parameters on mesh %s (%d devices: %s)",
-            settings.exp,
-            f"{self.partitioner.metadata.num_params():,}",
-            ", ".join(f"{axis}={size}" for axis, size in self.partitioner.mesh.shape.items()),
-            self.partitioner.mesh.size,
-            self.partitioner.mesh.devices.flat[0].device_kind,
+            raise UserError(
+                f"experiment {settings.exp}: {first_paragraph(error)}{user_code.where(error, type(self.experiment))}"
+            ) from error
+        logging.info("%s parameters", f"{self.partitioner.metadata.num_params():,}")
+
+    def _use_mesh(self) -> None:
+        """Chooses the mesh, and says which one it is and why."""
+        settings, partitioner = self.settings, self.partitioner
+        if not (settings.mesh or settings.devices is not None) and partitioner.has_own_mesh:
+            return  # said by `partitioner()`, built by `setup`
+        choice = choose_mesh(
+            self.experiment, self.task.model, name=settings.exp, given=settings.mesh, devices=settings.devices
         )
+        partitioner.use_mesh(choice.mesh)
+        count, device = choice.mesh.size, choice.mesh.devices.flat[0]
+        if device.platform == "cpu":
+            what = f"{count_text(count, 'host device')} (no accelerator)"
+        else:
+            what = f"{count_text(count, 'device')} ({device.device_kind})"
+        logging.info("%s: mesh %s on %s, %s", settings.exp, mesh_text(choice.mesh.shape), what, choice.reason)
 
     @classmethod
     def from_settings(cls, settings: JobSettings) -> Job:
@@ -186,48 +201,65 @@ class Job:
         input_p.num_infeed_hosts = jax.process_count()
         input_p.infeed_host_index = jax.process_index()
         try:
-            return pax_fiddle.build(input_p)
+            built = pax_fiddle.build(input_p)
         except ValueError as error:
-            raise UserError(experiment_config.first_paragraph(error)) from error
+            raise UserError(first_paragraph(error)) from error
+        self._check_vocabulary(built)
+        return built
+
+    def _check_vocabulary(self, built: Any) -> None:
+        """Refuses an input with more tokens than the model: their embeddings would be looked up out of bounds, in silence."""
+        words = getattr(getattr(self.task.model, "lm_tpl", None), "vocab_size", None)
+        tokens = getattr(built, "vocab_size", None)
+        if isinstance(words, int) and isinstance(tokens, int) and words and tokens > words:
+            raise UserError(
+                f"input {built.name!r} ({type(built).__name__}) gives tokens from 0 to {tokens - 1}, and "
+                f"task.model.lm_tpl.vocab_size is {words}; set it to {tokens} or more"
+            )
 
     def config_lines(self) -> list[str]:
         """The resolved config, one 'a.b.c: value' a line."""
         return experiment_config.flatten_mapping(self.resolved.flattened())
 
+    def sharding_report(self) -> sharding.ShardingReport:
+        """Returns where every variable lives, headed by what this job is."""
+        about = {
+            "experiment": self.resolved.name,
+            "date": time.strftime("%Y-%m-%d %H:%M"),
+            "spmd-trainer": _version("spmd-trainer"),
+            "praxis": _version("praxis"),
+        }
+        return sharding.ShardingReport(self.partitioner.metadata.records(), self.partitioner.mesh, about=about)
+
     def write_description(self) -> None:
-        """Writes what this job is into its directory: marker, resolved config, sharding report."""
+        """Writes what this training run is into its directory: marker, resolved config, sharding report.
+
+        What has changed in the config since the directory was last trained in is logged.
+        """
         if jax.process_index():
             return
         directory = self.settings.job_log_dir
         directory.mkdir(parents=True, exist_ok=True)
         (directory / MARKER).write_text(json.dumps({"experiment": self.resolved.name}) + "\n")
-        (directory / "config.txt").write_text("\n".join(self.config_lines()) + "\n")
-        for suffix, form in (("txt", "text"), ("json", "json"), ("html", "html")):
-            report = sharding.sharding_report(self.partitioner.metadata.records(), self.partitioner.mesh, format=form)
-            (directory / f"sharding_report.{suffix}").write_text(report)
+        about = run_config.run_lines(self.partitioner.mesh_shape(), jax.process_count(), self.num_rows)
+        run_config.write_config(directory, [*self.config_lines(), *about])
+        write_report(self.sharding_report(), directory)
 
 
-def _mesh(settings: JobSettings, task: SingleTask) -> Mesh | None:
-    """The mesh that replaces the declared one: of `--mesh`, or the declared one on devices that aren't here."""
-    if settings.mesh:
-        return sharding.create_device_mesh(_axes(settings.mesh, task), devices=settings.devices)
-    return partitioning.mesh_from_model(task.model, settings.devices) if settings.devices is not None else None
+def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list[epath.Path]:
+    """Writes a report as text, JSON and HTML; returns the files."""
+    forms = {"txt": report.text, "json": report.json, "html": report.html}
+    paths = {suffix: directory / f"sharding_report.{suffix}" for suffix in forms}
+    for suffix, path in paths.items():
+        path.write_text(forms[suffix]())
+    return list(paths.values())
 
 
-def _axes(given: Sequence[tuple[str, int]], task: SingleTask) -> list[tuple[str, int]]:
-    """The axes of `--mesh` in the order that the model declares, those left out at size 1."""
-    declared = task.model.mesh_axis_names
-    if declared is None:
-        return list(given)
-    sizes = dict(given)
-    for name in sizes:
-        if name not in declared:
-            raise UserError(
-                f"--mesh has an axis {name!r}; the experiment's axes are {', '.join(declared)}{did_you_mean(name, declared)}"
-            )
-    if len(sizes) != len(given):
-        raise UserError(f"--mesh names an axis twice: {', '.join(name for name, _ in given)}")
-    return [(name, sizes.get(name, 1)) for name in declared]
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "from its source tree"
 
 
 def check_directory(settings: JobSettings, full_name: str) -> None:
@@ -247,12 +279,13 @@ def check_directory(settings: JobSettings, full_name: str) -> None:
     marker = directory / MARKER
     if marker.exists():
         owner = json.loads(marker.read_text())["experiment"]
-        if owner != full_name:
+        # Shipped experiments were once registered without the package that they are in.
+        if owner not in (full_name, full_name.removeprefix("spmd_trainer.")):
             raise UserError(
                 f"--job_log_dir={directory} holds a run of {owner}, not of {full_name}; "
                 "give each experiment a directory of its own"
             )
-    elif settings.mode == "train" and directory.exists() and any(directory.iterdir()):
+    elif settings.mode == "train" and directory.exists() and any(path.name != LOGS for path in directory.iterdir()):
         raise UserError(
             f"--job_log_dir={directory} is not empty and no run of this trainer; give a new or an empty directory"
         )
