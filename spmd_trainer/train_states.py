@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 
@@ -24,6 +27,15 @@ class TrainState:
     opt_states: list[Any]
     extra_state: Any = ()
 
+    def __repr__(self) -> str:
+        """What there is, instead of every number of every array."""
+        variables = jax.tree.leaves(self.mdl_vars)
+        elements = sum(math.prod(getattr(x, "shape", ())) for x in variables)
+        return (
+            f"TrainState(step={_step_text(self.step)}, mdl_vars={len(variables)} arrays of {elements:,} elements, "
+            f"opt_states={len(jax.tree.leaves(self.opt_states))} arrays)"
+        )
+
     @classmethod
     def create(cls, mdl_vars: Any, opt_states: list[Any], extra_state: Any = ()) -> TrainState:
         """Returns the state before the first step."""
@@ -36,3 +48,10 @@ class TrainState:
     def to_eval_state(self) -> TrainState:
         """Returns the state without optimizer states, all that evaluation needs."""
         return TrainState(step=self.step, mdl_vars=self.mdl_vars, opt_states=[], extra_state=())
+
+
+def _step_text(step: Any) -> str:
+    """The number, where there is one: not while tracing, nor in a state of shapes or of buffers that a step has used up."""
+    if isinstance(step, jax.core.Tracer) or not isinstance(step, int | np.generic | np.ndarray | jax.Array):
+        return type(step).__name__
+    return "used up" if isinstance(step, jax.Array) and step.is_deleted() else str(int(step))

@@ -9,7 +9,17 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 # Lowest first. A package's files share its floor; what is not named here stands on the floor of its package.
 FLOORS = [
-    ["praxis_bridge", "errors", "garbage", "hardware", "hlo_collectives", "hlo_liveness", "__init__"],
+    [
+        "praxis_bridge",
+        "installation",
+        "quiet_tensorflow",
+        "user_code",
+        "errors",
+        "garbage",
+        "hardware",
+        "hlo_collectives",
+        "hlo_liveness",
+    ],
     ["sharding"],
     [
         "train_states",
@@ -19,6 +29,8 @@ FLOORS = [
         "tasks_lib",
         "base_experiment",
         "experiment_registry",
+        "experiment_modules",
+        "experiments",
         "experiment_config",
         "tasks",
         "inputs",
@@ -37,7 +49,7 @@ FLOORS = [
         "metrics",
     ],
     ["programs"],
-    ["main", "cli"],
+    ["main", "cli", "api", "__init__"],
 ]
 LIBRARY_ONLY = {"praxis", "tensorflow", "flax", "fiddle", "clu", "orbax", "lingvo", "optax", "absl", "etils", "jinja2"}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import html
 import json
 import os
 import re
@@ -137,6 +138,12 @@ class Plan(ChipBytes):
     def fits(self) -> bool | None:
         """Whether that is within the chip's memory."""
         return None if self.memory is None else self.total <= self.memory
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(plan_text(self))}</pre>"
 
 
 def plan(job: Job, topology: str | None) -> Plan:

@@ -1,0 +1,223 @@
+"""The trainer from a notebook or a script: `import spmd_trainer as st; st.train("lm.stdlib.StdlibBytesTiny", "runs/mine")`.
+
+Each function does what the command of its name does, shows the same progress lines, and returns what came out. Experiments are
+given by name, as a class (registered or not), or as an instance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from etils import epath
+
+from spmd_trainer import experiment_config, quiet_tensorflow, sharding
+from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.cli import launch, log_lines
+from spmd_trainer.programs.job import Job, JobSettings
+from spmd_trainer.programs.plan import Plan
+from spmd_trainer.programs.train import TrainResult
+
+Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
+# 'data:4,mdl:2', {'data': 4, 'mdl': 2}, or pairs.
+MeshSizes: TypeAlias = str | Mapping[str, int] | Sequence[tuple[str, int]]
+
+quiet_tensorflow.keep_quiet()
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalResult:
+    """What `evaluate` gives back.
+
+    Attributes:
+      step: the training step of the checkpoint.
+      metrics: {'DATASET/metric': mean over the whole dataset}.
+    """
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeResult:
+    """What `decode` gives back.
+
+    Attributes:
+      step: the training step of the checkpoint.
+      examples: {DATASET: one record for each example, as in `decode_out/DATASET/step_N.jsonl`}.
+    """
+
+    step: int
+    examples: dict[str, list[dict[str, Any]]]
+
+
+def train(
+    exp: Experiment,
+    job_log_dir: str | os.PathLike[str],
+    *,
+    overrides: Iterable[str] = (),
+    mesh: MeshSizes | None = None,
+) -> TrainResult:
+    """Trains an experiment, from the newest checkpoint in `job_log_dir` if there is one. Ctrl-C saves and returns.
+
+    Args:
+      exp: a registered name, an experiment class or an instance.
+      job_log_dir: where checkpoints, summaries and the log go.
+      overrides: as `--fdl.set`, e.g. ['task.train.num_train_steps=200'].
+      mesh: as `--mesh`, e.g. 'data:4,mdl:2' or {'data': 4, 'mdl': 2}; None for the experiment's own.
+
+    Raises:
+      UserError: something in the arguments, the experiment or its files is wrong; the message says what would be right.
+    """
+    from spmd_trainer.programs import train as program
+
+    with log_lines.shown() as run_log:
+        job = _job("train", exp, job_log_dir, overrides, mesh)
+        launch.open_log(job.settings, run_log)
+        return program.train(job)
+
+
+def evaluate(
+    exp: Experiment,
+    job_log_dir: str | os.PathLike[str],
+    *,
+    overrides: Iterable[str] = (),
+    mesh: MeshSizes | None = None,
+    restore_checkpoint_dir: str | os.PathLike[str] | None = None,
+    restore_checkpoint_step: int | None = None,
+) -> EvalResult:
+    """Evaluates one checkpoint on all evaluation datasets.
+
+    Args:
+      exp, job_log_dir, overrides, mesh: see `train`.
+      restore_checkpoint_dir: the checkpoints to read; None for those in `job_log_dir`.
+      restore_checkpoint_step: the step; None for the newest.
+
+    Raises:
+      UserError: as `train`; there is no checkpoint, or nothing to evaluate.
+    """
+    from spmd_trainer.metrics.writers import SummaryWriters
+    from spmd_trainer.programs import checkpoints
+    from spmd_trainer.programs.evaluate import Evaluations
+
+    with log_lines.shown() as run_log:
+        job = _job("eval", exp, job_log_dir, overrides, mesh, restore_checkpoint_dir, restore_checkpoint_step)
+        launch.open_log(job.settings, run_log)
+        step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
+        writers = SummaryWriters(job.settings.job_log_dir)
+        try:
+            return EvalResult(step, Evaluations(job, writers).run(state, step))
+        finally:
+            writers.close()
+
+
+def decode(
+    exp: Experiment,
+    job_log_dir: str | os.PathLike[str],
+    *,
+    overrides: Iterable[str] = (),
+    mesh: MeshSizes | None = None,
+    restore_checkpoint_dir: str | os.PathLike[str] | None = None,
+    restore_checkpoint_step: int | None = None,
+) -> DecodeResult:
+    """Decodes every decode dataset with one checkpoint.
+
+    Args:
+      exp, job_log_dir, overrides, mesh, restore_checkpoint_dir, restore_checkpoint_step: see `evaluate`.
+
+    Raises:
+      UserError: as `train`; there is no checkpoint, or nothing to decode.
+    """
+    from spmd_trainer.programs import decode as program
+
+    with log_lines.shown() as run_log:
+        job = _job("decode_once", exp, job_log_dir, overrides, mesh, restore_checkpoint_dir, restore_checkpoint_step)
+        launch.open_log(job.settings, run_log)
+        step = program.decode_once(job)
+        examples = {}
+        for dataset in job.resolved.config.decode_datasets:
+            text = (job.settings.job_log_dir / "decode_out" / dataset.name / f"step_{step}.jsonl").read_text()
+            examples[dataset.name] = [json.loads(line) for line in text.splitlines()]
+        return DecodeResult(step, examples)
+
+
+def inspect(
+    exp: Experiment, *, overrides: Iterable[str] = (), mesh: MeshSizes | None = None
+) -> sharding.ShardingReport:
+    """Returns where every variable lives on the mesh, and why. Trains nothing and writes nothing.
+
+    Args:
+      exp, overrides, mesh: see `train`.
+
+    Raises:
+      UserError: as `train`.
+    """
+    with log_lines.shown():
+        return _job("inspect", exp, None, overrides, mesh).sharding_report()
+
+
+def plan(
+    exp: Experiment,
+    *,
+    topology: str | None = None,
+    num_slices: int = 1,
+    overrides: Iterable[str] = (),
+    mesh: MeshSizes | None = None,
+) -> Plan:
+    """Compiles the train step and returns what it needs of one chip. Trains nothing and writes nothing.
+
+    Args:
+      exp, overrides, mesh: see `train`.
+      topology: chips that aren't here, e.g. 'v5e:16x16' (extra `tpu`); None for the devices that are here.
+      num_slices: number of slices of `topology`.
+
+    Raises:
+      UserError: as `train`; an unknown topology, or the step does not fit.
+    """
+    from spmd_trainer.programs import plan as program
+
+    with log_lines.shown():
+        devices = program.topology_devices(topology, num_slices) if topology else None
+        return program.plan(_job("inspect", exp, None, overrides, mesh, devices=devices), topology)
+
+
+def _job(
+    mode: str,
+    exp: Experiment,
+    job_log_dir: str | os.PathLike[str] | None,
+    overrides: Iterable[str],
+    mesh: MeshSizes | None,
+    restore_checkpoint_dir: str | os.PathLike[str] | None = None,
+    restore_checkpoint_step: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Job:
+    sizes = _sizes(mesh)
+    resolved = experiment_config.resolve(
+        exp, overrides, before_datasets=lambda task_p: launch.let_host_devices_stand_in(task_p, sizes)
+    )
+    settings = JobSettings(
+        exp=experiment_config.short_name(exp),
+        job_log_dir=_directory(job_log_dir or "."),
+        mode=mode,
+        overrides=tuple(overrides),
+        restore_checkpoint_dir=None if restore_checkpoint_dir is None else _directory(restore_checkpoint_dir),
+        restore_checkpoint_step=restore_checkpoint_step,
+        mesh=sizes,
+        devices=devices,
+    )
+    return launch.build_job(settings, resolved)
+
+
+def _directory(path: str | os.PathLike[str]) -> epath.Path:
+    return epath.Path(path).expanduser().resolve()
+
+
+def _sizes(mesh: MeshSizes | None) -> list[tuple[str, int]] | None:
+    if mesh is None:
+        return None
+    if not isinstance(mesh, str):
+        mesh = ",".join(f"{axis}:{size}" for axis, size in dict(mesh).items())
+    return launch.parse_mesh(mesh)

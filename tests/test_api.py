@@ -1,0 +1,113 @@
+"""The trainer from Python: what a notebook calls, and what it gets back."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd_trainer as st
+from spmd_trainer import sharding
+from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.train_states import TrainState
+
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("api")
+
+
+class Unregistered(StdlibBytesTiny):
+    """A notebook's own class."""
+
+    NUM_TRAIN_STEPS = 2
+    EVAL_INTERVAL_STEPS = 100
+    CHECKPOINT_EVERY_N_STEPS = 100
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("api") / "run"
+    return st.train(Unregistered, directory, overrides=["task.train.summary_interval_steps=1"])
+
+
+def test_train_returns_state_step_and_metrics(trained):
+    assert trained.step == 2
+    assert int(trained.state.step) == 2
+    assert np.isfinite(trained.metrics["loss"])
+    assert "heldout/bits_per_byte" in trained.metrics
+    assert (trained.job_log_dir / "checkpoints" / "2").exists()
+    assert "finished" in (trained.job_log_dir / "logs" / "train.log").read_text()
+
+
+def test_evaluate_gives_the_metrics_of_the_checkpoint(trained):
+    result = st.evaluate(Unregistered(), trained.job_log_dir)
+    assert result.step == 2
+    name = "heldout/bits_per_byte"
+    assert result.metrics[name] == pytest.approx(trained.metrics[name], rel=1e-6)
+
+
+def test_decode_gives_the_examples(trained):
+    result = st.decode(Unregistered, trained.job_log_dir, mesh={"data": 4, "mdl": 2})
+    (examples,) = result.examples.values()
+    assert len(examples) == Unregistered.NUM_PROMPTS
+    path = trained.job_log_dir / "decode_out" / "heldout_prompts" / "step_2.jsonl"
+    assert examples == [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_inspect_gives_a_report_and_writes_nothing(tmp_path: pathlib.Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = st.inspect("lm.stdlib.StdlibBytesTiny", mesh="data:2,mdl:4")
+    assert isinstance(report, sharding.ShardingReport)
+    assert dict(report.mesh.shape) == {"replica": 1, "data": 2, "mdl": 4}
+    assert "<table" in report._repr_html_()
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_gives_bytes_and_a_text_to_read():
+    plan = st.plan(Unregistered)
+    assert plan.total > 0
+    assert "bytes per chip" in str(plan)
+    assert "bytes per chip" in plan._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("exp", "says"),
+    [("lm.stdlib.StdlibByte", "did you mean"), (int, "is no experiment"), (42, "is no experiment")],
+)
+def test_what_is_no_experiment(exp, says):
+    with pytest.raises(UserError, match=says):
+        st.inspect(exp)
+
+
+def test_errors_of_the_call_are_those_of_the_command_line(trained, tmp_path):
+    with pytest.raises(UserError, match="num_train_steps"):
+        st.train(Unregistered, tmp_path / "x", overrides=["task.train.num_train_step=2"])
+    with pytest.raises(UserError, match=r"--mesh=.*needs 6 devices, and there are 8"):
+        st.train(Unregistered, tmp_path / "x", mesh={"data": 3, "mdl": 2})
+    with pytest.raises(UserError, match="no checkpoint"):
+        st.evaluate(Unregistered, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_importing_the_package_brings_in_nothing_heavy_and_knows_its_functions():
+    code = (
+        "import sys, spmd_trainer as st; assert 'jax' not in sys.modules; print(sorted(set(st.__all__) & set(dir(st))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['decode', 'evaluate', 'inspect', 'plan', 'train']"
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        st.trian  # noqa: B018
+
+
+def test_a_states_repr_is_a_line():
+    state = TrainState(jnp.uint32(3), {"params": {"w": jnp.zeros((2, 5)), "b": jnp.zeros(5)}}, [{"m": jnp.zeros(5)}])
+    assert repr(state) == "TrainState(step=3, mdl_vars=2 arrays of 15 elements, opt_states=1 arrays)"
+    shapes = jax.eval_shape(lambda: state)
+    assert "step=ShapeDtypeStruct" in repr(shapes)
+    seen = []
+    jax.jit(lambda s: seen.append(repr(s)) or s.step)(state)
+    assert "Tracer" in seen[0]
