@@ -4,8 +4,10 @@ UV_DIR := .uv
 UV := $(shell command -v uv 2>/dev/null || echo $(UV_DIR)/bin/uv)
 RUN := $(UV) run --no-sync
 JOB_DIR ?= runs/stdlib_bytes
+# Further flags of `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
+TRAIN_FLAGS ?=
 
-.PHONY: setup train test faults lint format bench plan clean
+.PHONY: setup train test test-installed faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -20,11 +22,15 @@ $(UV_DIR)/bin/uv:
 	touch $@
 
 train: setup
-	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=train
-	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once
+	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=train $(TRAIN_FLAGS)
+	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once $(TRAIN_FLAGS)
 
 test: setup
-	$(RUN) pytest -n 2 --dist loadgroup -m "not slow"
+	$(RUN) pytest -n 2 --dist loadgroup -m "not slow and not installed"
+
+# Builds the wheel, installs it by each way that README documents, and works with it as a user does. Three minutes.
+test-installed: setup
+	$(RUN) pytest tests/installed
 
 # Kills, SIGTERMs, damaged checkpoints and mesh changes with real processes; prints a table of what survived. An hour or more.
 faults: setup
