@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import floor_lm, reporting  # floor_lm sets up the host devices, so before JAX
-from spmd_trainer import experiment_config
+from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.decode import DecodeDataset
 from spmd_trainer.programs.job import Job, JobSettings
 

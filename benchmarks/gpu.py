@@ -4,8 +4,8 @@
 
 Times the trainer's compiled step and the hand-written one of `plan_floor` in turns, windows of steps in random order, in one
 process, each with its own state. No input and no TensorFlow: the batch is made once. MFU counts 6 * parameters * tokens
-(`hardware.model_flops`) against the chip's dense bfloat16 peak. Without a GPU it exits with 2; `--tiny` shows on any device
-that it runs, with a model too small for its figures to mean anything.
+(`analysis.chips.model_flops`) against the chip's dense bfloat16 peak. Without a GPU it exits with 2; `--tiny` shows on any
+device that it runs, with a model too small for its figures to mean anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import numpy as np
 from praxis import py_utils
 
 from benchmarks import plan_floor, reporting
-from spmd_trainer import experiment_registry, hardware
+from spmd_trainer import experiment_registry
+from spmd_trainer.analysis import chips
 from spmd_trainer.experiments.lm import cloud
 
 STEPS = 5
@@ -130,14 +131,14 @@ def measure(report: reporting.Report, case: plan_floor.Case, device: Any, window
     for _ in range(windows):
         for name in random.sample(list(steps), len(steps)):
             seconds[name].append(window(steps[name]))
-    flops = hardware.model_flops(num_params, case.rows * case.seq)
-    peak = hardware.peak_flops(device.device_kind, 1)
+    flops = chips.model_flops(num_params, case.rows * case.seq)
+    peak = chips.peak_flops(device.device_kind, 1)
     size = f"{num_params / 1e9:.3f}B parameters, batch {case.rows} x {case.seq}"
     report.note("device", f"{device.device_kind}, {size}, JAX {jax.__version__}")
     for name, values in seconds.items():
         report.figure(f"step, {name}", values, "ms", scale=1e3)
         if peak is None:
-            report.note(f"MFU, {name}", "unknown: the device is not in hardware.CHIPS")
+            report.note(f"MFU, {name}", "unknown: the device is not in analysis.chips.CHIPS")
         else:
             report.figure(f"MFU, {name}", 100 * flops / peak / np.asarray(values), "%")
     report.ratio("step, trainer / floor", seconds["trainer"], seconds["floor"])

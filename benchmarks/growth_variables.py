@@ -37,7 +37,8 @@ def _set_up(num_variables: int) -> tuple[Any, Any]:
     from praxis import optimizers, pax_fiddle, py_utils, schedules
 
     from benchmarks import many_variables
-    from spmd_trainer import partitioning, sharding, tasks_lib
+    from spmd_trainer import sharding, tasks_lib
+    from spmd_trainer.partition import pjit
 
     task_p = pax_fiddle.Config(tasks_lib.SingleTask, name="many")
     task_p.model = pax_fiddle.Config(
@@ -51,15 +52,15 @@ def _set_up(num_variables: int) -> tuple[Any, Any]:
         optimizers.Adam, learning_rate=1e-3, lr_schedule=pax_fiddle.Config(schedules.Constant, value=1.0)
     )
     specs = py_utils.NestedMap(x=jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))
-    partitioner = partitioning.PjitPartitioner(sharding.create_device_mesh([("data", 4), ("mdl", 2)]))
-    partitioner.setup(partitioning.build_task(task_p), specs)
+    partitioner = pjit.PjitPartitioner(sharding.create_device_mesh([("data", 4), ("mdl", 2)]))
+    partitioner.setup(tasks_lib.build_task(task_p), specs)
     return partitioner, specs
 
 
 def _lower_trainer(partitioner: Any, specs: Any) -> None:
     import jax
 
-    from spmd_trainer import step_fns
+    from spmd_trainer.steps import step_fns
 
     def step(*args: Any) -> tuple[Any, jax.Array]:
         state, output = step_fns.train_step(*args)

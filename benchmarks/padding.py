@@ -22,8 +22,11 @@ import numpy as np
 from praxis import layers, optimizers, pax_fiddle, schedules
 
 from benchmarks import reporting
-from spmd_trainer import hlo_collectives, partitioning, sharding, step_fns, tasks_lib
+from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.analysis import hlo_collectives
 from spmd_trainer.inputs import batches
+from spmd_trainer.partition import pjit
+from spmd_trainer.steps import step_fns
 
 Config = pax_fiddle.Config
 ROWS, LENGTH, DIMS = 8, 64, 512
@@ -69,9 +72,9 @@ class Run:
 
     def __init__(self, shape: tuple[int, int], sizes: tuple[int, ...]):
         mesh = sharding.create_device_mesh(list(zip(("replica", "data", "mdl"), sizes, strict=True)))
-        partitioner = partitioning.PjitPartitioner(mesh)
+        partitioner = pjit.PjitPartitioner(mesh)
         specs = batches.lm_input_specs(ROWS, LENGTH)
-        partitioner.setup(partitioning.build_task(task(*shape, sizes)), specs)
+        partitioner.setup(tasks_lib.build_task(task(*shape, sizes)), specs)
         step = partitioner.partition(_loss_only, specs, is_eval=False)
         self.key = jax.random.key(0)
         arguments = (partitioner.abstract_state(), self.key, partitioner.abstract_inputs(step))

@@ -25,11 +25,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import floor_lm, reporting  # floor_lm sets up the host devices, so before JAX
-from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.analysis.hlo_collectives import collectives_text
 from spmd_trainer.experiments.lm.stdlib import StdlibBytes
-from spmd_trainer.hlo_collectives import collectives_text
 from spmd_trainer.inputs import batches
-from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
+from spmd_trainer.partition import pjit
+from spmd_trainer.partition.shard_map import ShardMapPartitioner
+from spmd_trainer.steps import step_fns
 
 MESH = (("replica", 1), ("data", 8), ("mdl", 1))
 MIN_WEIGHT_SIZE = 2**12
@@ -52,14 +54,14 @@ class Variant:
         return time.perf_counter() - started
 
 
-def ours(name: str, partitioner: partitioning.PjitPartitioner, rows: int, strategy: Any, batch: Any) -> Variant:
+def ours(name: str, partitioner: pjit.PjitPartitioner, rows: int, strategy: Any, batch: Any) -> Variant:
     """A train step of the trainer."""
     task_p = StdlibBytes().task()
     task_p.train.variable_norm_summary = False
     task_p.train.sharding_strategy = strategy
     if strategy is not None:
         _declare_nothing(task_p.model.lm_tpl)
-    partitioner.setup(partitioning.build_task(task_p), batches.lm_input_specs(rows, floor_lm.STDLIB.seq))
+    partitioner.setup(tasks_lib.build_task(task_p), batches.lm_input_specs(rows, floor_lm.STDLIB.seq))
 
     def step(*args: Any) -> tuple[Any, jax.Array]:
         state, output = step_fns.train_step(*args)
@@ -115,13 +117,12 @@ def variants(rows: int) -> list[Variant]:
     batch.paddings = np.zeros_like(batch.paddings)
     batch.segment_pos = np.broadcast_to(np.arange(floor_lm.STDLIB.seq, dtype=np.int32), batch.segment_pos.shape)
     make = functools.partial(ours, rows=rows, batch=batch)
-    pjit = partitioning.PjitPartitioner
     megabytes = MIN_WEIGHT_SIZE * 4 / 2**20
     split = [(".*", sharding.fsdp("data", megabytes, allow_uneven=True))]
     result = [
         floor(mesh, rows, batch),
-        make("pjit dp", pjit(mesh), strategy=[(".*", sharding.replicate())]),
-        make("pjit fsdp", pjit(mesh), strategy=split),
+        make("pjit dp", pjit.PjitPartitioner(mesh), strategy=[(".*", sharding.replicate())]),
+        make("pjit fsdp", pjit.PjitPartitioner(mesh), strategy=split),
     ]
     for count in (1, 4):
         label = f"{count} minibatch{'es' if count > 1 else ''}"

@@ -31,7 +31,7 @@ import numpy as np
 from etils import epath
 
 from benchmarks import floor_lm, fresh_process, reporting  # floor_lm sets up the host devices, so before JAX
-from spmd_trainer import partitioning
+from spmd_trainer.partition import pjit
 from spmd_trainer.programs import train
 from spmd_trainer.programs.job import Job, JobSettings
 
@@ -194,7 +194,7 @@ def bytes_per_device(state: Any) -> int:
     return max(held.values())
 
 
-def needed_bytes_per_device(partitioner: partitioning.PjitPartitioner) -> float:
+def needed_bytes_per_device(partitioner: pjit.PjitPartitioner) -> float:
     """What the state's logical shapes, dtypes and specs need, were they to divide without padding."""
     total = 0.0
     mesh = partitioner.mesh

@@ -14,12 +14,14 @@ from typing import Any, TypeAlias
 
 from etils import epath
 
-from spmd_trainer import experiment_config, quiet_tensorflow, sharding
+from spmd_trainer import sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.cli import launch, log_lines
+from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.job import Job, JobSettings
 from spmd_trainer.programs.plan import Plan
 from spmd_trainer.programs.train import TrainResult
+from spmd_trainer.runtime import quiet_tensorflow
 
 Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
 # 'data:4,mdl:2', {'data': 4, 'mdl': 2}, or pairs.

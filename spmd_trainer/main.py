@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from spmd_trainer import garbage, installation, quiet_tensorflow
 from spmd_trainer.cli import doctor, flag_parsing, log_lines
 from spmd_trainer.errors import UserError
+from spmd_trainer.runtime import garbage, installation, quiet_tensorflow
 
 MODES = ("train", "eval", "decode", "decode_once", "infer", "inspect", "verify")
 

@@ -10,8 +10,8 @@ import fiddle as fdl
 import jax.numpy as jnp
 from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 
-from spmd_trainer import learners as learners_lib
-from spmd_trainer import optax_bridge
+from spmd_trainer.optim import optax_bridge
+from spmd_trainer.optim.learner import Learner
 
 # Collections a forward pass may write. Pax's lists.
 TRAIN_MUTABLE = [
@@ -96,7 +96,7 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
           apply_mutable_list: collections the training forward pass may write.
         """
 
-        learner: pax_fiddle.Config[learners_lib.Learner] = pax_fiddle.template_field(learners_lib.Learner)
+        learner: pax_fiddle.Config[Learner] = pax_fiddle.template_field(Learner)
         num_train_steps: float = 1e7
         save_interval_steps: int = 5000
         save_keep_interval_duration: str | float | None = "12h"
@@ -193,12 +193,12 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
             self.metrics = pax_fiddle.build(self.metrics)
 
     @property
-    def learner(self) -> learners_lib.Learner:
+    def learner(self) -> Learner:
         """The learner, built."""
         return self._learner
 
     @property
-    def learners(self) -> Sequence[learners_lib.Learner]:
+    def learners(self) -> Sequence[Learner]:
         """The learner in a list, as Pax had it."""
         return [self._learner]
 
@@ -206,3 +206,10 @@ class SingleTask(base_hyperparams.FiddleBaseParameterizable):
     def fprop_dtype(self) -> Any:
         """The dtype the model computes in; variables stay in theirs."""
         return self.model.fprop_dtype or jnp.float32
+
+
+def build_task(task_p: Any) -> SingleTask:
+    """Builds a task from its config, or returns a built one."""
+    if isinstance(task_p, SingleTask):
+        return task_p
+    return pax_fiddle.build(task_p)

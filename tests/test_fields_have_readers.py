@@ -87,7 +87,7 @@ def reads():
             continue  # these set fields; the trainer reads them
         # A learner reads its own fields where it does its work.
         owner_of_self = (
-            {"Learner": "learner", "SingleTask": "task"} if path.name in ("learners.py", "tasks_lib.py") else {}
+            {"Learner": "learner", "SingleTask": "task"} if path.name in ("learner.py", "tasks_lib.py") else {}
         )
         readers = Readers(owner_of_self)
         readers.visit(ast.parse(path.read_text()))

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks import floor_lm, speed_lm
-from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.inputs import batches
+from spmd_trainer.partition import pjit
+from spmd_trainer.steps import step_fns
 
 SIZES = floor_lm.Sizes(layers=2, width=32, heads=2, hidden=48, seq=12, batch=4)
 
@@ -51,7 +53,7 @@ def floors_variables(params):
 
 
 def test_floor_and_trainer_agree_on_variables_loss_and_gradient():
-    task = partitioning.build_task(Small().task())
+    task = tasks_lib.build_task(Small().task())
     batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), batches.lm_input_specs(SIZES.batch, SIZES.seq))
     tokens = np.random.default_rng(5).integers(0, 257, (SIZES.batch, SIZES.seq + 1)).astype(np.int32)
     batch.ids, batch.labels = tokens[:, :-1], tokens[:, 1:]
@@ -60,7 +62,7 @@ def test_floor_and_trainer_agree_on_variables_loss_and_gradient():
     batch.weights = 1 - batch.paddings
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     mesh = sharding.create_device_mesh([(name, 1) for name in floor_lm.MESH], devices=jax.devices()[:1])
-    partitioner = partitioning.PjitPartitioner(mesh)
+    partitioner = pjit.PjitPartitioner(mesh)
     partitioner.setup(task, shapes)
     state = partitioner.initialize_train_state(jax.random.key(2))
     variables = floors_variables(state.mdl_vars["params"])

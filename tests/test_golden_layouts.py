@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_config, experiment_registry, partitioning, sharding
+from spmd_trainer import experiment_registry, sharding, tasks_lib
+from spmd_trainer.partition import pjit
+from spmd_trainer.programs import experiment_config
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 UPDATE = "UPDATE_GOLDEN=1 pytest tests/test_golden_layouts.py"
@@ -29,12 +31,12 @@ EXPERIMENTS = sorted(
 def layout(name):
     """The experiment's layout on the mesh that it declares, whatever devices there are: nothing is allocated."""
     resolved = experiment_config.resolve(name)
-    task = partitioning.build_task(resolved.task_p)
+    task = tasks_lib.build_task(resolved.task_p)
     model = task.model
     shape = np.multiply(model.ici_mesh_shape, model.dcn_mesh_shape or [1] * len(model.ici_mesh_shape))
     axes = tuple(model.mesh_axis_names)
     mesh = AbstractMesh(tuple(int(n) for n in shape), axes, axis_types=(AxisType.Auto,) * len(axes))
-    partitioner = resolved.experiment.partitioner() or partitioning.PjitPartitioner()
+    partitioner = resolved.experiment.partitioner() or pjit.PjitPartitioner()
     partitioner.use_mesh(mesh)
     specs = pax_fiddle.build(resolved.experiment.get_input_specs_provider_params()).get_input_specs()
     partitioner.setup(task, specs)

@@ -12,8 +12,9 @@ import pytest
 from flax.errors import ScopeParamShapeError
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_config, experiment_registry, partitioning, sharding, state_specs
-from spmd_trainer.programs import verify
+from spmd_trainer import experiment_registry, sharding, tasks_lib
+from spmd_trainer.partition import pjit, state_layout
+from spmd_trainer.programs import experiment_config, verify
 
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
 STEPS = 5
@@ -33,7 +34,7 @@ class Reference:
     def __init__(self, name):
         resolved = experiment_config.resolve(name)
         self.experiment = resolved.experiment
-        self.task = partitioning.build_task(resolved.task_p)
+        self.task = tasks_lib.build_task(resolved.task_p)
         source = pax_fiddle.build(resolved.config.train_datasets[0])
         self.batches = [source.get_next_padded() for _ in range(STEPS)]
         self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batches[0])
@@ -48,7 +49,7 @@ class Reference:
         if len(names) == 4:  # Pax's pipelines: (stage, replica, data, mdl)
             sizes = (sizes[0], 1, *sizes[1:])
         axes = list(zip(names, sizes, strict=True))
-        partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner()
+        partitioner = self.experiment.partitioner() or pjit.PjitPartitioner()
         partitioner.use_mesh(sharding.create_device_mesh(axes, devices=jax.devices()[: int(np.prod(sizes))]))
         partitioner.setup(self.task, self.shapes)
         run = verify.run_steps(partitioner, self.batches, KEY, self.initial)
@@ -83,7 +84,7 @@ def failing_steps(name, sizes):
 
 def test_a_skipped_slice_is_caught(monkeypatch):
     """A layer would meet 68 hidden units where it declares 67: it refuses them."""
-    monkeypatch.setattr(state_specs.StateMetadata, "slice", lambda self, state: state)
+    monkeypatch.setattr(state_layout.StateMetadata, "slice", lambda self, state: state)
     with pytest.raises(ScopeParamShapeError, match=r"\(16, 67\).*\(16, 68\)"):
         failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
@@ -92,27 +93,27 @@ def test_a_slice_from_the_wrong_end_is_caught(monkeypatch):
     def last_rows(self, state):
         return jax.tree.map(lambda v, x: x[tuple(slice(-n, None) for n in v.logical_shape)], self.variables, state)
 
-    monkeypatch.setattr(state_specs.StateMetadata, "slice", last_rows)
+    monkeypatch.setattr(state_layout.StateMetadata, "slice", last_rows)
     assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
 
 def test_padded_rows_summed_into_the_loss_are_caught(monkeypatch):
     """Two rows of zeros join the six of the batch, and count."""
-    place = partitioning.PjitPartitioner.preprocess_inputs
+    place = pjit.PjitPartitioner.preprocess_inputs
 
     def with_weight(self, batch, specs):
         missing = -len(batch.ids) % self.mesh.size
         padded = jax.tree.map(lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge"), batch)
         return place(self, padded, specs)
 
-    pad = partitioning.PjitPartitioner.pad_inputs_shape_dtype
-    monkeypatch.setattr(partitioning.PjitPartitioner, "preprocess_inputs", with_weight)
-    partition = partitioning.PjitPartitioner.partition
+    pad = pjit.PjitPartitioner.pad_inputs_shape_dtype
+    monkeypatch.setattr(pjit.PjitPartitioner, "preprocess_inputs", with_weight)
+    partition = pjit.PjitPartitioner.partition
 
     def without_slice(self, step_fn, shapes, is_eval):
         return partition(self, step_fn, pad(self, shapes), is_eval)
 
-    monkeypatch.setattr(partitioning.PjitPartitioner, "partition", without_slice)
+    monkeypatch.setattr(pjit.PjitPartitioner, "partition", without_slice)
     assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
 

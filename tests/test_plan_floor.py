@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu, plan_floor
-from spmd_trainer import experiment_config
-from spmd_trainer.programs import plan
+from spmd_trainer.programs import experiment_config, plan
 
 TINY = plan_floor.CASES["tiny"]
 

@@ -12,8 +12,9 @@ import numpy as np
 from etils import epath
 from praxis import base_layer
 
-from spmd_trainer import experiment_config, partitioning, sharding
-from spmd_trainer.programs import checkpoints, train
+from spmd_trainer import sharding
+from spmd_trainer.partition import pjit
+from spmd_trainer.programs import checkpoints, experiment_config, train
 from spmd_trainer.programs.job import Job, JobSettings
 
 TINY = "lm.stdlib.StdlibBytesTiny"
@@ -35,7 +36,7 @@ def make_job(directory, *, mesh=(1, 4, 2), exp=TINY, fields=(), customize=lambda
     customize(resolved.config)
     axes = list(zip(AXES, mesh, strict=True))
     devices = sharding.create_device_mesh(axes, devices=jax.devices()[: math.prod(mesh)])
-    resolved.experiment.partitioner = lambda: partitioning.PjitPartitioner(devices)
+    resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(devices)
     return Job(settings, resolved)
 
 

@@ -15,7 +15,8 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import collective, manifest, mismatch, records, state_checks, steps
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing import manifest, mismatch, records, state_checks, steps
 from spmd_trainer.checkpointing.durations import Duration, parse_duration
 from spmd_trainer.checkpointing.errors import (
     CheckpointError,
@@ -249,7 +250,7 @@ class Checkpointer:
             # Orbax takes every directory with a number for a good step, and would keep damaged ones instead of good.
             for step in steps.agreed_newest_first(self._directory):
                 problem = manifest.quick_problem(steps.step_dir(self._directory, step), step)
-                if collective.first_problem(problem):
+                if multihost.first_problem(problem):
                     steps.move_aside(self._directory, step)
             self._manager = _orbax_io().make_manager(
                 self._directory,
@@ -330,7 +331,7 @@ class Checkpointer:
         Checksums are worked out while arrays are read: where there are cores to spare they cost no time.
         """
         found = manifest.quick_problem(steps.step_dir(self._directory, step), step)
-        if problem := collective.first_problem(found):
+        if problem := multihost.first_problem(found):
             return None, problem
         restored, error = None, None
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -340,13 +341,13 @@ class Checkpointer:
             except Exception as e:
                 error = e
         # What a damaged file made of the reading says nothing; the checksums go first.
-        if problem := collective.first_problem(checked.result()):
+        if problem := multihost.first_problem(checked.result()):
             return None, problem
         if error is not None and not re.search(
             "DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|Error reading|Error decoding", str(error)
         ):
             raise error
-        if problem := collective.first_problem(f"an array cannot be decoded ({error})" if error else None):
+        if problem := multihost.first_problem(f"an array cannot be decoded ({error})" if error else None):
             return None, problem
         return restored, None
 

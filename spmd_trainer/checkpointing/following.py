@@ -9,7 +9,8 @@ import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer.checkpointing import collective, steps
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing import steps
 
 _NOTHING_NEW = -1
 _STOP = -2
@@ -48,7 +49,7 @@ def iterate_checkpoints(
             last_look = expired or (stop_fn is not None and stop_fn(seen))
             newest = steps.newest_whole(directory, newer_than=-1 if seen is None else seen)
             answer = newest if newest is not None else _STOP if last_look else _NOTHING_NEW
-        answer = collective.from_process_0(answer)
+        answer = multihost.from_process_0(answer)
         if answer == _STOP:
             return
         if answer == _NOTHING_NEW:

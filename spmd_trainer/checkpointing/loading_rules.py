@@ -15,7 +15,8 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import collective, mismatch, records, rule_matching, steps
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing import mismatch, records, rule_matching, steps
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError, CheckpointNotFoundError, DamagedCheckpointError
 from spmd_trainer.errors import UserError
 
@@ -275,7 +276,7 @@ def _open_source(directory: epath.Path, step: int | None) -> _Source:
         directory = directory / "checkpoints"
     candidates = steps.agreed_newest_first(directory) if step is None else [step]
     for candidate in candidates:
-        problem = collective.first_problem(steps.contents_problem(directory, candidate))
+        problem = multihost.first_problem(steps.contents_problem(directory, candidate))
         if problem is None:
             step_dir = steps.step_dir(directory, candidate)
             saved = records.saved_variables(records.read(step_dir, candidate))

@@ -8,7 +8,8 @@ import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer.checkpointing import collective, manifest
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing import manifest
 
 REFUSED_PREFIX = "refused-"
 
@@ -28,8 +29,8 @@ def present(directory: epath.Path) -> list[int]:
 def agreed_newest_first(directory: epath.Path) -> list[int]:
     """Returns all committed steps, newest first, as process 0 sees them. Called by every process."""
     steps = present(directory)[::-1] if jax.process_index() == 0 else []
-    count = collective.from_process_0(len(steps))
-    return [collective.from_process_0(steps[i] if steps else 0) for i in range(count)]
+    count = multihost.from_process_0(len(steps))
+    return [multihost.from_process_0(steps[i] if steps else 0) for i in range(count)]
 
 
 def is_whole(directory: epath.Path, step: int) -> bool:
@@ -47,7 +48,7 @@ def newest_whole(directory: epath.Path, newer_than: int = -1) -> int | None:
 def contents_problem(directory: epath.Path, step: int) -> str | None:
     """Returns what is wrong with this process' share of a step's files, contents included, or None.
 
-    Called by every process: together they read all files. `collective.first_problem` puts their answers together.
+    Called by every process: together they read all files. `multihost.first_problem` puts their answers together.
     """
     return manifest.problem(step_dir(directory, step), step, jax.process_index(), jax.process_count())
 
@@ -62,4 +63,4 @@ def move_aside(directory: epath.Path, step: int) -> None:
             target = directory / f"{REFUSED_PREFIX}{step}-{number}"
         step_dir(directory, step).rename(target)
         logging.warning("Damaged checkpoint step %d is now %s. Delete it when nobody needs it.", step, target)
-    collective.barrier(f"spmd_trainer:move_aside:{step}")
+    multihost.barrier(f"spmd_trainer:move_aside:{step}")

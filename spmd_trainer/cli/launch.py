@@ -12,12 +12,14 @@ from typing import Any
 
 from etils import epath
 
-from spmd_trainer import experiment_config, experiment_modules, experiment_registry, garbage, user_code
+from spmd_trainer import experiment_registry
 from spmd_trainer.cli import compile_cache, distributed, log_lines
 from spmd_trainer.errors import UserError, first_paragraph
-from spmd_trainer.experiment_config import ResolvedExperiment
-from spmd_trainer.programs import start_checks
+from spmd_trainer.experiment_registry import modules
+from spmd_trainer.programs import experiment_config, start_checks
+from spmd_trainer.programs.experiment_config import ResolvedExperiment
 from spmd_trainer.programs.job import LOGS, Job, JobSettings, check_directory
+from spmd_trainer.runtime import garbage, user_code
 
 # Modes that neither read nor write a run's directory.
 _WITHOUT_A_RUN = ("inspect", "verify")
@@ -32,7 +34,7 @@ def run(flag_values: Any, arguments: list[str], run_log: log_lines.RunLog) -> No
     """
     if arguments:
         raise UserError(f"unexpected argument {arguments[0]!r}; every option is a flag, e.g. --exp=NAME")
-    experiment_modules.add(flag_values.exp_module)
+    modules.add(flag_values.exp_module)
     if flag_values.list:
         print_experiments()
         return
@@ -154,7 +156,7 @@ def print_experiments() -> None:
     Raises:
       UserError: after the others were printed: some modules can't be imported.
     """
-    failures = experiment_modules.import_packages()
+    failures = modules.import_packages()
     shipped = f"{experiment_registry.EXPERIMENTS_PACKAGE}."
     rows = {
         experiment_registry.short_name(name): (cls.__doc__ or "").strip().split("\n")[0]

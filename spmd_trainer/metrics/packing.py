@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_trainer.step_fns import StepFnOutput
+from spmd_trainer.steps.step_fns import StepFnOutput
 
 # praxis adds the kind of a summary to its name; a layer that is applied several times adds a number after that.
 _KIND = re.compile(r"_(aggregate_)?scalar(?=(/\d+)*$)")

@@ -29,7 +29,7 @@ class Progress:
     Attributes:
       items_per_step: tokens (or examples) in a global batch.
       unit: what an item is called.
-      flops_per_item: the model's, as `hardware.model_flops` counts; None where that isn't known.
+      flops_per_item: the model's, as `analysis.chips.model_flops` counts; None where that isn't known.
       peak_flops: FLOP/s of all devices; None where they aren't known. With both, the line says the model FLOPs utilization.
     """
 

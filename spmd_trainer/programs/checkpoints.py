@@ -10,7 +10,6 @@ import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer import learners
 from spmd_trainer.checkpointing import (
     Checkpointer,
     CheckpointNotFoundError,
@@ -18,6 +17,7 @@ from spmd_trainer.checkpointing import (
     iterate_checkpoints,
 )
 from spmd_trainer.errors import UserError
+from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.programs.job import MARKER, Job
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.train_states import TrainState
@@ -43,7 +43,7 @@ def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -
     directory = job.settings.checkpoint_dir
     step = job.settings.restore_checkpoint_step if step is None else step
     partitioner = job.partitioner
-    if use_ema and not learners.has_ema(job.task.learner):
+    if use_ema and not has_ema(job.task.learner):
         raise UserError("EMA variables were asked for, but the learner's optimizer has no ema_decay; set one")
     # Averages live in the optimizer's state: only then is it read.
     metadata = partitioner.metadata if use_ema else partitioner.eval_metadata()
@@ -58,7 +58,7 @@ def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -
     if owner not in (None, job.resolved.name):
         logging.warning("%s was written by experiment %s; its variables fit %s", directory, owner, job.resolved.name)
     if use_ema:
-        state = dataclasses.replace(state, mdl_vars=learners.extract_ema(state.opt_states, state.mdl_vars))
+        state = dataclasses.replace(state, mdl_vars=extract_ema(state.opt_states, state.mdl_vars))
     return restored.step, state.to_eval_state()
 
 

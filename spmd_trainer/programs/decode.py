@@ -12,8 +12,7 @@ from absl import logging
 from etils import epath
 from praxis import decoder_hparams
 
-from spmd_trainer import step_fns
-from spmd_trainer.checkpointing import collective
+from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.metrics.packing import ScalarPacking
@@ -25,6 +24,7 @@ from spmd_trainer.programs.ending import say_results
 from spmd_trainer.programs.identity import identity
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
+from spmd_trainer.steps import step_fns
 from spmd_trainer.train_states import TrainState
 
 # Decoded examples that are also logged, per dataset.
@@ -109,11 +109,11 @@ class DecodeDataset:
         writes = jax.process_index() == 0
         output = DecodeOutput(epath.Path(self._job.settings.job_log_dir) / "decode_out" / self.name, step, same)
         metrics = output.finished_metrics() if writes else None
-        if collective.from_process_0(int(metrics is not None)):
+        if multihost.from_process_0(int(metrics is not None)):
             logging.info("%s at step %d is decoded already, with the same variables: %s", self.name, step, output.path)
             return metrics or {}
         self._check_prompts()
-        done = collective.from_process_0(output.batches_done() if writes else 0)
+        done = multihost.from_process_0(output.batches_done() if writes else 0)
         if done:
             logging.info("%s at step %d: %d batches are decoded already", self.name, step, done)
         total = num_batches(self._input)

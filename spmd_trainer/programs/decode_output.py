@@ -9,6 +9,7 @@ from typing import Any
 from etils import epath
 
 from spmd_trainer.metrics.packing import WeightedMean
+from spmd_trainer.storage.files import write_atomically
 
 
 class DecodeOutput:
@@ -80,16 +81,6 @@ class DecodeOutput:
 
     def _part(self, batch: int) -> epath.Path:
         return self._parts / f"{batch:06}.json"
-
-
-def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
-    """Writes a text file that is seen whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.parent / f".{path.name}.writing"
-    with unfinished.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(line + "\n")
-    unfinished.replace(path)
 
 
 def _read_json(path: epath.Path) -> dict[str, Any] | None:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import jax
 from absl import logging
 
-from spmd_trainer import moving
 from spmd_trainer.errors import UserError
+from spmd_trainer.partition import moving
+from spmd_trainer.partition.shard_map import ShardMapPartitioner
 from spmd_trainer.programs.job import Job, Moved
-from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 from spmd_trainer.train_states import TrainState
 
 

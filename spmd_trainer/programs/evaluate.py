@@ -12,8 +12,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer import step_fns
-from spmd_trainer.checkpointing import collective
+from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.metrics.packing import ScalarPacking, Scalars, WeightedMean
@@ -21,12 +20,13 @@ from spmd_trainer.metrics.progress import format_duration
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints
 from spmd_trainer.programs.dataset_batches import all_batches, num_batches
-from spmd_trainer.programs.decode_output import write_atomically
 from spmd_trainer.programs.decode_records import arrays_of_row
 from spmd_trainer.programs.ending import say_results, shown
 from spmd_trainer.programs.identity import identity
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
+from spmd_trainer.steps import step_fns
+from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.train_states import TrainState
 
 # The note in `metrics.jsonl` that says what was evaluated.
@@ -70,7 +70,7 @@ class Evaluations:
     def _evaluate_once(self, dataset: EvalDataset, state: TrainState, step: int) -> dict[str, float]:
         same = dataset.identity(state)
         record = read_metrics(self._job.settings.job_log_dir, f"eval_{dataset.name}").get(step, {})
-        if not collective.from_process_0(int(record.get(_IDENTITY) == same)):
+        if not multihost.from_process_0(int(record.get(_IDENTITY) == same)):
             return self._write(dataset.name, step, dataset.evaluate(state, step), {_IDENTITY: same})
         metrics = {key: value for key, value in record.items() if key not in ("step", _IDENTITY)}
         logging.info("eval %s at step %d is done already: %s", dataset.name, step, shown(metrics))

@@ -9,9 +9,10 @@ import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer import learners
-from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, collective, init_from_rules, preflight
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, init_from_rules, preflight
 from spmd_trainer.errors import UserError
+from spmd_trainer.optim.learner import has_ema, reset_ema
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.sharding.messages import bytes_text, count_text
@@ -38,7 +39,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
         preflight(checkpoints.directory, checkpoint_bytes(variables) * ((train_p.save_max_to_keep or 1) + 1))
     newest = checkpoints.latest_step()
     # Processes may see a shared directory at different moments: all of them do what the first one sees.
-    if collective.from_process_0(-1 if newest is None else newest) >= 0:
+    if multihost.from_process_0(-1 if newest is None else newest) >= 0:
         with Phase(f"restoring step {newest}") as phase:
             restored = checkpoints.restore(variables, mesh)
             phase.done = f"restored step {restored.step} from {checkpoints.directory}"
@@ -55,7 +56,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
 
 def _restore_from(directory: epath.Path, step: int | None, job: Job) -> tuple[TrainState, Any]:
     with Checkpointer(directory, read_only=True) as other:
-        if not collective.from_process_0(len(other.all_steps())):
+        if not multihost.from_process_0(len(other.all_steps())):
             raise UserError(f"no checkpoint in {directory}; give a --restore_checkpoint_dir that has some, or none")
         with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
             restored = other.restore(job.partitioner.metadata.variables, job.partitioner.mesh, step=step)
@@ -77,10 +78,10 @@ def _warm_start(job: Job, state: TrainState, rules: Mapping[epath.PathLike, Any]
     with Phase("loading variables by init_from_checkpoint_rules"):
         state, report = init_from_rules(state, metadata.variables, mesh, rules)
     logging.info("init_from_checkpoint_rules: %s", report)
-    if learners.has_ema(job.task.learner) and not report.opt_states_loaded:
+    if has_ema(job.task.learner) and not report.opt_states_loaded:
         # Averages began at the fresh values; they must begin at the loaded ones.
         state = jax.jit(
-            lambda s: s.replace(opt_states=learners.reset_ema(s.opt_states, s.mdl_vars)),
+            lambda s: s.replace(opt_states=reset_ema(s.opt_states, s.mdl_vars)),
             out_shardings=metadata.shardings,
             donate_argnums=0,
         )(state)

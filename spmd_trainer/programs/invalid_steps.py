@@ -7,8 +7,8 @@ import math
 from absl import logging
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.learners import Learner
 from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.optim.learner import Learner
 
 # Each of the first ones has a line in the log; after that, one in a hundred.
 _LOGGED_EACH = 20

@@ -16,11 +16,13 @@ from absl import logging
 from etils import epath
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_config, partitioning, sharding, user_code
+from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.errors import UserError, first_paragraph
-from spmd_trainer.experiment_config import ResolvedExperiment
-from spmd_trainer.programs import run_config
+from spmd_trainer.partition import pjit
+from spmd_trainer.programs import experiment_config, run_config
+from spmd_trainer.programs.experiment_config import ResolvedExperiment
 from spmd_trainer.programs.mesh_choice import choose_mesh
+from spmd_trainer.runtime import user_code
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.tasks_lib import SingleTask
 
@@ -106,8 +108,8 @@ class Job:
         self.resolved = resolved
         self.experiment = resolved.experiment
         try:
-            self.task: SingleTask = partitioning.build_task(resolved.task_p)
-            self.partitioner = self.experiment.partitioner() or partitioning.PjitPartitioner()
+            self.task: SingleTask = tasks_lib.build_task(resolved.task_p)
+            self.partitioner = self.experiment.partitioner() or pjit.PjitPartitioner()
             if settings.moved is not None:
                 self.partitioner.num_minibatches = settings.moved.num_minibatches
             self._use_mesh()

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from spmd_trainer import partitioning, sharding
+from spmd_trainer import sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.partition import model_mesh
 from spmd_trainer.sharding.messages import count_text, mesh_text
 
 
@@ -55,9 +56,9 @@ def choose_mesh(
     if given:
         return MeshChoice(_given_mesh(given, declared, devices, count), "as --mesh says")
     if declared is None:
-        return MeshChoice(partitioning.mesh_from_model(model, devices), "the experiment declares no mesh")
+        return MeshChoice(model_mesh.mesh_from_model(model, devices), "the experiment declares no mesh")
     if _fits(declared, count):
-        return MeshChoice(partitioning.mesh_from_model(model, devices), "as the experiment declares it")
+        return MeshChoice(model_mesh.mesh_from_model(model, devices), "as the experiment declares it")
     adapted = experiment.adapt_mesh(declared, count)
     if adapted is None:
         raise UserError(_fixed_text(name, declared, count))

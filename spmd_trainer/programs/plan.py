@@ -19,9 +19,9 @@ from typing import Any
 import jax
 from absl import logging
 
-from spmd_trainer import hardware, hlo_collectives, hlo_liveness
+from spmd_trainer.analysis import hlo_collectives, hlo_liveness
+from spmd_trainer.analysis.chips import BY_TOPOLOGY, GIB, model_flops
 from spmd_trainer.errors import UserError
-from spmd_trainer.hardware import GIB
 from spmd_trainer.programs.job import Job
 from spmd_trainer.sharding.messages import bytes_text
 
@@ -48,9 +48,9 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[Any]:
     from jax.experimental import topologies
 
     chip, _, shape = topology.partition(":")
-    if chip not in hardware.BY_TOPOLOGY or not re.fullmatch(r"\d+(x\d+)+", shape):
+    if chip not in BY_TOPOLOGY or not re.fullmatch(r"\d+(x\d+)+", shape):
         raise UserError(
-            f"--topology={topology} is not of the form CHIP:SHAPE, e.g. v5e:16x16; chips are {', '.join(hardware.BY_TOPOLOGY)}"
+            f"--topology={topology} is not of the form CHIP:SHAPE, e.g. v5e:16x16; chips are {', '.join(BY_TOPOLOGY)}"
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -176,9 +176,9 @@ def plan(job: Job, topology: str | None) -> Plan:
         chips=chips,
         mesh=dict(mesh),
         padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
-        memory=hardware.BY_TOPOLOGY[topology.partition(":")[0]].memory * GIB if topology else None,
+        memory=BY_TOPOLOGY[topology.partition(":")[0]].memory * GIB if topology else None,
         num_params=metadata.num_params(),
-        model_flops=hardware.model_flops(metadata.num_params(), tokens) / chips if tokens else None,
+        model_flops=model_flops(metadata.num_params(), tokens) / chips if tokens else None,
         compiler_flops=cost.get("flops"),
         collectives=_collectives(text, mesh),
         largest=_largest(text),

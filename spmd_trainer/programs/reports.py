@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import logging
 
-from spmd_trainer import hardware
+from spmd_trainer.analysis import chips
 from spmd_trainer.metrics.averages import StepAverages
 from spmd_trainer.metrics.packing import ScalarPacking, Scalars
 from spmd_trainer.metrics.progress import Progress, format_duration
@@ -98,7 +98,7 @@ def _items_per_step(job: Job) -> tuple[int, str]:
 def _make_progress(job: Job) -> Progress:
     items, unit = _items_per_step(job)
     train_p = job.task.train
-    flops = hardware.model_flops(job.partitioner.metadata.num_params(), 1) if unit == "tokens" else None
+    flops = chips.model_flops(job.partitioner.metadata.num_params(), 1) if unit == "tokens" else None
     return Progress(
         num_steps=int(train_p.num_train_steps),
         items_per_step=items,
@@ -112,4 +112,4 @@ def _make_progress(job: Job) -> Progress:
 def _peak_flops(job: Job) -> float | None:
     """FLOP/s of the mesh's devices, None where they aren't known."""
     devices = job.partitioner.mesh.devices
-    return hardware.peak_flops(devices.flat[0].device_kind, devices.size)
+    return chips.peak_flops(devices.flat[0].device_kind, devices.size)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 from etils import epath
 
-from spmd_trainer.programs.decode_output import write_atomically
 from spmd_trainer.sharding.messages import mesh_text
+from spmd_trainer.storage.files import write_atomically
 
 CONFIG_FILE = "config.txt"
 _EARLIER = re.compile(r"config\.(\d{4,})\.txt")

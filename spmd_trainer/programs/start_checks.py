@@ -16,14 +16,16 @@ import fiddle as fdl
 from absl import logging
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_registry, learners, step_fns
-from spmd_trainer.checkpointing import collective, loading_rules, steps
+from spmd_trainer import experiment_registry, multihost
+from spmd_trainer.checkpointing import loading_rules, steps
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.metrics.early_stopping import EarlyStopping
+from spmd_trainer.optim.learner import MultiOptimizerLearner, has_ema
+from spmd_trainer.steps import step_fns
 
 if TYPE_CHECKING:
-    from spmd_trainer.experiment_config import ResolvedExperiment
+    from spmd_trainer.programs.experiment_config import ResolvedExperiment
     from spmd_trainer.programs.job import Job, JobSettings
 
 _DECODE_MODES = ("decode", "decode_once", "infer")
@@ -119,7 +121,7 @@ def check_training(job: Job) -> None:
     _check_early_stopping_metric(job)
     rules = job.task.train.init_from_checkpoint_rules
     # Reading a checkpoint's record takes all processes: they do what the first one sees.
-    goes_on = collective.from_process_0(int(_has_own_checkpoints(job.settings)))
+    goes_on = multihost.from_process_0(int(_has_own_checkpoints(job.settings)))
     if rules and job.settings.restore_checkpoint_dir is None and not goes_on:
         loading_rules.plan_loading(job.partitioner.metadata.variables, rules)
 
@@ -156,11 +158,11 @@ def _check_averages(task_p: Any, mode: str) -> None:
         learner = pax_fiddle.build(task_p.train.learner.clone().set(name="learner"))
     except ValueError as error:
         raise UserError(first_paragraph(error)) from error
-    if learners.has_ema(learner):
+    if has_ema(learner):
         return
     optimizer_p, name = task_p.train.learner.optimizer, type(learner.optimizer).__name__
     if isinstance(optimizer_p, fdl.Buildable) and "ema_decay" in optimizer_p.__signature_info__.parameters:
-        main = "main " if isinstance(learner, learners.MultiOptimizerLearner) else ""
+        main = "main " if isinstance(learner, MultiOptimizerLearner) else ""
         why = f"its {main}optimizer {name} has ema_decay={optimizer_p.ema_decay!r}"
         fix = "task_p.train.learner.optimizer.ema_decay = 0.999"
     else:

@@ -6,7 +6,8 @@ from types import TracebackType
 
 import jax
 
-from spmd_trainer.checkpointing import Checkpointer, collective
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.programs.job import Job
@@ -41,7 +42,7 @@ class Stopping:
         if isinstance(self._fn, EarlyStopping):
             self._replay(job, self._fn, step)
             # Processes may see the files of summaries at different moments.
-            self.has_stopped = bool(collective.from_process_0(int(self.has_stopped)))
+            self.has_stopped = bool(multihost.from_process_0(int(self.has_stopped)))
             self._drop_later(step)
 
     def __enter__(self) -> Stopping:
@@ -63,9 +64,9 @@ class Stopping:
         if step != self._told_of:
             told = bool(self._fn(metrics, "eval", step, step == self._num_steps))
             self._told_of = step
-        self.has_stopped = bool(collective.from_process_0(int(told)))
+        self.has_stopped = bool(multihost.from_process_0(int(told)))
         if self._keeps and isinstance(self._fn, EarlyStopping):
-            self.found_best = bool(collective.from_process_0(int(self._fn.improved)))
+            self.found_best = bool(multihost.from_process_0(int(self._fn.improved)))
         return self.has_stopped
 
     def _replay(self, job: Job, fn: EarlyStopping, start: int) -> None:
@@ -85,4 +86,4 @@ class Stopping:
         for step in self.best_checkpoints.all_steps():
             if step > start and jax.process_index() == 0:
                 (self.best_checkpoints.directory / str(step)).rmtree()
-        collective.barrier("spmd_trainer:drop_later_best")
+        multihost.barrier("spmd_trainer:drop_later_best")

@@ -13,13 +13,13 @@ import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer import garbage, learners, step_fns
 from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import ScalarPacking
 from spmd_trainer.metrics.progress import format_duration
 from spmd_trainer.metrics.writers import SummaryWriters
+from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.programs import decode, elastic, evaluate, first_batch
 from spmd_trainer.programs.checkpoints import mark_end_of_training
 from spmd_trainer.programs.ending import say_end
@@ -32,6 +32,8 @@ from spmd_trainer.programs.schedule import Due, Schedule
 from spmd_trainer.programs.signals import save_requests
 from spmd_trainer.programs.stopping import Stopping
 from spmd_trainer.programs.watchdog import Watchdog
+from spmd_trainer.runtime import garbage
+from spmd_trainer.steps import step_fns
 from spmd_trainer.train_states import TrainState
 
 
@@ -353,9 +355,9 @@ def _eval_state(job: Job, state: TrainState, *, ema: bool) -> TrainState:
     """The part of the training state that evaluation reads, with averaged variables when asked."""
     if not ema:
         return state.to_eval_state()
-    if not learners.has_ema(job.task.learner):
+    if not has_ema(job.task.learner):
         raise UserError(
             "task.train.eval_use_ema_states or decode_use_ema_states is set, but the learner's optimizer has no ema_decay"
         )
-    averages = learners.extract_ema(state.opt_states, state.mdl_vars)
+    averages = extract_ema(state.opt_states, state.mdl_vars)
     return dataclasses.replace(state.to_eval_state(), mdl_vars=averages)

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from spmd_trainer import partitioning, sharding, step_fns
+from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import summary_name
+from spmd_trainer.partition import model_mesh, pjit
 from spmd_trainer.programs.job import Job
+from spmd_trainer.steps import step_fns
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
 
@@ -86,7 +88,7 @@ class Comparison:
 
 
 def run_steps(
-    partitioner: partitioning.PjitPartitioner,
+    partitioner: pjit.PjitPartitioner,
     batches: Iterable[Any],
     prng_key: jax.Array,
     initial: TrainState | None = None,
@@ -157,11 +159,11 @@ def _close(x: float | None, y: float | None, tolerance: float) -> bool:
     return bool(np.isclose(y, x, rtol=tolerance, atol=0.0, equal_nan=True))
 
 
-def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> partitioning.PjitPartitioner:
+def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> pjit.PjitPartitioner:
     """Returns a partitioner on a mesh of one device, with the axes that the task's model names: nothing is split or padded."""
-    names = task.model.mesh_axis_names or [partitioning.DEFAULT_AXIS]
+    names = task.model.mesh_axis_names or [model_mesh.DEFAULT_AXIS]
     mesh = sharding.create_device_mesh([(name, 1) for name in names], devices=jax.local_devices()[:1])
-    partitioner = partitioning.PjitPartitioner(mesh)
+    partitioner = pjit.PjitPartitioner(mesh)
     partitioner.setup(task, inputs_shape_dtype)
     return partitioner
 

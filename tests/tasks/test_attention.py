@@ -11,9 +11,10 @@ from lm_cloud_helpers import num_params
 from praxis import base_layer, layers
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import partitioning
+from spmd_trainer import tasks_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import cloud
+from spmd_trainer.partition import own_loop
 from spmd_trainer.tasks.lm import attention, model_params
 
 SMALL = {"input_dim": 24, "hidden_dim": 24, "num_heads": 3, "dim_per_head": 8}
@@ -53,7 +54,7 @@ def steps(cls, batch) -> tuple[list[float], dict]:
     """Losses of 3 steps on 8 devices (the later ones tell of the gradients), and the variables after them."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     key = jax.random.key(0)
-    state, _, _, train_step, _, _ = partitioning.partition_spmd_model(cls().task(), key, shapes)
+    state, _, _, train_step, _, _ = own_loop.partition_spmd_model(cls().task(), key, shapes)
     losses = []
     for _ in range(3):
         state, loss, *_ = train_step(state, key, batch)
@@ -71,7 +72,7 @@ def test_an_experiment_trains_alike_with_packed_rows_and_uneven_heads():
 
 def test_an_experiment_names_the_template():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed_batch())
-    plain, fused = (partitioning.build_task(cls().task()) for cls in (Plain, Fused))
+    plain, fused = (tasks_lib.build_task(cls().task()) for cls in (Plain, Fused))
     layer_p = fused.model.lm_tpl.stacked_transformer_tpl.block.transformer_layer_params_tpl
     assert fdl.get_callable(layer_p.tr_atten_tpl) is attention.FusedDotProductAttention
     assert num_params(fused, shapes) == num_params(plain, shapes)

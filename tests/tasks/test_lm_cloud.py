@@ -14,9 +14,10 @@ from lm_cloud_helpers import TINY, differences, load, moved_over, num_params, tr
 from praxis import layers, pax_fiddle
 
 import spmd_trainer.tasks.lm
-from spmd_trainer import base_experiment, experiment_config, experiment_registry, partitioning
+from spmd_trainer import base_experiment, experiment_registry, tasks_lib
 from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.inputs import batches
+from spmd_trainer.programs import experiment_config
 from spmd_trainer.tasks.lm import model_params, transformer_experiment
 
 PUBLISHED = ("lm_cloud", "optimal_scaling", "bert")
@@ -75,7 +76,7 @@ def test_every_published_experiment_resolves_and_builds_at_its_size(published, n
     for cls in classes(published[name]):
         resolved = experiment_config.resolve(f"{name}.{cls.__name__}")
         assert [len(resolved.config.train_datasets), len(resolved.config.eval_datasets)] == [1, 1]
-        task = partitioning.build_task(resolved.task_p)
+        task = tasks_lib.build_task(resolved.task_p)
         shapes = batches.dataset_input_specs(resolved.config.train_datasets[0])
         size = re.search(r"(\d+)B", cls.__name__)
         if size:
@@ -223,7 +224,7 @@ def test_a_size_has_the_parameters_and_the_batch_that_it_says(name):
     cls = CLOUD[name]
     resolved = experiment_config.resolve(f"lm.cloud.{name}")
     shapes = batches.dataset_input_specs(resolved.config.train_datasets[0])
-    count = num_params(partitioning.build_task(resolved.task_p), shapes)
+    count = num_params(tasks_lib.build_task(resolved.task_p), shapes)
     assert count == expected_params(cls)
     size = re.search(r"(\d+)B", name)
     if size:

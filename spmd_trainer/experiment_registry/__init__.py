@@ -1,0 +1,171 @@
+"""The registry of experiments: `@register` on a class, `get(name)` from the command line.
+
+An experiment is known by its full name `module.Class`, by any unambiguous tail of it, and by Pax's short form that drops
+`.params.` (`lm.params.lm_cloud.X` is `lm.lm_cloud.X`). Nothing is printed at import. How names become imports, and what is said
+when they don't, is in `modules.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import importlib
+import inspect
+import pathlib
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from spmd_trainer.experiment_registry import modules
+from spmd_trainer.experiment_registry.modules import EXPERIMENTS_PACKAGE, short_name
+
+__all__ = [
+    "EXPERIMENTS_PACKAGE",
+    "full_name",
+    "get",
+    "get_all",
+    "get_registry_tags",
+    "import_all",
+    "register",
+    "short_name",
+]
+
+_registry: dict[str, type] = {}
+_tags: dict[str, list[str]] = {}
+_full_names_by_key: dict[str, list[str]] = collections.defaultdict(list)
+
+
+def register(
+    experiment_class: type | None = None, *, tags: Iterable[str] | None = None, allow_overwrite: bool = False
+) -> Any:
+    """Registers an experiment class; usable bare or with arguments, as a decorator.
+
+    Args:
+      experiment_class: a `BaseExperiment` subclass.
+      tags: free words kept with the experiment, see `get_registry_tags`.
+      allow_overwrite: whether a class of the same full name may be replaced. Running a notebook's cell again and reloading a
+        module replace it without being asked.
+
+    Returns:
+      The class itself, or a decorator when called with keyword arguments only.
+
+    Raises:
+      ValueError: another class of the same full name is registered and `allow_overwrite` is False.
+    """
+    if experiment_class is None:
+        return lambda cls: register(cls, tags=tags, allow_overwrite=allow_overwrite)
+    name = full_name(experiment_class)
+    known = _registry.get(name)
+    if known is not None and not allow_overwrite and not _runs_again(known, experiment_class):
+        raise ValueError(
+            f"experiment {name} is registered already; rename one, or use register(allow_overwrite=True) to replace it"
+        )
+    if known is None:
+        for key in _keys(name):
+            _full_names_by_key[key].append(name)
+    _registry[name] = experiment_class
+    _tags[name] = list(tags or [])
+    return experiment_class
+
+
+def full_name(experiment_class: type) -> str:
+    """Returns the name under which a class is registered: `module.Class`.
+
+    In a checkout, the shipped experiments can also be imported as `experiments...`; they are registered under one name.
+    """
+    module = experiment_class.__module__
+    if module.startswith("experiments.") and _is_shipped(sys.modules.get(module)):
+        module = f"{EXPERIMENTS_PACKAGE}.{module.removeprefix('experiments.')}"
+    return f"{module}.{experiment_class.__qualname__}"
+
+
+def _is_shipped(module: Any) -> bool:
+    file = getattr(module, "__file__", None)
+    folders = importlib.import_module(EXPERIMENTS_PACKAGE).__path__
+    return file is not None and any(pathlib.Path(file).resolve().is_relative_to(folder) for folder in folders)
+
+
+def _runs_again(known: type, new: type) -> bool:
+    """Whether `new` is the same definition run again: a notebook's cell, importlib.reload, a module imported by two names."""
+    if new.__module__ == "__main__":
+        return True
+    module = sys.modules.get(new.__module__)
+    if getattr(getattr(module, "__spec__", None), "_initializing", False) and known.__module__ == new.__module__:
+        return True
+    return known.__module__ != new.__module__ and _file_of(known) == _file_of(new) is not None
+
+
+def _file_of(cls: type) -> str | None:
+    try:
+        return inspect.getsourcefile(cls)
+    except (TypeError, OSError):  # made by a program, or of a module that is gone
+        return None
+
+
+def _keys(name: str) -> set[str]:
+    parts = name.split(".")
+    keys = {".".join(parts[i:]) for i in range(len(parts))}
+    if "params" in parts[1:]:
+        at = parts.index("params", 1)
+        short = parts[:at] + parts[at + 1 :]
+        keys |= {".".join(short[i:]) for i in range(at)}
+    return keys
+
+
+def get(name: str) -> type:
+    """Returns the experiment class of this name, importing its module if that was not done yet.
+
+    Args:
+      name: the full name, an unambiguous tail of it, or Pax's short form.
+
+    Raises:
+      ValueError: no such experiment, or several of that name. The message says which part of the name is wrong: the module,
+        the class, a missing `@register`, or an import that fails.
+    """
+    found = _matches(name) or _matches_after_imports(name)
+    if len(found) > 1:
+        raise ValueError(f"{name!r} names several experiments: {', '.join(found)}; give one of these in full")
+    return _registry[found[0]]
+
+
+def _matches(name: str) -> list[str]:
+    """The full names of the registered experiments that `name` may mean; an exact full name means itself alone."""
+    return [name] if name in _registry else list(_full_names_by_key.get(name, []))
+
+
+def _matches_after_imports(name: str) -> list[str]:
+    """The same after importing what it takes; at least one."""
+    imported = []
+    for module in modules.import_for(name):
+        imported.append(module)
+        if found := _matches(name):
+            return found
+    failures = modules.import_packages()
+    if found := _matches(name):
+        return found
+    raise modules.unknown(name, imported, _nearest(name), failures)
+
+
+def _nearest(name: str) -> list[str]:
+    """The registered experiments whose names come closest, each by its short name."""
+    keys = difflib.get_close_matches(name, list(_full_names_by_key), n=6, cutoff=0.5)
+    return list(dict.fromkeys(short_name(full) for key in keys for full in _full_names_by_key[key]))[:3]
+
+
+def import_all(package: str = EXPERIMENTS_PACKAGE) -> None:
+    """Imports every module of `package`, so that `get_all` knows all of its experiments.
+
+    Raises:
+      ValueError: there is no such package, or one of its modules can't be imported; the others are imported all the same.
+    """
+    modules.import_package(package)
+
+
+def get_all() -> Mapping[str, type]:
+    """Returns the registered experiments by full name."""
+    return dict(_registry)
+
+
+def get_registry_tags(name: str) -> list[str]:
+    """Returns the tags given to `register` for the experiment of this full name."""
+    return list(_tags.get(name, []))

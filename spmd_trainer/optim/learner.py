@@ -1,0 +1,368 @@
+"""From gradients to new variables: clipping, skipped steps, the optimizer, moving averages.
+
+Names and behaviour are Pax's. A learner works on trees in which the variables it leaves alone are masked out
+(`masks.mask_out`), and the optimizer may be any praxis optimizer or a plain optax transformation. In a step:
+
+    learner.plot_learning_rate(step)
+    updates, new_opt_state = learner.update_states(grads, opt_state, mdl_vars, var_weight_hparams)
+    new_vars = learner.apply_gradient(mdl_vars, updates, var_weight_hparams)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from praxis import asserts, base_hyperparams, base_layer, optimizers, pax_fiddle
+from praxis import optimizer_prefix_vectorization as opt_vec
+
+from spmd_trainer.optim import optax_bridge
+from spmd_trainer.optim.masks import mask_out, paths_text, with_paths
+
+
+class Learner(base_hyperparams.FiddleBaseParameterizable):
+    """Turns gradients of one loss into updates of the variables.
+
+    Attributes:
+      optimizer: a praxis optimizer, an optax GradientTransformation, or a config of either.
+      loss_name: name of the loss among the model's outputs.
+      skip_zero_gradients: a name of Pax's that never had an effect; None is the one value.
+      grad_norm_summary: summarise the global gradient norm, before and after clipping and as applied.
+      grad_norm_individual_vars: summarise each variable's gradient norm.
+      var_norm_summary: summarise the norm over all variables.
+      var_norm_individual_vars: summarise each variable's norm.
+      check_valid_step: look for NaN, Inf and norms above `skip_step_gradient_norm_value`.
+      vectorize_on_repeat_prefix: treat the layers of a repeated (stacked) variable as separate variables.
+      force_repeat_prefix_structure: give optimizer states the stacked structure even where no layer is repeated.
+      skip_step_gradient_norm_value: skip a step whose gradient norm reaches this value; 0 for no such limit.
+      enable_skip_step_on_gradient_anomalies: an invalid step leaves variables and optimizer state as they were.
+      bprop_variable_exclusion: regexes; variables whose whole path matches one don't learn.
+      bprop_variable_inclusion: regexes; only variables whose whole path matches one learn. Give one of the two.
+      repeat_prefix_sep: stands between dimensions in the keys of stacked optimizer states.
+      keep_optimizer_state_for_excluded_vars: keep optimizer states also of variables that don't learn.
+      scale_update_by_var_norm: scale each update by the variable's initial magnitude.
+    """
+
+    optimizer: Any = None
+    loss_name: str | None = None
+    skip_zero_gradients: bool | str | None = None
+    grad_norm_summary: bool = True
+    grad_norm_individual_vars: bool = False
+    var_norm_summary: bool = True
+    var_norm_individual_vars: bool = False
+    check_valid_step: bool = True
+    vectorize_on_repeat_prefix: bool = True
+    force_repeat_prefix_structure: bool = False
+    skip_step_gradient_norm_value: float = 0.0
+    enable_skip_step_on_gradient_anomalies: bool = True
+    bprop_variable_exclusion: str | Sequence[str] = pax_fiddle.instance_field(default_factory=list)
+    bprop_variable_inclusion: str | Sequence[str] = pax_fiddle.instance_field(default_factory=list)
+    repeat_prefix_sep: str = "#"
+    keep_optimizer_state_for_excluded_vars: bool = False
+    scale_update_by_var_norm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer is None:
+            raise ValueError("task.train.learner.optimizer is not set; e.g. pax_fiddle.Config(optimizers.Adam, ...)")
+        self.optimizer = optax_bridge.as_optimizer(self.optimizer)
+        if self.skip_zero_gradients is not None:
+            raise ValueError(f"skip_zero_gradients={self.skip_zero_gradients!r} is not supported; leave it None")
+        if self.bprop_variable_inclusion and self.bprop_variable_exclusion:
+            raise ValueError(
+                "the learner has both bprop_variable_inclusion and bprop_variable_exclusion; give the shorter one"
+            )
+        if self.force_repeat_prefix_structure and not self.vectorize_on_repeat_prefix:
+            raise ValueError("force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True")
+
+    def raw_grad_tx(self, var_weight_hparams: Any) -> Any:
+        """Returns the optimizer's gradient transformation, in which a stacked variable is one variable."""
+        return optax_bridge.grad_transformation(self.optimizer, var_weight_hparams)
+
+    def get_grad_tx(self, var_weight_hparams: Any) -> Any:
+        """Returns the gradient transformation for variables of these WeightHParams.
+
+        It has `init(vars)`, `update(grads, state, vars)` and `init_partition_spec(hparams)`. The last gives
+        WeightHParams in the structure of `init`, inside one `optax.MaskedState` as Pax's have it. With repeated layers,
+        state and specs are dicts with one entry per kind of stacking (each with its own `MaskedState` in the specs),
+        'no_prefix' for the variables of no repeated layer.
+        """
+        grad_tx = self.raw_grad_tx(var_weight_hparams)
+        if not self.vectorize_on_repeat_prefix:
+            return grad_tx
+        return opt_vec.get_transformations_with_vectorized_repeat_prefix(
+            grad_tx,
+            var_weight_hparams,
+            self.repeat_prefix_sep,
+            force_prefix_structure=self.force_repeat_prefix_structure,
+        )
+
+    def plot_learning_rate(self, step: jax.Array) -> None:
+        """Summarises the learning rate at `step`, a scalar integer; nothing where the optimizer keeps it to itself."""
+        _summarize("learning/lr", optax_bridge.learning_rate(self.optimizer, step))
+
+    def update_states(self, grads: Any, states: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
+        """Transforms gradients into updates.
+
+        Args:
+          grads: gradients, same structure, shapes and dtypes as `old_vars`.
+          states: the optimizer state.
+          old_vars: the variables, those that the learner leaves alone masked out.
+          var_weight_hparams: their WeightHParams, same structure.
+
+        Returns:
+          The updates to add, structured like `old_vars`, and the new optimizer state. In a skipped step the updates are
+          zero and the state is the old one. A variable that is overwritten with its gradient has the gradient here.
+        """
+        overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
+        # A gradient that overwrites its variable (fp8 scales) is no gradient to an optimizer.
+        masked_vars, masked_hparams, masked_grads = (
+            mask_out(tree, overwrites) for tree in (old_vars, var_weight_hparams, grads)
+        )
+        masked_grads, valid = self.scale_gradients(masked_grads)
+        updates, new_states = self.get_grad_tx(masked_hparams).update(masked_grads, states, masked_vars)
+        if self.enable_skip_step_on_gradient_anomalies and self.check_valid_step:
+            updates = jax.tree.map(lambda x: jnp.where(valid, x, jnp.zeros_like(x)), updates)
+            new_states = jax.tree.map(lambda new, old: jnp.where(valid, new, old), new_states, states)
+        if self.grad_norm_summary:
+            _summarize("learning/applied_grad_norm", global_norm(updates))
+        return jax.tree.map(lambda o, raw, x: raw if o else x, overwrites, grads, updates), new_states
+
+    def scale_gradients(self, raw_grads: Any, optimizer_name: str | None = None) -> tuple[Any, jax.Array]:
+        """Clips gradients as the learner's optimizer asks, and judges the step.
+
+        Args:
+          raw_grads: gradients.
+          optimizer_name: stands in the summaries' names when a learner has several optimizers.
+
+        Returns:
+          The clipped gradients, and a bool scalar: is the step valid? It is unless the norm over all gradients, before
+          clipping, is NaN or Inf, or reaches `skip_step_gradient_norm_value`.
+        """
+        return self._scale(raw_grads, self.optimizer, f"{optimizer_name}/" if optimizer_name else "")
+
+    def _scale(self, raw_grads: Any, optimizer: Any, label: str) -> tuple[Any, jax.Array]:
+        clip, clip_single = optimizer.clip_gradient_norm_to_value, optimizer.clip_gradient_single_norm_to_value
+        if self.grad_norm_individual_vars:
+            _summarize_norms(f"per_var_grad_norm/{label}".rstrip("/"), raw_grads)
+        norm = global_norm(raw_grads)
+        valid = jnp.array(True)
+        if self.check_valid_step:
+            valid = jnp.isfinite(norm)
+            if self.skip_step_gradient_norm_value:
+                valid &= norm < self.skip_step_gradient_norm_value
+            _summarize(f"learning/{label}is_valid_step", valid.astype(jnp.float32))
+        scale = jnp.ones((), norm.dtype)
+        grads, clipped_norm = raw_grads, norm
+        if clip:
+            scale = jnp.minimum(1.0, clip / norm)
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), raw_grads)
+            clipped_norm = norm * scale
+        elif clip_single:
+            grads = jax.tree.map(
+                lambda g: g * jnp.minimum(1.0, clip_single / global_norm(g)).astype(g.dtype), raw_grads
+            )
+            clipped_norm = global_norm(grads)
+        if self.grad_norm_summary:
+            _summarize(f"learning/{label}raw_grad_norm", norm)
+            _summarize(f"learning/{label}grad_scale", scale)
+            _summarize(f"learning/{label}clipped_grad_norm", clipped_norm)
+        return grads, valid
+
+    def apply_gradient(self, old_vars: Any, transformed_grads: Any, var_weight_hparams: Any) -> Any:
+        """Adds updates to the variables; non-trainable ones stay.
+
+        Args:
+          old_vars: the variables, those that the learner leaves alone masked out.
+          transformed_grads: what `update_states` returned; same structure.
+          var_weight_hparams: WeightHParams; same structure.
+
+        Returns:
+          The new variables, in the dtypes of the old ones.
+        """
+        asserts.assert_same_structure(old_vars, transformed_grads)
+        if self.var_norm_summary:
+            _summarize("learning/var_norm", global_norm(old_vars))
+        if self.var_norm_individual_vars:
+            _summarize_norms("per_var_norm", old_vars)
+
+        def apply(hparams: Any, old: jax.Array, update: jax.Array) -> jax.Array:
+            if base_layer.var_not_trainable(hparams):
+                return old
+            if base_layer.var_overwrite_with_gradient(hparams):
+                return update
+            if self.scale_update_by_var_norm and len(hparams.shape) > 1:
+                update = update * base_layer.var_init_scale(hparams)
+            return (old + update).astype(old.dtype)
+
+        return jax.tree.map(apply, var_weight_hparams, old_vars, transformed_grads)
+
+
+class MultiOptimizerLearner(Learner):
+    """A learner with further optimizers for the variables that their regexes select; `optimizer` has the rest.
+
+    Moving averages are those of `optimizer.ema_decay`, over all variables; an auxiliary optimizer's `ema_decay` has no
+    effect. Neither has its clipping, unless `apply_separate_scaling`.
+
+    Attributes:
+      auxiliary_optimizers: the further optimizers.
+      auxiliary_regex: for each of them, the regex that must match the beginning of a variable's path, as in
+        'params/lm/softmax' or '.*/bias'. No variable may be selected twice.
+      auxiliary_names: for each of them, its name in summaries.
+      apply_separate_scaling: clip each optimizer's gradients by themselves, with that optimizer's values.
+    """
+
+    auxiliary_optimizers: Sequence[Any] = pax_fiddle.instance_field(default_factory=list)
+    auxiliary_regex: Sequence[str] = pax_fiddle.instance_field(default_factory=list)
+    auxiliary_names: Sequence[str] = pax_fiddle.instance_field(default_factory=list)
+    apply_separate_scaling: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = [len(x) for x in (self.auxiliary_optimizers, self.auxiliary_regex, self.auxiliary_names)]
+        if len(set(counts)) != 1:
+            raise ValueError(
+                "MultiOptimizerLearner needs equally many auxiliary_optimizers, auxiliary_regex and auxiliary_names; "
+                f"they are {counts[0]}, {counts[1]} and {counts[2]}"
+            )
+        for regex in self.auxiliary_regex:
+            try:
+                re.compile(regex)
+            except re.error as error:
+                raise ValueError(f"auxiliary_regex {regex!r} doesn't compile: {error}") from error
+        self.auxiliary_optimizers = [optax_bridge.as_optimizer(optimizer) for optimizer in self.auxiliary_optimizers]
+
+    def plot_learning_rate(self, step: jax.Array) -> None:
+        """Summarises each optimizer's learning rate, the main one's as 'learning/lr' and 'learning/lr_main'."""
+        super().plot_learning_rate(step)
+        for name, optimizer in self._named_optimizers():
+            _summarize(f"learning/lr_{name}", optax_bridge.learning_rate(optimizer, step))
+
+    def get_masks(self, var_weight_hparams: Any) -> tuple[list[Any], Any]:
+        """Returns which variables each auxiliary optimizer updates, and which the main one: trees of bools.
+
+        Args:
+          var_weight_hparams: WeightHParams, or any other leaves; only the structure counts.
+
+        Raises:
+          ValueError: a regex selects no variable, or two select the same one.
+        """
+        treedef = jax.tree.structure(var_weight_hparams)
+        paths = [path for path, _ in with_paths(var_weight_hparams)]
+        chosen = [[re.match(regex, path) is not None for path in paths] for regex in self.auxiliary_regex]
+        for regex, mask in zip(self.auxiliary_regex, chosen, strict=True):
+            if not any(mask):
+                known = paths_text(var_weight_hparams)
+                raise ValueError(f"auxiliary_regex {regex!r} selects no variable that learns; they are {known}")
+        counts = [sum(mask[i] for mask in chosen) for i in range(len(paths))]
+        if any(count > 1 for count in counts):
+            twice = paths[next(i for i, count in enumerate(counts) if count > 1)]
+            raise ValueError(
+                f"several of auxiliary_regex {list(self.auxiliary_regex)} select {twice}; make them disjoint"
+            )
+        auxiliary = [jax.tree.unflatten(treedef, mask) for mask in chosen]
+        return auxiliary, jax.tree.unflatten(treedef, [count == 0 for count in counts])
+
+    def raw_grad_tx(self, var_weight_hparams: Any) -> Any:
+        """Returns the chain of moving averages, where wanted, and all optimizers, each masked to its variables."""
+        auxiliary, main = self.get_masks(var_weight_hparams)
+        parts = [optimizers.apply_ema_weights(self.optimizer.ema_decay)] if has_ema(self) else []
+        for (_, optimizer), mask in zip(self._named_optimizers(), [main, *auxiliary], strict=True):
+            grad_tx = optax_bridge.grad_transformation(optimizer, var_weight_hparams, include_ema=False)
+            parts.append(optax_bridge.masked(grad_tx, mask))
+        return optimizers.sharded_chain(*parts)
+
+    def scale_gradients(self, raw_grads: Any, optimizer_name: str | None = None) -> tuple[Any, jax.Array]:
+        """As `Learner.scale_gradients`; with `apply_separate_scaling`, each optimizer's gradients by themselves.
+
+        A step is valid when it is so for every optimizer.
+        """
+        if not self.apply_separate_scaling:
+            return super().scale_gradients(raw_grads, optimizer_name)
+        auxiliary, main = self.get_masks(raw_grads)
+        scaled, valid = raw_grads, jnp.array(True)
+        for (name, optimizer), mask in zip(self._named_optimizers(), [main, *auxiliary], strict=True):
+            others = jax.tree.map(lambda m: not m, mask)
+            part, part_valid = self._scale(mask_out(raw_grads, others), optimizer, f"{name}/")
+            scaled = jax.tree.map(lambda m, new, old: new if m else old, mask, part, scaled)
+            valid &= part_valid
+        return scaled, valid
+
+    def _named_optimizers(self) -> list[tuple[str, Any]]:
+        auxiliary = zip(self.auxiliary_names, self.auxiliary_optimizers, strict=True)
+        return [("main", self.optimizer), *auxiliary]
+
+
+# --- norms and averages -----------------------------------------------------------------------------------------------
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Returns the L2 norm over all leaves, float32 scalar; 0 for an empty tree."""
+    return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros(())))
+
+
+def _summarize(name: str, value: jax.Array | None) -> None:
+    """Adds a scalar to the step's summaries, where a step is being taken and there is a value."""
+    if value is not None and base_layer.JaxContext.has_context():
+        base_layer.add_global_summary(name, value, base_layer.SummaryType.AGGREGATE_SCALAR)
+
+
+def _summarize_norms(prefix: str, tree: Any) -> None:
+    for path, leaf in with_paths(tree):
+        _summarize(f"{prefix}/{path}", global_norm(leaf))
+
+
+def has_ema(learner: Learner) -> bool:
+    """Whether the learner's optimizer keeps moving averages of the variables."""
+    return learner.optimizer.ema_decay > 0.0
+
+
+def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
+    """Returns the moving averages that praxis' optimizers keep, as model variables.
+
+    Args:
+      opt_states: a train state's `opt_states`, logical or padded, with or without repeated layers.
+      mdl_vars: the current variables. Those without an average (excluded from training) keep their value.
+
+    Returns:
+      A tree structured like `mdl_vars`.
+
+    Raises:
+      ValueError: the optimizer state holds no averages of these variables.
+    """
+    averages = {
+        path: leaf
+        for node in jax.tree.leaves(opt_states, is_leaf=_is_ema_state)
+        if _is_ema_state(node)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(node["ema"])
+    }
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(mdl_vars)
+    if not any(path in averages for path, _ in leaves):
+        raise ValueError("the optimizer state holds no EMA of the variables; set ema_decay on the learner's optimizer")
+    return jax.tree.unflatten(treedef, [averages.get(path, leaf) for path, leaf in leaves])
+
+
+def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
+    """Returns `opt_states` with every moving average set to the variable it is of; all else as it was.
+
+    Args:
+      opt_states: a train state's `opt_states`.
+      mdl_vars: the variables, shaped as their averages.
+    """
+    variables = dict(jax.tree_util.tree_leaves_with_path(mdl_vars))
+
+    def reset(node: Any) -> Any:
+        if not _is_ema_state(node):
+            return node
+        ema = jax.tree_util.tree_map_with_path(lambda path, old: variables[path].astype(old.dtype), node["ema"])
+        return type(node)(count=node["count"], ema=ema)
+
+    return jax.tree.map(reset, opt_states, is_leaf=_is_ema_state)
+
+
+def _is_ema_state(node: Any) -> bool:
+    """Whether a node of an optimizer state is praxis' state of moving averages."""
+    return isinstance(node, Mapping) and set(node) == {"count", "ema"}

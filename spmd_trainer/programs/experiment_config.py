@@ -1,0 +1,281 @@
+"""From a name on the command line to one resolved configuration, before any device is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import fiddle as fdl
+from fiddle import absl_flags as fiddle_flags
+from fiddle import daglish
+from fiddle._src.absl_flags import utils as fiddle_parsing
+from praxis import pax_fiddle
+
+from spmd_trainer import experiment_registry, sharding
+from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+from spmd_trainer.runtime import user_code
+
+# Longer values are shown in part.
+_MAX_CHARS = 2000
+# Where an object lies in memory is no setting.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclasses.dataclass
+class ExperimentConfig:
+    """The root that overrides name: `task.train.num_train_steps`, `train_datasets[0].batch_size`, ...
+
+    Attributes:
+      task: the task's config.
+      train_datasets: configs of the training inputs.
+      eval_datasets: configs of the evaluation inputs.
+      decode_datasets: configs of the inputs to decode.
+    """
+
+    task: Any
+    train_datasets: list[Any]
+    eval_datasets: list[Any]
+    decode_datasets: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedExperiment:
+    """An experiment with the command line's overrides applied.
+
+    Attributes:
+      name: full registered name.
+      experiment: an instance whose `*_datasets()` return the overridden configs.
+      config: the resolved fiddle config of `ExperimentConfig`.
+    """
+
+    name: str
+    experiment: BaseExperiment
+    config: Any
+
+    @property
+    def task_p(self) -> Any:
+        """The task's resolved config."""
+        return self.config.task
+
+    def flattened(self) -> dict[str, str]:
+        """Returns {'task.train.learner.loss_name': "'total_loss'", ...}: defaults included, classes by their names."""
+        return dict(_flatten(self.config, ""))
+
+
+def resolve(
+    exp: str | type[BaseExperiment] | BaseExperiment,
+    overrides: Iterable[str] = (),
+    *,
+    before_datasets: Callable[[Any], None] | None = None,
+) -> ResolvedExperiment:
+    """Finds the experiment, applies the overrides and validates the result. Builds nothing.
+
+    Args:
+      exp: a registered name (see `experiment_registry.get`), an experiment class, or an instance of one.
+      overrides: 'path.to.field=value' each; the value is a Python literal.
+      before_datasets: called with the task's config, overrides applied, before the experiment is asked for its datasets:
+        Pax's experiments count the devices there (`jax.local_device_count()`).
+
+    Raises:
+      UserError: unknown experiment or field, an unreadable value, or an experiment that contradicts itself.
+    """
+    experiment = _instance(exp)
+    name = experiment_registry.full_name(type(experiment))
+    try:
+        overrides = list(overrides)
+        if before_datasets is not None:
+            task_only = pax_fiddle.Config(ExperimentConfig, task=experiment.task())
+            for assignment in overrides:
+                if assignment.startswith("task."):
+                    apply_override(task_only, assignment)
+            with _errors_of(experiment, exp):
+                _validate_mesh(task_only.task)
+            before_datasets(task_only.task)
+        config = _configure(experiment)
+        for assignment in overrides:
+            apply_override(config, assignment)
+        _use(experiment, config)
+        with _errors_of(experiment, exp):
+            experiment.validate()
+            _validate_mesh(config.task)
+            _validate_names(config)
+    except UserError:
+        raise
+    except Exception as error:  # of the experiment's own code, or of what it asks libraries for
+        kind = "" if isinstance(error, ValueError | TypeError | AttributeError) else f"{type(error).__name__}: "
+        if kind and not user_code.frames(error):
+            raise
+        where = user_code.where(error, type(experiment))
+        raise UserError(f"experiment {short_name(exp)}: {kind}{first_paragraph(error)}{where}") from error
+    return ResolvedExperiment(name, experiment, config)
+
+
+@contextlib.contextmanager
+def _errors_of(experiment: BaseExperiment, exp: str | type[BaseExperiment] | BaseExperiment) -> Iterator[None]:
+    """Adds to an error which experiment it is about, and where that is written."""
+    try:
+        yield
+    except UserError as error:
+        where = user_code.where(error, type(experiment))
+        raise UserError(f"experiment {short_name(exp)}: {error}{where}") from error
+
+
+def _instance(exp: str | type[BaseExperiment] | BaseExperiment) -> BaseExperiment:
+    cls = experiment_registry.get(exp) if isinstance(exp, str) else exp
+    if isinstance(cls, BaseExperiment):
+        return cls
+    if not (isinstance(cls, type) and issubclass(cls, BaseExperiment)):
+        raise UserError(
+            f"{cls!r} is no experiment: give a registered name, a BaseExperiment class or an instance of one"
+        )
+    missing = sorted(cls.__abstractmethods__)
+    if missing:
+        raise UserError(f"experiment {short_name(cls)} lacks {', '.join(missing)}{user_code.where(UserError(), cls)}")
+    return cls()
+
+
+def short_name(exp: str | type[BaseExperiment] | BaseExperiment) -> str:
+    """Returns what an experiment is called in messages: the name as it was given, or the class's."""
+    if isinstance(exp, str):
+        return exp
+    return experiment_registry.short_name(experiment_registry.full_name(exp if isinstance(exp, type) else type(exp)))
+
+
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    prefix = f"{path}." if path else ""
+    if isinstance(value, fdl.Buildable):
+        if path:
+            yield path, fdl.get_callable(value).__name__
+        for name, child in fdl.ordered_arguments(value, include_defaults=True).items():
+            yield from _flatten(child, f"{prefix}{name}")
+    elif isinstance(value, dict) and any(isinstance(child, fdl.Buildable) for child in value.values()):
+        for name, child in value.items():
+            yield from _flatten(child, f"{path}[{name!r}]")
+    elif isinstance(value, list | tuple) and any(isinstance(child, fdl.Buildable) for child in value):
+        for index, child in enumerate(value):
+            yield from _flatten(child, f"{path}[{index}]")
+    else:
+        named = callable(value) and hasattr(value, "__qualname__")
+        yield path, f"{value.__module__}.{value.__qualname__}" if named else _shown(value)
+
+
+def _shown(value: Any) -> str:
+    """A value's repr; of a very long one (a tokenizer, say) the beginning, and a checksum that tells it from others."""
+    text = repr(value)
+    if len(text) <= _MAX_CHARS:
+        return text
+    checksum = zlib.crc32(_ADDRESS.sub("", text).encode())
+    return f"{text[: _MAX_CHARS // 10]}... ({len(text)} characters, crc32 {checksum:08x})"
+
+
+def _configure(experiment: BaseExperiment) -> Any:
+    return pax_fiddle.Config(
+        ExperimentConfig,
+        task=experiment.task(),
+        train_datasets=list(experiment.train_datasets()),
+        eval_datasets=list(experiment.eval_datasets()),
+        decode_datasets=list(experiment.decode_datasets()),
+    )
+
+
+def _use(experiment: BaseExperiment, config: Any) -> None:
+    """Makes the experiment's own methods see the overridden configs."""
+    for kind in ("train_datasets", "eval_datasets", "decode_datasets"):
+        configs = getattr(config, kind)
+        setattr(experiment, kind, lambda configs=configs: list(configs))
+    experiment.task = lambda: config.task  # type: ignore[method-assign]
+
+
+def apply_override(config: Any, assignment: str) -> None:
+    """Applies one 'path.to.field=value' to a config, checking every step of the path.
+
+    Raises:
+      UserError: no '=', no such field (with the nearest), or a value that is not a Python literal.
+    """
+    path, equals, text = assignment.partition("=")
+    if not equals or not path:
+        raise UserError(f"override {assignment!r} is not of the form path.to.field=value")
+    try:
+        steps = daglish_path(path)
+        node = config
+        for done, step in enumerate(steps):
+            _check_step(node, step, steps[:done], path)
+            node = step.follow(node)
+    except (IndexError, KeyError) as error:
+        raise UserError(f"override {assignment!r}: {path} leads nowhere ({error})") from error
+    try:
+        value = fiddle_parsing.parse_value(value=text, path=path)
+    except ValueError as error:
+        raise UserError(
+            f"override {assignment!r}: {text!r} is not a Python literal; strings need quotes, e.g. {path}='\"{text}\"'"
+        ) from error
+    fiddle_flags.set_value_at_path(config, path, value)
+
+
+def daglish_path(path: str) -> list[Any]:
+    """Parses 'a.b[0].c' into fiddle path elements."""
+    try:
+        return list(fiddle_parsing.parse_path(path))
+    except ValueError as error:
+        raise UserError(f"{path!r} is not a path such as task.train.num_train_steps") from error
+
+
+def _check_step(node: Any, step: Any, before: list[Any], path: str) -> None:
+    if not isinstance(step, daglish.Attr):
+        return
+    where = daglish.path_str(tuple(before)).lstrip(".") or "the experiment"
+    if not isinstance(node, fdl.Buildable):
+        raise UserError(f"override of {path}: {where} is {node!r}, which has no field {step.name!r}")
+    fields = list(node.__signature_info__.parameters)
+    if step.name not in fields:
+        raise UserError(f"override of {path}: {where} has no field {step.name!r}{did_you_mean(step.name, fields)}")
+    if step.name not in dir(node):
+        raise UserError(f"override of {path}: {where}.{step.name} has no value yet; set it in the experiment")
+
+
+def _validate_mesh(task_p: Any) -> None:
+    """Checks what can be checked without devices: names, sizes and split mappings against each other."""
+    model_p = task_p.model
+    names, ici, dcn = model_p.mesh_axis_names, model_p.ici_mesh_shape, model_p.dcn_mesh_shape
+    if ici is None:
+        return
+    for label, shape in (("ici_mesh_shape", ici), ("dcn_mesh_shape", dcn)):
+        if shape is not None and (names is None or len(shape) != len(names)):
+            raise UserError(
+                f"task.model.{label} is {list(shape)} and task.model.mesh_axis_names is {names}: one size per name is needed"
+            )
+    if task_p.train.inputs_split_mapping is not None:
+        sharding.validate_split_mapping(task_p.train.inputs_split_mapping, tuple(names))
+
+
+def _validate_names(config: Any) -> None:
+    for kind in ("eval_datasets", "decode_datasets"):
+        names = [dataset.name for dataset in getattr(config, kind)]
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(
+                f"{kind} has several inputs named {', '.join(twice)}; outputs are kept by name: make them differ"
+            )
+
+
+def required_devices(task_p: Any) -> int | None:
+    """Returns how many devices the declared mesh needs, or None when it takes whatever there is."""
+    model_p = task_p.model
+    if model_p.ici_mesh_shape is None:
+        return None
+    count = 1
+    for size in [*model_p.ici_mesh_shape, *(model_p.dcn_mesh_shape or [])]:
+        if size == -1:
+            return None
+        count *= size
+    return count
+
+
+def flatten_mapping(mapping: Mapping[str, Any]) -> list[str]:
+    """Returns one 'a.b.c: value' line per entry, sorted."""
+    return [f"{path}: {value}" for path, value in sorted(mapping.items())]

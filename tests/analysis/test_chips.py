@@ -1,0 +1,61 @@
+"""What chips are known to do, and the share of it that the progress line says."""
+
+import pytest
+
+from spmd_trainer.analysis import chips
+from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.metrics.progress import Progress
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera", "memory"),
+    [
+        ("TPU v4", 275, 32),
+        ("TPU v5 lite", 197, 16),
+        ("TPU v5p", 459, 95),
+        ("TPU v6 lite", 918, 32),
+        ("NVIDIA A100-SXM4-40GB", 312, 40),
+        ("NVIDIA A100-SXM4-80GB", 312, 80),
+        ("NVIDIA H100 80GB HBM3", 989, 80),
+        ("NVIDIA H100 PCIe", 756, 80),
+    ],
+)
+def test_a_chip_is_known_by_the_name_that_jax_gives_it(kind, tera, memory):
+    chip = chips.chip(kind)
+    assert (chip.peak_flops, chip.memory) == (tera * 1e12, memory)
+    assert chips.peak_flops(kind, 8) == 8 * tera * 1e12
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "Radeon"])
+def test_others_are_not_guessed(kind):
+    assert chips.chip(kind) is None
+    assert chips.peak_flops(kind, 8) is None
+
+
+def line(caplog, **speeds) -> tuple[str, dict[str, float]]:
+    """The progress line of 10 steps of 1,000 tokens in 2 seconds, and its timing scalars."""
+    times = iter((0.0, 2.0, 2.0))
+    progress = Progress(
+        num_steps=20, items_per_step=1000, unit="tokens", interval=10, clock=lambda: next(times), **speeds
+    )
+    progress.start(0)
+    scalars = Scalars()
+    scalars.loss = 1.0
+    with caplog.at_level("INFO", logger="absl"):
+        timing = progress.report(10, scalars)
+    return caplog.messages[-1], timing
+
+
+def test_the_line_says_the_utilization_of_known_chips(caplog):
+    flops = chips.model_flops(10**9, 1)
+    said, timing = line(caplog, flops_per_item=flops, peak_flops=chips.peak_flops("TPU v5e", 1))
+    # 5,000 tokens/s of a model of 1B parameters: 3e13 of 1.97e14 FLOP/s.
+    assert timing["mfu"] == pytest.approx(3e13 / 1.97e14)
+    assert "MFU 15.2%" in said
+
+
+def test_the_line_of_unknown_chips_is_what_it_was(caplog):
+    said, timing = line(caplog, flops_per_item=6e9, peak_flops=None)
+    assert "MFU" not in said
+    assert said.endswith("5,000 tokens/s  200 ms/step  ETA 2s")
+    assert set(timing) == {"steps_per_sec", "tokens_per_sec"}

@@ -1,0 +1,282 @@
+"""Steps with their collectives written out: the numbers of the other partitioner, and the collectives that are promised."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from praxis import base_layer
+
+from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.experiments.synthetic.shard_map import ShardMapFsdpUnrolledTiny
+from spmd_trainer.inputs import batches
+from spmd_trainer.partition import pjit
+from spmd_trainer.partition.gathered_on_use import without_keeping_gathered
+from spmd_trainer.partition.shard_map import ShardMapPartitioner
+from spmd_trainer.steps import step_fns
+from tests.partition.test_partitioning import KEY, LENGTH, make_batch, make_task
+
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("shard_map")
+
+ROWS = 16
+NAMES = StdlibBytesTiny.MESH_AXIS_NAMES
+
+
+def make_mesh(sizes):
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return sharding.create_device_mesh(list(zip(NAMES, sizes, strict=True)), devices=devices)
+
+
+def set_up(partitioner, rows=ROWS, task=None):
+    partitioner.setup(task or make_task(), batches.lm_input_specs(rows, LENGTH))
+    return partitioner
+
+
+def shard_map(*args, sizes=(1, 4, 2), rows=ROWS, task=None, **kwargs):
+    return set_up(ShardMapPartitioner(*args, mesh=make_mesh(sizes), **kwargs), rows, task)
+
+
+def fsdp(**kwargs):
+    return shard_map("fsdp", min_weight_size=512, **kwargs)
+
+
+def train(partitioner, rows=ROWS, steps=5, batch=None):
+    batch = batch or make_batch(rows)
+    step = partitioner.partition(step_fns.train_step, batches.lm_input_specs(rows, LENGTH), is_eval=False)
+    state = partitioner.initialize_train_state(KEY)
+    losses = []
+    for _ in range(steps):
+        inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
+        state, output = step.fn(state, KEY, inputs)
+        losses.append(float(output.loss))
+    return jax.jit(partitioner.metadata.slice)(state), output, losses
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return train(set_up(pjit.PjitPartitioner(make_mesh((1, 1, 1)))))
+
+
+def assert_same_training(ours, reference):
+    np.testing.assert_allclose(ours[2], reference[2], rtol=1e-5)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(ours[0].mdl_vars), jax.tree.leaves(reference[0].mdl_vars), strict=True
+    ):
+        np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5, err_msg=jax.tree_util.keystr(path))
+    for name, (value, weight) in reference[1].weighted_scalars.items():
+        if name not in ("num_predictions", "aux_loss"):
+            np.testing.assert_allclose(ours[1].weighted_scalars[name][0], value, rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(ours[1].weighted_scalars[name][1], weight, rtol=1e-6, err_msg=name)
+    jax.tree.map(np.testing.assert_allclose, ours[1].per_example_out.labels, reference[1].per_example_out.labels)
+
+
+VARIANTS = {
+    "dp": lambda: shard_map("dp"),
+    "dp, 2 minibatches": lambda: shard_map("dp", num_minibatches=2),
+    "fsdp": lambda: fsdp(),
+    "fsdp over one axis of two": lambda: fsdp(sizes=(2, 4, 1), axis_name="data"),
+    "fsdp, 2 minibatches": lambda: fsdp(num_minibatches=2),
+    "fsdp, gathered in both minibatches": lambda: fsdp(num_minibatches=2, gather="layer"),
+    "one device": lambda: fsdp(sizes=(1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_five_steps_are_those_of_the_pjit_partitioner_on_one_device(variant, on_one_device):
+    assert_same_training(train(VARIANTS[variant]()), on_one_device)
+
+
+@pytest.mark.parametrize("kwargs", [{"sharding": "dp"}, {"sharding": "fsdp", "min_weight_size": 512}])
+@pytest.mark.parametrize("rows", [6, 12])
+def test_rows_that_the_devices_do_not_divide_weigh_as_much_as_the_others(kwargs, rows):
+    ours = train(shard_map(**kwargs, rows=rows), rows, steps=2)
+    assert_same_training(ours, train(set_up(pjit.PjitPartitioner(make_mesh((1, 1, 1))), rows), rows, steps=2))
+
+
+def test_rows_of_unequal_weight_weigh_what_they_do_on_one_device(on_one_device):
+    batch = make_batch(ROWS)
+    batch.weights = batch.weights.copy()
+    batch.weights[:3] = 0
+    batch.weights[7, 2:] = 0
+    reference = set_up(pjit.PjitPartitioner(make_mesh((1, 1, 1))))
+    assert_same_training(train(fsdp(), batch=batch, steps=2), train(reference, batch=batch, steps=2))
+
+
+@pytest.mark.parametrize("rows", [16, 6])
+def test_evaluation_gives_the_numbers_of_one_device(rows):
+    outputs = []
+    for partitioner in (set_up(pjit.PjitPartitioner(make_mesh((1, 1, 1))), rows), fsdp(rows=rows)):
+        step = partitioner.partition(step_fns.eval_step, batches.lm_input_specs(rows, LENGTH), is_eval=True)
+        state = partitioner.initialize_train_state(KEY, with_opt_states=False)
+        batch = partitioner.preprocess_inputs(make_batch(rows), step.inputs_partition_spec)
+        outputs.append(step.fn(state, KEY, batch)[1])
+    reference, ours = outputs
+    np.testing.assert_allclose(ours.loss, reference.loss, rtol=1e-5)
+    np.testing.assert_allclose(
+        ours.weighted_scalars["bits_per_byte"], reference.weighted_scalars["bits_per_byte"], rtol=1e-5
+    )
+    np.testing.assert_allclose(ours.per_example_out.scores, reference.per_example_out.scores, rtol=1e-4)
+
+
+def task_with_dropout():
+    task_p = StdlibBytesTiny().task()
+    task_p.model.lm_tpl.stacked_transformer_tpl.block.dropout_prob = 0.5
+    return tasks_lib.build_task(task_p)
+
+
+@pytest.mark.parametrize("kwargs", [{"sharding": "dp"}, {"sharding": "dp", "num_minibatches": 2}, {"sharding": "fsdp"}])
+def test_every_row_on_every_device_has_its_own_dropout_mask(kwargs):
+    batch = jax.tree.map(lambda x: np.repeat(x[:1], ROWS, axis=0), make_batch(ROWS))
+    _, output, _ = train(shard_map(**kwargs, task=task_with_dropout()), batch=batch, steps=1)
+    assert len(set(np.asarray(output.per_example_out.scores).tolist())) == ROWS
+    _, output, _ = train(shard_map(**kwargs), batch=batch, steps=1)
+    np.testing.assert_allclose(output.per_example_out.scores, output.per_example_out.scores[0], rtol=1e-5)
+
+
+# --- the compiled program ---------------------------------------------------------------------------------------------
+
+COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+# Per layer: attention in (query, key and value in one) and out, feed-forward in and out.
+SPLIT_PER_LAYER = 4
+
+
+def collectives_of(partitioner, *, keep_barriers=False):
+    """{kind: shapes of its results} of the compiled train step."""
+
+    def step(*args):
+        state, output = step_fns.train_step(*args)
+        return state, output.loss
+
+    partitioned = partitioner.partition(step, batches.lm_input_specs(ROWS, LENGTH), is_eval=False)
+    lowered = partitioned.fn.lower(partitioner.abstract_state(), KEY, partitioner.abstract_inputs(partitioned))
+    # The CPU's compiler takes barriers out before it merges equal values, and so keeps what is to be gathered again.
+    compiled = lowered.compile({"xla_disable_hlo_passes": "cse_barrier_expander"} if keep_barriers else None)
+    found: dict[str, list[str]] = {}
+    for result, kind in COLLECTIVE.findall(compiled.as_text()):
+        found.setdefault(kind, []).append(result)
+    return found
+
+
+def elements(result):
+    sizes = re.findall(r"\w+\[([\d,]*)\]", result)
+    return sum(int(np.prod([int(n) for n in size.split(",") if n] or [1])) for size in sizes)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_data_parallel_has_one_all_reduce_however_many_minibatches(num_minibatches):
+    partitioner = shard_map("dp", num_minibatches=num_minibatches)
+    found = collectives_of(partitioner)
+    assert found.keys() == {"all-reduce"}
+    (only,) = found["all-reduce"]
+    assert elements(only) >= partitioner.metadata.num_params()
+
+
+def small_params(partitioner):
+    params = jax.tree.leaves(partitioner.metadata.variables.mdl_vars[base_layer.PARAMS])
+    return sum(int(np.prod(v.logical_shape)) for v in params if v.is_replicated)
+
+
+def assert_only_small_ones_are_all_reduced(partitioner, found):
+    # Their gradients and the metrics, and the scalars of the learner's norms.
+    assert sum(elements(result) for result in found["all-reduce"]) < small_params(partitioner) + 100
+
+
+def test_fsdp_gathers_each_parameter_of_a_repeated_layer_inside_its_loop_and_scatters_each_gradient_once():
+    partitioner = fsdp()
+    found = collectives_of(partitioner)
+    # One loop body forward and one backward; and the embedding, which is the softmax too: one gather, two uses.
+    assert len(found["all-gather"]) == 2 * SPLIT_PER_LAYER + 1
+    assert len(found["reduce-scatter"]) == SPLIT_PER_LAYER + 2
+    assert found.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert_only_small_ones_are_all_reduced(partitioner, found)
+    # Nothing that is gathered there is more than one layer's.
+    layer = max(int(np.prod(v.logical_shape)) for v in stacked(partitioner)) // StdlibBytesTiny.NUM_LAYERS
+    assert sorted(map(elements, found["all-gather"]))[-2] <= layer
+
+
+def stacked(partitioner):
+    return jax.tree.leaves(partitioner.metadata.variables.mdl_vars[base_layer.PARAMS]["lm"]["transformer"])
+
+
+def test_fsdp_gathers_twice_in_a_model_that_rematerialises_nothing_itself():
+    task = tasks_lib.build_task(ShardMapFsdpUnrolledTiny().task())
+    partitioner = fsdp(task=task)
+    found = collectives_of(partitioner, keep_barriers=True)
+    layers = StdlibBytesTiny.NUM_LAYERS
+    assert len(found["reduce-scatter"]) == SPLIT_PER_LAYER * layers + 2
+    # Again for each in the backward pass; the embedding's first use needs it in the forward pass only.
+    assert len(found["all-gather"]) == 2 * (SPLIT_PER_LAYER * layers + 1)
+    assert_only_small_ones_are_all_reduced(partitioner, found)
+
+
+@pytest.mark.parametrize("num_minibatches", [2])
+def test_fsdp_with_minibatches_gathers_and_scatters_once_per_step(num_minibatches):
+    partitioner = fsdp(num_minibatches=num_minibatches)
+    found = collectives_of(partitioner)
+    assert len(found["all-gather"]) == len(found["reduce-scatter"]) == SPLIT_PER_LAYER + 1
+    assert_only_small_ones_are_all_reduced(partitioner, found)
+
+
+def test_a_model_that_rematerialises_keeps_what_its_own_policy_keeps():
+    def in_blocks(x):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x))
+
+    def plain(x):
+        return jnp.sum(jnp.sin(jnp.sin(x)))
+
+    def primitives(fn):
+        return [eqn.primitive.name for eqn in jax.make_jaxpr(fn)(jnp.ones(3)).eqns]
+
+    assert primitives(without_keeping_gathered(in_blocks)) == primitives(in_blocks)
+    assert primitives(without_keeping_gathered(plain)) == primitives(jax.checkpoint(plain))
+
+
+# --- settings and layout ----------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_nothing_divides_are_padded_and_the_report_says_why():
+    partitioner = fsdp(sizes=(1, 8, 1), axis_name="data")
+    by_path = {v.path.removeprefix("mdl_vars/params/"): v for v in partitioner.metadata.records()}
+    linear = by_path["lm/softmax/logits_ffn/linear/w"]
+    assert "fsdp: dimension" in linear.reason
+    small = by_path["lm/final_ln/scale"]
+    assert small.is_replicated
+    assert "min_weight_size" in small.reason
+    moments = [v for v in partitioner.metadata.records() if "/m/" in v.path and v.path.endswith("logits_ffn/linear/w")]
+    assert [v.spec for v in moments] == [linear.spec]
+
+
+def test_no_device_holds_a_whole_split_parameter_or_its_moments():
+    partitioner = fsdp()
+    state = partitioner.initialize_train_state(KEY)
+    for variable, array in zip(partitioner.metadata.records(), jax.tree.leaves(state), strict=True):
+        count = 1 if variable.is_replicated else 8
+        assert all(shard.data.nbytes * count == array.nbytes for shard in array.addressable_shards), variable.path
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"sharding": "ddp"}, "'dp' or 'fsdp'"),
+        ({"gather": "never", "sharding": "fsdp"}, "'layer', 'step' or None"),
+        ({"sharding": "dp", "axis_name": "data"}, "settings of sharding='fsdp'"),
+        ({"num_minibatches": 0}, "at least 1"),
+    ],
+)
+def test_settings_that_do_not_exist_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ShardMapPartitioner(**kwargs)
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_refused():
+    with pytest.raises(ValueError, match=r"axis_name 'model': .*'replica', 'data', 'mdl'"):
+        shard_map("fsdp", axis_name="model")
+
+
+def test_minibatches_that_do_not_divide_the_rows_are_refused():
+    partitioner = shard_map("dp", num_minibatches=3)
+    with pytest.raises(ValueError, match=r"num_minibatches=3 doesn't divide the 2 rows"):
+        train(partitioner, steps=1)

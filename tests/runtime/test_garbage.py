@@ -1,0 +1,65 @@
+"""The garbage collector rests while a run starts, and works from its first step on."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from spmd_trainer.runtime import garbage
+
+
+@pytest.fixture(autouse=True)
+def collector_as_it_was():
+    yield
+    garbage.resume()
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_it_rests_until_it_resumes():
+    garbage.rest()
+    assert not gc.isenabled()
+    garbage.resume()
+    assert gc.isenabled()
+    assert gc.get_freeze_count()
+
+
+def test_a_collector_that_somebody_stopped_stays_stopped():
+    gc.disable()
+    garbage.rest()
+    garbage.resume()
+    assert not gc.isenabled()
+
+
+def test_resuming_without_a_rest_changes_nothing():
+    frozen = gc.get_freeze_count()
+    garbage.resume()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
+
+
+def test_a_training_run_collects_garbage_from_its_first_step(tmp_path):
+    program = f"""
+import gc, sys
+from unittest import mock
+from spmd_trainer import main
+sys.argv = ["spmd-trainer", "--exp=lm.cloud.LmCloudSpmdAdamTiny", "--job_log_dir={tmp_path}/run",
+            "--noenable_checkpoint_saving", "--noeval_on_test", "--fdl.set=task.train.num_train_steps=1"]
+from spmd_trainer.programs import train
+begins, resting = train._Run.begins, []
+def watched(self, *args):
+    resting.append(not gc.isenabled())
+    return begins(self, *args)
+started = train._start_up
+def watched_start(*args):
+    resting.append(not gc.isenabled())
+    return started(*args)
+with mock.patch.object(train._Run, "begins", watched), mock.patch.object(train, "_start_up", watched_start):
+    try:
+        main.run()
+    except SystemExit as end:
+        assert not end.code, end
+assert resting == [True, False], resting
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -1,0 +1,102 @@
+"""A batch in parts, split by the compiler: the update of the whole batch, rows in their order, less memory."""
+
+import jax
+import numpy as np
+import pytest
+from praxis import pax_fiddle
+
+from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.inputs import synthetic
+from spmd_trainer.partition import pjit
+from spmd_trainer.steps import step_fns
+
+# One worker: what these tests share is made once.
+pytestmark = pytest.mark.xdist_group("minibatches")
+
+KEY = jax.random.key(3)
+ROWS, LENGTH = 12, 16
+
+
+def make_partitioner(sizes, batch, num_minibatches):
+    devices = jax.devices()[: int(np.prod(sizes))]
+    mesh = sharding.create_device_mesh(list(zip(StdlibBytesTiny.MESH_AXIS_NAMES, sizes, strict=True)), devices=devices)
+    partitioner = pjit.PjitPartitioner(mesh, num_minibatches=num_minibatches)
+    partitioner.setup(tasks_lib.build_task(StdlibBytesTiny().task()), shapes_of(batch))
+    return partitioner
+
+
+def shapes_of(batch):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    lm = pax_fiddle.Config(
+        synthetic.SyntheticLmInput, name="lm", batch_size=ROWS, seq_len=LENGTH, vocab_size=257, is_training=True
+    )
+    batch = pax_fiddle.build(lm).get_next()
+    # Rows that weigh differently, so that a mean of the minibatches' means would be wrong.
+    batch.weights *= (np.arange(LENGTH) < 2 + np.arange(ROWS)[:, None]).astype(np.float32)
+    return batch
+
+
+def run(batch, sizes, num_minibatches):
+    partitioner = make_partitioner(sizes, batch, num_minibatches)
+    step = partitioner.partition(step_fns.train_step, shapes_of(batch), is_eval=False)
+    state = partitioner.initialize_train_state(KEY)
+    for _ in range(2):
+        inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
+        state, output = step.fn(state, KEY, inputs)
+    return jax.device_get(jax.jit(partitioner.metadata.slice)(state)), jax.device_get(output)
+
+
+@pytest.fixture(scope="module")
+def whole(batch):
+    return run(batch, (1, 1, 1), 1)
+
+
+@pytest.mark.parametrize(("sizes", "num_minibatches"), [((1, 1, 1), 3), ((1, 4, 2), 2), ((1, 4, 2), 4)])
+def test_the_update_is_that_of_the_whole_batch(batch, whole, sizes, num_minibatches):
+    state, output = run(batch, sizes, num_minibatches)
+    expected_state, expected = whole
+    np.testing.assert_allclose(output.loss, expected.loss, rtol=1e-5)
+    scalars = dict(expected.weighted_scalars)
+    # A count, of constant weight: the mean of the minibatches'.
+    count, _ = scalars.pop("num_predictions")
+    assert output.weighted_scalars["num_predictions"][0] == count / num_minibatches
+    for name, (value, weight) in scalars.items():
+        np.testing.assert_allclose(output.weighted_scalars[name][0], value, rtol=1e-5, err_msg=name)
+        if name == StdlibBytesTiny().task().train.learner.loss_name:
+            np.testing.assert_allclose(output.weighted_scalars[name][1], weight, rtol=1e-6)
+    by_row = [
+        (x, y) for x, y in zip(*map(jax.tree.leaves, (output.per_example_out, expected.per_example_out)), strict=True)
+    ]
+    assert any(np.ndim(y) and len(y) == ROWS for _, y in by_row)
+    for x, y in by_row:
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
+        # Adam divides by the gradient's own size, so that a gradient near zero shows its rounding.
+        np.testing.assert_allclose(x, y, atol=1e-3 * max(1e-3, float(np.abs(y).max())))
+
+
+def test_minibatches_take_less_memory(batch):
+    # Enough rows for activations to outweigh the gradients.
+    batch = jax.tree.map(lambda x: np.repeat(x, 4, axis=0), batch)
+
+    def temporaries(num_minibatches):
+        partitioner = make_partitioner((1, 4, 2), batch, num_minibatches)
+        step = partitioner.partition(step_fns.train_step, shapes_of(batch), is_eval=False)
+        lowered = step.fn.lower(partitioner.abstract_state(), KEY, partitioner.abstract_inputs(step))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(4) < 0.5 * temporaries(1)
+
+
+@pytest.mark.parametrize(
+    ("num_minibatches", "message"),
+    [(5, r"num_minibatches=5 doesn't divide .* 12 rows; choose one of 1, 2, 3, 4, 6, 12"), (0, "at least 1")],
+)
+def test_a_number_that_does_not_divide_the_batch_is_refused(batch, num_minibatches, message):
+    with pytest.raises(ValueError, match=message):
+        make_partitioner((1, 1, 1), batch, num_minibatches)
