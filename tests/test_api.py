@@ -1,5 +1,6 @@
 """The trainer from Python: what a notebook calls, and what it gets back."""
 
+import importlib.metadata
 import json
 import pathlib
 import subprocess
@@ -24,6 +25,7 @@ class Unregistered(StdlibBytesTiny):
     """A notebook's own class."""
 
     NUM_TRAIN_STEPS = 2
+    WARMUP_STEPS = 1
     EVAL_INTERVAL_STEPS = 100
     CHECKPOINT_EVERY_N_STEPS = 100
 
@@ -98,7 +100,8 @@ def test_importing_the_package_brings_in_nothing_heavy_and_knows_its_functions()
         "import sys, spmd_trainer as st; assert 'jax' not in sys.modules; print(sorted(set(st.__all__) & set(dir(st))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['decode', 'evaluate', 'inspect', 'plan', 'train']"
+    assert done.stdout.strip() == "['__version__', 'decode', 'evaluate', 'inspect', 'plan', 'train']"
+    assert st.__version__ == importlib.metadata.version("spmd-trainer")
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         st.trian  # noqa: B018
 
