@@ -16,7 +16,7 @@ from spmd_trainer import experiment_config, experiment_modules, experiment_regis
 from spmd_trainer.cli import compile_cache, distributed, log_lines
 from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.experiment_config import ResolvedExperiment
-from spmd_trainer.programs import start_checks
+from spmd_trainer.programs import checkpoints, start_checks
 from spmd_trainer.programs.job import LOGS, Job, JobSettings, check_directory
 
 # Modes that neither read nor write a run's directory.
@@ -256,6 +256,7 @@ def check_paths(settings: JobSettings, resolved: ResolvedExperiment) -> None:
             raise UserError(
                 f"no checkpoint in {directory}; train first, or give --restore_checkpoint_dir=DIR with a directory that has some"
             )
+        checkpoints.require_run(directory)
         wanted = settings.restore_checkpoint_step
         if wanted is not None and steps and wanted not in steps:
             raise UserError(f"no step {wanted} in {directory}; there are {', '.join(map(str, steps))}")

@@ -58,7 +58,7 @@ class JobSettings:
       overrides: 'path=value' each, applied to the experiment's config.
       restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
       restore_checkpoint_step: this step instead of the newest.
-      eval_on_test: evaluate during training on every evaluation dataset (else only between intervals).
+      eval_on_test: evaluate during training on every evaluation dataset.
       decode_during_train: decode during training, at `decode_interval_steps`.
       enable_checkpoint_saving: False trains without saving.
       exit_after_ondemand_checkpoint: leave after the checkpoint that a signal asked for.
@@ -115,10 +115,10 @@ class Job:
             self.partitioner.setup(self.task, self.global_shape_dtype(self.process_inputs_shape_dtype))
         except UserError as error:
             raise UserError(first_paragraph(error)) from error
-        except ValueError as error:
-            raise UserError(
-                f"experiment {settings.exp}: {first_paragraph(error)}{user_code.where(error, type(self.experiment))}"
-            ) from error
+        except (ValueError, AssertionError) as error:  # praxis asserts what its layers need of their settings
+            what = first_paragraph(error) or "a check of praxis failed"
+            where = user_code.where(error, type(self.experiment))
+            raise UserError(f"experiment {settings.exp}: {what}{where}") from error
         logging.info("%s parameters", f"{self.partitioner.metadata.num_params():,}")
 
     def _use_mesh(self) -> None:
