@@ -9,18 +9,38 @@ import sys
 
 
 class WaitForPraxis:
-    """A finder that hands over to the bridge's own finder when praxis is imported."""
+    """A finder that finds what the others find, and has the bridge installed before praxis' first line runs."""
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        """Returns None for everything but praxis."""
-        if fullname != "praxis":
+        """Returns None for everything but praxis, and for praxis where the trainer's own finder is in place already."""
+        if fullname != "praxis" or "spmd_trainer" in sys.modules:
             return None
-        sys.meta_path.remove(cls)
-        from spmd_trainer import praxis_bridge  # importing spmd_trainer installs the bridge
+        for finder in sys.meta_path:
+            spec = None if finder is cls else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _BridgingLoader(spec.loader)
+                return spec
+        return None
 
-        # Python is on its way through the finders and has passed the bridge's place, so it is asked here.
-        return praxis_bridge.PraxisFinder().find_spec(fullname, path, target)
+
+class _BridgingLoader:
+    """praxis' own loader, which imports spmd_trainer first: that installs the bridge."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        import spmd_trainer  # noqa: F401
+
+        self._loader.exec_module(module)
+
+    def __getattr__(self, name):  # get_source and friends
+        return getattr(self._loader, name)
 
 
 def wait_for_praxis():

@@ -17,17 +17,25 @@ from spmd_trainer import praxis_bridge
 if TYPE_CHECKING:
     from spmd_trainer.api import decode, evaluate, inspect, plan, train
 
-__all__ = ["decode", "evaluate", "inspect", "plan", "train"]
+    __version__: str
+
+__all__ = ["__version__", "decode", "evaluate", "inspect", "plan", "train"]
 
 praxis_bridge.install()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from spmd_trainer import api
+if not TYPE_CHECKING:  # a type checker would believe that any name is there
 
-    return getattr(api, name)
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            import importlib.metadata
+
+            return importlib.metadata.version("spmd-trainer")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from spmd_trainer import api
+
+        return getattr(api, name)
 
 
 def __dir__() -> list[str]:

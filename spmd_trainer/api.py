@@ -6,17 +6,17 @@ given by name, as a class (registered or not), or as an instance.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from etils import epath
-
-from spmd_trainer import sharding
+from spmd_trainer import multihost, sharding
 from spmd_trainer.base_experiment import BaseExperiment
-from spmd_trainer.cli import launch, log_lines
+from spmd_trainer.cli import distributed, launch, log_lines
+from spmd_trainer.errors import UserError
 from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.job import Job, JobSettings
 from spmd_trainer.programs.plan import Plan
@@ -76,9 +76,9 @@ def train(
     """
     from spmd_trainer.programs import train as program
 
-    with log_lines.shown() as run_log:
+    with _shown() as run_log:
         job = _job("train", exp, job_log_dir, overrides, mesh)
-        launch.open_log(job.settings, run_log)
+        launch.open_log(job.settings, run_log, distributed.joined()[1])
         return program.train(job)
 
 
@@ -105,9 +105,9 @@ def evaluate(
     from spmd_trainer.programs import checkpoints
     from spmd_trainer.programs.evaluate import Evaluations
 
-    with log_lines.shown() as run_log:
+    with _shown() as run_log:
         job = _job("eval", exp, job_log_dir, overrides, mesh, restore_checkpoint_dir, restore_checkpoint_step)
-        launch.open_log(job.settings, run_log)
+        launch.open_log(job.settings, run_log, distributed.joined()[1])
         step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
         writers = SummaryWriters(job.settings.job_log_dir)
         try:
@@ -135,10 +135,12 @@ def decode(
     """
     from spmd_trainer.programs import decode as program
 
-    with log_lines.shown() as run_log:
+    with _shown() as run_log:
         job = _job("decode_once", exp, job_log_dir, overrides, mesh, restore_checkpoint_dir, restore_checkpoint_step)
-        launch.open_log(job.settings, run_log)
+        launch.open_log(job.settings, run_log, distributed.joined()[1])
         step = program.decode_once(job)
+        # Process 0 writes what all of them read.
+        multihost.barrier("spmd_trainer:decoded")
         examples = {}
         for dataset in job.resolved.config.decode_datasets:
             text = (job.settings.job_log_dir / "decode_out" / dataset.name / f"step_{step}.jsonl").read_text()
@@ -157,7 +159,7 @@ def inspect(
     Raises:
       UserError: as `train`.
     """
-    with log_lines.shown():
+    with _shown():
         return _job("inspect", exp, None, overrides, mesh).sharding_report()
 
 
@@ -181,9 +183,9 @@ def plan(
     """
     from spmd_trainer.programs import plan as program
 
-    with log_lines.shown():
+    with _shown():
         devices = program.topology_devices(topology, num_slices) if topology else None
-        return program.plan(_job("inspect", exp, None, overrides, mesh, devices=devices), topology)
+        return program.plan(_job("inspect", exp, None, overrides, mesh, devices=devices, topology=topology), topology)
 
 
 def _job(
@@ -195,31 +197,39 @@ def _job(
     restore_checkpoint_dir: str | os.PathLike[str] | None = None,
     restore_checkpoint_step: int | None = None,
     devices: Sequence[Any] | None = None,
+    topology: str | None = None,
 ) -> Job:
-    sizes = _sizes(mesh)
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r} is one text; give a list of them, e.g. overrides=[{overrides!r}]")
+    overrides, sizes = tuple(overrides), _sizes(mesh)
+    count, _ = distributed.joined()
     resolved = experiment_config.resolve(
-        exp, overrides, before_datasets=lambda task_p: launch.let_host_devices_stand_in(task_p, sizes)
+        exp, overrides, before_datasets=lambda task_p: launch.let_host_devices_stand_in(task_p, sizes, count)
     )
+    restore = restore_checkpoint_dir
     settings = JobSettings(
         exp=experiment_config.short_name(exp),
-        job_log_dir=_directory(job_log_dir or "."),
+        job_log_dir=launch.local_directory("job_log_dir", "." if job_log_dir is None else job_log_dir),
         mode=mode,
-        overrides=tuple(overrides),
-        restore_checkpoint_dir=None if restore_checkpoint_dir is None else _directory(restore_checkpoint_dir),
+        overrides=overrides,
+        restore_checkpoint_dir=None if restore is None else launch.local_directory("restore_checkpoint_dir", restore),
         restore_checkpoint_step=restore_checkpoint_step,
         mesh=sizes,
         devices=devices,
+        topology=topology,
     )
     return launch.build_job(settings, resolved)
 
 
-def _directory(path: str | os.PathLike[str]) -> epath.Path:
-    return epath.Path(path).expanduser().resolve()
+def _shown() -> contextlib.AbstractContextManager[log_lines.RunLog]:
+    """Log lines as the command line shows them: of several processes, the first one tells the progress."""
+    return log_lines.shown(warnings_only=distributed.joined()[1] > 0)
 
 
 def _sizes(mesh: MeshSizes | None) -> list[tuple[str, int]] | None:
     if mesh is None:
         return None
-    if not isinstance(mesh, str):
-        mesh = ",".join(f"{axis}:{size}" for axis, size in dict(mesh).items())
-    return launch.parse_mesh(mesh)
+    if isinstance(mesh, str):
+        return launch.parse_mesh(mesh)
+    pairs = mesh.items() if isinstance(mesh, Mapping) else mesh
+    return launch.parse_mesh(",".join(f"{axis}:{size}" for axis, size in pairs))

@@ -10,7 +10,7 @@ from absl import app, flags
 
 from spmd_trainer.cli import doctor, flag_parsing, log_lines
 from spmd_trainer.errors import UserError
-from spmd_trainer.runtime import garbage, installation, quiet_tensorflow
+from spmd_trainer.runtime import garbage, installation, quiet_tensorflow, user_code
 
 MODES = ("train", "eval", "decode", "decode_once", "infer", "inspect", "verify")
 
@@ -109,10 +109,13 @@ def main(argv: Sequence[str]) -> None:
         launch.run(flags.FLAGS, list(argv[1:]), run_log)
     except UserError as error:
         flag_parsing.leave(str(error))
-    except ModuleNotFoundError as error:
-        if error.name not in installation.UNRESOLVABLE:
+    except ImportError as error:
+        if error.name in installation.UNRESOLVABLE:
+            flag_parsing.leave(f"{error}\nspmd-trainer --doctor checks the whole installation.")
+        hidden = user_code.hidden_package(error)
+        if hidden is None:
             raise
-        flag_parsing.leave(f"{error}\nspmd-trainer --doctor checks the whole installation.")
+        flag_parsing.leave(f"{error}: {hidden} hides an installed package of that name; rename it, or run elsewhere")
 
 
 def run() -> None:

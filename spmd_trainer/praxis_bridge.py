@@ -59,47 +59,62 @@ def install() -> None:
 
 
 class PraxisFinder(importlib.abc.MetaPathFinder):
-    """Restores JAX's old names before praxis' first line runs, and mends the few praxis modules that need it after."""
+    """Restores JAX's old names before praxis' first line runs, and mends the few praxis modules that need it after.
+
+    Finding a module changes nothing; importing it does.
+    """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns None for everything but the modules of `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`.
+        """Returns None for everything but praxis, lingvo, `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`.
 
-        Raises:
-          ModuleNotFoundError: praxis or lingvo is not installed; the message has the command that installs both.
+        praxis and lingvo have a spec where they are not installed too: importing it raises the error with the command
+        that installs them.
         """
-        if fullname in installation.UNRESOLVABLE:
-            if importlib.machinery.PathFinder.find_spec(fullname, path, target) is None:
-                raise ModuleNotFoundError(installation.missing_packages_text([fullname]), name=fullname)
-            if fullname == "praxis":
-                _restore_jax_names()
-            return None
-        if fullname in _LAZY_MODULES and "praxis" in sys.modules:
-            spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = importlib.util.LazyLoader(spec.loader)
-            return spec
-        mend = _MODULE_MENDS.get(fullname)
-        if mend is None:
+        is_lazy = fullname in _LAZY_MODULES and "praxis" in sys.modules
+        if not (fullname in installation.UNRESOLVABLE or fullname in _MODULE_MENDS or is_lazy):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _MendingLoader(spec.loader, mend)
+        if spec is None and fullname in installation.UNRESOLVABLE:
+            return importlib.machinery.ModuleSpec(fullname, _MissingLoader())
+        if spec is None or spec.loader is None:
+            return spec
+        if is_lazy:
+            spec.loader = importlib.util.LazyLoader(spec.loader)
+        elif fullname == "praxis":
+            spec.loader = _MendingLoader(spec.loader, before=_restore_jax_names)
+        elif fullname in _MODULE_MENDS:
+            spec.loader = _MendingLoader(spec.loader, after=_MODULE_MENDS[fullname])
         return spec
 
 
-class _MendingLoader(importlib.abc.Loader):
-    """Runs a module as its own loader would, then mends it."""
+class _MissingLoader(importlib.abc.Loader):
+    """Says how to install what is missing."""
 
-    def __init__(self, loader: Any, mend: Callable[[types.ModuleType], None]):
+    def exec_module(self, module: types.ModuleType) -> None:
+        raise ModuleNotFoundError(installation.missing_packages_text([module.__name__]), name=module.__name__)
+
+
+class _MendingLoader(importlib.abc.Loader):
+    """Runs a module as its own loader would, with something done before or after."""
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[types.ModuleType], None] = lambda module: None,
+    ):
         self._loader = loader
-        self._mend = mend
+        self._before = before
+        self._after = after
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
+        self._before()
         self._loader.exec_module(module)
-        self._mend(module)
+        self._after(module)
 
     def __getattr__(self, name: str) -> Any:  # get_source and friends, which inspect and fiddle ask for
         return getattr(self._loader, name)

@@ -1,5 +1,6 @@
 """The trainer from Python: what a notebook calls, and what it gets back."""
 
+import importlib.metadata
 import json
 import pathlib
 import subprocess
@@ -24,6 +25,7 @@ class Unregistered(StdlibBytesTiny):
     """A notebook's own class."""
 
     NUM_TRAIN_STEPS = 2
+    WARMUP_STEPS = 1
     EVAL_INTERVAL_STEPS = 100
     CHECKPOINT_EVERY_N_STEPS = 100
 
@@ -88,6 +90,12 @@ def test_errors_of_the_call_are_those_of_the_command_line(trained, tmp_path):
         st.train(Unregistered, tmp_path / "x", overrides=["task.train.num_train_step=2"])
     with pytest.raises(UserError, match=r"--mesh=.*needs 6 devices, and there are 8"):
         st.train(Unregistered, tmp_path / "x", mesh={"data": 3, "mdl": 2})
+    with pytest.raises(UserError, match="axis twice"):
+        st.train(Unregistered, tmp_path / "x", mesh=[("data", 2), ("data", 4)])
+    with pytest.raises(UserError, match="is one text; give a list"):
+        st.train(Unregistered, tmp_path / "x", overrides="task.train.num_train_steps=2")
+    with pytest.raises(UserError, match="only local directories"):
+        st.train(Unregistered, "gs://bucket/run")
     with pytest.raises(UserError, match="no checkpoint"):
         st.evaluate(Unregistered, tmp_path / "x")
     assert not (tmp_path / "x").exists()
@@ -98,9 +106,17 @@ def test_importing_the_package_brings_in_nothing_heavy_and_knows_its_functions()
         "import sys, spmd_trainer as st; assert 'jax' not in sys.modules; print(sorted(set(st.__all__) & set(dir(st))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['decode', 'evaluate', 'inspect', 'plan', 'train']"
+    assert done.stdout.strip() == "['__version__', 'decode', 'evaluate', 'inspect', 'plan', 'train']"
+    assert st.__version__ == importlib.metadata.version("spmd-trainer")
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         st.trian  # noqa: B018
+
+
+def test_overrides_may_be_any_iterable(tmp_path: pathlib.Path):
+    directory = tmp_path / "run"
+    result = st.train(Unregistered, directory, overrides=(text for text in ["task.train.num_train_steps=1"]))
+    assert result.step == 1
+    assert "task.train.num_train_steps: 1" in (directory / "config.txt").read_text()
 
 
 def test_a_states_repr_is_a_line():

@@ -140,3 +140,24 @@ else:
     raise AssertionError('imported')
 """
     run_python(code)
+
+
+def test_looking_for_praxis_loads_nothing():
+    code = """
+import importlib.util, sys
+assert importlib.util.find_spec('praxis') is not None
+assert 'jax' not in sys.modules and 'spmd_trainer' not in sys.modules
+import spmd_trainer
+assert importlib.util.find_spec('praxis') is not None and 'jax' not in sys.modules
+"""
+    run_python(code)
+
+
+def test_looking_for_praxis_where_it_is_missing_finds_nothing_in_programs_of_others():
+    code = """
+import importlib.machinery, importlib.util
+real = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = lambda name, *args: None if name == 'praxis' else real(name, *args)
+assert importlib.util.find_spec('praxis') is None
+"""
+    run_python(code)

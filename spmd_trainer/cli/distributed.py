@@ -74,6 +74,14 @@ def cluster_from_flags(flag_values: Any) -> Cluster | None:
     return Cluster(address, count, index, flag_values.heartbeat_seconds) if count > 1 else None
 
 
+def joined() -> tuple[int, int]:
+    """Returns how many processes JAX has joined and which of them this is. Touches no device; (1, 0) before joining."""
+    # `jax.process_count()` would touch the devices.
+    from jax._src.distributed import global_state
+
+    return (global_state.num_processes or 1, global_state.process_id or 0)
+
+
 class Processes:
     """The processes of this job, from joining them to leaving them.
 

@@ -150,7 +150,9 @@ def _praxis_imports() -> Finding:
     status, _, error = _run(_PRAXIS_PROBE)
     if not status:
         return Finding("praxis can be imported")
-    return Finding(f"praxis can't be imported: {error}", installation.install_command())
+    return Finding(
+        f"praxis can't be imported: {error}", f"{sys.executable} -c '{_PRAXIS_PROBE}'  (shows the whole error)"
+    )
 
 
 def _run(code: str) -> tuple[int, str, str]:

@@ -50,6 +50,12 @@ GROUPS = {
     ),
     "Checking and planning": ("verify_steps=N", "plan", "topology=CHIP:SHAPE", "num_slices=N"),
 }
+# What a flag does that is on unless it is switched off, as --noNAME.
+_SWITCHED_OFF = {
+    "enable_checkpoint_saving": "Save no checkpoints.",
+    "exit_after_ondemand_checkpoint": "Go on training after a checkpoint that SIGTERM asked for.",
+    "eval_on_test": "Evaluate nothing during training.",
+}
 _EXAMPLES = """\
   spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=runs/mine --fdl.set='task.train.num_train_steps=200'
   spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=runs/mine --mode=decode_once
@@ -85,7 +91,7 @@ def _help(name: str) -> str:
     """The flag's help, without what absl adds of its own to that of lists and choices."""
     text = " ".join((flags.FLAGS[name].help or "").split()).partition("; repeat this option")[0].replace(".;", ".")
     text = text.removeprefix("<").partition(">: ")[2] if text.startswith("<") else text
-    return f"Don't: {text[0].lower()}{text[1:]}" if flags.FLAGS[name].boolean and flags.FLAGS[name].default else text
+    return _SWITCHED_OFF[name] if flags.FLAGS[name].boolean and flags.FLAGS[name].default else text
 
 
 def _entry(head: str, what: str, width: int) -> str:

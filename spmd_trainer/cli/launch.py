@@ -12,11 +12,11 @@ from typing import Any
 
 from etils import epath
 
-from spmd_trainer import experiment_registry
+from spmd_trainer import experiment_registry, sharding
 from spmd_trainer.cli import compile_cache, distributed, log_lines
 from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.experiment_registry import modules
-from spmd_trainer.programs import experiment_config, start_checks
+from spmd_trainer.programs import checkpoints, experiment_config, start_checks
 from spmd_trainer.programs.experiment_config import ResolvedExperiment
 from spmd_trainer.programs.job import LOGS, Job, JobSettings, check_directory
 from spmd_trainer.runtime import garbage, user_code
@@ -79,15 +79,17 @@ def _errors_of_users(settings: JobSettings, run_log: log_lines.RunLog, process_i
     except CheckpointError as error:
         raise UserError(str(error)) from error
     except Exception as error:
-        frames = user_code.frames(error)
-        if not frames:
+        own, library = user_code.lines(error), user_code.library_line(error)
+        # What a library raises of settings that don't fit each other: layers are built and traced from them.
+        of_settings = isinstance(error, ValueError | TypeError | AssertionError) and library is not None
+        if not own and not of_settings:
             raise
         open_log(settings, run_log, process_index)
         log_lines.log_traceback(error)
-        lines = [f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in reversed(frames)]
+        what = f"experiment {settings.exp}: {type(error).__name__}: {first_paragraph(error)}".rstrip(": ")
+        lines = [*own, *([f"raised by {library}"] if library else [])]
         traceback = [] if run_log.path is None else [f"The traceback is in {run_log.path}"]
-        what = f"experiment {settings.exp}: {type(error).__name__}: {first_paragraph(error)}"
-        raise UserError("\n".join([what, *lines, *traceback])) from error
+        raise UserError("\n".join([what, *(f"  {line}" for line in lines), *traceback])) from error
 
 
 def open_log(settings: JobSettings, run_log: log_lines.RunLog, process_index: int = 0) -> None:
@@ -108,8 +110,8 @@ def build_job(settings: JobSettings, resolved: ResolvedExperiment, jax_cache_dir
     Raises:
       UserError: the directory, the checkpoints, the experiment, the mesh and the devices don't fit each other.
     """
-    start_checks.check(settings, resolved)
     check_paths(settings, resolved)
+    start_checks.check(settings, resolved)
     # What is compiled for a topology could be read back only where its chips are.
     compile_cache.enable("" if settings.topology else jax_cache_dir)
     job = Job(settings, resolved)
@@ -188,15 +190,15 @@ def settings_from_flags(flag_values: Any) -> JobSettings:
     """
     if not flag_values.job_log_dir and flag_values.mode not in _WITHOUT_A_RUN:
         raise UserError("--job_log_dir=DIR is needed: where checkpoints, summaries and outputs of this run go")
-    restore = flag_values.restore_checkpoint_dir
     if (flag_values.topology or flag_values.plan) and flag_values.mode != "inspect":
         raise UserError("--topology and --plan go with --mode=inspect")
     return JobSettings(
         exp=flag_values.exp,
-        job_log_dir=epath.Path(flag_values.job_log_dir or ".").resolve(),
+        job_log_dir=local_directory("--job_log_dir", flag_values.job_log_dir or "."),
+        writes_reports=bool(flag_values.job_log_dir),
         mode=flag_values.mode,
         overrides=tuple(flag_values["fdl.set"].value),
-        restore_checkpoint_dir=epath.Path(restore).resolve() if restore else None,
+        restore_checkpoint_dir=_given_directory("--restore_checkpoint_dir", flag_values.restore_checkpoint_dir),
         restore_checkpoint_step=flag_values.restore_checkpoint_step,
         eval_on_test=flag_values.eval_on_test,
         decode_during_train=flag_values.decode_during_train,
@@ -208,6 +210,28 @@ def settings_from_flags(flag_values: Any) -> JobSettings:
         devices=_planned_devices(flag_values),
         mesh=parse_mesh(flag_values.mesh) if flag_values.mesh else None,
     )
+
+
+def local_directory(name: str, path: str | os.PathLike[str]) -> epath.Path:
+    """Returns the absolute path of a directory that the user gave.
+
+    Args:
+      name: what it was given as, for the message.
+      path: the directory; ~ is the user's home.
+
+    Raises:
+      UserError: a path of another scheme than the local file system's.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise UserError(
+            f"{name}={text}: only local directories can be used so far; give e.g. a mounted bucket's folder"
+        )
+    return epath.Path(text).expanduser().resolve()
+
+
+def _given_directory(name: str, path: str | None) -> epath.Path | None:
+    return local_directory(name, path) if path else None
 
 
 def _planned_devices(flag_values: Any) -> Any:
@@ -233,10 +257,9 @@ def parse_mesh(text: str) -> list[tuple[str, int]]:
             size = None
         if not (name.strip() and colon) or size is None:
             raise UserError(f"--mesh={text}: {part!r} is not of the form axis:size, e.g. --mesh=data:4,mdl:2")
-        if size < 1 and size != -1:
-            raise UserError(
-                f"--mesh={text}: axis {name.strip()!r} has size {size}; a size is at least 1, or -1 for the rest of the devices"
-            )
+        problem = sharding.size_problem(size)
+        if problem:
+            raise UserError(f"--mesh={text}: axis {name.strip()!r}: {problem}")
         axes.append((name.strip(), size))
     if sum(size == -1 for _, size in axes) > 1:
         raise UserError(f"--mesh={text}: only one size may be -1, the rest of the devices")
@@ -258,6 +281,7 @@ def check_paths(settings: JobSettings, resolved: ResolvedExperiment) -> None:
             raise UserError(
                 f"no checkpoint in {directory}; train first, or give --restore_checkpoint_dir=DIR with a directory that has some"
             )
+        checkpoints.require_run(directory)
         wanted = settings.restore_checkpoint_step
         if wanted is not None and steps and wanted not in steps:
             raise UserError(f"no step {wanted} in {directory}; there are {', '.join(map(str, steps))}")

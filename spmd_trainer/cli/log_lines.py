@@ -114,10 +114,13 @@ def _keep_full_log() -> RunLog:
 
 
 @contextlib.contextmanager
-def shown() -> Iterator[RunLog]:
+def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     """Shows log lines on stderr while a call from a notebook or script lasts, and keeps the full log.
 
     Where the program has set up logging at INFO itself, the lines go to its own handlers alone.
+
+    Args:
+      warnings_only: show warnings and errors only.
     """
     root = std_logging.getLogger()
     before = logging.get_verbosity(), root.level, list(root.handlers)
@@ -125,7 +128,7 @@ def shown() -> Iterator[RunLog]:
     handler = std_logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Format())
     handler.addFilter(_Wanted())
-    logging.set_verbosity(logging.INFO)
+    logging.set_verbosity(logging.WARNING if warnings_only else logging.INFO)
     root.setLevel(min(root.level, std_logging.INFO))
     run_log = _keep_full_log()
     if not wants_own:

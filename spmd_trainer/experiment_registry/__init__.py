@@ -10,10 +10,10 @@ from __future__ import annotations
 import collections
 import difflib
 import importlib
-import inspect
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from spmd_trainer.experiment_registry import modules
@@ -32,6 +32,8 @@ __all__ = [
 
 _registry: dict[str, type] = {}
 _tags: dict[str, list[str]] = {}
+# The import during which each experiment was registered; a reload makes a spec of its own.
+_specs: dict[str, ModuleSpec | None] = {}
 _full_names_by_key: dict[str, list[str]] = collections.defaultdict(list)
 
 
@@ -55,8 +57,11 @@ def register(
     if experiment_class is None:
         return lambda cls: register(cls, tags=tags, allow_overwrite=allow_overwrite)
     name = full_name(experiment_class)
+    spec = getattr(sys.modules.get(experiment_class.__module__), "__spec__", None)
     known = _registry.get(name)
-    if known is not None and not allow_overwrite and not _runs_again(known, experiment_class):
+    # A notebook's cell may run any number of times, a module once for each import.
+    runs_again = experiment_class.__module__ == "__main__" or _specs.get(name) is not spec
+    if known is not None and not allow_overwrite and not runs_again:
         raise ValueError(
             f"experiment {name} is registered already; rename one, or use register(allow_overwrite=True) to replace it"
         )
@@ -64,7 +69,7 @@ def register(
         for key in _keys(name):
             _full_names_by_key[key].append(name)
     _registry[name] = experiment_class
-    _tags[name] = list(tags or [])
+    _tags[name], _specs[name] = list(tags or []), spec
     return experiment_class
 
 
@@ -83,23 +88,6 @@ def _is_shipped(module: Any) -> bool:
     file = getattr(module, "__file__", None)
     folders = importlib.import_module(EXPERIMENTS_PACKAGE).__path__
     return file is not None and any(pathlib.Path(file).resolve().is_relative_to(folder) for folder in folders)
-
-
-def _runs_again(known: type, new: type) -> bool:
-    """Whether `new` is the same definition run again: a notebook's cell, importlib.reload, a module imported by two names."""
-    if new.__module__ == "__main__":
-        return True
-    module = sys.modules.get(new.__module__)
-    if getattr(getattr(module, "__spec__", None), "_initializing", False) and known.__module__ == new.__module__:
-        return True
-    return known.__module__ != new.__module__ and _file_of(known) == _file_of(new) is not None
-
-
-def _file_of(cls: type) -> str | None:
-    try:
-        return inspect.getsourcefile(cls)
-    except (TypeError, OSError):  # made by a program, or of a module that is gone
-        return None
 
 
 def _keys(name: str) -> set[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
@@ -30,7 +31,14 @@ _asked_for: list[str] = []
 
 
 def add(modules: Iterable[str]) -> None:
-    """Looks in these modules or packages too, for `get` and `--list`."""
+    """Looks in these modules or packages too, for `get` and `--list`.
+
+    Raises:
+      UserError: a name that no module can have.
+    """
+    modules = list(modules)
+    for module in modules:
+        _check_form(module, "--exp_module")
     _asked_for.extend(module for module in modules if module not in _asked_for)
 
 
@@ -60,16 +68,24 @@ def import_package(package: str) -> None:
     root = _import(package)
     if root is None:
         raise UserError(_no_module_text(package))
-    failures = []
-    for module in pkgutil.walk_packages(getattr(root, "__path__", ()), f"{package}.", onerror=lambda name: None):
-        # A package's __main__ runs a program when it is imported.
-        if not module.name.endswith(".__main__"):
-            try:
-                _import(module.name)
-            except UserError as error:
-                failures.append(str(error))
+    failures = list(_import_below(root))
     if failures:
         raise UserError("\n".join(dict.fromkeys(failures)))
+
+
+def _import_below(package: types.ModuleType) -> Iterator[str]:
+    """Imports every module below a package; yields a message for each that fails."""
+    for found in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{package.__name__}."):
+        # A package's __main__ runs a program when it is imported.
+        if found.name.endswith(".__main__"):
+            continue
+        try:
+            module = _import(found.name)
+        except UserError as error:
+            yield str(error)
+        else:
+            if module is not None and found.ispkg:
+                yield from _import_below(module)
 
 
 def import_for(name: str) -> Iterator[types.ModuleType]:
@@ -81,12 +97,40 @@ def import_for(name: str) -> Iterator[types.ModuleType]:
     Raises:
       UserError: the name is not of the form module.Class, or importing one fails.
     """
-    _check_form(name)
+    _check_form(name, "--exp")
     module_name = name.rpartition(".")[0]
-    for candidate in (module_name, f"{EXPERIMENTS_PACKAGE}.{module_name}"):
-        module = _import(candidate) if module_name else None
+    if not module_name:
+        return
+    shipped = f"{EXPERIMENTS_PACKAGE}.{module_name}"
+    if _exists(module_name):
+        try:
+            module = _import(module_name)
+        except UserError as error:
+            hidden = f"; the shipped one is {shipped}" if _exists(shipped) else ""
+            raise UserError(f"{error}{hidden}") from error
         if module is not None:
             yield module
+    module = _import(shipped)
+    if module is not None:
+        yield module
+
+
+def _exists(module_name: str) -> bool:
+    """Whether a module can be found, without running any of the packages that it is in."""
+    top, *rest = module_name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    for end, _ in enumerate(rest, start=2):
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        name = ".".join(module_name.split(".")[:end])
+        if name in sys.modules:  # a package may look for its modules elsewhere than its folder
+            spec = sys.modules[name].__spec__
+        else:
+            spec = importlib.machinery.PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec is not None
 
 
 def unknown(name: str, imported: Sequence[types.ModuleType], near: Sequence[str], failures: Sequence[str]) -> UserError:
@@ -99,14 +143,16 @@ def unknown(name: str, imported: Sequence[types.ModuleType], near: Sequence[str]
       failures: what `import_packages` returned.
     """
     module_name, _, class_name = name.rpartition(".")
+    if _exists(name) or _exists(f"{EXPERIMENTS_PACKAGE}.{name}"):
+        return UserError(f"{name} is a module; give a class in it, e.g. --exp={name}.MyExperiment")
     if imported:
         return UserError(_class_text(imported[0], class_name))
     if module_name and (not near or _has_parent(module_name)):
         text = _no_module_text(module_name)
     else:
         hint = f"Did you mean {' or '.join(near)}?" if near else "--list shows those that are registered."
-        text = f"no experiment is registered as {name!r}. {hint}"
-        text = f"{text} {_no_module_text(module_name)}" if module_name else text
+        own = "An experiment of your own is given with its module, e.g. my_pkg.my_module.MyExperiment."
+        text = f"no experiment is registered as {name!r}. {hint} {_no_module_text(module_name) if module_name else own}"
     return UserError("\n".join([text, *failures]))
 
 
@@ -115,13 +161,16 @@ def short_name(name: str) -> str:
     return name.removeprefix(f"{EXPERIMENTS_PACKAGE}.")
 
 
-def _check_form(name: str) -> None:
+def _check_form(name: str, flag: str) -> None:
     if all(part.isidentifier() for part in name.split(".")):
         return
+    tail, form = (".MyExperiment", "module.Class") if flag == "--exp" else ("", "package.module")
     if name.endswith(".py") or os.sep in name:
         module = os.path.relpath(name).removesuffix(".py").replace(os.sep, ".")
-        raise UserError(f"--exp={name} is a file; give the class in it by its module, e.g. --exp={module}.MyExperiment")
-    raise UserError(f"--exp={name} is not of the form module.Class, e.g. --exp=my_pkg.my_module.MyExperiment")
+        raise UserError(
+            f"{flag}={name} is a file or folder; write its name as Python imports it: {flag}={module}{tail}"
+        )
+    raise UserError(f"{flag}={name} is not of the form {form}, e.g. {flag}=my_pkg.my_module{tail}")
 
 
 def _import(name: str) -> types.ModuleType | None:
@@ -154,12 +203,12 @@ def _class_text(module: types.ModuleType, class_name: str) -> str:
         lacks = f" It also lacks {abstract}." if abstract else ""
         return (
             f"{module.__name__}.{class_name} is not registered: put @experiment_registry.register above its class "
-            f"statement.{lacks}{_at(cls)}"
+            f"statement.{lacks}{user_code.where_defined(cls)}"
         )
     if isinstance(cls, type):
         return (
             f"{module.__name__}.{class_name} is no experiment: derive it from base_experiment.BaseExperiment and put "
-            f"@experiment_registry.register above it.{_at(cls)}"
+            f"@experiment_registry.register above it.{user_code.where_defined(cls)}"
         )
     classes = [
         name
@@ -172,11 +221,6 @@ def _class_text(module: types.ModuleType, class_name: str) -> str:
     else:
         hint = f"it has {', '.join(classes)}" if classes else "it has no experiment"
     return f"module {module.__name__} ({module.__file__}) has no class {class_name!r}; {hint}"
-
-
-def _at(cls: type) -> str:
-    place = user_code.definition(cls)
-    return f" ({place})" if place else ""
 
 
 def _has_parent(module_name: str) -> bool:

@@ -76,7 +76,7 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
         yield restore_for_inference(job, use_ema=use_ema)
         return
     directory = settings.checkpoint_dir
-    _require_run(directory)
+    require_run(directory)
     last = int(job.task.train.num_train_steps)
 
     def has_ended(step: int | None) -> bool:
@@ -93,8 +93,15 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
         yield restored
 
 
-def _require_run(directory: epath.Path) -> None:
-    """A run that has begun is waited for; a mistyped directory would be waited for without end."""
+def require_run(directory: epath.Path) -> None:
+    """Makes sure that there is something to follow. A mistyped directory would be waited for without end.
+
+    Args:
+      directory: the checkpoints of a run.
+
+    Raises:
+      UserError: there is neither a checkpoint nor a run that has begun.
+    """
     if any(directory.glob("[0-9]*")) or (directory.parent / MARKER).exists():
         return
     raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import re
 import zlib
@@ -84,12 +85,13 @@ def resolve(
     Raises:
       UserError: unknown experiment or field, an unreadable value, or an experiment that contradicts itself.
     """
-    experiment = _instance(exp)
-    name = experiment_registry.full_name(type(experiment))
+    cls = _class(exp)
     try:
+        # A copy: the overrides of one call are not the caller's.
+        experiment = copy.copy(exp) if isinstance(exp, BaseExperiment) else cls()
         overrides = list(overrides)
         if before_datasets is not None:
-            task_only = pax_fiddle.Config(ExperimentConfig, task=experiment.task())
+            task_only = pax_fiddle.Config(ExperimentConfig, task=_task_config(experiment))
             for assignment in overrides:
                 if assignment.startswith("task."):
                     apply_override(task_only, assignment)
@@ -106,13 +108,15 @@ def resolve(
             _validate_names(config)
     except UserError:
         raise
-    except Exception as error:  # of the experiment's own code, or of what it asks libraries for
+    except (Exception, SystemExit) as error:  # of the experiment's own code, or of what it asks libraries for
         kind = "" if isinstance(error, ValueError | TypeError | AttributeError) else f"{type(error).__name__}: "
-        if kind and not user_code.frames(error):
+        own = user_code.lines(error)
+        if kind and not own:
             raise
-        where = user_code.where(error, type(experiment))
-        raise UserError(f"experiment {short_name(exp)}: {kind}{first_paragraph(error)}{where}") from error
-    return ResolvedExperiment(name, experiment, config)
+        where = "" if len(own) > 1 else user_code.where(error, cls)
+        text = f"experiment {short_name(exp)}: {kind}{first_paragraph(error)}{where}"
+        raise UserError("\n  ".join([text, *(own if len(own) > 1 else [])])) from error
+    return ResolvedExperiment(experiment_registry.full_name(cls), experiment, config)
 
 
 @contextlib.contextmanager
@@ -125,18 +129,16 @@ def _errors_of(experiment: BaseExperiment, exp: str | type[BaseExperiment] | Bas
         raise UserError(f"experiment {short_name(exp)}: {error}{where}") from error
 
 
-def _instance(exp: str | type[BaseExperiment] | BaseExperiment) -> BaseExperiment:
-    cls = experiment_registry.get(exp) if isinstance(exp, str) else exp
-    if isinstance(cls, BaseExperiment):
-        return cls
-    if not (isinstance(cls, type) and issubclass(cls, BaseExperiment)):
+def _class(exp: str | type[BaseExperiment] | BaseExperiment) -> type[BaseExperiment]:
+    cls: type = experiment_registry.get(exp) if isinstance(exp, str) else exp if isinstance(exp, type) else type(exp)
+    if not issubclass(cls, BaseExperiment):
         raise UserError(
-            f"{cls!r} is no experiment: give a registered name, a BaseExperiment class or an instance of one"
+            f"{exp!r} is no experiment: give a registered name, a BaseExperiment class or an instance of one"
         )
     missing = sorted(cls.__abstractmethods__)
     if missing:
-        raise UserError(f"experiment {short_name(cls)} lacks {', '.join(missing)}{user_code.where(UserError(), cls)}")
-    return cls()
+        raise UserError(f"experiment {short_name(cls)} lacks {', '.join(missing)}{user_code.where_defined(cls)}")
+    return cls
 
 
 def short_name(exp: str | type[BaseExperiment] | BaseExperiment) -> str:
@@ -169,14 +171,26 @@ def _shown(value: Any) -> str:
     text = repr(value)
     if len(text) <= _MAX_CHARS:
         return text
-    checksum = zlib.crc32(_ADDRESS.sub("", text).encode())
+    checksum = zlib.crc32(without_addresses(text).encode())
     return f"{text[: _MAX_CHARS // 10]}... ({len(text)} characters, crc32 {checksum:08x})"
+
+
+def _task_config(experiment: BaseExperiment) -> Any:
+    task_p = experiment.task()
+    if not isinstance(task_p, fdl.Buildable):
+        raise TypeError(f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask")
+    return task_p
+
+
+def without_addresses(text: str) -> str:
+    """Returns the text of a setting without memory addresses, which say nothing about it."""
+    return _ADDRESS.sub("", text)
 
 
 def _configure(experiment: BaseExperiment) -> Any:
     return pax_fiddle.Config(
         ExperimentConfig,
-        task=experiment.task(),
+        task=_task_config(experiment),
         train_datasets=list(experiment.train_datasets()),
         eval_datasets=list(experiment.eval_datasets()),
         decode_datasets=list(experiment.decode_datasets()),
@@ -245,12 +259,25 @@ def _validate_mesh(task_p: Any) -> None:
     if ici is None:
         return
     for label, shape in (("ici_mesh_shape", ici), ("dcn_mesh_shape", dcn)):
+        if shape is not None:
+            _validate_sizes(f"task.model.{label}", shape)
         if shape is not None and (names is None or len(shape) != len(names)):
             raise UserError(
                 f"task.model.{label} is {list(shape)} and task.model.mesh_axis_names is {names}: one size per name is needed"
             )
     if task_p.train.inputs_split_mapping is not None:
         sharding.validate_split_mapping(task_p.train.inputs_split_mapping, tuple(names))
+
+
+def _validate_sizes(field: str, shape: Any) -> None:
+    if not isinstance(shape, list | tuple):
+        raise UserError(f"{field} is {shape!r}; give a list of sizes, one per mesh axis, e.g. [1, 4, 2]")
+    for size in shape:
+        problem = sharding.size_problem(size)
+        if problem:
+            raise UserError(f"{field} is {list(shape)}: {problem}")
+    if list(shape).count(-1) > 1:
+        raise UserError(f"{field} is {list(shape)}: only one size may be -1, the rest of the devices")
 
 
 def _validate_names(config: Any) -> None:

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.job import Job
 from spmd_trainer.train_states import TrainState
 
-# Where a job runs changes no result, and memory addresses in a config's text say nothing.
+# Where a job runs changes no result.
 _IRRELEVANT = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes|infeed_host_index): ")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Odd multipliers for the places of an element in its array.
 _MULTIPLIERS = (2654435761, 2246822519, 3266489917, 668265263, 374761393)
 
@@ -34,7 +34,7 @@ def identity(job: Job, kind: str, index: int, data: Any, state: TrainState) -> s
     settings = "evaluate" if kind == "eval" else "decode"
     seeds = ("task.infer",) if job.settings.mode == "infer" else ()
     wanted = ("task.model", "task.metrics", f"task.{settings}", f"{kind}_datasets[{index}]", *seeds)
-    lines = [_ADDRESS.sub("", line) for line in job.config_lines() if line.startswith(wanted)]
+    lines = [experiment_config.without_addresses(line) for line in job.config_lines() if line.startswith(wanted)]
     parts = [
         *(line for line in lines if not _IRRELEVANT.search(line)),
         _state_of(data),

@@ -24,6 +24,7 @@ from spmd_trainer.programs.experiment_config import ResolvedExperiment
 from spmd_trainer.programs.mesh_choice import choose_mesh
 from spmd_trainer.runtime import user_code
 from spmd_trainer.sharding.messages import count_text, mesh_text
+from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.tasks_lib import SingleTask
 
 # Says whose directory a job_log_dir is.
@@ -60,13 +61,14 @@ class JobSettings:
       overrides: 'path=value' each, applied to the experiment's config.
       restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
       restore_checkpoint_step: this step instead of the newest.
-      eval_on_test: evaluate during training on every evaluation dataset (else only between intervals).
+      eval_on_test: evaluate during training on every evaluation dataset.
       decode_during_train: decode during training, at `decode_interval_steps`.
       enable_checkpoint_saving: False trains without saving.
       exit_after_ondemand_checkpoint: leave after the checkpoint that a signal asked for.
       verify_steps: steps that `verify` takes.
       plan: `inspect` also compiles the train step and says what it needs.
       topology: the same for TPUs of this topology.
+      writes_reports: whether `inspect` and plans write files into `job_log_dir`, besides printing.
       devices: plan for these, as `plan.topology_devices` gives them, instead of those that are here.
       moved: what the run began with and what it has now, once its devices have changed.
       mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)); declared axes that it leaves out get size 1.
@@ -86,6 +88,7 @@ class JobSettings:
     mesh: Sequence[tuple[str, int]] | None = None
     plan: bool = False
     topology: str | None = None
+    writes_reports: bool = True
     devices: Sequence[jax.Device] | None = None
     moved: Moved | None = None
 
@@ -117,10 +120,11 @@ class Job:
             self.partitioner.setup(self.task, self.global_shape_dtype(self.process_inputs_shape_dtype))
         except UserError as error:
             raise UserError(first_paragraph(error)) from error
-        except ValueError as error:
-            raise UserError(
-                f"experiment {settings.exp}: {first_paragraph(error)}{user_code.where(error, type(self.experiment))}"
-            ) from error
+        except (ValueError, AssertionError) as error:  # praxis asserts what its layers need of their settings
+            raised_by = user_code.library_line(error) if isinstance(error, AssertionError) else None
+            parts = [first_paragraph(error), f"an assertion failed in {raised_by}" if raised_by else ""]
+            where = user_code.where(error, type(self.experiment))
+            raise UserError(f"experiment {settings.exp}: {'; '.join(filter(None, parts))}{where}") from error
         logging.info("%s parameters", f"{self.partitioner.metadata.num_params():,}")
 
     def _use_mesh(self) -> None:
@@ -242,7 +246,7 @@ class Job:
             return
         directory = self.settings.job_log_dir
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / MARKER).write_text(json.dumps({"experiment": self.resolved.name}) + "\n")
+        write_atomically(directory / MARKER, [json.dumps({"experiment": self.resolved.name})])
         about = run_config.run_lines(self.partitioner.mesh_shape(), jax.process_count(), self.num_rows)
         run_config.write_config(directory, [*self.config_lines(), *about])
         write_report(self.sharding_report(), directory)
@@ -264,6 +268,16 @@ def _version(distribution: str) -> str:
         return "from its source tree"
 
 
+def _owner(marker: epath.Path) -> str:
+    try:
+        return str(json.loads(marker.read_text())["experiment"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{marker} is damaged: it should say which experiment this directory belongs to. If you know, write "
+            '{"experiment": "module.Class"} into it; the checkpoints beside it are not touched'
+        ) from error
+
+
 def check_directory(settings: JobSettings, full_name: str) -> None:
     """Makes sure, before any device is touched and without writing, that `job_log_dir` can be this experiment's own.
 
@@ -274,13 +288,15 @@ def check_directory(settings: JobSettings, full_name: str) -> None:
     existing = directory
     while not existing.exists():
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        raise UserError(f"--job_log_dir={directory} can't be written: {existing} is a file; give a directory")
+    if not os.access(existing, os.W_OK):
         raise UserError(
             f"--job_log_dir={directory} can't be written below {existing}; give a directory that you may write"
         )
     marker = directory / MARKER
     if marker.exists():
-        owner = json.loads(marker.read_text())["experiment"]
+        owner = _owner(marker)
         # Shipped experiments were once registered without the package that they are in.
         if owner not in (full_name, full_name.removeprefix("spmd_trainer.")):
             raise UserError(

@@ -22,6 +22,7 @@ from absl import logging
 from spmd_trainer.analysis import hlo_collectives, hlo_liveness
 from spmd_trainer.analysis.chips import BY_TOPOLOGY, GIB, model_flops
 from spmd_trainer.errors import UserError
+from spmd_trainer.programs.inspect_sharding import report_directory
 from spmd_trainer.programs.job import Job
 from spmd_trainer.sharding.messages import bytes_text
 
@@ -264,11 +265,13 @@ def _advice(result: Plan) -> str:
 
 
 def write_plan(job: Job, topology: str | None) -> None:
-    """Prints the plan and writes it as `plan.json` into `job_log_dir`."""
+    """Prints the plan, and writes it as `plan.json` where a directory was given."""
     logging.info("compiling the train step for %d chips", job.partitioner.mesh.size)
     result = plan(job, topology)
     sys.stdout.write(plan_text(result))
-    path = job.settings.job_log_dir / "plan.json"
+    if not job.settings.writes_reports:
+        return
+    path = report_directory(job) / "plan.json"
     record = {**dataclasses.asdict(result), "total": result.total, "fits": result.fits, "topology": topology}
     path.write_text(json.dumps(record, indent=1) + "\n")
     logging.info("wrote %s", path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import pathlib
+import sys
 import sysconfig
 import traceback
 
@@ -65,6 +67,34 @@ def frames(error: BaseException) -> list[traceback.FrameSummary]:
     return []
 
 
+def lines(error: BaseException) -> list[str]:
+    """Returns 'FILE:LINE, in FUNCTION: CODE' for each of the user's frames of an error, the innermost first."""
+    return [f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in reversed(frames(error))]
+
+
+def library_line(error: BaseException) -> str | None:
+    """Returns 'praxis/layers/linears.py:76: CODE' of the library's line that raised an error.
+
+    None where it was not a library that raised it.
+    """
+    innermost = traceback.extract_tb(error.__traceback__)[-1:]
+    if not innermost or not is_library(innermost[0].filename):
+        return None
+    path = pathlib.Path(innermost[0].filename).resolve()
+    below = next((path.relative_to(library) for library in _LIBRARIES if path.is_relative_to(library)), path)
+    return f"{below}:{innermost[0].lineno}: {innermost[0].line}"
+
+
+def hidden_package(error: ImportError) -> str | None:
+    """Returns the file in the working directory that hides an installed package and so made an import fail, or None."""
+    top = (error.name or "").partition(".")[0]
+    module = sys.modules.get(top)
+    file = getattr(module, "__file__", None)
+    if file is None or not pathlib.Path(file).resolve().is_relative_to(pathlib.Path.cwd()):
+        return None
+    return file if top in importlib.metadata.packages_distributions() else None
+
+
 def where(error: BaseException, fallback: type | None = None) -> str:
     """Returns ' (FILE:LINE)' of the user's line that led to an error, for the end of a message.
 
@@ -80,14 +110,13 @@ def where(error: BaseException, fallback: type | None = None) -> str:
     own = frames(error)
     if own:
         return f" ({own[-1].filename}:{own[-1].lineno})"
-    place = None if fallback is None else definition(fallback)
-    return f" ({place})" if place else ""
+    return "" if fallback is None else where_defined(fallback)
 
 
-def definition(cls: type) -> str | None:
-    """Returns 'FILE:LINE' of a class statement, or None where it has none."""
+def where_defined(cls: type) -> str:
+    """Returns ' (FILE:LINE)' of a class statement, for the end of a message; '' where it has none."""
     try:
         file, (_, line) = inspect.getsourcefile(cls), inspect.getsourcelines(cls)
     except (TypeError, OSError):
-        return None
-    return f"{file}:{line}"
+        return ""
+    return f" ({file}:{line})"

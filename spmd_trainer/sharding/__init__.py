@@ -11,7 +11,7 @@ from spmd_trainer.sharding.intermediate_sharding import (
     NoIntermediateShardingNeededError,
     find_intermediate_sharding,
 )
-from spmd_trainer.sharding.mesh import create_device_mesh, create_hybrid_mesh, fit_mesh_shape
+from spmd_trainer.sharding.mesh import create_device_mesh, create_hybrid_mesh, fit_mesh_shape, size_problem
 from spmd_trainer.sharding.mesh_split import split_by_mesh_axis
 from spmd_trainer.sharding.padding import pad_uneven, slice_uneven, uneven_paddings
 from spmd_trainer.sharding.path_rules import infer_sharding, plan_sharding
@@ -72,6 +72,7 @@ __all__ = [
     "shard_on_batch_dim_partition_spec",
     "sharding_report",
     "sharding_totals",
+    "size_problem",
     "slice_uneven",
     "split_by_mesh_axis",
     "to_partition_spec",

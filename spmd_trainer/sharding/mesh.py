@@ -126,6 +126,13 @@ def fit_mesh_shape(mesh_shape: Mapping[str, int], num_devices: int, *, grow: str
     return {**sizes, grow: left}
 
 
+def size_problem(size: object) -> str | None:
+    """Says what is wrong with one size of a mesh axis; None where it is a positive whole number, or -1 for the rest."""
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != REST):
+        return f"{size!r} is no size; a size is a whole number of 1 or more, or -1 for the rest of the devices"
+    return None
+
+
 def _parse_config(config_mesh: Sequence[tuple[str, int]]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names and sizes, each checked by itself."""
     if isinstance(config_mesh, Mapping):
@@ -136,11 +143,7 @@ def _parse_config(config_mesh: Sequence[tuple[str, int]]) -> tuple[tuple[str, ..
     for entry in entries:
         if isinstance(entry, str) or len(tuple(entry)) != 2 or not isinstance(entry[0], str):
             raise ValueError(f"{entry!r} is no mesh axis: write (name, size), e.g. ('data', 4).")
-        if (
-            isinstance(entry[1], bool)
-            or not isinstance(entry[1], int | np.integer)
-            or (entry[1] < 1 and entry[1] != REST)
-        ):
+        if size_problem(entry[1]):
             raise ValueError(
                 f"Mesh axis {entry[0]!r} has size {entry[1]!r}: a size is a positive whole number, or -1 for the rest "
                 f"of the devices. The mesh asked for is {mesh_text(dict(entries))}."

@@ -17,6 +17,7 @@ from flax import struct
 from flax.core import unfreeze
 from praxis import base_layer, py_utils
 
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.optim import masks
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
@@ -247,8 +248,9 @@ def forward(
         )
     name = task.learner.loss_name
     if name not in weighted_scalars:
-        raise ValueError(
-            f"task.train.learner.loss_name is {name!r}, but the model's outputs are {sorted(weighted_scalars)}"
+        raise UserError(
+            f"task.train.learner.loss_name is {name!r}, and the model gives no such metric"
+            f"{did_you_mean(str(name), weighted_scalars)}"
         )
     loss = jnp.asarray(weighted_scalars[name][0], jnp.float32)
     summaries = _flatten_summaries(updated.get(base_layer.SUMMARIES, {}))

@@ -1,5 +1,6 @@
 """From a name to an experiment: each way in which a name can be wrong has a message of its own."""
 
+import importlib
 import pathlib
 import sys
 
@@ -151,3 +152,34 @@ def test_entry_points_announce_experiments(project, monkeypatch):
     assert project.name in modules.packages()
     assert modules.import_packages() == []
     assert f"{project.name}.mine.Mine" in experiment_registry.get_all()
+
+
+def test_two_classes_of_one_name_in_a_file_are_refused(project):
+    twice = EXPERIMENTS + "\n\n@experiment_registry.register\nclass Mine(Base):\n    pass\n"
+    (project / "twice.py").write_text(twice)
+    assert "is registered already" in message(f"{project.name}.twice.Mine")
+
+
+def test_a_reloaded_module_replaces_its_experiments(project):
+    first = experiment_registry.get(f"{project.name}.mine.Mine")
+    importlib.reload(sys.modules[f"{project.name}.mine"])
+    second = experiment_registry.get(f"{project.name}.mine.Mine")
+    assert first is not second
+
+
+def test_a_script_of_a_shipped_folders_name_is_not_run(project, monkeypatch):
+    (project.parent / "lm.py").write_text("raise SystemExit('I was run')\n")
+    monkeypatch.delitem(sys.modules, "lm", raising=False)
+    assert experiment_registry.get("lm.stdlib.StdlibBytesTiny").__name__ == "StdlibBytesTiny"
+
+
+def test_a_package_that_exits_is_named_and_the_others_are_imported(project):
+    (project / "exits").mkdir()
+    (project / "exits" / "__init__.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(UserError, match=r"exits failed: SystemExit"):
+        modules.import_package(project.name)
+    assert f"{project.name}.mine.Mine" in experiment_registry.get_all()
+
+
+def test_a_module_given_for_a_class(project):
+    assert f"{project.name}.mine is a module; give a class in it" in message(f"{project.name}.mine")

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from readme_page import PAGE
+from readme_page import ROOT as PAGE_ROOT
 
 pytestmark = pytest.mark.installed
 
@@ -17,6 +18,12 @@ def test_each_documented_way_gives_an_installation_in_order(projects, way):
     done = projects[way].good("spmd-trainer --doctor")
     assert "All is in order." in done.stdout
     assert "praxis 1.4.0" in done.stdout
+
+
+@pytest.mark.parametrize("extra", ["", "[cuda12]", "[tpu]"])
+def test_the_checkout_itself_resolves_with_its_extras(project, extra):
+    command = f"uv pip install --dry-run --quiet --python .venv/bin/python '{PAGE_ROOT}{extra}'"
+    project.good(command)
 
 
 def test_before_the_further_command_the_first_error_and_the_doctor_name_it(project):
@@ -142,7 +149,9 @@ def test_a_package_called_experiments_hides_nothing(project):
         (own / "__init__.py").unlink()
 
 
-@pytest.mark.parametrize(("devices", "mesh"), [(1, "data=1, mdl=1"), (3, "data=3, mdl=1"), (6, "data=3, mdl=2")])
+@pytest.mark.parametrize(
+    ("devices", "mesh"), [(1, "data=1, mdl=1"), (3, "data=3, mdl=1"), (6, "data=3, mdl=2"), (12, "data=6, mdl=2")]
+)
 def test_it_runs_on_any_number_of_devices(project, devices, mesh):
     done = project.good(f"{TRAIN}_{devices}{SHORT}", devices=devices)
     first = done.stderr.splitlines()[0]

@@ -1,0 +1,69 @@
+"""Mistakes in an experiment's own code or settings: one message, before anything runs."""
+
+import pathlib
+
+import pytest
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.programs import experiment_config
+
+
+def message(experiment, *overrides: str) -> str:
+    with pytest.raises(UserError) as raised:
+        experiment_config.resolve(experiment, overrides, before_datasets=lambda task_p: None)
+    return str(raised.value)
+
+
+def test_an_error_in_the_constructor_has_the_users_line():
+    class Opens(StdlibBytesTiny):
+        def __init__(self):
+            pathlib.Path("/nonexistent/file").read_text()
+
+    assert "FileNotFoundError" in message(Opens)
+    assert f"{__file__}:" in message(Opens)
+
+
+def test_a_task_that_returns_nothing_is_said_with_the_class():
+    class Forgets(StdlibBytesTiny):
+        def task(self):
+            super().task()
+
+    text = message(Forgets, "task.train.num_train_steps=2")
+    assert "task() returns None; it must return a config of tasks_lib.SingleTask" in text
+    assert f"{__file__}:" in text
+
+
+def test_an_error_deep_in_the_users_code_has_all_of_the_users_lines():
+    def helper():
+        return {}["x"]
+
+    class Deep(StdlibBytesTiny):
+        def task(self):
+            return helper()
+
+    text = message(Deep)
+    assert "KeyError: 'x'" in text
+    assert "in helper: return {}" in text
+    assert "in task: return helper()" in text
+
+
+def test_exiting_is_an_error_like_any_other():
+    class Exits(StdlibBytesTiny):
+        def task(self):
+            raise SystemExit("no")
+
+    assert "SystemExit: no" in message(Exits)
+
+
+@pytest.mark.parametrize("shape", ["[0,-1,2]", "[1,-4,2]", "[1,0,2]", "[1,4.5,2]", "[-1,-1,2]", "'abc'", "8"])
+def test_sizes_of_a_declared_mesh_that_are_none(shape):
+    text = message(StdlibBytesTiny, f"task.model.ici_mesh_shape={shape}")
+    assert "task.model.ici_mesh_shape is" in text
+    assert "StdlibBytesTiny" in text
+
+
+def test_overrides_of_one_call_do_not_stick_to_the_instance():
+    experiment = StdlibBytesTiny()
+    experiment_config.resolve(experiment, ["task.train.num_train_steps=2"])
+    assert experiment_config.resolve(experiment).task_p.train.num_train_steps == StdlibBytesTiny.NUM_TRAIN_STEPS
