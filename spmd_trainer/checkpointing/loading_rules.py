@@ -16,7 +16,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer import multihost
-from spmd_trainer.checkpointing import mismatch, records, rule_matching, steps
+from spmd_trainer.checkpointing import manifest, mismatch, records, rule_matching, steps
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError, CheckpointNotFoundError, DamagedCheckpointError
 from spmd_trainer.errors import UserError
 
@@ -37,7 +37,7 @@ class CheckpointLoadingRules:
     A model variable is named by its path below `mdl_vars`, e.g. 'params/lm/softmax/w'. The first rule whose regex
     matches from the name's start decides; its template, filled with the regex's groups, names the variable to take from
     the checkpoint. Dots in templates stand for slashes. A rule that matches no variable of the model is refused, and so
-    are rules that load nothing.
+    are rules that load nothing. A rule whose variables are all decided by earlier rules is told in the report.
 
     Example, a decoder that takes an LM's weights but not its biases:
 
@@ -94,16 +94,18 @@ class LoadRow:
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What became of every variable of the model; as text, a table.
+    """What became of every variable of the model; as text, a table and the warnings.
 
     Attributes:
       rows: one per variable, in the model's order.
       opt_states_loaded: whether any optimizer state was loaded. If not, optimizer states that copy variables (EMA) must
         be made anew from the loaded ones.
+      warnings: rules that have no effect because earlier ones decide all that they match.
     """
 
     rows: tuple[LoadRow, ...]
     opt_states_loaded: bool
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         counts = collections.Counter(row.status for row in self.rows)
@@ -114,6 +116,7 @@ class LoadReport:
         lines += [f"  {row.path:<{width}}  {row.status:<12}  {row.note}".rstrip() for row in shown]
         if unshown:
             lines.append(f"  and {unshown} optimizer states left at init")
+        lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
 
@@ -170,16 +173,19 @@ def init_from_rules(
     Raises:
       As `plan_loading`, before an array is read.
     """
-    plan = plan_loading(variables, rules)
+    plan = plan_loading(variables, rules, check_contents=True)
     return plan.load(state, variables, mesh), plan.report
 
 
-def plan_loading(variables: Any, rules: Mapping[epath.PathLike, CheckpointLoadingRules]) -> LoadPlan:
+def plan_loading(
+    variables: Any, rules: Mapping[epath.PathLike, CheckpointLoadingRules], *, check_contents: bool
+) -> LoadPlan:
     """Works out what `init_from_rules` loads, from the records of the checkpoints alone. Called by every process.
 
     Args:
       variables: the model's tree of VariableSpecs.
       rules: as of `init_from_rules`.
+      check_contents: also compare the files' checksums, as is needed before loading. False compares their sizes alone.
 
     Returns:
       The plan.
@@ -193,10 +199,10 @@ def plan_loading(variables: Any, rules: Mapping[epath.PathLike, CheckpointLoadin
     """
     specs = records.by_path(variables)
     rows = {path: LoadRow(path, LEFT, "no rule matches" if path.startswith(_VARS) else "") for path in specs}
-    parts = []
+    parts, warnings = [], []
     for directory, rule in _built(rules).items():
-        source = _open_source(epath.Path(directory), rule.step)
-        _check_rules(rule, specs, source)
+        source = _open_source(epath.Path(directory), rule.step, check_contents)
+        warnings += _check_rules(rule, specs, source)
         open_paths = {path: spec for path, spec in specs.items() if rows[path].status != LOADED}
         plan = _plan_variables(rule, open_paths, source, rows)
         plan |= _plan_opt_states(rule, open_paths, source, rows)
@@ -208,7 +214,7 @@ def plan_loading(variables: Any, rules: Mapping[epath.PathLike, CheckpointLoadin
             rows[path] = LoadRow(path, LOADED, _describe(source, saved_path, specs[path]))
         parts.append((source, plan))
     loaded_opt = any(row.status == LOADED for path, row in rows.items() if path.startswith(_OPT))
-    return LoadPlan(LoadReport(tuple(rows.values()), loaded_opt), tuple(parts))
+    return LoadPlan(LoadReport(tuple(rows.values()), loaded_opt, tuple(warnings)), tuple(parts))
 
 
 def _built(rules: Any) -> dict[epath.PathLike, CheckpointLoadingRules]:
@@ -231,15 +237,16 @@ def _built(rules: Any) -> dict[epath.PathLike, CheckpointLoadingRules]:
     return built
 
 
-def _check_rules(rule: CheckpointLoadingRules, specs: Mapping[str, VariableSpec], source: _Source) -> None:
-    """Refuses rules that match nothing in the model: each is a mistyped path, or meant for another model."""
+def _check_rules(rule: CheckpointLoadingRules, specs: Mapping[str, VariableSpec], source: _Source) -> list[str]:
+    """Refuses rules that match nothing in the model: mistyped, or meant for another. Returns warnings of those without effect."""
     names = [path.removeprefix(_VARS) for path in specs if path.startswith(_VARS)]
     if rule.partial_load_opt_states:
         names += [path.removeprefix(_OPT) for path in specs if path.startswith(_OPT)]
     saved = [path.removeprefix(_VARS) for path in source.saved if path.startswith(_VARS)]
-    faults = rule_matching.without_effect(rule.load_rules, rule.ignore_rules or (), names, saved)
+    faults = rule_matching.without_match(rule.load_rules, rule.ignore_rules or (), names, saved)
     if faults:
         raise CheckpointMismatchError(_explain(source, faults, "correct these regexes; they match from a name's start"))
+    return [f"{fault} ({source.name})" for fault in rule_matching.shadowed(rule.load_rules, names)]
 
 
 def _explain(source: _Source, faults: Sequence[str], fix: str) -> str:
@@ -268,15 +275,15 @@ def _describe(source: _Source, saved_path: str, spec: VariableSpec) -> str:
     return f"{saved_path} of {source.name}{converted}"
 
 
-def _open_source(directory: epath.Path, step: int | None) -> _Source:
-    """Finds the step to load from and proves it whole. Called by every process."""
+def _open_source(directory: epath.Path, step: int | None, check_contents: bool) -> _Source:
+    """Finds the step to load from: one that is whole, contents included if asked. Called by every process."""
     if directory.name.isdigit() and (directory / records.RECORD_ITEM).exists():
         directory, step = directory.parent, int(directory.name)
     elif (directory / "checkpoints").exists():
         directory = directory / "checkpoints"
     candidates = steps.agreed_newest_first(directory) if step is None else [step]
     for candidate in candidates:
-        problem = multihost.first_problem(steps.contents_problem(directory, candidate))
+        problem = multihost.first_problem(_problem(directory, candidate, check_contents))
         if problem is None:
             step_dir = steps.step_dir(directory, candidate)
             saved = records.saved_variables(records.read(step_dir, candidate))
@@ -287,6 +294,18 @@ def _open_source(directory: epath.Path, step: int | None) -> _Source:
             )
         logging.warning("Checkpoint step %d in %s is refused: %s.", candidate, directory, problem)
     raise CheckpointNotFoundError(f"init_from_checkpoint_rules: no whole checkpoint in {directory}.")
+
+
+def _problem(directory: epath.Path, step: int, check_contents: bool) -> str | None:
+    """What is wrong with a step, as far as this process looked, or None."""
+    if check_contents:
+        return steps.contents_problem(directory, step)
+    step_dir = steps.step_dir(directory, step)
+    try:
+        records.read(step_dir, step)
+    except DamagedCheckpointError as error:
+        return str(error).removesuffix(".")
+    return manifest.quick_problem(step_dir, step)
 
 
 def _plan_variables(

@@ -54,10 +54,10 @@ def template_problem(pattern: str, template: str) -> str | None:
     return None
 
 
-def without_effect(
+def without_match(
     load_rules: Sequence[tuple[str, str]], ignore_rules: Sequence[str], names: Sequence[str], saved: Sequence[str]
 ) -> list[str]:
-    """Finds rules that decide nothing.
+    """Finds rules that match nothing.
 
     Args:
       load_rules: pairs of regex and template.
@@ -66,26 +66,45 @@ def without_effect(
       saved: the checkpoint's variables.
 
     Returns:
-      A message for each rule that matches none of `names`, or only those that an earlier rule takes.
+      A message for each rule that matches none of `names`.
     """
-    deciding = {match.rule for name in names if (match := first_match(load_rules, ignore_rules, name)) is not None}
     faults = []
     for index, (pattern, template) in enumerate(load_rules):
-        rule = describe(index, pattern, template)
         if not any(re.match(pattern, name) for name in names):
+            rule = describe(index, pattern, template)
             in_model, in_checkpoint = nearest_to_regex(pattern, names), nearest_to_regex(template, saved)
             faults.append(
                 f"{rule} matches no variable of the model; {in_model}; of the checkpoint's, to its template, {in_checkpoint}"
-            )
-        elif index not in deciding:
-            faults.append(
-                f"{rule} has no effect: every variable that it matches is taken by an earlier rule; move it up"
             )
     for index, pattern in enumerate(ignore_rules):
         if not any(re.match(pattern, name) for name in names):
             near = nearest_to_regex(pattern, names)
             faults.append(f"ignore_rules[{index}] {pattern!r} matches no variable of the model; {near}")
     return faults
+
+
+def shadowed(load_rules: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str]:
+    """Finds rules whose variables are all decided by earlier rules; a last rule for the rest is one where there is no rest.
+
+    Args:
+      load_rules: pairs of regex and template.
+      names: the model's variables.
+
+    Returns:
+      A message for each such rule. It advises another order where an earlier rule matches more than this one: a narrow
+      rule has an effect before a broad one only.
+    """
+    matched = [{name for name in names if re.match(pattern, name)} for pattern, _ in load_rules]
+    messages = []
+    for index, (pattern, template) in enumerate(load_rules):
+        if not matched[index] or not matched[index] <= set().union(*matched[:index]):
+            continue
+        broader = next((earlier for earlier in range(index) if matched[earlier] > matched[index]), None)
+        advice = "" if broader is None else f"; to give it one, move it before load_rules[{broader}]"
+        messages.append(
+            f"{describe(index, pattern, template)} has no effect: earlier rules decide every variable that it matches{advice}"
+        )
+    return messages
 
 
 def describe(index: int, pattern: str, template: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 # Bytes that `identify` wants to see.
 HEAD_BYTES = 4096
@@ -57,7 +58,6 @@ _BY_FIRST_BYTES: dict[bytes, FileFormat] = {
     b"\x89HDF\r\n\x1a\n": FileFormat("an HDF5 file", "ArrayInput takes the arrays that h5py reads from it"),
     b"SQLite format 3\0": FileFormat("an SQLite database", _TO_TEXT),
     b"Obj\x01": FileFormat("an Avro file", f"No input here reads it. {_TO_TEXT}"),
-    b"%PDF-": FileFormat("a PDF document", f"{_TO_TEXT}, e.g. with `pdftotext`"),
     b"\x89PNG\r\n\x1a\n": FileFormat("a PNG image", _IMAGES),
     b"\xff\xd8\xff": FileFormat("a JPEG image", _IMAGES),
     b"GIF87a": FileFormat("a GIF image", _IMAGES),
@@ -65,6 +65,10 @@ _BY_FIRST_BYTES: dict[bytes, FileFormat] = {
     b"\x93NUMPY": _NPY,
     b"GGUF": FileFormat("a GGUF file", "It holds tensors, not text"),
 }
+# Control characters that no text has. Text may have BEL, BS, HT, LF, VT, FF, CR, the end-of-file mark of DOS, and ESC.
+_CONTROL = re.compile(rb"[\x00-\x06\x0e-\x19\x1c-\x1f\x7f]")
+_PDF_VERSION = re.compile(rb"%PDF-\d\.\d[ \t]*[\r\n]")
+_PDF = FileFormat("a PDF document", f"{_TO_TEXT}, e.g. with `pdftotext`")
 _BZIP2 = FileFormat("compressed by bzip2", "Unpack it with `bunzip2`")
 _TAR = FileFormat("a tar archive", "Unpack it with `tar -x`")
 _WEBP = FileFormat("a WebP image", _IMAGES)
@@ -74,19 +78,23 @@ _WAVE = FileFormat("a WAVE sound", "ArrayInput takes sounds as arrays")
 def identify(head: bytes) -> FileFormat | None:
     """Returns the format of a file that isn't text, None where its first bytes are those of no format known here.
 
-    TFRecord files are not told: see `record_files.begins_with_record`.
+    A text may begin with the letters of a signature ('GGUF is a file format'), so a signature of letters alone counts only
+    where a control character follows it. TFRecord files are not told: see `record_files.begins_with_record`.
 
     Args:
       head: the file's first `HEAD_BYTES`, or all of it.
     """
+    has_control = _CONTROL.search(head) is not None
     for first, kind in _BY_FIRST_BYTES.items():
-        if head.startswith(first):
+        if head.startswith(first) and (has_control or not _is_printable(first)):
             return kind
+    if _PDF_VERSION.match(head):
+        return _PDF
     if head.startswith(b"BZh") and head[4:10] in (b"1AY&SY", b"\x17rE8P\x90"):
         return _BZIP2
     if head.startswith(b"PK\x03\x04"):
         return _zip(head)
-    if head.startswith(b"RIFF"):
+    if head.startswith(b"RIFF") and has_control:
         return {b"WEBP": _WEBP, b"WAVE": _WAVE}.get(head[8:12])
     if head[257:262] == b"ustar" and b"\0" in head[:257]:
         return _TAR
@@ -95,6 +103,10 @@ def identify(head: bytes) -> FileFormat | None:
     if head[8:10] == b'{"' and 2 <= _little_endian(head[:8]) < 2**27:
         return _SAFETENSORS  # the length of the JSON that follows
     return None
+
+
+def _is_printable(signature: bytes) -> bool:
+    return signature.isascii() and signature.decode("ascii").isprintable()
 
 
 def _zip(head: bytes) -> FileFormat:

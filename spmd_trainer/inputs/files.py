@@ -39,6 +39,11 @@ class TextFiles:
         """A number that changes when a file is added, removed, moved in the order, or changes its size."""
         return zlib.crc32(",".join(map(str, self.sizes)).encode())
 
+    @property
+    def size_text(self) -> str:
+        """How many files and bytes these are, for messages: '3 files of 15,000 bytes'."""
+        return f"{len(self.sizes)} file{'s' if len(self.sizes) > 1 else ''} of {self.total_bytes:,} bytes"
+
     def read(self, index: int, limit: int | None = None) -> bytes:
         """The file's bytes, or its first `limit`.
 

@@ -44,6 +44,8 @@ _USUAL = {
 }
 # Parts of a tokenizer.json on which no token depends here; the post-processor adds special tokens, which isn't asked for.
 _WITHOUT_EFFECT = ("version", "truncation", "padding", "post_processor")
+# Characters whose UTF-8 has every byte that UTF-8 may have: all of ASCII and of two bytes, and one for each other first byte.
+_EVERY_BYTE = "".join(map(chr, [*range(0x801), *range(0x1000, 0x110000, 0x1000)]))
 # Encoding a text takes about 130 bytes of memory for each of its bytes.
 _MAX_TEXT_BYTES = 2**28
 
@@ -53,7 +55,8 @@ class HuggingFaceTokenizer:
 
     A text's tokens are those of `encode(text, add_special_tokens=False)`: the inputs add end-of-text themselves. Padding and
     truncation that are stored with the tokenizer have no effect. As in that library, a text that spells a special token
-    ('<|endoftext|>') gets it, unless `encode_special_tokens` is set.
+    ('<|endoftext|>') gets it, unless `encode_special_tokens` is set. Unlike in that library, a text with a character that a
+    BPE has no symbol for is refused; the library leaves the character out.
     """
 
     def __init__(
@@ -113,6 +116,17 @@ class HuggingFaceTokenizer:
         """The highest id + 1, added tokens included; ids may have gaps below it."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    @functools.cached_property
+    def encoded_vocab_size(self) -> int:
+        """The highest id of plain text and of the end-of-text that inputs append, + 1; at most `vocab_size`.
+
+        Not counted are special tokens that were added to the model's own vocabulary: only a text that spells one gets it.
+        """
+        added = self._tokenizer.get_added_tokens_decoder()
+        in_text = {index for index, token in added.items() if not token.special}
+        own = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        return max(self._eos_id, *own, *in_text) + 1
+
     @property
     def eos_id(self) -> int:
         """End-of-text."""
@@ -138,7 +152,8 @@ class HuggingFaceTokenizer:
         """Tokens, int32 [n].
 
         Raises:
-          UserError: the text isn't UTF-8, or is too large to be encoded at once; names the file.
+          UserError: the text isn't UTF-8, is too large to be encoded at once, or has something in it that the tokenizer
+            has no token for; names the file.
         """
         decoded = tokenizers.decode_utf8(text, path, cut=cut)
         if len(text) > _MAX_TEXT_BYTES:
@@ -147,9 +162,58 @@ class HuggingFaceTokenizer:
                 f"much memory; split the file, e.g. with `split -C {_MAX_TEXT_BYTES // 2}`, or let PackedTextInput cut it "
                 "into documents by its `separator`"
             )
-        # `encode` keeps each token's place and spelling, too, and takes twice as long.
-        (encoding,) = self._tokenizer.encode_batch_fast([decoded], add_special_tokens=False)
+        self._refuse_lost_characters(decoded, path)
+        try:
+            # `encode` keeps each token's place and spelling, too, and takes twice as long.
+            (encoding,) = self._tokenizer.encode_batch_fast([decoded], add_special_tokens=False)
+        except Exception as error:  # the library raises this class itself
+            raise UserError(
+                f"{path}: {self.name} can't encode this text: {error}. Use a tokenizer with a token for unknown text, or "
+                "leave the file out of `files`"
+            ) from error
         return np.asarray(encoding.ids, np.int32)
+
+    def _refuse_lost_characters(self, text: str, path: str) -> None:
+        """Refuses a text that the library would encode without some of its characters."""
+        symbols = self._symbols_of_lossy_bpe
+        if symbols is None:
+            return
+        for token in self._tokenizer.get_added_tokens_decoder().values():
+            if not (token.special and self._encodes_special_tokens):
+                text = text.replace(token.content, " ")  # found as a whole, whatever its characters
+        if self._tokenizer.normalizer is not None:
+            text = self._tokenizer.normalizer.normalize_str(text)
+        space = self._symbols(" ")
+        for character in sorted(set(text)):
+            # Pre-tokenizers put a space before a text.
+            needed = self._symbols(character) - (set() if character == " " else space)
+            if not needed <= symbols:
+                raise UserError(
+                    f"{path}: {self.name} has no token for {character!r} (U+{ord(character):04X}), and would leave it out. "
+                    "Train the tokenizer with an initial_alphabet of pre_tokenizers.ByteLevel.alphabet() or with an "
+                    "unk_token, or leave the file out of `files`"
+                )
+
+    @functools.cached_property
+    def _symbols_of_lossy_bpe(self) -> frozenset[str] | None:
+        """The vocabulary of a BPE that lacks some characters and has no token for unknown ones; None for all others."""
+        import tokenizers as huggingface
+
+        model = self._tokenizer.model
+        # Other models have a token for what they don't know, or raise. Affixes give a character several symbols.
+        if not isinstance(model, huggingface.models.BPE) or model.unk_token or model.byte_fallback:
+            return None
+        if model.continuing_subword_prefix or model.end_of_word_suffix:
+            return None
+        symbols = frozenset(self._tokenizer.get_vocab(with_added_tokens=False))
+        by_byte = symbols.intersection(huggingface.pre_tokenizers.ByteLevel.alphabet())
+        return None if self._symbols(_EVERY_BYTE) <= by_byte else symbols
+
+    def _symbols(self, text: str) -> set[str]:
+        """What a text consists of after pre-tokenization: its characters, or symbols for its bytes."""
+        splitter = self._tokenizer.pre_tokenizer
+        pieces = [(text, ())] if splitter is None else splitter.pre_tokenize_str(text)
+        return {symbol for piece, _ in pieces for symbol in piece}
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
         """Texts. Ids that the tokenizer hasn't got, and special tokens, carry none."""
@@ -185,12 +249,15 @@ class HuggingFaceTokenizer:
     def _no_end(self) -> str:
         candidates = self._usual("eos")
         why = (
-            f"its tokens {' and '.join(candidates)} could be"
+            f"several of its tokens could be it: {', '.join(candidates)}"
             if candidates
-            else "none of its tokens has a usual spelling of"
+            else "none of its tokens is spelled like one"
         )
         special = files.listed(self._special_tokens())
-        return f"{self.name} doesn't state its end-of-text, and {why} it; set eos_id. Its special tokens are: {special}"
+        return (
+            f"{self.name} names no end-of-text token, and {why}; set eos_id (in HuggingFaceTokenizer: eos). Its special "
+            f"tokens are: {special}"
+        )
 
     def _id_of(self, token: str | int, setting: str) -> int:
         if isinstance(token, str):

@@ -202,22 +202,47 @@ class IndexedInput(base_input.BaseInput):
         order = self.order
         return {"num_examples": order.num_examples, "shuffle": order.shuffle, "seed": order.seed}
 
+    def _sizes_behind_checksums(self) -> dict[str, str]:
+        """What an error tells in place of a checksum of `_fingerprint`, by its key, e.g. {'files': '3 files of 900 bytes'}."""
+        return {}
+
     def _get_state_internal(self) -> bytes:
-        taken = self._origin + self._position * self.global_batch_size
-        return json.dumps({"places_taken": taken, "data": self._fingerprint()}, sort_keys=True).encode()
+        state: dict[str, Any] = {
+            "places_taken": self._origin + self._position * self.global_batch_size,
+            "data": self._fingerprint(),
+        }
+        sizes = self._sizes_behind_checksums()
+        if sizes:
+            state["sizes"] = sizes  # not compared: positions that were saved without them are valid
+        return json.dumps(state, sort_keys=True).encode()
 
     def _set_state_internal(self, state: bytes) -> None:
         try:
             saved = json.loads(state)
-            taken, data = int(saved["places_taken"]), dict(saved["data"])
+            taken, data, sizes = int(saved["places_taken"]), dict(saved["data"]), dict(saved.get("sizes", {}))
         except (ValueError, KeyError, TypeError) as error:
             raise self.error(f"this is no saved position of such an input: {state[:80]!r}") from error
         now = self._fingerprint()
         changed = [key for key in sorted({*data, *now}) if data.get(key) != now.get(key)]
         if changed:
-            what = ", ".join(f"{key} was {data.get(key)} and is {now.get(key)}" for key in changed)
+            sizes_now = self._sizes_behind_checksums()
+            what = ", ".join(
+                _changed_size(key, sizes.get(key), sizes_now[key])
+                if key in sizes_now
+                else f"{key} was {data.get(key)} and is {now.get(key)}"
+                for key in changed
+            )
             raise self.error(
                 f"the saved position belongs to other batches: {what}. Put these back as they were, or start the input "
                 "from its beginning with task.train.enable_input_checkpointing=False"
             )
         self._move_to(taken)
+
+
+def _changed_size(key: str, before: str | None, now: str) -> str:
+    """Says that the data behind a checksum changed; `before` is None for positions that were saved without sizes."""
+    if before is None:
+        return f"the {key} have changed: now {now}"
+    if before == now:
+        return f"the {key} have changed: still {now}, but in another order or of other sizes"
+    return f"the {key} have changed: {before}, now {now}"

@@ -92,6 +92,7 @@ class PackedTextInput(text_base.TokenizedFiles):
         for i, path in enumerate(self.paths):
             content = self.found.read(i)
             for tokens in tokenizers.encode_documents(content, path, self.tokenizer, separator):
+                self.refuse_unknown_ids(tokens, path)
                 yield np.append(tokens.astype(self.token_dtype), end)
 
     @functools.cached_property

@@ -68,6 +68,11 @@ class RecordFiles:
         """A number that changes when a file is added, removed, moved in the order, or changes its records' sizes."""
         return zlib.crc32(self._sizes.tobytes(), self._files.checksum)
 
+    @property
+    def size_text(self) -> str:
+        """How many files and bytes these are, for messages: '3 files of 15,000 bytes'."""
+        return self._files.size_text
+
     def place(self, record: int) -> str:
         """Where a record lies: 'FILE, record 7 (at byte 1234)', counted from 0."""
         index = self._file_of(record)

@@ -261,6 +261,7 @@ class PromptInput(text_base.TokenizedFiles):
         lengths = np.ones(self.batch_size, np.int32)
         for row in np.flatnonzero(real):
             tokens = self._prompt(int(prompts[row]))
+            self.refuse_unknown_ids(tokens, self.paths[int(prompts[row])])
             ids[row, 1 : 1 + len(tokens)] = tokens
             lengths[row] += len(tokens)
         inside = np.arange(self.prefix_len) < lengths[:, None]

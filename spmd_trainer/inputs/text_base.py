@@ -32,6 +32,7 @@ class TokenizedFiles(indexed.IndexedInput):
     eos_id: int | None = None
     allow_binary: bool = False
     found: Any = dataclasses.field(default=None, init=False, repr=False)
+    _model_vocab_size: int | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +57,33 @@ class TokenizedFiles(indexed.IndexedInput):
         return self.tokenizer.vocab_size
 
     @property
+    def encoded_vocab_size(self) -> int:
+        """Tokens that a model needs: `vocab_size`, without special tokens that only a text that spells them would get."""
+        return getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
+
+    def limit_vocabulary(self, model_vocab_size: int) -> None:
+        """Makes an id that the model has no embedding for an error; to be called before the first batch.
+
+        Args:
+          model_vocab_size: the model has the ids 0 to `model_vocab_size` - 1.
+        """
+        self._model_vocab_size = model_vocab_size
+
+    def refuse_unknown_ids(self, tokens: np.ndarray, path: str) -> None:
+        """Checks the tokens [n] of a file, or of a part of it, against `limit_vocabulary`.
+
+        Raises:
+          UserError: there is an id that the model hasn't got; names the file.
+        """
+        limit = self._model_vocab_size
+        if limit is not None and len(tokens) and tokens.max() >= limit:
+            raise self.error(
+                f"{path} gives token {tokens.max()}, and the model's vocabulary is 0 to {limit - 1}. The text spells a "
+                "special token: take it out, make the model's vocabulary larger, or read special tokens like other text "
+                "with tokenizer=HuggingFaceTokenizer(path, encode_special_tokens=True)"
+            )
+
+    @property
     def token_dtype(self) -> Any:
         """Unsigned dtype in which tables of tokens are kept."""
         return tokenizers.token_dtype(self.vocab_size)
@@ -68,9 +96,11 @@ class TokenizedFiles(indexed.IndexedInput):
         """Tokens of a file and one end-of-text, `token_dtype` [n].
 
         Raises:
-          UserError: it can't be read, or the tokenizer can't read what is in it; names the file.
+          UserError: it can't be read, the tokenizer can't read what is in it, or the model hasn't got one of its tokens;
+            names the file.
         """
         tokens = self.tokenizer.encode(self.found.read(index), self.found.paths[index])
+        self.refuse_unknown_ids(tokens, self.found.paths[index])
         return np.append(tokens.astype(self.token_dtype), np.array(self.tokenizer.eos_id, self.token_dtype))
 
     def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
@@ -101,3 +131,6 @@ class TokenizedFiles(indexed.IndexedInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), **self.tokenizer.fingerprint(), "files": self.found.checksum}
+
+    def _sizes_behind_checksums(self) -> dict[str, str]:
+        return {**super()._sizes_behind_checksums(), "files": self.found.size_text}

@@ -93,6 +93,9 @@ class TfRecordInput(examples_lib.ExamplesInput):
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "files": self.records.checksum, "features": repr(dict(self.features))}
 
+    def _sizes_behind_checksums(self) -> dict[str, str]:
+        return {**super()._sizes_behind_checksums(), "files": self.records.size_text}
+
     def _check(self, name: str, feature: Any) -> None:
         if not isinstance(feature, Feature):
             raise self.error(f"features[{name!r}]={feature!r} is no Feature; give e.g. Feature((), 'int32')")

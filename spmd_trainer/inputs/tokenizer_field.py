@@ -45,7 +45,7 @@ def make_tokenizer(given: Any, eos_id: int | None = None) -> tokenizers.Tokenize
     if missing or isinstance(made, type):
         slow = hasattr(made, "convert_tokens_to_ids")
         raise UserError(
-            f"tokenizer={_shown(made)} is none. It may be {_ALLOWED}"
+            f"tokenizer={_shown(made)} can't be used as a tokenizer; give {_ALLOWED}"
             + (
                 ". Of transformers' slow tokenizers, take the fast kind: AutoTokenizer.from_pretrained(name)"
                 if slow
@@ -66,7 +66,7 @@ def _is_sentencepiece(path: str) -> bool:
     if not os.path.exists(path):
         hint = "" if path.endswith((".model", ".json")) else ". Tokenizers are not downloaded"
         raise UserError(
-            f"tokenizer={path!r}: there is no such file or folder{files.beside(path)}{hint}. It may be {_ALLOWED}"
+            f"tokenizer={path!r}: there is no such file or folder{files.beside(path)}{hint}. Give {_ALLOWED}"
         )
     if os.path.isdir(path):
         return False

@@ -11,8 +11,8 @@ from etils import epath
 
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, init_from_rules, preflight
-from spmd_trainer.errors import UserError
 from spmd_trainer.optim.learner import has_ema, reset_ema
+from spmd_trainer.programs import start_checks
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.sharding.messages import bytes_text, count_text
@@ -57,7 +57,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
 def _restore_from(directory: epath.Path, step: int | None, job: Job) -> tuple[TrainState, Any]:
     with Checkpointer(directory, read_only=True) as other:
         if not multihost.from_process_0(len(other.all_steps())):
-            raise UserError(f"no checkpoint in {directory}; give a --restore_checkpoint_dir that has some, or none")
+            raise start_checks.no_checkpoint_in(directory)
         with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
             restored = other.restore(job.partitioner.metadata.variables, job.partitioner.mesh, step=step)
             phase.done = f"restored step {restored.step} from {directory}"
@@ -77,7 +77,7 @@ def _warm_start(job: Job, state: TrainState, rules: Mapping[epath.PathLike, Any]
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh
     with Phase("loading variables by init_from_checkpoint_rules"):
         state, report = init_from_rules(state, metadata.variables, mesh, rules)
-    logging.info("init_from_checkpoint_rules: %s", report)
+    logging.log(logging.WARNING if report.warnings else logging.INFO, "init_from_checkpoint_rules: %s", report)
     if has_ema(job.task.learner) and not report.opt_states_loaded:
         # Averages began at the fresh values; they must begin at the loaded ones.
         state = jax.jit(

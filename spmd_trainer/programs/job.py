@@ -18,6 +18,7 @@ from praxis import pax_fiddle
 
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.errors import UserError, first_paragraph
+from spmd_trainer.inputs.text_base import TokenizedFiles
 from spmd_trainer.partition import pjit
 from spmd_trainer.programs import experiment_config, run_config
 from spmd_trainer.programs.experiment_config import ResolvedExperiment
@@ -216,12 +217,17 @@ class Job:
     def _check_vocabulary(self, built: Any) -> None:
         """Refuses an input with more tokens than the model: their embeddings would be looked up out of bounds, in silence."""
         words = getattr(getattr(self.task.model, "lm_tpl", None), "vocab_size", None)
-        tokens = getattr(built, "vocab_size", None)
-        if isinstance(words, int) and isinstance(tokens, int) and words and tokens > words:
+        if not isinstance(words, int) or not words:
+            return
+        # Tokens that only a text which spells them gives are refused where they come up.
+        tokens = getattr(built, "encoded_vocab_size", getattr(built, "vocab_size", None))
+        if isinstance(tokens, int) and tokens > words:
             raise UserError(
                 f"input {built.name!r} ({type(built).__name__}) gives tokens from 0 to {tokens - 1}, and "
                 f"task.model.lm_tpl.vocab_size is {words}; set it to {tokens} or more"
             )
+        if isinstance(built, TokenizedFiles):
+            built.limit_vocabulary(words)
 
     def config_lines(self) -> list[str]:
         """The resolved config, one 'a.b.c: value' a line."""

@@ -90,10 +90,8 @@ def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:
 def _message(changed: Sequence[Change], kept: epath.Path, path: epath.Path) -> str:
     told = "\n".join(f"  {change}" for change in changed[:_MAX_TOLD])
     more = f"\n  and {len(changed) - _MAX_TOLD} more" if len(changed) > _MAX_TOLD else ""
-    return (
-        f"this run's directory was last run with other settings; {len(changed)} changed:\n{told}{more}\n"
-        f"all of them: diff {kept} {path}"
-    )
+    what = "1 setting has" if len(changed) == 1 else f"{len(changed)} settings have"
+    return f"{what} changed since the last run in this directory:\n{told}{more}\nall of them: diff {kept} {path}"
 
 
 def _read(path: epath.Path) -> list[str] | None:

@@ -1,18 +1,19 @@
 """Finds at the start what would otherwise end a run at its first evaluation, decode or save.
 
 `check` needs the resolved config alone and touches no device. `check_training` needs the built job: it traces an
-evaluation step and reads the records of checkpoints, and compiles nothing.
+evaluation step and reads the records of checkpoints; it lowers and compiles nothing, and reads no arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
+import jax
+import numpy as np
 from absl import logging
 from praxis import pax_fiddle
 
@@ -25,6 +26,8 @@ from spmd_trainer.optim.learner import MultiOptimizerLearner, has_ema
 from spmd_trainer.steps import step_fns
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from spmd_trainer.programs.experiment_config import ResolvedExperiment
     from spmd_trainer.programs.job import Job, JobSettings
 
@@ -38,7 +41,7 @@ class _Range:
     """The valid values of a number.
 
     Attributes:
-      lowest: the least one.
+      lowest: the least one; -inf where there is none.
       below: valid values are less than this.
       whole: whether it counts something.
       none: what None stands for, as messages say it; without it None is invalid.
@@ -53,15 +56,28 @@ class _Range:
         """True if the value is valid."""
         if value is None:
             return self.none is not None
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        number = _number(value)
+        if number is None:
             return False
-        number = float(value)
         return self.lowest <= number < self.below and math.isfinite(number) and (not self.whole or number.is_integer())
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
-        limits = f"of {self.lowest:g} or more" + (f" and less than {self.below:g}" if math.isfinite(self.below) else "")
-        return f"{kind} {limits}" + (f" ({self.none})" if self.none else "")
+        limits = [f"of {self.lowest:g} or more"] if math.isfinite(self.lowest) else []
+        limits += [f"less than {self.below:g}"] if math.isfinite(self.below) else []
+        return f"{kind} {' and '.join(limits)}" + (f" ({self.none})" if self.none else "")
+
+
+def _number(value: Any) -> float | None:
+    """The value of a number, which may be an array without dimensions; None for anything else."""
+    if isinstance(value, bool | np.bool_ | str | bytes | bytearray):
+        return None
+    if isinstance(value, np.ndarray | jax.Array) and (value.ndim or value.dtype == np.bool_):
+        return None  # NumPy takes an array of one element for a number, too
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 _TRAIN_RANGES = {
@@ -81,7 +97,8 @@ _TRAIN_RANGES = {
 }
 _LEARNER_RANGES = {"skip_step_gradient_norm_value": _Range(0, whole=False)}
 _OPTIMIZER_RANGES = {
-    "ema_decay": _Range(0, below=1, whole=False),
+    # praxis keeps averages where this is above 0; a negative number is one of the ways to say that there are none.
+    "ema_decay": _Range(-math.inf, below=1, whole=False),
     "clip_gradient_norm_to_value": _Range(0, whole=False, none="0 or None: no clipping"),
     "clip_gradient_single_norm_to_value": _Range(0, whole=False, none="0 or None: no clipping"),
 }
@@ -123,7 +140,8 @@ def check_training(job: Job) -> None:
     # Reading a checkpoint's record takes all processes: they do what the first one sees.
     goes_on = multihost.from_process_0(int(_has_own_checkpoints(job.settings)))
     if rules and job.settings.restore_checkpoint_dir is None and not goes_on:
-        loading_rules.plan_loading(job.partitioner.metadata.variables, rules)
+        # The files' contents are checked once, before the arrays are loaded.
+        loading_rules.plan_loading(job.partitioner.metadata.variables, rules, check_contents=False)
 
 
 def _check_numbers(task_p: Any) -> None:
@@ -140,8 +158,10 @@ def _check_numbers(task_p: Any) -> None:
 
 def _out_of_range(config: Any, path: str, ranges: Mapping[str, _Range]) -> Iterator[str]:
     for field, valid in ranges.items():
-        # An optimizer needn't have every field, and a config may stand for a number that is worked out later.
-        value = getattr(config, field, valid.lowest)
+        if not hasattr(config, field):
+            continue  # an optimizer needn't have every field
+        value = getattr(config, field)
+        # A config may stand for a number that is worked out later.
         if not isinstance(value, fdl.Buildable) and not valid.holds(value):
             yield f"{path}.{field} is {value!r}; give {valid}"
 
@@ -244,7 +264,7 @@ def _check_beginning(settings: JobSettings, task_p: Any) -> None:
         return  # A run that is started again goes on from its own.
     there = steps.present(directory)
     if not there:
-        raise UserError(f"no checkpoint in {directory}; give a --restore_checkpoint_dir that has some, or none")
+        raise no_checkpoint_in(directory)
     if step is not None and step not in there:
         raise UserError(f"no step {step} in {directory}; there are {', '.join(map(str, there))}")
     if task_p.train.init_from_checkpoint_rules:
@@ -253,6 +273,17 @@ def _check_beginning(settings: JobSettings, task_p: Any) -> None:
             "--restore_checkpoint_dir=%s",
             directory,
         )
+
+
+def no_checkpoint_in(directory: epath.Path) -> UserError:
+    """Returns the error for a `--restore_checkpoint_dir` without checkpoints."""
+    checkpoints = directory / "checkpoints"
+    fix = (
+        f"did you mean --restore_checkpoint_dir={checkpoints}?"
+        if steps.present(checkpoints)
+        else "give a directory that has some, e.g. RUN/checkpoints, or leave --restore_checkpoint_dir out"
+    )
+    return UserError(f"no checkpoint in {directory}; {fix}")
 
 
 def _has_own_checkpoints(settings: JobSettings) -> bool:
@@ -278,21 +309,19 @@ def _check_early_stopping_metric(job: Job) -> None:
 
 
 def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
-    """Returns the names of the metrics that an evaluation step gives, by tracing it; nothing is compiled or run.
+    """Returns the names of the metrics that an evaluation step gives, by tracing it; nothing is lowered, compiled or run.
 
     Args:
       job: the job.
       process_shapes: ShapeDtypeStructs of one process's batch.
     """
-    names: list[str] = []
+    metadata = job.partitioner.eval_metadata()
 
-    def step(*args: Any) -> tuple[None, tuple[()]]:
-        _, output = step_fns.eval_step(*args)
-        names.extend(sorted(output.weighted_scalars))
-        return None, ()
+    def weighted_scalars(state: Any, prng_key: Any, inputs: Any) -> Any:
+        _, output = step_fns.eval_step(job.task, state, prng_key, inputs, metadata.var_weight_hparams)
+        return output.weighted_scalars
 
-    partitioner = job.partitioner
-    partitioned = partitioner.partition(step, job.global_shape_dtype(process_shapes), is_eval=True)
-    state, inputs = partitioner.abstract_state(with_opt_states=False), partitioner.abstract_inputs(partitioned)
-    partitioned.fn.lower(state, job.prng_key, inputs)
-    return names
+    state = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.logical_shape, v.dtype), metadata.variables)
+    with jax.set_mesh(metadata.mesh):
+        scalars = jax.eval_shape(weighted_scalars, state, job.prng_key, job.global_shape_dtype(process_shapes))
+    return sorted(scalars)

@@ -119,11 +119,48 @@ def test_an_ignore_rule_that_matches_nothing_is_refused(saved, model, monkeypatc
     assert "ignore_rules[0]" not in message
 
 
-def test_a_rule_behind_one_that_takes_all_is_refused(saved, model, monkeypatch):
-    rules = CheckpointLoadingRules(load_rules=[LOAD_ALL, ("params/emb/w", "ema/params/emb/w")])
-    message = refused(model, {saved.directory: rules}, monkeypatch)
-    assert "load_rules[1] ('params/emb/w', 'ema/params/emb/w') has no effect" in message
-    assert "move it up" in message
+def test_a_rule_behind_a_broader_one_is_told_with_a_place_for_it(saved, model):
+    rules = CheckpointLoadingRules(
+        load_rules=[("params/ffn.*", "params.emb.w"), LOAD_ALL, ("params/emb/w", "ema/params/emb/w")],
+        ignore_rules=["params/ffn"],
+    )
+    _, report = load(model, {saved.directory: rules})
+    (warning,) = report.warnings
+    assert warning.startswith("load_rules[2] ('params/emb/w', 'ema/params/emb/w') has no effect: earlier rules decide")
+    assert f"to give it one, move it before load_rules[1] (step 30 in {saved.directory})" in warning
+    assert f"warning: {warning}" in str(report)
+
+
+def test_a_rule_for_the_rest_is_valid_where_there_is_no_rest(saved, model):
+    """Moved up, it would take all that the rule before it is there for."""
+    rules = CheckpointLoadingRules(load_rules=[("([a-z_]+/.*)", "{}"), LOAD_ALL])
+    state, report = load(model, {saved.directory: rules})
+    assert all(row.status == "loaded" for row in report.rows if row.path.startswith("mdl_vars/"))
+    (warning,) = report.warnings
+    assert warning.startswith("load_rules[1] ('(.*)', '{}') has no effect: earlier rules decide every variable")
+    assert "move" not in warning
+    wanted = by_path(place(saved.states[30], saved.variables, saved.mesh), saved.variables)
+    np.testing.assert_array_equal(
+        by_path(state, model.variables)["mdl_vars/params/emb/w"], wanted["mdl_vars/params/emb/w"]
+    )
+
+
+def test_rules_that_all_decide_something_give_no_warning(saved, model):
+    rules = CheckpointLoadingRules(load_rules=[("params/emb/w", "ema/params/emb/w"), LOAD_ALL])
+    _, report = load(model, {saved.directory: rules})
+    assert report.warnings == ()
+    assert "warning" not in str(report)
+
+
+def test_a_plan_without_contents_leaves_out_what_is_plainly_damaged(saved, model):
+    """The newest step's record is overwritten, and of the one before a file is gone."""
+    record = saved.directory / "30" / "record" / "record.json"
+    record.write_text("x" * len(record.read_text()))
+    (saved.directory / "20" / "manifest.json").unlink()
+    rules = {saved.directory: CheckpointLoadingRules(load_rules=[LOAD_ALL])}
+    for check_contents in (False, True):
+        plan = loading_rules.plan_loading(model.variables, rules, check_contents=check_contents)
+        assert f"step 10 in {saved.directory}" in str(plan.report)
 
 
 @pytest.mark.parametrize("ignore", [True, False])
@@ -191,4 +228,4 @@ def test_configs_of_rules_are_checked_as_rules_are(saved, model):
 @pytest.mark.parametrize("rules", ["/some/directory", {"/some/directory": [LOAD_ALL]}])
 def test_what_is_no_rules_at_all_is_refused(model, rules):
     with pytest.raises(UserError, match=r"give \{checkpoint directory: CheckpointLoadingRules"):
-        loading_rules.plan_loading(model.variables, rules)
+        loading_rules.plan_loading(model.variables, rules, check_contents=False)

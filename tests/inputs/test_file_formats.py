@@ -182,6 +182,34 @@ def test_text_and_nameless_bytes_are_read_by_byte(content, tmp_path):
     assert path
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"GGUF is a file format for models.\n",
+        b"PAR1 and PAR2 are proteins",
+        b"FEA1 gene",
+        b"ARROW1 of 3",
+        b"GIF87a and GIF89a\tare older\x0cthan PNG",
+        b"GIF89a spec",
+        b"%PDF- is how a PDF begins",
+        b"%PDF-1.7 is the first line of many",
+        "RIFF on WEBP: größer".encode("latin1"),
+    ],
+)
+def test_a_sentence_that_begins_with_a_signature_is_text(content, tmp_path):
+    write_files(tmp_path, content)
+    assert make(tmp_path / "0.txt").num_tokens == len(content) + 1
+    # Behind the same letters, bytes that text doesn't have show the format.
+    if not content.startswith((b"%PDF", b"RIFF")):
+        assert file_formats.identify(content[:6] + bytes(8)) is not None
+
+
+def test_a_pdf_without_binary_data_in_its_first_block_is_refused(tmp_path):
+    write_files(tmp_path, b"%PDF-1.4\r\n% all of it is ASCII\n")
+    with pytest.raises(UserError, match=r"0\.txt is a PDF document, not text"):
+        make(tmp_path / "0.txt")
+
+
 class Utf8Reader(tokenizers.SentencePieceTokenizer):
     """Reads UTF-8, without a model."""
 

@@ -195,6 +195,98 @@ def test_the_vocabulary_reaches_to_the_highest_id(tmp_path):
     assert max(batch.labels.max() for batch in drain(make(path, tokenizer))) < ours.vocab_size
 
 
+def with_token_beyond(trained):
+    """The tokenizer with a special token added beside its vocabulary, as published models have for chats."""
+    tokenizer = copy.deepcopy(trained)
+    tokenizer.add_special_tokens(["<|user|>"])
+    return tokenizer
+
+
+def test_special_tokens_beside_the_vocabulary_are_not_what_a_model_needs(trained, corpus):
+    tokenizer = with_token_beyond(trained)
+    ours, own_size = HuggingFaceTokenizer(tokenizer), trained.get_vocab_size()
+    assert (ours.vocab_size, ours.encoded_vocab_size) == (own_size + 1, own_size)
+    assert make(corpus, tokenizer).encoded_vocab_size == own_size
+    # The end-of-text is appended to every text, and a plain added word is found in any text.
+    assert HuggingFaceTokenizer(tokenizer, eos="<|user|>").encoded_vocab_size == own_size + 1
+    tokenizer.add_tokens(["whole word"])
+    assert HuggingFaceTokenizer(tokenizer).encoded_vocab_size == own_size + 2
+    assert make(corpus, None).encoded_vocab_size == 257
+
+
+@pytest.mark.parametrize("kind", [text.TextInput, packed_text.PackedTextInput, text.PromptInput])
+def test_a_token_that_the_model_has_not_got_is_refused_where_a_text_spells_it(kind, trained, tmp_path):
+    tokenizer, size = with_token_beyond(trained), trained.get_vocab_size()
+    paths = write_files(tmp_path, b"hello", b"hi <|user|>")
+    source = make(paths, tokenizer, kind)
+    source.limit_vocabulary(size)
+    message = rf"1\.txt gives token {size}, and the model's vocabulary is 0 to {size - 1}\..*encode_special_tokens=True"
+    with pytest.raises(UserError, match=message):
+        drain(source)
+    for fits in (
+        make(paths[:1], tokenizer, kind),
+        make(paths, HuggingFaceTokenizer(tokenizer, encode_special_tokens=True), kind),
+    ):
+        fits.limit_vocabulary(size)
+        assert drain(fits)
+    source = make(paths, tokenizer, kind)
+    source.limit_vocabulary(size + 1)
+    assert drain(source)
+
+
+def byte_level(*texts, **settings):
+    """A byte-level BPE with the bytes of these texts alone."""
+    tokenizer = Tokenizer(models.BPE(**settings))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    specials = ["</s>", *filter(None, [settings.get("unk_token")])]
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
+    )
+    return tokenizer
+
+
+def test_a_character_that_a_bpe_would_leave_out_is_refused(tmp_path):
+    paths = write_files(tmp_path, b"hello world\n", "h\u00e9llo w\u00f6rld".encode())
+    lossy = byte_level("hello world\n")
+    assert drain(make(paths[:1], lossy))
+    with pytest.raises(
+        UserError, match=r"1\.txt: the tokenizers Tokenizer has no token for 'é' \(U\+00E9\), and would"
+    ):
+        drain(make(paths, lossy))
+    # As normalizers and added tokens change the text, so they change what is missing.
+    lossy.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    assert make(paths, lossy).num_tokens == 2 * make(paths[:1], lossy).num_tokens - 1
+    lossy.normalizer = None
+    lossy.add_tokens(["h\u00e9llo", "w\u00f6rld"])
+    assert drain(make(paths, lossy))
+
+
+def test_a_bpe_of_characters_that_would_leave_one_out_is_refused(tmp_path):
+    tokenizer = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    paths = write_files(tmp_path, b"a b\nab", b"a c")
+    assert drain(make(paths[:1], tokenizer))
+    with pytest.raises(UserError, match=r"1\.txt: .* has no token for 'c'"):
+        drain(make(paths, tokenizer))
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [train("</s>"), byte_level(TEXTS[0], unk_token="<unk>")], ids=["all bytes", "unknown token"]
+)
+def test_a_bpe_that_leaves_nothing_out_reads_any_text(tokenizer, tmp_path):
+    content = "".join(map(chr, [*range(1, 0xD800, 7), *range(0xE000, 0x110000, 0x777)]))
+    (path,) = write_files(tmp_path, content.encode())
+    assert make(path, tokenizer).num_tokens > 1
+
+
+def test_an_error_of_the_library_names_the_file(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    paths = write_files(tmp_path, b"a a", b"a b")
+    with pytest.raises(UserError, match=r"1\.txt: the tokenizers Tokenizer can't encode this text: .*Missing \[UNK\]"):
+        drain(make(paths, tokenizer))
+
+
 def save_beside(directory, trained, **stated):
     trained.save(str(directory / "tokenizer.json"))
     for name, content in stated.items():
@@ -222,7 +314,7 @@ def test_special_tokens_are_those_that_the_files_state(tmp_path):
     assert (given.eos_id, given.bos_id, given.pad_id) == (1, 0, 2)
     # Beside a file of another name, they are another tokenizer's.
     shutil.copy(tmp_path / "tokenizer.json", tmp_path / "other.json")
-    with pytest.raises(UserError, match=r"</s> and <\|endoftext\|> could be it; set eos_id"):
+    with pytest.raises(UserError, match=r"several of its tokens could be it: </s>, <\|endoftext\|>; set eos_id"):
         HuggingFaceTokenizer(tmp_path / "other.json")
 
 
@@ -236,7 +328,8 @@ def test_an_end_of_text_that_is_unknown_is_asked_for(corpus):
     tokenizer = train("<stop>", "<go>")
     with pytest.raises(
         UserError,
-        match=r"TextInput '.*': the tokenizers Tokenizer doesn't state its end-of-text.*set eos_id.*<stop>, <go>",
+        match=r"TextInput '.*': the tokenizers Tokenizer names no end-of-text token, and none of its tokens is "
+        r"spelled like one; set eos_id \(in HuggingFaceTokenizer: eos\).*<stop>, <go>",
     ):
         make(corpus, tokenizer)
     assert make(corpus, tokenizer, eos_id=0).tokenizer.eos_id == 0
@@ -297,7 +390,7 @@ def test_a_file_that_is_not_utf8_is_named(folder, tmp_path):
             r"tokenizer='.*tokenizr\.json': there is no such file or folder \(did you mean tokenizer\.json",
         ),
         ("nowhere/tokenizer.json", r"there is no such file or folder \(there is no folder .*nowhere\)"),
-        ("org/model", r"there is no such file or folder .*Tokenizers are not downloaded\. It may be the path of"),
+        ("org/model", r"there is no such file or folder .*Tokenizers are not downloaded\. Give the path of"),
         ("empty", r"empty has no tokenizer\.json; it holds vocab\.txt"),
         (
             "tokenizer_config.json",
@@ -326,7 +419,8 @@ def test_a_wrong_path_is_named(name, message, trained, corpus, tmp_path):
 )
 def test_what_is_no_tokenizer_is_refused(given):
     message = (
-        r"tokenizer=.* is none\. It may be the path of a SentencePiece \.model file, of a Hugging Face tokenizer\.json"
+        r"tokenizer=.* can't be used as a tokenizer; give the path of a SentencePiece \.model file, of a Hugging Face "
+        r"tokenizer\.json"
     )
     with pytest.raises(UserError, match=message):
         tokenizer_field.make_tokenizer(given)

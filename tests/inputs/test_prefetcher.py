@@ -118,6 +118,34 @@ def test_an_error_of_the_input_comes_after_the_batches_before_it(error, raised):
             assert isinstance(info.value.__cause__, error)
 
 
+@pytest.mark.parametrize("error", [UserError, ValueError])
+def test_an_error_that_names_the_input_comes_as_it_is(error):
+    def put(batch):
+        raise error("input 'corpus' has a broken line 3")
+
+    with Prefetcher(make_input(is_training=True), put) as prefetched:
+        for ask in (prefetched.peek, prefetched.__next__):
+            with pytest.raises(error) as info:
+                ask()
+            assert str(info.value) == "input 'corpus' has a broken line 3"
+
+
+def test_peek_shows_the_next_batch_and_hands_out_nothing():
+    source = CountingInput(batch_size=1, name="n", fail_at=2, error=StopIteration)
+    with Prefetcher(source, identity) as prefetched:
+        for batch in (0, 1):
+            assert [prefetched.peek().batch for _ in range(2)] == [batch, batch]
+            assert next(prefetched).batch == batch
+        assert prefetched.peek() is None
+    positioned = make_input(is_training=True)
+    start = positioned.get_state()
+    with Prefetcher(positioned, identity) as prefetched:
+        assert prefetched.peek().state != start
+        assert prefetched.state == start
+    with pytest.raises(RuntimeError, match="'corpus' is closed"):
+        prefetched.peek()
+
+
 def test_an_error_of_put_names_the_input():
     def put(batch):
         raise MemoryError

@@ -91,6 +91,16 @@ def test_training_resumes_exactly_for_any_number_of_processes(files):
     assert_same(stack_processes(*(flat(take(share, 5)) for share in shares)), flat(take(source, 5)))
 
 
+def test_a_position_in_other_files_is_refused_with_how_many_there_were(files):
+    source = make(files, is_training=True)
+    sizes = [pathlib.Path(path).stat().st_size for path in files]
+    before = f"{len(files)} files of {sum(sizes):,} bytes"
+    rest = files[1:]
+    now = f"{len(rest)} file{'s' if len(rest) > 1 else ''} of {sum(sizes[1:]):,} bytes"
+    with pytest.raises(ValueError, match=rf"the files have changed: {before}, now {now}"):
+        make(rest, is_training=True).set_state(source.get_state())
+
+
 def test_specs_are_known_without_the_files():
     code = """
 import sys

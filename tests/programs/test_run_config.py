@@ -47,7 +47,7 @@ def test_a_changed_setting_is_told_and_the_earlier_ones_are_kept(tmp_path, warni
         "config.txt": text(with_rate(0.1)),
     }
     first, second = warnings()
-    assert "last run with other settings" in first
+    assert first.startswith("1 setting has changed since the last run in this directory:\n")
     assert "task.train.learner.optimizer.learning_rate was 0.002, is 0.5" in first
     assert f"diff {directory / 'config.0001.txt'} {directory / 'config.txt'}" in first
     assert "task.train.learner.optimizer.learning_rate was 0.5, is 0.1" in second
@@ -77,7 +77,7 @@ def test_of_many_changes_ten_are_told_and_the_rest_counted(tmp_path, warnings):
     run_config.write_config(directory, [f"field{i:02}: 0" for i in range(13)])
     run_config.write_config(directory, [f"field{i:02}: 1" for i in range(13)])
     (message,) = warnings()
-    assert "13 changed" in message
+    assert message.startswith("13 settings have changed since the last run in this directory:\n")
     assert message.count(" was 0, is 1") == 10
     assert "and 3 more" in message
 
@@ -135,7 +135,7 @@ def test_a_training_run_in_a_used_directory_tells_what_changed(tmp_path, warning
     rate = "task.train.learner.optimizer.learning_rate"
     make_job(tmp_path).write_description()
     make_job(tmp_path, fields=(f"{rate}=0.5",), mesh=(1, 2, 2)).write_description()
-    (message,) = [message for message in warnings() if "other settings" in message]
+    (message,) = [message for message in warnings() if "changed since" in message]
     assert f"{rate} was 0.005, is 0.5" in message
     assert "mesh was (replica=1, data=4, mdl=2), is (replica=1, data=2, mdl=2)" in message
     assert f"{rate}: 0.005" in (tmp_path / "config.0001.txt").read_text().splitlines()

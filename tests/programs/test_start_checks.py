@@ -5,15 +5,23 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from etils import epath
 from praxis import optimizers, pax_fiddle, schedules
-from trained_helpers import make_job
+from trained_helpers import make_job, trained
 
-from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, CheckpointNotFoundError
+from spmd_trainer.checkpointing import (
+    LOAD_ALL,
+    Checkpointer,
+    CheckpointLoadingRules,
+    CheckpointNotFoundError,
+    steps,
+)
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.programs import evaluate, experiment_config, start_checks, train
+from spmd_trainer.programs import evaluate, experiment_config, initial_state, start_checks, train
 from spmd_trainer.programs.job import JobSettings
 
 TINY = "synthetic.structures.TinyLm"
@@ -215,9 +223,10 @@ def test_a_training_batch_has_no_timing(tmp_path):
 
 
 def test_the_names_are_those_that_evaluation_gives(tmp_path, monkeypatch):
-    """The traced names against those of a real evaluation; tracing neither compiles nor runs."""
+    """The traced names against those of a real evaluation; tracing neither lowers nor compiles nor runs."""
     job = job_watching(tmp_path, "heldout/double_loss")
     with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Traced, "lower", lambda *args, **kwargs: pytest.fail("lowered"))
         patch.setattr(jax.stages.Lowered, "compile", lambda *args, **kwargs: pytest.fail("compiled"))
         traced = start_checks.evaluation_metrics(job, job.process_inputs_shape_dtype)
     given = []
@@ -266,7 +275,7 @@ def test_a_metric_missing_from_an_evaluation_is_the_users_to_mend():
         ("profiler_num_steps", 0, "a whole number of 1 or more"),
         ("profiler_min_duration_sec", -0.5, "a number of 0 or more"),
         ("learner.skip_step_gradient_norm_value", -1.0, "a number of 0 or more"),
-        ("learner.optimizer.ema_decay", 1.0, "a number of 0 or more and less than 1"),
+        ("learner.optimizer.ema_decay", 1.0, "a number less than 1"),
         ("learner.optimizer.clip_gradient_norm_to_value", -1.0, "a number of 0 or more"),
     ],
 )
@@ -307,6 +316,32 @@ def test_numbers_that_mean_something_pass(override):
     check(f"task.train.{override}")
 
 
+def with_fields(**values):
+    def customize(config):
+        for name, value in values.items():
+            setattr(config.task.train, name, value)
+
+    return customize
+
+
+@pytest.mark.parametrize("value", [np.asarray(40), np.asarray(4e1), jnp.asarray(40), np.int64(40), np.float32(40)])
+def test_a_number_may_be_an_array_without_dimensions(value):
+    check(customize=with_fields(summary_interval_steps=value))
+
+
+@pytest.mark.parametrize(
+    "value", [np.asarray(0), np.asarray(2.5), np.asarray([40]), np.asarray(True), np.True_, True, 40j, 10**400]
+)
+def test_what_is_no_such_number_is_refused(value):
+    assert "task.train.summary_interval_steps is" in refused(customize=with_fields(summary_interval_steps=value))
+
+
+def test_a_negative_decay_keeps_no_averages():
+    negative = "task.train.learner.optimizer.ema_decay=-1.0"
+    check(negative)
+    assert "Adam has ema_decay=-1.0" in refused(negative, f"{EMA}=True")
+
+
 # --- where a run begins -----------------------------------------------------------------------------------------------
 
 
@@ -324,10 +359,17 @@ def test_a_step_without_its_directory_is_refused():
 
 def test_a_directory_to_begin_with_must_hold_the_step(tmp_path):
     empty, full = epath.Path(tmp_path / "empty"), checkpoints_in(tmp_path / "full", 4, 8)
-    assert f"no checkpoint in {empty}" in refused(restore_checkpoint_dir=empty)
+    message = refused(restore_checkpoint_dir=empty)
+    assert f"no checkpoint in {empty}; give a directory that has some, e.g. RUN/checkpoints, or leave" in message
     message = refused(restore_checkpoint_dir=full, restore_checkpoint_step=5)
     assert f"no step 5 in {full}; there are 4, 8" in message
     check(restore_checkpoint_dir=full, restore_checkpoint_step=4)
+
+
+def test_a_run_in_place_of_its_checkpoints_is_told(tmp_path):
+    checkpoints_in(tmp_path / "run" / "checkpoints", 4)
+    message = refused(restore_checkpoint_dir=epath.Path(tmp_path / "run"))
+    assert message.endswith(f"did you mean --restore_checkpoint_dir={tmp_path / 'run' / 'checkpoints'}?")
 
 
 def test_a_run_that_goes_on_from_its_own_checkpoints_asks_for_no_others(tmp_path):
@@ -361,6 +403,28 @@ def test_warm_start_rules_are_checked_before_anything_is_written(tmp_path):
     # A run that goes on needs its warm start no more.
     checkpoints_in(run / "checkpoints", 1)
     start_checks.check_training(make_job(run, exp=TINY, customize=customize))
+
+
+def test_the_contents_of_a_warm_start_s_checkpoint_are_checked_once(tmp_path, monkeypatch):
+    """At the start its record is enough; its files are read and compared before the arrays are loaded."""
+    checked = []
+    contents_problem = steps.contents_problem
+
+    def recording(directory, step):
+        checked.append((directory, step))
+        return contents_problem(directory, step)
+
+    def customize(config):
+        rules = CheckpointLoadingRules(load_rules=[LOAD_ALL], step=8)
+        config.task.train.init_from_checkpoint_rules = {trained(): rules}
+
+    monkeypatch.setattr(steps, "contents_problem", recording)
+    job = make_job(tmp_path, customize=customize)
+    start_checks.check_training(job)
+    assert not checked
+    with Checkpointer(tmp_path / "checkpoints") as own:
+        initial_state.first_state(job, own)
+    assert checked == [(trained() / "checkpoints", 8)]
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------
@@ -398,8 +462,9 @@ print("devices:", xla_bridge.backends_are_initialized())
     ],
 )
 def test_a_command_ends_with_status_2_and_writes_nothing(tmp_path, arguments, says):
-    directory = tmp_path / "run"
-    command = [sys.executable, "-m", "spmd_trainer.main", f"--exp={TINY}", f"--job_log_dir={directory}", *arguments]
+    directory, read_from = tmp_path / "run", checkpoints_in(tmp_path / "other", 4)
+    flags = [f"--exp={TINY}", f"--job_log_dir={directory}", f"--restore_checkpoint_dir={read_from}", *arguments]
+    command = [sys.executable, "-m", "spmd_trainer.main", *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
