@@ -12,6 +12,8 @@ from spmd_trainer.cli import doctor, flag_parsing, log_lines
 from spmd_trainer.errors import UserError
 from spmd_trainer.runtime import garbage, installation, quiet_tensorflow, user_code
 
+# As shells count a program that SIGINT ended.
+_STATUS_INTERRUPTED = 130
 MODES = ("train", "eval", "decode", "decode_once", "infer", "inspect", "verify")
 
 flags.DEFINE_string("exp", None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows them.")
@@ -107,6 +109,9 @@ def main(argv: Sequence[str]) -> None:
         from spmd_trainer.cli import launch
 
         launch.run(flags.FLAGS, list(argv[1:]), run_log)
+    except KeyboardInterrupt:
+        sys.stderr.write("spmd-trainer: interrupted; the same command continues from the newest checkpoint\n")
+        raise SystemExit(_STATUS_INTERRUPTED) from None
     except UserError as error:
         flag_parsing.leave(str(error))
     except ImportError as error:

@@ -147,3 +147,20 @@ def test_list_and_dump():
     lines = dumped.stdout.splitlines()
     assert "task.train.num_train_steps: 77" in lines
     assert all(": " in line for line in lines)
+
+
+def test_a_second_ctrl_c_ends_at_once_without_a_traceback(tmp_path: pathlib.Path):
+    code = (
+        "import sys\n"
+        "from absl import flags\n"
+        "from spmd_trainer import main\n"
+        "from spmd_trainer.cli import launch\n"
+        "def interrupt(*args):\n    raise KeyboardInterrupt\n"
+        "launch.run = interrupt\n"
+        "sys.argv = ['spmd-trainer', '--exp=x']\n"
+        "main.run()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 130
+    assert "Traceback" not in result.stderr
+    assert "the same command continues" in result.stderr

@@ -88,21 +88,23 @@ class Prefetcher(Iterator[Prefetched]):
         Raises:
           StopIteration: the input has ended.
           UserError, ValueError, RuntimeError: the thread failed; the first two stay what they are, all else becomes a
-            RuntimeError. The message names the input and the batch, the cause is chained.
+            RuntimeError. The message names the input, and the batch where the error did not name the input itself. The cause
+            is chained.
           RuntimeError: the prefetcher is closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
-            if self._closed:
-                raise RuntimeError(f"the prefetcher of input {self._source.name!r} is closed; make a new one")
-            if self._ready:
-                item = self._ready.popleft()
-                self._state = item.state
-                self._changed.notify_all()
-                return item
-            if self._error is None:
+            item = self._wait_for_next()
+            if item is None:
                 raise StopIteration
-            raise self._explain(self._error) from self._error
+            self._ready.popleft()
+            self._state = item.state
+            self._changed.notify_all()
+            return item
+
+    def peek(self) -> Prefetched | None:
+        """Returns the next batch without handing it out, or None where the input has ended. Raises what `__next__` raises."""
+        with self._changed:
+            return self._wait_for_next()
 
     def close(self) -> None:
         """Ends the thread, waits for it, and drops the batches that are ready. Safe to call twice."""
@@ -118,6 +120,16 @@ class Prefetcher(Iterator[Prefetched]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _wait_for_next(self) -> Prefetched | None:
+        self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
+        if self._closed:
+            raise RuntimeError(f"the prefetcher of input {self._source.name!r} is closed; make a new one")
+        if self._ready:
+            return self._ready[0]
+        if self._error is None:
+            return None
+        raise self._explain(self._error) from self._error
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -146,10 +158,11 @@ class Prefetcher(Iterator[Prefetched]):
                 self._changed.notify_all()
 
     def _explain(self, error: BaseException) -> Exception:
-        where = f"input {self._source.name!r} failed at batch {self._made} of this run"
+        name = f"input {self._source.name!r}"
+        where = f"{name} failed at batch {self._made} of this run"
         for kind in (UserError, ValueError):
             if isinstance(error, kind):
-                return kind(f"{where}: {error}")
+                return kind(str(error) if name in str(error) else f"{where}: {error}")
         return RuntimeError(f"{where}: {''.join(traceback.format_exception_only(error)).strip()}")
 
 

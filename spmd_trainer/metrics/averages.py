@@ -10,7 +10,8 @@ class StepAverages:
     """`task.train.summary_accumulate_interval_steps`: averages the scalars of the steps since the last summary.
 
     Every `every` steps one step's scalars are taken into the average. Weighted scalars are averaged by their weights, in
-    float64; the loss and the layers' summaries are plain means over the steps taken.
+    float64; the loss and the layers' summaries are plain means over the steps taken. Invalid steps (NaN or Inf, or skipped by
+    the learner) are left out: one of them would turn the whole average into NaN. `invalid_steps` counts them.
     """
 
     def __init__(self, every: int | None, summary_interval: int):
@@ -25,15 +26,15 @@ class StepAverages:
         """
         if every is not None and not 1 <= every <= summary_interval:
             raise UserError(
-                f"task.train.summary_accumulate_interval_steps={every}: every so many steps one is taken into the average "
-                f"that a summary writes, so it must be 1 to {summary_interval} (task.train.summary_interval_steps), or "
-                "None to write the values of the step itself"
+                f"task.train.summary_accumulate_interval_steps={every}: it must be between 1 and "
+                f"task.train.summary_interval_steps ({summary_interval}), so that each summary has a step to average; None "
+                "writes the step's own values"
             )
         self._every = every
         self._clear()
 
     def add(self, step: int, scalars: Scalars) -> None:
-        """Takes in a step, when it is one of those that count."""
+        """Takes in a valid step, when it is one of those that count."""
         if self._every is None or step % self._every:
             return
         if scalars.loss is not None:
@@ -47,8 +48,8 @@ class StepAverages:
         """Returns what a summary writes at a step: {'loss': ..., metric: ..., summary: ...}. The next average is empty.
 
         Args:
-          scalars: the step's own, which are given back where nothing is averaged, and where no step since the last summary
-            (or since the run was started) was one that counts.
+          scalars: the step's own, which are given back where nothing is averaged, and where no valid step since the last
+            summary (or since the run was started) was one that counts.
         """
         result = {name: sum(values) / len(values) for name, values in self._summaries.items()}
         for name, pairs in self._values.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.metrics.packing import ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints, decode_records
-from spmd_trainer.programs.dataset_batches import all_batches, num_batches
+from spmd_trainer.programs.dataset_batches import all_batches, go_on, num_batches
 from spmd_trainer.programs.decode_output import DecodeOutput
 from spmd_trainer.programs.ending import say_results
 from spmd_trainer.programs.identity import identity
@@ -42,8 +42,13 @@ class Decodes:
         self._writers = writers
         self._datasets: list[DecodeDataset] | None = None
 
-    def run(self, state: TrainState, step: int) -> None:
+    def run(self, state: TrainState, step: int, between_batches: Callable[[], None] = go_on) -> None:
         """Decodes all datasets into `decode_out/DATASET/step_N.jsonl` and writes their metrics.
+
+        Args:
+          state: a state without optimizer states.
+          step: the step it is of.
+          between_batches: called before each batch; what it raises ends the decode, which goes on there the next time.
 
         Raises:
           UserError: the experiment has no decode dataset, one is empty, or a prompt is too long. What was decoded before
@@ -59,7 +64,7 @@ class Decodes:
             self._datasets = [DecodeDataset(job, config, index) for index, config in enumerate(configs)]
         prefix = job.task.decode.metrics_prefix
         for dataset in self._datasets:
-            metrics = dataset.decode(state, step)
+            metrics = dataset.decode(state, step, between_batches)
             name = f"decode_{dataset.name}"
             scalars = {f"{prefix}{key}": value for key, value in metrics.items()}
             if read_metrics(job.settings.job_log_dir, name).get(step, {}).items() >= scalars.items():
@@ -95,8 +100,11 @@ class DecodeDataset:
         returned = {name: inputs[name] for name in _RETURNED if name in inputs}
         return None, (self._packing.pack(output), output.per_example_out, returned)
 
-    def decode(self, state: TrainState, step: int) -> dict[str, float]:
+    def decode(self, state: TrainState, step: int, between_batches: Callable[[], None] = go_on) -> dict[str, float]:
         """Decodes every example once; what an earlier run of the same has decoded is taken over.
+
+        Args:
+          state, step, between_batches: see `Decodes.run`.
 
         Returns:
           The mean metrics (on process 0).
@@ -119,7 +127,7 @@ class DecodeDataset:
         total = num_batches(self._input)
         left = None if total is None else total - done
         with Phase(f"decoding {self.name} at step {step}", announce_after=2.0, total=left) as phase:
-            batches = self._decode_batches(state, done, output if writes else None, phase)
+            batches = self._decode_batches(state, done, output if writes else None, phase, between_batches)
         if not writes:
             return {}
         metrics, examples = output.finish(batches)
@@ -133,13 +141,21 @@ class DecodeDataset:
                 decode_records.check_prompts(self._job.task, self.name, batch, index * self._rows)
             self._input.reset()
 
-    def _decode_batches(self, state: TrainState, done: int, output: DecodeOutput | None, phase: Phase) -> int:
+    def _decode_batches(
+        self,
+        state: TrainState,
+        done: int,
+        output: DecodeOutput | None,
+        phase: Phase,
+        between_batches: Callable[[], None],
+    ) -> int:
         """Decodes all batches but the first `done`; returns how many there are in all."""
         logged, batches = 0, 0
         for index, batch in enumerate(self._batches()):
             batches += 1
             if index < done:
                 continue
+            between_batches()
             packed, *arrays = self._run_step(state, batch, index)
             phase.advance()
             if output is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 from absl import logging
@@ -15,6 +15,10 @@ from spmd_trainer.programs.job import Job, JobSettings
 
 # Metrics of an evaluation that say nothing of the model.
 _TIMING = ("eval_batches", "eval_seconds")
+# Names under which praxis' models give one and the same loss.
+_LOSS = ("avg_xent", "log_pplx", "total_loss")
+# Smaller numbers are shown by their first digits.
+_SMALL = 1e-3
 # Checkpoints that are listed by their steps.
 _LISTED = 5
 # Fields of `task.train` that evaluation and decode read too; the others are intervals and the like.
@@ -30,27 +34,32 @@ _OF_THE_MODEL = tuple(
         "enforce_input_specs",
     )
 )
+# What training alone reads.
+_OF_TRAINING = ("task.train.", "task.early_stopping_fn", "train_datasets")
 
 
-def say_end(job: Job, how: str, then: str, metrics: Mapping[str, float], evaluated: int | None) -> None:
+def say_end(
+    job: Job, how: str, then: str, loss: float | None, results: Mapping[str, float], evaluated: int | None
+) -> None:
     """Logs how a training run ended, its last metrics, its results and the commands that show them. Process 0 does.
 
     Args:
       job: the job.
       how: how it ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty where nothing was trained.
       then: how it can go on; empty where it is complete.
-      metrics: the last training scalars, and those of the last evaluation as 'DATASET/metric'.
+      loss: of the last step; None where none was taken.
+      results: those of the last evaluation, as 'DATASET/metric'.
       evaluated: the step of the last evaluation of this run; None for none.
     """
     if jax.process_index():
         return
     if how:
-        loss = f", loss {metrics['loss']:.4f}" if "loss" in metrics else ""
-        logging.info("%s%s%s", how, loss, f"; {then}" if then else "")
+        logging.info("%s%s%s", how, "" if loss is None else f", loss {loss:.4f}", f"; {then}" if then else "")
     if evaluated is not None:
-        logging.info("last evaluation, at step %d: %s", evaluated, _by_dataset(metrics))
+        names = ["train", *(input_p.name for input_p in job.resolved.config.eval_datasets)]
+        logging.info("last evaluation, at step %d: %s", evaluated, _by_dataset(results, names))
     say_results(job)
-    for line in _next_commands(job):
+    for line in next_commands(job):
         logging.info("%s", line)
 
 
@@ -73,40 +82,47 @@ def say_results(job: Job) -> None:
 def shown(metrics: Mapping[str, float]) -> str:
     """Returns metrics as a line for people: 'avg_xent = log_pplx 4.2746  num_predictions 608', without timings.
 
-    Metrics that have the same value share it: praxis' models give their loss under several names.
+    praxis' models give their loss under several names; those that have the same value share it.
     """
-    names: dict[float, list[str]] = {}
+    names: dict[float | str, list[str]] = {}
     for name, value in metrics.items():
         is_nothing = name == "aux_loss" and not value  # most models have none
         if name not in _TIMING and not is_nothing:
-            names.setdefault(value, []).append(name)
-    return "  ".join(f"{' = '.join(same)} {_number(value)}" for value, same in names.items())
+            names.setdefault(value if name in _LOSS else name, []).append(name)
+    return "  ".join(f"{' = '.join(same)} {_number(metrics[same[0]])}" for same in names.values())
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if math.isfinite(value) and value == round(value) else f"{value:.4f}"
+    if math.isfinite(value) and value == round(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) < _SMALL else f"{value:.4f}"
 
 
-def _by_dataset(metrics: Mapping[str, float]) -> str:
+def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> str:
+    """Metrics by dataset. Names of datasets and of metrics may both have slashes."""
     datasets: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        dataset, slash, metric = name.rpartition("/")
-        if slash:
-            datasets.setdefault(dataset, {})[metric] = value
+    longest_first = sorted(names, key=len, reverse=True)
+    for key, value in results.items():
+        dataset = next(name for name in longest_first if key.startswith(f"{name}/"))
+        datasets.setdefault(dataset, {})[key.removeprefix(f"{dataset}/")] = value
     return "; ".join(f"{dataset}: {shown(values)}" for dataset, values in datasets.items())
 
 
-def _next_commands(job: Job) -> Iterator[str]:
-    """The commands that evaluate and decode the run's checkpoints, where another process can find its experiment."""
-    settings, config = job.settings, job.resolved.config
-    name = job.resolved.name
-    if name not in experiment_registry.get_all() or name.startswith("__main__."):
+def next_commands(job: Job) -> Iterator[str]:
+    """Yields the commands that evaluate and decode the run's checkpoints, or the Python calls.
+
+    Calls where another process can't find the experiment by its name: a notebook's own class, one that isn't registered.
+    """
+    settings, config, name = job.settings, job.resolved.config, job.resolved.name
+    if not steps.present(settings.job_log_dir / "checkpoints"):
         return
-    if steps.present(settings.job_log_dir / "checkpoints"):
-        if config.eval_datasets:
-            yield f"  to evaluate:        {_command(settings, 'eval')}"
-        if config.decode_datasets:
-            yield f"  to decode:          {_command(settings, 'decode_once')}"
+    has_command = name in experiment_registry.get_all() and not name.startswith("__main__.")
+    for what, mode, function, datasets in (
+        ("to evaluate:", "eval", "evaluate", config.eval_datasets),
+        ("to decode:", "decode_once", "decode", config.decode_datasets),
+    ):
+        if datasets:
+            yield f"  {what:<19} {_command(job, mode) if has_command else _python_call(job, function)}"
 
 
 def _steps_text(saved: list[int]) -> str:
@@ -115,14 +131,37 @@ def _steps_text(saved: list[int]) -> str:
     return f"step{'s' * (len(saved) > 1)} {', '.join(map(str, saved))}"
 
 
-def _command(settings: JobSettings, mode: str) -> str:
+def _command(job: Job, mode: str) -> str:
     """The command that runs another mode on this run's checkpoints, with what changed its model and its data."""
-    words = ["spmd-trainer", f"--exp={settings.exp}", f"--job_log_dir={settings.job_log_dir}", f"--mode={mode}"]
-    if settings.mesh and settings.moved is None:
-        words.append(f"--mesh={','.join(f'{axis}:{size}' for axis, size in settings.mesh)}")
-    words += [f"--fdl.set={override}" for override in settings.overrides if _changes_model_or_data(override)]
-    return shlex.join(words)
+    # In full: a short name may be known only after --exp_module.
+    name, directory = experiment_registry.short_name(job.resolved.name), job.settings.job_log_dir
+    words = ["spmd-trainer", f"--exp={name}", f"--job_log_dir={directory}", f"--mode={mode}"]
+    if mesh := _mesh(job.settings):
+        words.append(f"--mesh={mesh}")
+    return shlex.join([*words, *(f"--fdl.set={override}" for override in _overrides(job.settings))])
 
 
-def _changes_model_or_data(override: str) -> bool:
-    return not override.startswith("task.train.") or override.startswith(_OF_THE_MODEL)
+def _python_call(job: Job, function: str) -> str:
+    """The same as a call of `spmd_trainer.evaluate` or `decode`."""
+    arguments = [type(job.experiment).__name__, repr(str(job.settings.job_log_dir))]
+    if overrides := _overrides(job.settings):
+        arguments.append(f"overrides={overrides!r}")
+    if mesh := _mesh(job.settings):
+        arguments.append(f"mesh={mesh!r}")
+    return f"spmd_trainer.{function}({', '.join(arguments)})"
+
+
+def _mesh(settings: JobSettings) -> str:
+    """What `--mesh` was; empty where it wasn't given, and where the devices have changed since."""
+    if not settings.mesh or settings.moved is not None:
+        return ""
+    return ",".join(f"{axis}:{size}" for axis, size in settings.mesh)
+
+
+def _overrides(settings: JobSettings) -> list[str]:
+    """The overrides that change the model or what is evaluated and decoded."""
+    return [
+        override
+        for override in settings.overrides
+        if override.startswith(_OF_THE_MODEL) or not override.startswith(_OF_TRAINING)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from spmd_trainer.metrics.packing import ScalarPacking, Scalars, WeightedMean
 from spmd_trainer.metrics.progress import format_duration
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints
-from spmd_trainer.programs.dataset_batches import all_batches, num_batches
+from spmd_trainer.programs.dataset_batches import all_batches, go_on, num_batches
 from spmd_trainer.programs.decode_records import arrays_of_row
 from spmd_trainer.programs.ending import say_results, shown
 from spmd_trainer.programs.identity import identity
@@ -43,13 +43,24 @@ class Evaluations:
         self._datasets: list[EvalDataset] | None = None
         self._train_step: EvalStep | None = None
 
-    def run(self, state: TrainState, step: int, train_batch: Any = None) -> dict[str, float]:
+    def run(
+        self,
+        state: TrainState,
+        step: int,
+        train_batch: Any = None,
+        *,
+        next_batch: Callable[[], Any] | None = None,
+        between_batches: Callable[[], None] = go_on,
+    ) -> dict[str, float]:
         """Evaluates all datasets. One whose record in `metrics.jsonl` is of the same variables is not evaluated again.
 
         Args:
           state: a state without optimizer states.
           step: the step it is of.
           train_batch: a training batch on the devices to evaluate as well (without dropout and the like), or None.
+          next_batch: gives one where `train_batch` is None and no training batch has been evaluated at this step (by an
+            earlier start of the run); gives None where there is none.
+          between_batches: called before each batch of a dataset; what it raises ends the evaluation.
 
         Returns:
           {'DATASET/metric': mean}, also written to the summaries `eval_DATASET`.
@@ -61,20 +72,26 @@ class Evaluations:
             configs = self._job.resolved.config.eval_datasets
             self._datasets = [EvalDataset(self._job, config, index) for index, config in enumerate(configs)]
         results: dict[str, float] = {}
+        if train_batch is None and next_batch is not None:
+            record = read_metrics(self._job.settings.job_log_dir, "eval_train").get(step, {})
+            if multihost.from_process_0(int(bool(record))):
+                results |= _results_again("train", step, record)
+            else:
+                train_batch = next_batch()
         if train_batch is not None:
             results |= self._write("train", step, self._evaluate_train_batch(state, train_batch), {})
         for dataset in self._datasets:
-            results |= self._evaluate_once(dataset, state, step)
+            results |= self._evaluate_once(dataset, state, step, between_batches)
         return results
 
-    def _evaluate_once(self, dataset: EvalDataset, state: TrainState, step: int) -> dict[str, float]:
+    def _evaluate_once(
+        self, dataset: EvalDataset, state: TrainState, step: int, between_batches: Callable[[], None]
+    ) -> dict[str, float]:
         same = dataset.identity(state)
         record = read_metrics(self._job.settings.job_log_dir, f"eval_{dataset.name}").get(step, {})
-        if not multihost.from_process_0(int(record.get(_IDENTITY) == same)):
-            return self._write(dataset.name, step, dataset.evaluate(state, step), {_IDENTITY: same})
-        metrics = {key: value for key, value in record.items() if key not in ("step", _IDENTITY)}
-        logging.info("eval %s at step %d is done already: %s", dataset.name, step, shown(metrics))
-        return {f"{dataset.name}/{key}": value for key, value in metrics.items()}
+        if multihost.from_process_0(int(record.get(_IDENTITY) == same)):
+            return _results_again(dataset.name, step, record)
+        return self._write(dataset.name, step, dataset.evaluate(state, step, between_batches), {_IDENTITY: same})
 
     def _evaluate_train_batch(self, state: TrainState, batch: Any) -> dict[str, float]:
         if self._train_step is None:
@@ -88,6 +105,12 @@ class Evaluations:
         seconds = f" ({format_duration(metrics['eval_seconds'])})" if "eval_seconds" in metrics else ""
         logging.info("eval %s at step %d: %s%s", name, step, shown(metrics), seconds)
         return {f"{name}/{key}": value for key, value in metrics.items()}
+
+
+def _results_again(name: str, step: int, record: Mapping[str, Any]) -> dict[str, float]:
+    metrics = {key: value for key, value in record.items() if key not in ("step", _IDENTITY)}
+    logging.info("eval %s at step %d is done already: %s", name, step, shown(metrics))
+    return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
 class EvalStep:
@@ -153,8 +176,8 @@ class EvalDataset:
         self._input.reset()
         return identity(self._job, "eval", self._index, self._input, state)
 
-    def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
-        """Evaluates every example once.
+    def evaluate(self, state: TrainState, step: int, between_batches: Callable[[], None] = go_on) -> dict[str, float]:
+        """Evaluates every example once; `between_batches` is called before each batch.
 
         Returns:
           The mean of each weighted scalar over all examples (of counts, the sum). Where
@@ -170,6 +193,7 @@ class EvalDataset:
         total = num_batches(self._input)
         with Phase(f"evaluating {self.name} at step {step}", announce_after=2.0, total=total) as phase:
             for batch in self._batches():
+                between_batches()
                 scalars, rows = self._step(
                     state, self._job.partitioner.preprocess_inputs(batch, self._step.inputs_partition_spec)
                 )

@@ -81,9 +81,11 @@ class Reports:
                 took = format_duration(time.monotonic() - self._began)
                 logging.info("first step done: loss %.4f, %s after the start", scalars.loss, took)
             self._last = scalars
+            counted = self._invalid.count
             invalid = self._invalid.look_at(step, scalars)
             timing = self.progress.report(step, scalars)
-            self._averages.add(step, scalars)
+            if self._invalid.count == counted:
+                self._averages.add(step, scalars)
             if step % self._interval == 0:
                 self._writers.write("train", step, {**self._averages.take(scalars), **invalid, **timing})
 

@@ -30,7 +30,8 @@ class Schedule:
       num_steps: the last training step.
       saves: whether checkpoints are saved at all.
       eval_interval: steps between two evaluations; 0 for none.
-      evaluates_at_end: whether training ends with an evaluation: there are intervals, and datasets to evaluate.
+      evaluates_at_end: whether training ends with an evaluation: there are intervals, and something to evaluate (datasets,
+        or the training batch).
       decode_interval: steps between two decodes; 0 for none.
       decodes_at_end: the same for decodes.
       decode_start: the first step after which one is due, if any is.
@@ -54,14 +55,14 @@ class Schedule:
             num_steps=int(train_p.num_train_steps),
             saves=settings.enable_checkpoint_saving,
             eval_interval=eval_interval,
-            evaluates_at_end=bool(eval_interval and config.eval_datasets),
+            evaluates_at_end=bool(eval_interval and (config.eval_datasets or not train_p.eval_skip_train)),
             decode_interval=decode_interval,
             decodes_at_end=bool(decode_interval and config.decode_datasets),
             decode_start=train_p.decode_start_after_n_steps,
         )
 
     def due(self, checkpoints: Checkpointer, step: int, *, asked: bool, leaves: bool) -> Due:
-        """Works out what is due after `step`.
+        """Works out what is due after `step`. After the last one that is a save alone; the rest is `due_at_end`.
 
         Args:
           checkpoints: says at which steps it saves.
@@ -71,14 +72,16 @@ class Schedule:
         """
         if leaves:
             return Due(save=False, evaluate=False, decode=False)
+        if step >= self.num_steps:
+            return Due(save=self.saves, evaluate=False, decode=False)
         return Due(
-            save=self.saves and (asked or step == self.num_steps or checkpoints.should_save(step)),
+            save=self.saves and (asked or checkpoints.should_save(step)),
             evaluate=bool(self.eval_interval) and step % self.eval_interval == 0,
             decode=bool(self.decode_interval) and step >= self.decode_start and step % self.decode_interval == 0,
         )
 
     def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
-        """Works out what training, complete at `step`, still lacks when no interval ends there.
+        """Works out what training, complete at `step`, still lacks there, whether or not an interval ends there.
 
         Args:
           step: the last step.

@@ -15,15 +15,23 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 
+class Interrupted(Exception):
+    """A signal has asked the run to leave in the middle of work that it makes up for when it is started again."""
+
+
 class SaveRequest:
     """What a signal asks of the loop.
 
     Attributes:
       leaves: after the save, whether the run ends. True after Ctrl-C; after SIGTERM unless it only asks for a checkpoint.
+      leaving: whether `take` has told the run to end.
+      training: whether steps are being taken. After the last one all is saved, and a signal ends the final evaluation.
     """
 
     def __init__(self) -> None:
         self.leaves = False
+        self.leaving = False
+        self.training = True
         # No Event: its lock would be waited for by the very thread that the handler has interrupted holding it.
         self._asked = False
 
@@ -37,7 +45,15 @@ class SaveRequest:
         if not self._asked:  # then nothing is cleared: a signal that comes just now would be lost
             return False
         self._asked = False
+        self.leaving |= self.leaves
         return True
+
+    def leave_if_asked(self) -> None:
+        """Raises Interrupted where a signal has asked for the end of the run. Called between two batches by all processes."""
+        if not self.leaving:
+            self.take()
+        if self.leaving:
+            raise Interrupted
 
 
 class AgreedSaveRequest(SaveRequest):
@@ -58,14 +74,15 @@ class AgreedSaveRequest(SaveRequest):
         signal.raise_signal(signal.SIGTERM)
 
     def take(self) -> bool:
-        """Returns whether all processes have agreed on a save after this step. Called by all, once per step."""
+        """Returns whether all processes have agreed on a save after this step. Called by all, once per step or batch."""
         # Counted from 1 in this process: the service begins there, and a step of a resumed run would be past it.
         self._calls += 1
         if not multihost_utils.reached_preemption_sync_point(self._calls):
             return False
-        self.leaves = bool(np.max(multihost_utils.process_allgather(np.int32(self.leaves))))
+        self.leaves = self.leaving = bool(np.max(multihost_utils.process_allgather(np.int32(self.leaves))))
+        first = "save this step, then" if self.training else "have saved the last step:"
         then = "leaving" if self.leaves else "going on"
-        logging.warning("a process got SIGTERM: all %d save this step, then %s", jax.process_count(), then)
+        logging.warning("a process got SIGTERM: all %d %s %s", jax.process_count(), first, then)
         if not self.leaves and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _say_too_late)
         return True
@@ -111,10 +128,15 @@ def save_requests(*, exit_after_ondemand_checkpoint: bool) -> Iterator[SaveReque
         leaves = number == signal.SIGINT or exit_after_ondemand_checkpoint
         name = signal.Signals(number).name
         if leaves:
-            _say(f"{name}: finishing this step, saving, leaving (again to leave at once)")
+            first = "finishing this step, saving" if request.training else "interrupting the final evaluation"
+            _say(f"{name}: {first}, leaving (again to leave at once)")
             restore()
         else:
-            _say(f"{name}: saving after this step, and going on")
+            _say(
+                f"{name}: "
+                + ("saving after this step, and" if request.training else "the last step is saved,")
+                + " going on"
+            )
         request.make(leaves=leaves)
 
     for number in previous:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 import jax
+from absl import logging
 
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing import Checkpointer
@@ -29,6 +31,7 @@ class Stopping:
         """Takes up where the run has been at `step`, the one that it starts from."""
         self._fn = job.task.early_stopping_fn
         self._num_steps = int(job.task.train.num_train_steps)
+        self._expects_train = not job.task.train.eval_skip_train
         self._keeps = isinstance(self._fn, EarlyStopping) and job.settings.enable_checkpoint_saving
         self.best_checkpoints = Checkpointer(
             job.settings.job_log_dir / "best",
@@ -39,7 +42,10 @@ class Stopping:
         self.has_stopped = False
         self.found_best = False
         self._told_of: int | None = None
+        self._watched: str | None = None
         if isinstance(self._fn, EarlyStopping):
+            names = ["train", *(input_p.name for input_p in job.resolved.config.eval_datasets)]
+            self._watched = self._fn.dataset_among(names)
             self._replay(job, self._fn, step)
             # Processes may see the files of summaries at different moments.
             self.has_stopped = bool(multihost.from_process_0(int(self.has_stopped)))
@@ -56,25 +62,36 @@ class Stopping:
     def stops(self, metrics: dict[str, float], step: int) -> bool:
         """Returns whether training is to end after this evaluation, as process 0 decides.
 
-        A run that is started again where it had ended evaluates nothing anew; the function is not told twice.
+        A run that is started again where it had ended evaluates nothing anew; the function is not told twice. Nor is it told
+        of an evaluation that lacks what it may read, because there was no training batch left to evaluate.
         """
         if self._fn is None:
             return False
         told = self.has_stopped
-        if step != self._told_of:
+        if step != self._told_of and self._can_judge(self._fn, metrics):
             told = bool(self._fn(metrics, "eval", step, step == self._num_steps))
             self._told_of = step
         self.has_stopped = bool(multihost.from_process_0(int(told)))
         if self._keeps and isinstance(self._fn, EarlyStopping):
-            self.found_best = bool(multihost.from_process_0(int(self._fn.improved)))
+            found = self._fn.improved and self._told_of == step
+            self.found_best = bool(multihost.from_process_0(int(found)))
         return self.has_stopped
 
+    def _can_judge(self, fn: Any, metrics: dict[str, float]) -> bool:
+        if not self._expects_train or any(name.startswith("train/") for name in metrics):
+            return True
+        if isinstance(fn, EarlyStopping) and self._watched != "train":
+            return True
+        logging.warning(
+            "early_stopping_fn is not asked: the training input has ended, so no training batch was evaluated"
+        )
+        return False
+
     def _replay(self, job: Job, fn: EarlyStopping, start: int) -> None:
-        dataset = fn.dataset_among(["train", *(input_p.name for input_p in job.resolved.config.eval_datasets)])
-        if dataset is None:
+        if self._watched is None:
             return
-        key = fn.metric.removeprefix(f"{dataset}/")
-        records = read_metrics(job.settings.job_log_dir, f"eval_{dataset}")
+        key = fn.metric.removeprefix(f"{self._watched}/")
+        records = read_metrics(job.settings.job_log_dir, f"eval_{self._watched}")
         for step in sorted(step for step in records if step <= start and key in records[step]):
             told = fn({fn.metric: records[step][key]}, "eval", step, False)
             self._told_of = step

@@ -6,14 +6,15 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import ScalarPacking
@@ -21,15 +22,17 @@ from spmd_trainer.metrics.progress import format_duration
 from spmd_trainer.metrics.writers import SummaryWriters
 from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.programs import decode, elastic, evaluate, first_batch
-from spmd_trainer.programs.checkpoints import mark_end_of_training
+from spmd_trainer.programs.checkpoints import end_of_training, mark_end_of_training
+from spmd_trainer.programs.dataset_batches import go_on
 from spmd_trainer.programs.ending import say_end
 from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.programs.profiling import profile_capture
 from spmd_trainer.programs.reports import Reports
+from spmd_trainer.programs.saving import open_checkpointer, save
 from spmd_trainer.programs.schedule import Due, Schedule
-from spmd_trainer.programs.signals import save_requests
+from spmd_trainer.programs.signals import Interrupted, SaveRequest, save_requests
 from spmd_trainer.programs.stopping import Stopping
 from spmd_trainer.programs.watchdog import Watchdog
 from spmd_trainer.runtime import garbage
@@ -71,10 +74,10 @@ class TrainResult:
 def train(job: Job, guards: Guards | None = None) -> TrainResult:
     """Trains until `task.train.num_train_steps`, from the newest checkpoint of the job's directory if there is one.
 
-    Training is also complete when its input ends, and when `task.early_stopping_fn` says so. Then the last step is
-    evaluated (and decoded) too, if evaluation during training is on and no interval has ended there. On Ctrl-C or SIGTERM
-    the step in progress is finished and saved, and the function returns. With several processes, all call it; a SIGTERM to
-    any of them makes all of them save the same step.
+    Training is also complete when its input ends, and when `task.early_stopping_fn` says so. Then the last step is evaluated
+    (and decoded), if that is done during training. On Ctrl-C or SIGTERM the step in progress is finished and saved, and the
+    function returns; an evaluation of the last step is interrupted, and the next start makes up for it. With several
+    processes, all call it; a SIGTERM to any of them makes all of them save the same step.
 
     Raises:
       UserError: the run cannot go on: numbers went wrong, or a checkpoint could not be read or written.
@@ -82,19 +85,17 @@ def train(job: Job, guards: Guards | None = None) -> TrainResult:
     settings, schedule = job.settings, Schedule.of_job(job)
     with contextlib.ExitStack() as stack:
         run = _Run(job, guards or Guards(), stack)
-        request = stack.enter_context(
-            save_requests(exit_after_ondemand_checkpoint=settings.exit_after_ondemand_checkpoint)
-        )
+        leaves = settings.exit_after_ondemand_checkpoint
+        request = stack.enter_context(save_requests(exit_after_ondemand_checkpoint=leaves))
         job.write_description()
 
-        compiled, state, batches = _start_up(job, run.checkpoints, stack)
+        compiled, state, batches = _start_up(job, run, stack)
         garbage.resume()
-        step, key = int(state.step), job.prng_key
+        step, num_steps, key = int(state.step), schedule.num_steps, job.prng_key
         run.begins(step, compiled.packing)
         profile = stack.enter_context(profile_capture(job))
 
-        leave, interrupted, input_ended, batch = run.stopping.has_stopped, False, False, None
-        num_steps = schedule.num_steps
+        leave, input_ended, batch = run.stopping.has_stopped, False, None
         while step < num_steps and not leave:
             run.watchdog.begins(f"training step {step + 1}")
             prefetched = next(batches, None)
@@ -114,23 +115,20 @@ def train(job: Job, guards: Guards | None = None) -> TrainResult:
                 run.reports.add_none()
                 job, state = elastic.rebuild(job, devices, state)
                 compiled, batches = _go_on(job, batches, stack)
-                batch = None  # It lies on the devices before: an evaluation now does without it.
+                batch = None  # It lies on the devices before: an evaluation now takes the next one.
                 run.moves(step, job, compiled.packing)
 
             asked = request.take()
-            interrupted = asked and request.leaves
-            leave |= interrupted
+            leave |= request.leaving
             due = schedule.due(run.checkpoints, step, asked=asked, leaves=leave)
             if due.any:
-                leave |= run.does(due, step, state, batches.state, batch)
+                leave |= run.does(due, step, state, batches, batch)
 
         run.reports.add_none()
         if leave and settings.enable_checkpoint_saving:
             run.saves(step, state, batches.state)
-        complete = step >= num_steps or run.stopping.has_stopped or input_ended
-        if complete and not interrupted:
-            # The last save is written meanwhile.
-            run.does(run.lacks(schedule, step), step, state, batches.state, batch)
+        if complete := step >= num_steps or run.stopping.has_stopped or input_ended:
+            run.completes(schedule, request, step, state, batches, batch)
         return run.ends(step, state, complete=complete, input_ended=input_ended)
 
 
@@ -141,7 +139,7 @@ class _Run:
       watchdog: is told what begins.
       checkpoints: the run's own.
       reports: the scalars of its steps.
-      stopping: whether a metric ends it; from `begins` on.
+      stopping: whether a metric ends it; from `resumes` on.
     """
 
     stopping: Stopping
@@ -160,18 +158,23 @@ class _Run:
         self._evaluated: int | None = None
         self._decoded: int | None = None
         self._results: dict[str, float] = {}
+        self._interrupted = ""
         self._use(job)
 
     def _use(self, job: Job) -> None:
         self._job = job
         self._evals, self._decodes = evaluate.Evaluations(job, self._writers), decode.Decodes(job, self._writers)
 
+    def resumes(self, step: int) -> bool:
+        """Takes up where the run has been at `step`, the one it starts from; returns whether there is anything to train."""
+        self.stopping = self._stack.enter_context(Stopping(self._job, step))
+        return step < int(self._job.task.train.num_train_steps) and not self.stopping.has_stopped
+
     def begins(self, step: int, packing: ScalarPacking) -> None:
         """The run begins at the state after `step`."""
         num_steps = int(self._job.task.train.num_train_steps)
         self._first_step = step
         self.reports.start(self._job, packing, step)
-        self.stopping = self._stack.enter_context(Stopping(self._job, step))
         mark_end_of_training(self._job, None)
         if step >= num_steps:
             logging.info("already finished at step %d of %d: there is nothing to train", step, num_steps)
@@ -185,37 +188,81 @@ class _Run:
         self._use(job)
         self.reports.start(job, packing, step)
 
-    def lacks(self, schedule: Schedule, step: int) -> Due:
-        """Returns what a run that is complete at `step` has yet to do there."""
-        return schedule.due_at_end(step, evaluated=self._evaluated, decoded=self._decoded)
+    def does(
+        self,
+        due: Due,
+        step: int,
+        state: TrainState,
+        batches: Prefetcher,
+        batch: Any,
+        between_batches: Callable[[], None] = go_on,
+    ) -> bool:
+        """Does what is due after a step; returns whether training is to end.
 
-    def does(self, due: Due, step: int, state: TrainState, input_state: bytes | None, batch: Any) -> bool:
-        """Does what is due after a step; returns whether training is to end."""
+        Args:
+          due: what.
+          step: the step.
+          state: the state after it.
+          batches: the training input after it.
+          batch: the batch that it took; None where that is not on the devices.
+          between_batches: called between two batches of evaluation and decode.
+        """
         job, train_p = self._job, self._job.task.train
         self.reports.add_none()
         if due.save:
-            self.saves(step, state, input_state)
+            self.saves(step, state, batches.state)
         if due.evaluate:
             self.watchdog.begins(f"evaluation at step {step}")
-            train_batch = None if train_p.eval_skip_train else batch
-            metrics = self._evals.run(_eval_state(job, state, ema=train_p.eval_use_ema_states), step, train_batch)
+            train_batch, next_batch = (None, None) if train_p.eval_skip_train else (batch, lambda: _peek(batches))
+            eval_state = _eval_state(job, state, ema=train_p.eval_use_ema_states)
+            metrics = self._evals.run(
+                eval_state, step, train_batch, next_batch=next_batch, between_batches=between_batches
+            )
             self._evaluated, self._results = step, metrics
             self.stopping.stops(metrics, step)
             if self.stopping.found_best:
-                _save(job, self.stopping.best_checkpoints, step, state, input_state)
+                save(job, self.stopping.best_checkpoints, step, state, batches.state)
         if due.decode:
             self.watchdog.begins(f"decoding at step {step}")
-            self._decodes.run(_eval_state(job, state, ema=train_p.decode_use_ema_states), step)
+            self._decodes.run(_eval_state(job, state, ema=train_p.decode_use_ema_states), step, between_batches)
             self._decoded = step
         self.reports.progress.start(step)
         return due.evaluate and self.stopping.has_stopped
+
+    def completes(
+        self,
+        schedule: Schedule,
+        request: SaveRequest,
+        step: int,
+        state: TrainState,
+        batches: Prefetcher,
+        batch: Any,
+    ) -> None:
+        """Training is complete at `step`: evaluates and decodes there where that is not done yet, while the save is written.
+
+        A signal ends it between two batches; started again, the run makes up for what is missing.
+
+        Args:
+          schedule: says what is due.
+          request: what signals ask for.
+          step, state, batches, batch: as `does`.
+        """
+        due = schedule.due_at_end(step, evaluated=self._evaluated, decoded=self._decoded)
+        if not due.any:
+            return
+        request.training = False
+        try:
+            request.leave_if_asked()
+            self.does(due, step, state, batches, batch, request.leave_if_asked)
+        except Interrupted:
+            self._interrupted = "evaluation" if due.evaluate and self._evaluated != step else "decode"
 
     def saves(self, step: int, state: TrainState, input_state: bytes | None) -> None:
         """Starts to save the state after `step`."""
         self.watchdog.begins(f"saving step {step}")
         # A checkpoint never outlives the scalars before it.
         self._writers.flush()
-        _save(self._job, self.checkpoints, step, state, input_state)
+        save(self._job, self.checkpoints, step, state, input_state)
 
     def ends(self, step: int, state: TrainState, *, complete: bool, input_ended: bool) -> TrainResult:
         """Waits until all is on disk, says how the run ended and where its results are, and returns its result."""
@@ -225,38 +272,55 @@ class _Run:
         if complete:
             mark_end_of_training(self._job, step)
         self._writers.flush()
-        metrics = {**self.reports.last(), **self._results}
+        scalars = self.reports.last()
         how, then = self._how_it_ended(step, complete=complete, input_ended=input_ended)
-        say_end(self._first_job, how, then, metrics, self._evaluated)
-        return TrainResult(state, metrics, step, self._job.settings.job_log_dir)
+        say_end(self._first_job, how, then, scalars.get("loss"), self._results, self._evaluated)
+        return TrainResult(state, {**scalars, **self._results}, step, self._job.settings.job_log_dir)
 
     def _how_it_ended(self, step: int, *, complete: bool, input_ended: bool) -> tuple[str, str]:
         """How the run ended, and how it can go on; empty where there was nothing to train."""
         num_steps = int(self._job.task.train.num_train_steps)
         where = f"step {step} of {num_steps}"
+        saved = self._job.settings.enable_checkpoint_saving
         if not complete:
-            saved = self._job.settings.enable_checkpoint_saving
             then = "the same command continues from there" if saved else "nothing was saved (enable_checkpoint_saving)"
             return f"stopped at {where} by SIGTERM or Ctrl-C", then
+        then = f"the final {self._interrupted} was interrupted" if self._interrupted else ""
+        then += ", and the same command makes up for it" if then and saved else ""
         if step == self._first_step and not input_ended:
-            return "", ""
+            return (f"training had ended before, at {where}", then) if then else ("", "")
         why = ""
         if step < num_steps:
             why = " (the training input has ended)" if input_ended else " (early_stopping_fn ended training)"
-        return f"finished: {where} in {format_duration(time.monotonic() - self._began)}{why}", ""
+        return f"finished: {where} in {format_duration(time.monotonic() - self._began)}{why}", then
 
 
-def _start_up(
-    job: Job, checkpoints: Checkpointer, stack: contextlib.ExitStack
-) -> tuple[CompiledTrainStep, TrainState, Prefetcher]:
+def _start_up(job: Job, run: _Run, stack: contextlib.ExitStack) -> tuple[CompiledTrainStep, TrainState, Prefetcher]:
     """Compiles the step while the state is restored or initialised: most of the compiler's work leaves Python free."""
-    with concurrent.futures.ThreadPoolExecutor(1, "compile") as pool:
-        step_future = pool.submit(compile_train_step, job)
-        state, saved_input_state = first_state(job, checkpoints)
-        if not job.task.train.enable_input_checkpointing:
-            saved_input_state = None
-        batches = stack.enter_context(_train_batches(job, saved_input_state))
-        return step_future.result(), state, batches
+    pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
+    compiling = None if _seems_finished(job, run.checkpoints) else pool.submit(compile_train_step, job)
+    # Not waited for: what is wrong with the checkpoint or the input is said before the compiler is done.
+    pool.shutdown(wait=False)
+    state, saved_input_state = first_state(job, run.checkpoints)
+    if not job.task.train.enable_input_checkpointing:
+        saved_input_state = None
+    batches = stack.enter_context(_train_batches(job, saved_input_state))
+    if not run.resumes(int(state.step)):
+        return CompiledTrainStep(None, ScalarPacking()), state, batches
+    batches.peek()
+    return compiling.result() if compiling else compile_train_step(job), state, batches
+
+
+def _seems_finished(job: Job, checkpoints: Checkpointer) -> bool:
+    """Whether the newest checkpoint is the last one; the restored state has the final say, which may be an older one's."""
+    newest = checkpoints.latest_step()
+    if newest is None:
+        finished = False
+    elif job.task.early_stopping_fn is not None and end_of_training(checkpoints.directory) == newest:
+        finished = True
+    else:
+        finished = newest >= int(job.task.train.num_train_steps)
+    return bool(multihost.from_process_0(int(finished)))
 
 
 def _go_on(job: Job, batches: Prefetcher, stack: contextlib.ExitStack) -> tuple[CompiledTrainStep, Prefetcher]:
@@ -267,7 +331,12 @@ def _go_on(job: Job, batches: Prefetcher, stack: contextlib.ExitStack) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class CompiledTrainStep:
-    """The train step, compiled, and how to read its scalars."""
+    """The train step, compiled, and how to read its scalars.
+
+    Attributes:
+      fn: (state, key, batch) -> (new state, packed scalars); None for a run that is finished already.
+      packing: unpacks them.
+    """
 
     fn: Any
     packing: ScalarPacking
@@ -289,17 +358,10 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         return CompiledTrainStep(lowered.compile(), packing)
 
 
-def open_checkpointer(job: Job, *, read_only: bool = False) -> Checkpointer:
-    """Opens the job's checkpoints with the retention that the task asks for."""
-    train_p = job.task.train
-    directory = job.settings.checkpoint_dir if read_only else job.settings.job_log_dir / "checkpoints"
-    return Checkpointer(
-        directory,
-        save_interval_steps=train_p.save_interval_steps,
-        save_max_to_keep=train_p.save_max_to_keep,
-        save_keep_interval_duration=train_p.save_keep_interval_duration,
-        read_only=read_only,
-    )
+def _peek(batches: Prefetcher) -> Any:
+    """The batch of the next step, which will still be its batch; None where the input has ended."""
+    prefetched = batches.peek()
+    return None if prefetched is None else prefetched.batch
 
 
 @contextlib.contextmanager
@@ -324,31 +386,6 @@ def _train_batches(job: Job, input_state: Any) -> Iterator[Prefetcher]:
 
     with Prefetcher(train_input, put) as batches:
         yield batches
-
-
-def _save(job: Job, checkpoints: Checkpointer, step: int, state: TrainState, input_state: bytes | None) -> None:
-    metadata = {
-        "experiment": job.resolved.name,
-        "mesh": job.partitioner.mesh_shape(),
-        "config": job.config_lines(),
-        "num_train_steps": int(job.task.train.num_train_steps),
-    }
-    try:
-        checkpoints.save(
-            step,
-            state,
-            job.partitioner.metadata.variables,
-            input_state={"state": input_state},
-            metadata=metadata,
-            force=True,
-            check_finite=True,
-        )
-    except NonFiniteStateError as error:
-        raise UserError(
-            f"{error} The run stops here; the newest whole checkpoint is that of step {checkpoints.latest_step()}, and "
-            "started again the run goes on from it. Let the learner skip such steps (check_valid_step and "
-            "enable_skip_step_on_gradient_anomalies), clip gradients, or lower the learning rate."
-        ) from error
 
 
 def _eval_state(job: Job, state: TrainState, *, ema: bool) -> TrainState:

@@ -6,8 +6,9 @@ from trained_helpers import make_job
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.averages import StepAverages
 from spmd_trainer.metrics.packing import Scalars, SummaryNames
-from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import train
+from spmd_trainer.programs.reports import Reports
 
 pytestmark = pytest.mark.xdist_group("trained")
 
@@ -59,8 +60,41 @@ def test_a_weight_that_is_zero_throughout_divides_nothing():
 
 @pytest.mark.parametrize("every", [0, 11])
 def test_intervals_that_leave_summaries_empty_are_refused(every):
-    with pytest.raises(UserError, match=rf"summary_accumulate_interval_steps={every}: .*must be 1 to 10 \(task.train"):
+    with pytest.raises(
+        UserError, match=rf"summary_accumulate_interval_steps={every}: it must be between 1 and task.+ \(10\)"
+    ):
         StepAverages(every, 10)
+
+
+class Unpacked:
+    """Scalars that come as they are."""
+
+    def unpack(self, packed):
+        return packed
+
+
+def test_steps_that_were_skipped_are_counted_and_left_out_of_the_average(tmp_path):
+    fields = ("task.train.summary_interval_steps=3", "task.train.summary_accumulate_interval_steps=1")
+    job = make_job(tmp_path, mesh=(1, 1, 1), fields=fields)
+    writers = SummaryWriters(tmp_path)
+    reports = Reports(job, writers, began=0.0, stop_on_invalid_step=False)
+    reports.start(job, Unpacked(), 0)
+    names = SummaryNames(["learning/is_valid_step", "layer/norm"])
+    nan = float("nan")
+    steps = {1: (2.0, 1.0, 10.0), 2: (nan, 0.0, nan), 3: (4.0, 1.0, 30.0), 4: (nan, 0.0, nan), 5: (5.0, 0.0, 1e9)}
+    for step, (loss, valid, norm) in steps.items():
+        reports.add(step, Scalars(loss, {"x": loss}, {"x": 1.0}, names, [valid, norm]))
+    reports.add(6, Scalars(7.0, {"x": 7.0}, {"x": 1.0}, names, [1.0, 70.0]))
+    reports.add_none()
+    writers.close()
+    written = {
+        step: {name: record[name] for name in ("loss", "x", "layer/norm", "invalid_steps")}
+        for step, record in read_metrics(tmp_path, "train").items()
+    }
+    assert written == {
+        3: {"loss": 3.0, "x": 3.0, "layer/norm": 20.0, "invalid_steps": 1},
+        6: {"loss": 7.0, "x": 7.0, "layer/norm": 70.0, "invalid_steps": 3},
+    }
 
 
 def test_a_run_writes_the_averages_of_its_steps(tmp_path):

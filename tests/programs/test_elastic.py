@@ -11,6 +11,8 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.metrics.early_stopping import EarlyStopping
+from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.partition import pjit
 from spmd_trainer.partition.shard_map import ShardMapPartitioner
 from spmd_trainer.programs import elastic, experiment_config, train
@@ -48,11 +50,12 @@ class Scales(LosesDevices):
     BATCH = "scale"
 
 
-def job(directory, experiment=None):
+def job(directory, experiment=None, fields=()):
     overrides = [
         f"task.train.num_train_steps={STEPS}",
         "task.train.summary_interval_steps=1",
         "task.train.eval_interval_steps=5",
+        *fields,
     ]
     resolved = experiment_config.resolve(TINY, overrides)
     if experiment is not None:
@@ -97,6 +100,16 @@ def test_from_8_devices_to_4_to_8_the_losses_are_those_of_a_run_that_stayed(
         f"{m}; {b}" for m, b in zip(meshes, batch, strict=True)
     ]
     assert not (tmp_path / "checkpoints").exists() or not any((tmp_path / "checkpoints").iterdir())
+
+
+def test_an_evaluation_right_after_a_change_takes_the_next_training_batch_and_leaves_it_to_its_step(tmp_path, stayed):
+    fields = ("task.train.eval_interval_steps=2", "task.train.eval_skip_train=False")
+    run = job(tmp_path, LosesDevices(), fields)
+    run.task.early_stopping_fn = EarlyStopping(metric="train/log_pplx", patience=9)
+    train.train(run)
+    evaluated = read_metrics(tmp_path, "eval_train")
+    assert sorted(evaluated) == [2, 4, 6]
+    assert losses(tmp_path) == pytest.approx(stayed, rel=1e-5)
 
 
 def test_a_scaled_batch_takes_no_example_twice_and_leaves_none_out(tmp_path, caplog, stayed, monkeypatch):

@@ -11,7 +11,7 @@ from trained_helpers import TINY, make_job
 
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.writers import read_metrics
-from spmd_trainer.programs import elastic, train
+from spmd_trainer.programs import decode, elastic, evaluate, train
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")
@@ -87,7 +87,7 @@ def test_a_run_says_what_it_does_and_ends_with_an_evaluation_and_a_decode(tmp_pa
     # Started again, it says that it is finished, and does nothing twice.
     again, lines = trained_lines(caplog, tmp_path)
     assert place(lines, "already finished at step 5 of 5") < place(lines, "eval heldout at step 5 is done already")
-    assert not [line for line in lines if re.search("^saving|^finished|first step", line)]
+    assert not [line for line in lines if re.search("^saving|^finished|first step|compiling", line)]
     assert evaluated(tmp_path) == [2, 4, STEPS]
     assert again.metrics["heldout/log_pplx"] == record["log_pplx"]
     assert again.step == STEPS
@@ -155,6 +155,7 @@ def test_an_early_stop_is_said_and_its_best_checkpoint_is_saved_though_a_kill_ca
     place(lines, rf"results in .*best/ \(step {best}\)")
     _, lines = trained_lines(caplog, tmp_path, fields, customize=stops)
     place(lines, rf"already finished at step {result.step} of 5: early_stopping_fn ended training")
+    assert not [line for line in lines if "compiling" in line]
 
 
 def test_the_best_checkpoint_of_the_last_step_is_made_up_for(tmp_path, caplog):
@@ -171,3 +172,87 @@ def test_the_best_checkpoint_of_the_last_step_is_made_up_for(tmp_path, caplog):
     (tmp_path / "best" / str(STEPS)).rename(tmp_path / "lost")
     trained_lines(caplog, tmp_path, fields, customize=watches)
     assert (tmp_path / "best" / str(STEPS)).exists()
+
+
+@pytest.mark.parametrize(("what", "program"), [("evaluation", evaluate.EvalDataset), ("decode", decode.DecodeDataset)])
+def test_a_signal_interrupts_what_is_done_at_the_end_and_the_same_command_makes_up_for_it(
+    tmp_path, caplog, monkeypatch, what, program
+):
+    fields = ("task.train.eval_interval_steps=100", "eval_datasets[0].batch_size=2", "decode_datasets[0].batch_size=1")
+    fields += ("task.train.decode_interval_steps=100",)
+    batches_of = program._batches
+
+    def batches(self):
+        for batch in batches_of(self):
+            yield batch
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "_batches", batches)
+        result, lines = trained_lines(caplog, tmp_path, fields)
+    place(
+        lines,
+        rf"^finished: step 5 of 5 in .*, loss .*; the final {what} was interrupted, and the same command makes up",
+    )
+    place(lines, "^saved step 5 in ")
+    assert (tmp_path / "end_of_training.json").exists()
+    decoded = tmp_path / "decode_out" / "heldout_prompts" / "step_5.jsonl"
+    assert not decoded.exists()
+    assert (tmp_path / "summaries" / "eval_heldout").exists() == (what == "decode")
+    assert ("heldout/log_pplx" in result.metrics) == (what == "decode")
+
+    _, lines = trained_lines(caplog, tmp_path, fields)
+    place(lines, "already finished at step 5 of 5")
+    assert evaluated(tmp_path) == [STEPS]
+    assert len(decoded.read_text().splitlines()) == 2
+    assert not [line for line in lines if "interrupted" in line]
+
+
+def test_the_training_batch_is_evaluated_at_the_end_where_there_is_nothing_else(tmp_path, caplog):
+    def without_datasets(config):
+        config.eval_datasets.clear()
+        config.task.train.eval_skip_train = False
+        config.task.metrics = lambda scalars: type(scalars)({**scalars, "more/xent": scalars["avg_xent"]})
+
+    result, lines = trained_lines(caplog, tmp_path, customize=without_datasets)
+    assert sorted(read_metrics(tmp_path, "eval_train")) == [2, 4, STEPS]
+    assert result.metrics["train/log_pplx"] == read_metrics(tmp_path, "eval_train")[STEPS]["log_pplx"]
+    # Scalars of training steps are no datasets, slash or not.
+    place(lines, "^last evaluation, at step 5: train: [^;/]*more/xent [^;/]*$")
+
+
+def watches_the_training_batch(config):
+    config.task.early_stopping_fn = pax_fiddle.Config(EarlyStopping, metric="train/log_pplx")
+    config.task.train.eval_skip_train = False
+
+
+def test_a_run_started_at_its_last_step_evaluates_the_next_training_batch_once(tmp_path, caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, STEPS)
+        _, lines = trained_lines(caplog, tmp_path, customize=watches_the_training_batch)
+    place(lines, "^finished: step 5 of 5 .*; the final evaluation was interrupted")
+    assert sorted(read_metrics(tmp_path, "eval_train")) == [2, 4]
+    result, _ = trained_lines(caplog, tmp_path, customize=watches_the_training_batch)
+    records = read_metrics(tmp_path, "eval_train")
+    assert sorted(records) == [2, 4, STEPS]
+    losses = {step: record["log_pplx"] for step, record in records.items()}
+    assert [path.name for path in (tmp_path / "best").iterdir() if path.name.isdigit()] == [
+        str(min(losses, key=losses.get))
+    ]
+    again, lines = trained_lines(caplog, tmp_path, customize=watches_the_training_batch)
+    place(lines, "^eval train at step 5 is done already")
+    assert again.metrics["train/log_pplx"] == result.metrics["train/log_pplx"] == losses[STEPS]
+
+
+def test_without_a_training_batch_to_evaluate_nothing_is_asked_about_it(tmp_path, caplog, monkeypatch):
+    def three_batches(config):
+        watches_the_training_batch(config)
+        config.train_datasets[0] = config.eval_datasets[0].clone().set(name="short", max_windows=3, batch_size=1)
+
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3)
+        trained_lines(caplog, tmp_path, customize=three_batches)
+    _, lines = trained_lines(caplog, tmp_path, customize=three_batches)
+    place(lines, r"^finished: step 3 of 5 in .* \(the training input has ended\)")
+    place(lines, "^early_stopping_fn is not asked: the training input has ended")
+    assert evaluated(tmp_path) == [2, 3]

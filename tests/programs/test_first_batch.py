@@ -1,13 +1,19 @@
 """An input that doesn't give what its specs declare is refused at its first batch, leaf by leaf."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
+from praxis import base_input, pax_fiddle
 from praxis.py_utils import NestedMap
-from trained_helpers import make_job, trained
+from trained_helpers import STEPS, make_job, trained
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.programs import evaluate, first_batch, train
+from spmd_trainer.programs.dataset_batches import num_batches
+from spmd_trainer.tasks.lm import input_generator
 
 pytestmark = pytest.mark.xdist_group("trained")
 
@@ -65,7 +71,9 @@ def test_training_and_evaluation_refuse_such_an_input_unless_told_not_to_look(tm
     job = make_job(tmp_path / "a", mesh=(1, 1, 1), fields=fields, enable_checkpoint_saving=False)
     build = job.build_train_input
     job.build_train_input = lambda: Casts(build())
-    with pytest.raises(UserError, match=r"'stdlib_train' failed at batch 0.*labels is int64 \[8, 32\], declared int32"):
+    with pytest.raises(
+        UserError, match=r"^the first batch of input 'stdlib_train' is not .*labels is int64 \[8, 32\], declared int32"
+    ):
         train.train(job)
     fields = (*fields, "task.train.enforce_input_specs=False")
     unchecked = make_job(tmp_path / "b", mesh=(1, 1, 1), fields=fields, enable_checkpoint_saving=False)
@@ -78,3 +86,75 @@ def test_training_and_evaluation_refuse_such_an_input_unless_told_not_to_look(tm
     job.build_input = lambda input_p: Casts(build_input(input_p))
     with pytest.raises(UserError, match=r"first batch of input 'heldout'.*labels is int64 \[8, 32\]"):
         evaluate.evaluate_checkpoints(job)
+
+
+def test_a_training_input_is_refused_before_the_step_is_compiled(tmp_path, monkeypatch):
+    job = make_job(tmp_path, mesh=(1, 1, 1), enable_checkpoint_saving=False)
+    build = job.build_train_input
+    job.build_train_input = lambda: Casts(build())
+    refused, compiled = threading.Event(), threading.Event()
+
+    def compile_train_step(job):
+        refused.wait(60)
+        compiled.set()
+
+    monkeypatch.setattr(train, "compile_train_step", compile_train_step)
+    with pytest.raises(UserError, match="the first batch of input"):
+        train.train(job)
+    assert not compiled.is_set()
+    refused.set()
+
+
+class PlainPaxInput(base_input.BaseInput):
+    """Two batches, without input_specs() of its own and with praxis' padding: zeros."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._given = 0
+
+    def get_next(self):
+        if self._given == 2:
+            raise StopIteration
+        self._given += 1
+        rows = np.random.default_rng(self._given).integers(1, 256, (8, 32)).astype(np.int32)
+        ones = np.ones((8, 32), np.float32)
+        return NestedMap(
+            ids=rows,
+            labels=np.roll(rows, -1, 1),
+            paddings=0 * ones,
+            weights=ones,
+            segment_ids=np.ones((8, 32), np.int32),
+            segment_pos=np.tile(np.arange(32, dtype=np.int32), (8, 1)),
+            eval_sample_weights=np.ones(8, np.float32),
+        )
+
+    def reset(self):
+        super().reset()
+        self._given = 0
+
+
+def plain_pax(config):
+    config.eval_datasets = [pax_fiddle.Config(PlainPaxInput, name="heldout", batch_size=8, is_training=False)]
+
+
+@pytest.mark.parametrize("customize", [lambda config: None, plain_pax])
+def test_rows_that_batch_padding_size_adds_are_no_difference(tmp_path, customize):
+    def evaluated(directory, rows):
+        def padded(config):
+            customize(config)
+            config.eval_datasets[0].batch_padding_size = rows
+
+        job = make_job(directory, restore_checkpoint_dir=trained() / "checkpoints", mode="eval", customize=padded)
+        evaluate.evaluate_checkpoints(job)
+        record = read_metrics(directory, "eval_heldout")[STEPS]
+        return {name: record[name] for name in ("log_pplx", "num_predictions", "eval_batches")}
+
+    assert evaluated(tmp_path / "padded", 8) == evaluated(tmp_path / "bare", 0)
+
+
+@pytest.mark.parametrize(("given", "known"), [(3, 3), (0, None), (-1, None), (None, None)])
+def test_no_limit_of_a_pax_input_is_no_number_of_batches(given, known):
+    input_p = input_generator.SyntheticLmData.HParams()
+    input_p.batch_size, input_p.seq_len = 4, 6
+    adaptor = base_input.LingvoInputAdaptor(input=input_p, is_training=False, num_batches=given)
+    assert num_batches(adaptor) == known

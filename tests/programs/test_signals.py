@@ -32,6 +32,30 @@ def test_signals_that_come_while_the_loop_asks_are_found_and_hang_nothing():
         assert request.take()
 
 
+def test_work_between_two_batches_is_left_where_the_run_is_told_to_leave(capfd):
+    with signals.save_requests(exit_after_ondemand_checkpoint=True) as request:
+        request.leave_if_asked()
+        request.training = False
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert "SIGTERM: interrupting the final evaluation, leaving" in capfd.readouterr().err
+        for _ in range(2):
+            with pytest.raises(signals.Interrupted):
+                request.leave_if_asked()
+    with signals.save_requests(exit_after_ondemand_checkpoint=True) as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.take()
+        with pytest.raises(signals.Interrupted):
+            request.leave_if_asked()
+
+
+def test_a_signal_that_asks_for_a_checkpoint_alone_interrupts_nothing(capfd):
+    with signals.save_requests(exit_after_ondemand_checkpoint=False) as request:
+        request.training = False
+        os.kill(os.getpid(), signal.SIGTERM)
+        request.leave_if_asked()
+    assert "SIGTERM: the last step is saved, going on" in capfd.readouterr().err
+
+
 def test_handlers_are_what_they_were_afterwards():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with signals.save_requests(exit_after_ondemand_checkpoint=True):

@@ -1,0 +1,99 @@
+"""What a run says at its end: numbers, datasets, and commands that find the experiment again."""
+
+import copy
+
+import pytest
+from trained_helpers import make_job
+
+from spmd_trainer import experiment_registry
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.programs import ending
+
+pytestmark = pytest.mark.xdist_group("trained")
+
+OVERRIDES = (
+    "eval_datasets[0].max_windows=4",
+    "train_datasets[0].shuffle=False",
+    "task.early_stopping_fn=None",
+    "task.train.learner.grad_norm_summary=False",
+)
+KEPT = [OVERRIDES[0], OVERRIDES[3]]
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """What these tests register is gone after them."""
+    for name in ("_registry", "_tags", "_specs", "_full_names_by_key"):
+        monkeypatch.setattr(experiment_registry, name, copy.deepcopy(getattr(experiment_registry, name)))
+
+
+def commands(directory, cls, *, registered):
+    """What is printed for a class, after a run that has saved."""
+    if registered:
+        experiment_registry.register(cls)
+    name = experiment_registry.full_name(cls) if registered else cls
+    (directory / "checkpoints" / "2").mkdir(parents=True)
+    (directory / "checkpoints" / "2" / "_CHECKPOINT_METADATA").write_text("{}")
+    return list(ending.next_commands(make_job(directory, exp=name, fields=OVERRIDES)))
+
+
+def experiment(module, name):
+    return type(name, (StdlibBytesTiny,), {"__module__": module})
+
+
+def test_an_experiment_of_ones_own_is_named_in_full_without_what_training_alone_reads(tmp_path):
+    lines = commands(tmp_path, experiment("my_pkg.my_module", "Mine"), registered=True)
+    assert [line.split()[1] for line in lines] == ["evaluate:", "decode:"]
+    for line in lines:
+        assert "--exp=my_pkg.my_module.Mine " in line
+        assert all(override in line for override in KEPT)
+        assert "train_datasets" not in line
+        assert "early_stopping_fn" not in line
+
+
+@pytest.mark.parametrize(("module", "registered"), [("__main__", True), ("__main__", False), ("my_module", False)])
+def test_a_class_that_no_command_finds_is_evaluated_from_python(tmp_path, module, registered):
+    lines = commands(tmp_path, experiment(module, "Notebook"), registered=registered)
+    arguments = f"(Notebook, '{tmp_path}', overrides="
+    assert f"  to evaluate:        spmd_trainer.evaluate{arguments}" in lines[0]
+    assert f"  to decode:          spmd_trainer.decode{arguments}" in lines[1]
+    call = lines[0].partition("spmd_trainer.evaluate")[2]
+    given = eval(f"(lambda *args, **kwargs: kwargs){call}", {"Notebook": None})
+    assert set(KEPT) <= set(given["overrides"])
+    assert set(given["overrides"]).isdisjoint(OVERRIDES[1:3])
+
+
+def test_nothing_is_printed_where_nothing_was_saved(tmp_path):
+    assert not list(ending.next_commands(make_job(tmp_path)))
+
+
+def test_numbers_keep_their_first_digits():
+    shown = ending.shown({"lr": 1e-5, "b": -0.00012345, "c": 0.0, "d": 0.00125, "e": 12345.0, "f": float("nan")})
+    assert shown == "lr 1e-05  b -0.0001234  c 0  d 0.0013  e 12,345  f nan"
+
+
+def test_only_names_of_the_loss_share_a_value():
+    metrics = {
+        "avg_xent": 4.25,
+        "accuracy": 0.0,
+        "num_errors": 0.0,
+        "log_pplx": 4.25,
+        "total_loss": 4.5,
+        "aux_loss": 0.0,
+    }
+    assert ending.shown(metrics) == "avg_xent = log_pplx 4.2500  accuracy 0  num_errors 0  total_loss 4.5000"
+
+
+def test_results_are_listed_by_the_datasets_that_there_are(tmp_path, caplog):
+    def named_with_a_slash(config):
+        config.eval_datasets[0].name = "books/heldout"
+        config.eval_datasets.append(config.eval_datasets[0].clone().set(name="books"))
+
+    job = make_job(tmp_path, customize=named_with_a_slash)
+    results = {"train/a/b": 1.5, "books/heldout/a": 2.5, "books/other/a": 3.5}
+    with caplog.at_level("INFO", logger="absl"):
+        ending.say_end(job, "finished", "", 0.5, results, 7)
+    assert caplog.messages[:2] == [
+        "finished, loss 0.5000",
+        "last evaluation, at step 7: train: a/b 1.5000; books/heldout: a 2.5000; books: other/a 3.5000",
+    ]
