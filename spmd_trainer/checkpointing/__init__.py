@@ -7,11 +7,12 @@ records.py         the JSON record: logical shapes, mesh, config, versions, inpu
 mismatch.py        why a checkpoint does not fit a model
 state_checks.py    what a state must pass before it is saved
 loading_rules.py   init_from_checkpoint_rules: warm starts by regex
-following.py       evaluation and decoding jobs that follow a run
-preflight.py       writable and enough space, before training starts
+checkpoint_iterator.py  evaluation and decoding jobs that follow a run
+storage_check.py   writable and enough space, before training starts
 orbax_io.py        all that is Orbax, imported when first needed
 """
 
+from spmd_trainer.checkpointing.checkpoint_iterator import iterate_checkpoints
 from spmd_trainer.checkpointing.checkpointer import Checkpointer, Restored
 from spmd_trainer.checkpointing.errors import (
     CheckpointError,
@@ -20,9 +21,8 @@ from spmd_trainer.checkpointing.errors import (
     DamagedCheckpointError,
     NonFiniteStateError,
 )
-from spmd_trainer.checkpointing.following import iterate_checkpoints
 from spmd_trainer.checkpointing.loading_rules import LOAD_ALL, CheckpointLoadingRules, LoadReport, init_from_rules
-from spmd_trainer.checkpointing.preflight import checkpoint_bytes, preflight
+from spmd_trainer.checkpointing.storage_check import check_storage, checkpoint_bytes
 
 __all__ = [
     "LOAD_ALL",
@@ -35,8 +35,8 @@ __all__ = [
     "LoadReport",
     "NonFiniteStateError",
     "Restored",
+    "check_storage",
     "checkpoint_bytes",
     "init_from_rules",
     "iterate_checkpoints",
-    "preflight",
 ]

@@ -202,7 +202,7 @@ class Checkpointer:
         if step == self._last_save or steps.is_whole(self._directory, step):
             logging.debug("Checkpoint step %d is already there.", step)
             return False
-        times.begins()
+        times.begin()
         specs = records.by_path(variables)
         arrays = state_checks.arrays_by_path(state, variables, specs)
         state_checks.refuse_non_finite(step, state, arrays, check_finite)

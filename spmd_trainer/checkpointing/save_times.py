@@ -34,7 +34,7 @@ class SaveTimes:
         self._took: float | None = None
         self._lock = threading.Lock()
 
-    def begins(self) -> None:
+    def begin(self) -> None:
         """Logs that the save begins."""
         self._report(f"saving {self._what}")
 

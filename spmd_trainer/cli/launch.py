@@ -64,7 +64,7 @@ def _run_experiment(flag_values: Any, processes: distributed.Processes, run_log:
     with _errors_of_users(settings, run_log, processes.index):
         job = build_job(settings, resolved, flag_values.jax_cache_dir)
         open_log(settings, run_log, processes.index)
-        start(job, guards_from_flags(flag_values))
+        start(job, failure_policy_from_flags(flag_values))
 
 
 @contextlib.contextmanager
@@ -120,14 +120,14 @@ def build_job(settings: JobSettings, resolved: ResolvedExperiment, jax_cache_dir
     return job
 
 
-def start(job: Job, guards: Any = None) -> None:
-    """Runs the program of the job's mode; `guards` are the `train.Guards` of training."""
+def start(job: Job, policy: Any = None) -> None:
+    """Runs the program of the job's mode; `policy` are the `train.FailurePolicy` of training."""
     # Each mode imports what it needs: training alone brings in no decoder, inspecting no input.
     mode = job.settings.mode
     if mode == "train":
         from spmd_trainer.programs import train
 
-        train.train(job, guards)  # has yet to trace its step, and resumes by itself
+        train.train(job, policy)  # has yet to trace its step, and resumes by itself
         return
     garbage.resume()
     if mode == "eval":
@@ -173,13 +173,13 @@ def print_experiments() -> None:
         raise UserError("\n".join(failures))
 
 
-def guards_from_flags(flag_values: Any) -> Any:
-    """Returns the `train.Guards` of a training job, None for other modes."""
+def failure_policy_from_flags(flag_values: Any) -> Any:
+    """Returns the `train.FailurePolicy` of a training job, None for other modes."""
     if flag_values.mode != "train":
         return None
     from spmd_trainer.programs import train
 
-    return train.Guards(flag_values.watchdog_seconds, flag_values.stop_on_invalid_step)
+    return train.FailurePolicy(flag_values.watchdog_seconds, flag_values.stop_on_invalid_step)
 
 
 def settings_from_flags(flag_values: Any) -> JobSettings:

@@ -21,7 +21,7 @@ from spmd_trainer.programs import checkpoints, decode_records
 from spmd_trainer.programs.dataset_batches import all_batches, go_on, num_batches
 from spmd_trainer.programs.decode_output import DecodeOutput
 from spmd_trainer.programs.ending import say_results
-from spmd_trainer.programs.identity import identity
+from spmd_trainer.programs.fingerprint import fingerprint
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.steps import step_fns
@@ -113,7 +113,7 @@ class DecodeDataset:
           UserError: the dataset holds nothing, or a prompt is too long.
         """
         self._input.reset()
-        same = identity(self._job, "decode", self._dataset_index, self._input, state)
+        same = fingerprint(self._job, "decode", self._dataset_index, self._input, state)
         writes = jax.process_index() == 0
         output = DecodeOutput(epath.Path(self._job.settings.job_log_dir) / "decode_out" / self.name, step, same)
         metrics = output.finished_metrics() if writes else None

@@ -22,7 +22,7 @@ from spmd_trainer.programs import checkpoints
 from spmd_trainer.programs.dataset_batches import all_batches, go_on, num_batches
 from spmd_trainer.programs.decode_records import arrays_of_row
 from spmd_trainer.programs.ending import say_results, shown
-from spmd_trainer.programs.identity import identity
+from spmd_trainer.programs.fingerprint import fingerprint
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.steps import step_fns
@@ -87,7 +87,7 @@ class Evaluations:
     def _evaluate_once(
         self, dataset: EvalDataset, state: TrainState, step: int, between_batches: Callable[[], None]
     ) -> dict[str, float]:
-        same = dataset.identity(state)
+        same = dataset.fingerprint(state)
         record = read_metrics(self._job.settings.job_log_dir, f"eval_{dataset.name}").get(step, {})
         if multihost.from_process_0(int(record.get(_IDENTITY) == same)):
             return _results_again(dataset.name, step, record)
@@ -171,10 +171,10 @@ class EvalDataset:
         self._rows = jax.tree.leaves(shapes)[0].shape[0]
         self._step = EvalStep(job, shapes, self.name, per_example=self._per_example)
 
-    def identity(self, state: TrainState) -> str:
+    def fingerprint(self, state: TrainState) -> str:
         """What an evaluation of this state is made from."""
         self._input.reset()
-        return identity(self._job, "eval", self._index, self._input, state)
+        return fingerprint(self._job, "eval", self._index, self._input, state)
 
     def evaluate(self, state: TrainState, step: int, between_batches: Callable[[], None] = go_on) -> dict[str, float]:
         """Evaluates every example once; `between_batches` is called before each batch.

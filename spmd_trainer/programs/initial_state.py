@@ -10,7 +10,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import multihost
-from spmd_trainer.checkpointing import Checkpointer, checkpoint_bytes, init_from_rules, preflight
+from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, init_from_rules
 from spmd_trainer.optim.learner import has_ema, reset_ema
 from spmd_trainer.programs import start_checks
 from spmd_trainer.programs.job import Job
@@ -36,7 +36,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, Any]:
     settings, train_p = job.settings, job.task.train
     variables, mesh = job.partitioner.metadata.variables, job.partitioner.mesh
     if settings.enable_checkpoint_saving:
-        preflight(checkpoints.directory, checkpoint_bytes(variables) * ((train_p.save_max_to_keep or 1) + 1))
+        check_storage(checkpoints.directory, checkpoint_bytes(variables) * ((train_p.save_max_to_keep or 1) + 1))
     newest = checkpoints.latest_step()
     # Processes may see a shared directory at different moments: all of them do what the first one sees.
     if multihost.from_process_0(-1 if newest is None else newest) >= 0:

@@ -63,7 +63,7 @@ class Reports:
         # The first one is waited for: a person wants to know that training works, and not two slow steps later.
         self._report_until(self._keep if self._last is not None else 0)
 
-    def add_none(self) -> None:
+    def drain(self) -> None:
         """Waits for every step in flight and reports it."""
         self._report_until(0)
 

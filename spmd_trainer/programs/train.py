@@ -41,11 +41,11 @@ from spmd_trainer.train_states import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Guards:
-    """What watches over a run.
+class FailurePolicy:
+    """What a training run does when something goes wrong.
 
     Attributes:
-      watchdog_seconds: a step (or save, evaluation, ...) that takes longer is reported; 0 reports none.
+      watchdog_seconds: a step, save or evaluation that takes longer is reported; 0 reports none.
       stop_on_invalid_step: end the run at a step whose loss or gradient is NaN or Inf, or that the learner would skip.
     """
 
@@ -71,7 +71,7 @@ class TrainResult:
     job_log_dir: epath.Path
 
 
-def train(job: Job, guards: Guards | None = None) -> TrainResult:
+def train(job: Job, policy: FailurePolicy | None = None) -> TrainResult:
     """Trains until `task.train.num_train_steps`, from the newest checkpoint of the job's directory if there is one.
 
     Training is also complete when its input ends, and when `task.early_stopping_fn` says so. Then the last step is evaluated
@@ -84,7 +84,7 @@ def train(job: Job, guards: Guards | None = None) -> TrainResult:
     """
     settings, schedule = job.settings, Schedule.of_job(job)
     with contextlib.ExitStack() as stack:
-        run = _Run(job, guards or Guards(), stack)
+        run = _Run(job, policy or FailurePolicy(), stack)
         leaves = settings.exit_after_ondemand_checkpoint
         request = stack.enter_context(save_requests(exit_after_ondemand_checkpoint=leaves))
         job.write_description()
@@ -92,12 +92,12 @@ def train(job: Job, guards: Guards | None = None) -> TrainResult:
         compiled, state, batches = _start_up(job, run, stack)
         garbage.resume()
         step, num_steps, key = int(state.step), schedule.num_steps, job.prng_key
-        run.begins(step, compiled.packing)
+        run.begin(step, compiled.packing)
         profile = stack.enter_context(profile_capture(job))
 
         leave, input_ended, batch = run.stopping.has_stopped, False, None
         while step < num_steps and not leave:
-            run.watchdog.begins(f"training step {step + 1}")
+            run.watchdog.begin(f"training step {step + 1}")
             prefetched = next(batches, None)
             if prefetched is None:
                 logging.warning("the training input has ended after step %d of %d", step, num_steps)
@@ -112,24 +112,24 @@ def train(job: Job, guards: Guards | None = None) -> TrainResult:
 
             devices = elastic.changed_devices(job, step)
             if devices is not None:
-                run.reports.add_none()
+                run.reports.drain()
                 job, state = elastic.rebuild(job, devices, state)
                 compiled, batches = _go_on(job, batches, stack)
                 batch = None  # It lies on the devices before: an evaluation now takes the next one.
-                run.moves(step, job, compiled.packing)
+                run.move(step, job, compiled.packing)
 
             asked = request.take()
             leave |= request.leaving
             due = schedule.due(run.checkpoints, step, asked=asked, leaves=leave)
             if due.any:
-                leave |= run.does(due, step, state, batches, batch)
+                leave |= run.do(due, step, state, batches, batch)
 
-        run.reports.add_none()
+        run.reports.drain()
         if leave and settings.enable_checkpoint_saving:
-            run.saves(step, state, batches.state)
+            run.save_state(step, state, batches.state)
         if complete := step >= num_steps or run.stopping.has_stopped or input_ended:
-            run.completes(schedule, request, step, state, batches, batch)
-        return run.ends(step, state, complete=complete, input_ended=input_ended)
+            run.complete(schedule, request, step, state, batches, batch)
+        return run.end(step, state, complete=complete, input_ended=input_ended)
 
 
 class _Run:
@@ -139,20 +139,20 @@ class _Run:
       watchdog: is told what begins.
       checkpoints: the run's own.
       reports: the scalars of its steps.
-      stopping: whether a metric ends it; from `resumes` on.
+      stopping: whether a metric ends it; from `resume` on.
     """
 
     stopping: Stopping
 
-    def __init__(self, job: Job, guards: Guards, stack: contextlib.ExitStack):
+    def __init__(self, job: Job, policy: FailurePolicy, stack: contextlib.ExitStack):
         """Opens checkpoints and summaries; `stack` closes them."""
         self._began = time.monotonic()
-        self.watchdog = stack.enter_context(Watchdog(guards.watchdog_seconds))
+        self.watchdog = stack.enter_context(Watchdog(policy.watchdog_seconds))
         self.checkpoints = stack.enter_context(open_checkpointer(job))
         self._writers = SummaryWriters(job.settings.job_log_dir, enabled=jax.process_index() == 0)
         stack.callback(self._writers.close)
         self._stack = stack
-        self.reports = Reports(job, self._writers, began=self._began, stop_on_invalid_step=guards.stop_on_invalid_step)
+        self.reports = Reports(job, self._writers, began=self._began, stop_on_invalid_step=policy.stop_on_invalid_step)
         self._first_job = job
         self._first_step = 0
         self._evaluated: int | None = None
@@ -165,12 +165,12 @@ class _Run:
         self._job = job
         self._evals, self._decodes = evaluate.Evaluations(job, self._writers), decode.Decodes(job, self._writers)
 
-    def resumes(self, step: int) -> bool:
+    def resume(self, step: int) -> bool:
         """Takes up where the run has been at `step`, the one it starts from; returns whether there is anything to train."""
         self.stopping = self._stack.enter_context(Stopping(self._job, step))
         return step < int(self._job.task.train.num_train_steps) and not self.stopping.has_stopped
 
-    def begins(self, step: int, packing: ScalarPacking) -> None:
+    def begin(self, step: int, packing: ScalarPacking) -> None:
         """The run begins at the state after `step`."""
         num_steps = int(self._job.task.train.num_train_steps)
         self._first_step = step
@@ -183,12 +183,12 @@ class _Run:
         else:
             logging.info("training from step %d to %d", step, num_steps)
 
-    def moves(self, step: int, job: Job, packing: ScalarPacking) -> None:
+    def move(self, step: int, job: Job, packing: ScalarPacking) -> None:
         """After `step` the run goes on on other devices."""
         self._use(job)
         self.reports.start(job, packing, step)
 
-    def does(
+    def do(
         self,
         due: Due,
         step: int,
@@ -208,11 +208,11 @@ class _Run:
           between_batches: called between two batches of evaluation and decode.
         """
         job, train_p = self._job, self._job.task.train
-        self.reports.add_none()
+        self.reports.drain()
         if due.save:
-            self.saves(step, state, batches.state)
+            self.save_state(step, state, batches.state)
         if due.evaluate:
-            self.watchdog.begins(f"evaluation at step {step}")
+            self.watchdog.begin(f"evaluation at step {step}")
             train_batch, next_batch = (None, None) if train_p.eval_skip_train else (batch, lambda: _peek(batches))
             eval_state = _eval_state(job, state, ema=train_p.eval_use_ema_states)
             metrics = self._evals.run(
@@ -223,13 +223,13 @@ class _Run:
             if self.stopping.found_best:
                 save(job, self.stopping.best_checkpoints, step, state, batches.state)
         if due.decode:
-            self.watchdog.begins(f"decoding at step {step}")
+            self.watchdog.begin(f"decoding at step {step}")
             self._decodes.run(_eval_state(job, state, ema=train_p.decode_use_ema_states), step, between_batches)
             self._decoded = step
         self.reports.progress.start(step)
         return due.evaluate and self.stopping.has_stopped
 
-    def completes(
+    def complete(
         self,
         schedule: Schedule,
         request: SaveRequest,
@@ -245,7 +245,7 @@ class _Run:
         Args:
           schedule: says what is due.
           request: what signals ask for.
-          step, state, batches, batch: as `does`.
+          step, state, batches, batch: as `do`.
         """
         due = schedule.due_at_end(step, evaluated=self._evaluated, decoded=self._decoded)
         if not due.any:
@@ -253,18 +253,18 @@ class _Run:
         request.training = False
         try:
             request.leave_if_asked()
-            self.does(due, step, state, batches, batch, request.leave_if_asked)
+            self.do(due, step, state, batches, batch, request.leave_if_asked)
         except Interrupted:
             self._interrupted = "evaluation" if due.evaluate and self._evaluated != step else "decode"
 
-    def saves(self, step: int, state: TrainState, input_state: bytes | None) -> None:
+    def save_state(self, step: int, state: TrainState, input_state: bytes | None) -> None:
         """Starts to save the state after `step`."""
-        self.watchdog.begins(f"saving step {step}")
+        self.watchdog.begin(f"saving step {step}")
         # A checkpoint never outlives the scalars before it.
         self._writers.flush()
         save(self._job, self.checkpoints, step, state, input_state)
 
-    def ends(self, step: int, state: TrainState, *, complete: bool, input_ended: bool) -> TrainResult:
+    def end(self, step: int, state: TrainState, *, complete: bool, input_ended: bool) -> TrainResult:
         """Waits until all is on disk, says how the run ended and where its results are, and returns its result."""
         with Phase("waiting for the last save to be on disk", announce_after=2.0):
             self.checkpoints.wait_until_finished()
@@ -305,7 +305,7 @@ def _start_up(job: Job, run: _Run, stack: contextlib.ExitStack) -> tuple[Compile
     if not job.task.train.enable_input_checkpointing:
         saved_input_state = None
     batches = stack.enter_context(_train_batches(job, saved_input_state))
-    if not run.resumes(int(state.step)):
+    if not run.resume(int(state.step)):
         return CompiledTrainStep(None, ScalarPacking()), state, batches
     batches.peek()
     return compiling.result() if compiling else compile_train_step(job), state, batches

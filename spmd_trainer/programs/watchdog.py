@@ -15,7 +15,7 @@ class Watchdog:
     """Watches one thing at a time that the training loop does, from a thread of its own. It reports, and ends nothing.
 
     with Watchdog(600) as watchdog:
-        watchdog.begins("training step 12")
+        watchdog.begin("training step 12")
         ...
     """
 
@@ -47,7 +47,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-    def begins(self, what: str) -> None:
+    def begin(self, what: str) -> None:
         """What came before has ended, and `what` begins. Costs nothing to speak of."""
         self._watched = (what, self._clock())
 

@@ -22,7 +22,7 @@ class Clock:
 def test_the_last_line_comes_when_both_times_are_known(on_disk_first):
     clock, lines = Clock(), []
     times = SaveTimes("step 200", report=lines.append, clock=clock)
-    times.begins()
+    times.begin()
     ends = [times.caller_goes_on, times.is_on_disk]
     for clock.now, end in zip((0.05, 0.42), reversed(ends) if on_disk_first else ends, strict=True):
         assert lines == ["saving step 200"]

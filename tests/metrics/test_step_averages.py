@@ -85,7 +85,7 @@ def test_steps_that_were_skipped_are_counted_and_left_out_of_the_average(tmp_pat
     for step, (loss, valid, norm) in steps.items():
         reports.add(step, Scalars(loss, {"x": loss}, {"x": 1.0}, names, [valid, norm]))
     reports.add(6, Scalars(7.0, {"x": 7.0}, {"x": 1.0}, names, [1.0, 70.0]))
-    reports.add_none()
+    reports.drain()
     writers.close()
     written = {
         step: {name: record[name] for name in ("loss", "x", "layer/norm", "invalid_steps")}

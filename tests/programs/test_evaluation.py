@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from praxis import pax_fiddle
 from trained_helpers import STEPS, logits, make_job, read_lines, restored, trained
 
-from spmd_trainer.checkpointing import CheckpointMismatchError, CheckpointNotFoundError, following
+from spmd_trainer.checkpointing import CheckpointMismatchError, CheckpointNotFoundError, checkpoint_iterator
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.packing import WeightedMean
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints, evaluate, train
-from spmd_trainer.programs.identity import variables_checksum
+from spmd_trainer.programs.fingerprint import variables_checksum
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("trained")
@@ -118,7 +118,7 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path, monkeypatch):
         (target / str(pending[0])).symlink_to(source / str(pending[0]))
         pending.pop(0)
 
-    monkeypatch.setattr(following.time, "sleep", one_more)
+    monkeypatch.setattr(checkpoint_iterator.time, "sleep", one_more)
     records = evaluated(job_dir, restore_checkpoint_dir=epath.Path(target))
     assert sorted(records) == [4, 8, 12]
     assert records[12]["bits_per_byte"] < records[4]["bits_per_byte"]

@@ -18,10 +18,10 @@ FIELDS = ("num_train_steps=4", "save_interval_steps=2", "summary_interval_steps=
 TINY_LIMIT = "task.train.learner.skip_step_gradient_norm_value=1e-9"
 
 
-def run(directory, *overrides: str, guards: train.Guards | None = None) -> None:
+def run(directory, *overrides: str, policy: train.FailurePolicy | None = None) -> None:
     fields = [f"task.train.{field}" for field in FIELDS]
     settings = JobSettings("lm.stdlib.StdlibBytesTiny", epath.Path(directory), overrides=(*fields, *overrides))
-    train.train(Job.from_settings(settings), guards)
+    train.train(Job.from_settings(settings), policy)
 
 
 def records(directory) -> list[dict[str, float]]:
@@ -47,7 +47,7 @@ def test_skipped_steps_are_counted_logged_and_change_nothing(tmp_path, caplog):
 
 def test_the_run_stops_when_told_to(tmp_path):
     with pytest.raises(NonFiniteStepError, match=r"step 1 is invalid.*--stop_on_invalid_step"):
-        run(tmp_path / "run", TINY_LIMIT, guards=train.Guards(stop_on_invalid_step=True))
+        run(tmp_path / "run", TINY_LIMIT, policy=train.FailurePolicy(stop_on_invalid_step=True))
     with Checkpointer(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest_step() is None
 

@@ -18,7 +18,7 @@ class Clock:
 def test_reports_after_the_limit_then_at_twice_the_time_and_names_the_step():
     clock, reports = Clock(), []
     watchdog = Watchdog(10, report=reports.append, clock=clock)
-    watchdog.begins("training step 7")
+    watchdog.begin("training step 7")
     expected = {9: 0, 11: 1, 12: 1, 19: 1, 21: 2, 39: 2, 41: 3}
     for now, count in expected.items():
         clock.now = now
@@ -32,7 +32,7 @@ def test_what_begins_anew_has_its_full_time():
     clock, reports = Clock(), []
     watchdog = Watchdog(10, report=reports.append, clock=clock)
     for step in range(5):
-        watchdog.begins(f"training step {step}")
+        watchdog.begin(f"training step {step}")
         clock.now += 9
         watchdog.check()
     assert not reports
@@ -47,7 +47,7 @@ def test_its_thread_reports_while_the_main_thread_hangs():
         reported.set()
 
     with Watchdog(0.01, report=report) as watchdog:
-        watchdog.begins("saving step 3")
+        watchdog.begin("saving step 3")
         assert reported.wait(60)
     assert "saving step 3 has taken" in texts[0]
     # The main thread waits in `wait`, and the watchdog's own thread is there too.

@@ -47,7 +47,7 @@ from spmd_trainer import main
 sys.argv = ["spmd-trainer", "--exp=lm.cloud.LmCloudSpmdAdamTiny", "--job_log_dir={tmp_path}/run",
             "--noenable_checkpoint_saving", "--noeval_on_test", "--fdl.set=task.train.num_train_steps=1"]
 from spmd_trainer.programs import train
-begins, resting = train._Run.begins, []
+begins, resting = train._Run.begin, []
 def watched(self, *args):
     resting.append(not gc.isenabled())
     return begins(self, *args)
@@ -55,7 +55,7 @@ started = train._start_up
 def watched_start(*args):
     resting.append(not gc.isenabled())
     return started(*args)
-with mock.patch.object(train._Run, "begins", watched), mock.patch.object(train, "_start_up", watched_start):
+with mock.patch.object(train._Run, "begin", watched), mock.patch.object(train, "_start_up", watched_start):
     try:
         main.run()
     except SystemExit as end:

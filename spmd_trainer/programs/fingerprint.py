@@ -21,14 +21,14 @@ _IRRELEVANT = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|cont
 _MULTIPLIERS = (2654435761, 2246822519, 3266489917, 668265263, 374761393)
 
 
-def identity(job: Job, kind: str, index: int, data: Any, state: TrainState) -> str:
+def fingerprint(job: Job, kind: str, index: int, data: Any, state: TrainState) -> str:
     """Returns a text that is the same only for the same variables, data and settings, on whatever mesh.
 
     Args:
       job: the job.
       kind: 'eval' or 'decode'.
       index: which of the job's datasets of this kind.
-      data: the built input, at its beginning; where it can tell its state, changed files change the identity.
+      data: the built input, at its beginning; where it can tell its state, changed files change the fingerprint.
       state: the variables, padded or not; they are compared bit by bit.
     """
     settings = "evaluate" if kind == "eval" else "decode"

@@ -20,7 +20,7 @@ def checkpoint_bytes(variables: Any) -> int:
     return sum(math.prod(spec.padded_shape) * _itemsize(spec.dtype) for spec in records.by_path(variables).values())
 
 
-def preflight(directory: epath.PathLike, bytes_needed: int) -> None:
+def check_storage(directory: epath.PathLike, bytes_needed: int) -> None:
     """Makes the directory, writes to it, and looks for free space.
 
     Args:
