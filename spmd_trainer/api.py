@@ -19,6 +19,7 @@ from spmd_trainer.cli import distributed, launch, log_lines
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.job import Job, JobSettings
+from spmd_trainer.programs.mesh_choice import mesh_flag
 from spmd_trainer.programs.plan import Plan
 from spmd_trainer.programs.train import TrainResult
 from spmd_trainer.runtime import quiet_tensorflow
@@ -78,7 +79,7 @@ def train(
 
     with _shown() as run_log:
         job = _job("train", exp, job_log_dir, overrides, mesh)
-        launch.open_log(job.settings, run_log, distributed.joined()[1])
+        launch.open_log(job.settings, run_log)
         return program.train(job)
 
 
@@ -107,7 +108,7 @@ def evaluate(
 
     with _shown() as run_log:
         job = _job("eval", exp, job_log_dir, overrides, mesh, restore_checkpoint_dir, restore_checkpoint_step)
-        launch.open_log(job.settings, run_log, distributed.joined()[1])
+        launch.open_log(job.settings, run_log)
         step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
         writers = SummaryWriters(job.settings.job_log_dir)
         try:
@@ -137,7 +138,7 @@ def decode(
 
     with _shown() as run_log:
         job = _job("decode_once", exp, job_log_dir, overrides, mesh, restore_checkpoint_dir, restore_checkpoint_step)
-        launch.open_log(job.settings, run_log, distributed.joined()[1])
+        launch.open_log(job.settings, run_log)
         step = program.decode_once(job)
         # Process 0 writes what all of them read.
         multihost.barrier("spmd_trainer:decoded")
@@ -232,4 +233,4 @@ def _sizes(mesh: MeshSizes | None) -> list[tuple[str, int]] | None:
     if isinstance(mesh, str):
         return launch.parse_mesh(mesh)
     pairs = mesh.items() if isinstance(mesh, Mapping) else mesh
-    return launch.parse_mesh(",".join(f"{axis}:{size}" for axis, size in pairs))
+    return launch.parse_mesh(mesh_flag(pairs))

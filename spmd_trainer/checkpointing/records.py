@@ -10,7 +10,6 @@ import base64
 import dataclasses
 import datetime
 import functools
-import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ import numpy as np
 from etils import epath
 
 from spmd_trainer.checkpointing.errors import CheckpointError, DamagedCheckpointError
+from spmd_trainer.runtime.installation import installed_version
 
 if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
@@ -168,10 +168,7 @@ def _describe_mesh(state: Any) -> dict[str, Any]:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in ("spmd-trainer", "jax", "orbax-checkpoint", "praxis"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed as a package"
+        versions[name] = installed_version(name) or "not installed as a package"
     return versions
 
 

@@ -83,15 +83,10 @@ def joined() -> tuple[int, int]:
 
 
 class Processes:
-    """The processes of this job, from joining them to leaving them.
-
-    Attributes:
-      index: which of them this is; 0 before they are joined.
-    """
+    """The processes of this job, from joining them to leaving them."""
 
     def __init__(self, cluster: Cluster | None):
         """Touches nothing yet; None is a job of one process, to which nothing here happens."""
-        self.index = 0
         self._cluster = cluster
         self._watch: peer_watch.PeerWatch | None = None
 
@@ -114,7 +109,6 @@ class Processes:
         # JAX's service takes SIGTERM for itself; a mode that doesn't ask it could not be ended.
         jax.config.update("jax_enable_preemption_service", mode == "train")
         client, address, count, index = _initialize(self._cluster)
-        self.index = index
         if index:
             logging.set_verbosity(logging.WARNING)
         logging.get_absl_handler().addFilter(_with_process(index))

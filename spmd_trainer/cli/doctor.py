@@ -49,7 +49,8 @@ def check_installation() -> None:
     Raises:
       SystemExit: with status 2, after the findings were printed.
     """
-    sys.stdout.write(f"spmd-trainer {_version()}, {pathlib.Path(__file__).resolve().parents[1]}\n")
+    version = installation.installed_version(_DISTRIBUTION) or "(not installed: imported from its source tree)"
+    sys.stdout.write(f"spmd-trainer {version}, {pathlib.Path(__file__).resolve().parents[1]}\n")
     mends = []
     for finding in _findings():
         sys.stdout.write(f"  {'ok ' if finding.mend is None else 'BAD'}  {finding.what}\n")
@@ -72,13 +73,6 @@ def _findings() -> Iterator[Finding]:
         yield _praxis_imports()
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed: imported from its source tree)"
-
-
 def _packages() -> list[Finding]:
     """One finding for each dependency that is missing or of another version, one for all the others."""
     try:
@@ -89,7 +83,7 @@ def _packages() -> list[Finding]:
     for requirement in map(Requirement, declared):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version = _installed(requirement.name)
+        version = installation.installed_version(requirement.name)
         mend = _install(f"{requirement.name}{requirement.specifier}")
         if version is None:
             findings.append(Finding(f"{requirement.name} is not installed", mend))
@@ -102,7 +96,7 @@ def _packages() -> list[Finding]:
 
 def _unresolvable_packages() -> Iterator[Finding]:
     for name, wanted in installation.UNRESOLVABLE.items():
-        version = _installed(name)
+        version = installation.installed_version(name)
         if version is None:
             # A source tree on the path is there too, and carries no version.
             there = importlib.machinery.PathFinder.find_spec(name) is not None
@@ -119,7 +113,7 @@ def _unresolvable_packages() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    if _installed("jax") is None:
+    if installation.installed_version("jax") is None:
         return
     status, output, error = _run(_PROBE)
     if status:
@@ -139,7 +133,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _jax_with(extra: str) -> str:
-    return _install(f"jax[{extra}]=={_installed('jax')}")
+    return _install(f"jax[{extra}]=={installation.installed_version('jax')}")
 
 
 def _install(requirement: str) -> str:
@@ -163,10 +157,3 @@ def _run(code: str) -> tuple[int, str, str]:
         return 1, "", f"no answer after {_PROBE_SECONDS} s"
     lines = done.stderr.strip().splitlines()
     return done.returncode, done.stdout, lines[-1] if lines else f"status {done.returncode}"
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -61,14 +61,14 @@ def _run_experiment(flag_values: Any, processes: distributed.Processes, run_log:
         import jax
 
         jax.profiler.start_server(flag_values.jax_profiler_port)
-    with _errors_of_users(settings, run_log, processes.index):
+    with _errors_of_users(settings, run_log):
         job = build_job(settings, resolved, flag_values.jax_cache_dir)
-        open_log(settings, run_log, processes.index)
+        open_log(settings, run_log)
         start(job, failure_policy_from_flags(flag_values))
 
 
 @contextlib.contextmanager
-def _errors_of_users(settings: JobSettings, run_log: log_lines.RunLog, process_index: int) -> Iterator[None]:
+def _errors_of_users(settings: JobSettings, run_log: log_lines.RunLog) -> Iterator[None]:
     """Turns an error that comes out of the user's own code into one message with the user's lines; the log has the traceback."""
     from spmd_trainer.checkpointing import CheckpointError
 
@@ -84,7 +84,7 @@ def _errors_of_users(settings: JobSettings, run_log: log_lines.RunLog, process_i
         of_settings = isinstance(error, ValueError | TypeError | AssertionError) and library is not None
         if not own and not of_settings:
             raise
-        open_log(settings, run_log, process_index)
+        open_log(settings, run_log)
         log_lines.log_traceback(error)
         what = f"experiment {settings.exp}: {type(error).__name__}: {first_paragraph(error)}".rstrip(": ")
         lines = [*own, *([f"raised by {library}"] if library else [])]
@@ -92,10 +92,11 @@ def _errors_of_users(settings: JobSettings, run_log: log_lines.RunLog, process_i
         raise UserError("\n".join([what, *(f"  {line}" for line in lines), *traceback])) from error
 
 
-def open_log(settings: JobSettings, run_log: log_lines.RunLog, process_index: int = 0) -> None:
+def open_log(settings: JobSettings, run_log: log_lines.RunLog) -> None:
     """Gives the full log its file, `logs/MODE.log` of the run's directory; each process has its own."""
     if settings.mode not in _WITHOUT_A_RUN:
-        name = f"{settings.mode}.process_{process_index}.log" if process_index else f"{settings.mode}.log"
+        _, index = distributed.joined()
+        name = f"{settings.mode}.process_{index}.log" if index else f"{settings.mode}.log"
         run_log.open(pathlib.Path(settings.job_log_dir) / LOGS / name)
 
 

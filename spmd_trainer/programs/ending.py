@@ -12,6 +12,7 @@ from absl import logging
 from spmd_trainer import experiment_registry
 from spmd_trainer.checkpointing import steps
 from spmd_trainer.programs.job import Job, JobSettings
+from spmd_trainer.programs.mesh_choice import mesh_flag
 
 # Metrics of an evaluation that say nothing of the model.
 _TIMING = ("eval_batches", "eval_seconds")
@@ -155,7 +156,7 @@ def _mesh(settings: JobSettings) -> str:
     """What `--mesh` was; empty where it wasn't given, and where the devices have changed since."""
     if not settings.mesh or settings.moved is not None:
         return ""
-    return ",".join(f"{axis}:{size}" for axis, size in settings.mesh)
+    return mesh_flag(settings.mesh)
 
 
 def _overrides(settings: JobSettings) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
-import importlib.metadata
 import json
 import os
 import time
@@ -24,6 +23,7 @@ from spmd_trainer.programs import experiment_config, run_config
 from spmd_trainer.programs.experiment_config import ResolvedExperiment
 from spmd_trainer.programs.mesh_choice import choose_mesh
 from spmd_trainer.runtime import user_code
+from spmd_trainer.runtime.installation import installed_version
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.tasks_lib import SingleTask
@@ -238,8 +238,8 @@ class Job:
         about = {
             "experiment": self.resolved.name,
             "date": time.strftime("%Y-%m-%d %H:%M"),
-            "spmd-trainer": _version("spmd-trainer"),
-            "praxis": _version("praxis"),
+            "spmd-trainer": installed_version("spmd-trainer") or "from its source tree",
+            "praxis": installed_version("praxis") or "from its source tree",
         }
         return sharding.ShardingReport(self.partitioner.metadata.records(), self.partitioner.mesh, about=about)
 
@@ -265,13 +265,6 @@ def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list
     for suffix, path in paths.items():
         path.write_text(forms[suffix]())
     return list(paths.values())
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "from its source tree"
 
 
 def _owner(marker: epath.Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,9 +114,9 @@ def _given_mesh(
                 )
         sizes = {name: sizes.get(name, 1) for name in declared}
     if not _fits(sizes, count):
-        fits = _flag(_nearest(sizes, count))
+        fits = mesh_flag(_nearest(sizes, count).items())
         raise UserError(
-            f"--mesh={_flag(sizes)} needs {_needed(sizes)}, and there {_are(count)}. What fits: --mesh={fits}"
+            f"--mesh={mesh_flag(sizes.items())} needs {_needed(sizes)}, and there {_are(count)}. What fits: --mesh={fits}"
         )
     return sharding.create_device_mesh(list(sizes.items()), devices=devices)
 
@@ -124,7 +124,7 @@ def _given_mesh(
 def _fixed_text(name: str, declared: Mapping[str, int], count: int) -> str:
     return (
         f"experiment {name} declares the mesh ({mesh_text(declared)}), which needs {_needed(declared)}, and there {_are(count)}. "
-        f"Run it with --mesh={_flag(_nearest(declared, count))}, or let the experiment adapt its mesh (adapt_mesh)"
+        f"Run it with --mesh={mesh_flag(_nearest(declared, count).items())}, or let the experiment adapt its mesh (adapt_mesh)"
     )
 
 
@@ -144,5 +144,6 @@ def _are(count: int) -> str:
     return "is 1" if count == 1 else f"are {count}"
 
 
-def _flag(shape: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}:{size}" for axis, size in shape.items())
+def mesh_flag(sizes: Iterable[tuple[str, int]]) -> str:
+    """Returns a mesh as `--mesh` takes it, e.g. 'data:4,mdl:2'."""
+    return ",".join(f"{axis}:{size}" for axis, size in sizes)

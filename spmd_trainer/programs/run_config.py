@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 from etils import epath
 
+from spmd_trainer.programs import experiment_config
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.storage.files import write_atomically
 
 CONFIG_FILE = "config.txt"
 _EARLIER = re.compile(r"config\.(\d{4,})\.txt")
-# Where an object lies in memory is no setting.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MAX_TOLD = 10
 _MAX_VALUE_CHARS = 120
 
@@ -126,7 +125,7 @@ def _settings(lines: Sequence[str]) -> dict[str, str]:
     settings: dict[str, str] = {}
     path = ""
     for line in lines:
-        start, separator, value = _ADDRESS.sub("", line).partition(": ")
+        start, separator, value = experiment_config.without_addresses(line).partition(": ")
         if separator:
             path = start
             settings[path] = value

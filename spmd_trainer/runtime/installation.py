@@ -6,6 +6,7 @@ it declares what their modules really import, and they are installed without the
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shlex
 import sys
@@ -13,6 +14,14 @@ from collections.abc import Iterable
 
 # Distribution (and import) name -> version.
 UNRESOLVABLE = {"praxis": "1.4.0", "lingvo": "0.14.2"}
+
+
+def installed_version(distribution: str) -> str | None:
+    """Returns a distribution's version; None where it is not installed, or only a source tree on the path."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def pip_install() -> str:
