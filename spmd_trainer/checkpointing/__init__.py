@@ -21,7 +21,8 @@ rule_matching.py        matches these regexes against variable names
 load_report.py          what a warm start did with every variable
 checkpoint_iterator.py  follows a run from evaluation and decoding jobs
 storage_check.py        checks write access and free space before training starts
-orbax_io.py             the only file that imports Orbax; imported when first needed
+orbax_io.py             writes and reads steps with Orbax; imported when first needed
+unpadded_arrays.py      makes Orbax write arrays at their logical shapes; no other file but these two imports Orbax
 errors.py               CheckpointError and its kinds
 """
 

@@ -134,7 +134,7 @@ def init_from_rules(
       mesh: the mesh.
       rules: {directory: rules, or a config of them}. A directory is a run's `job_log_dir`, its `checkpoints`, or one step
         in it.
-      open_foreign: opens checkpoints of other trainers, e.g. `interop.pax.open_source`; None knows this trainer's only.
+      open_foreign: opens checkpoints of other trainers, e.g. `interop.foreign.open_source`; None knows this trainer's only.
 
     Returns:
       The state with the loaded variables, and the report.
@@ -177,6 +177,10 @@ def resolve_rules(
         saved_paths = _resolve_variables(rule, open_paths, source, rows)
         saved_paths |= _resolve_opt_states(rule, open_paths, source, rows)
         if rule.load_step and _STEP in open_paths:
+            if _STEP not in source.saved:
+                raise CheckpointMismatchError(
+                    _explain(source, ["it has no step counter that load_step could load"], "set load_step=False")
+                )
             saved_paths[_STEP] = _STEP
         if not saved_paths:
             raise CheckpointMismatchError(_nothing_loaded(source, rows))

@@ -1,18 +1,22 @@
-"""Writes steps and reads arrays with Orbax. No other file of the package imports Orbax.
+"""Writes steps and reads arrays with Orbax. Only `unpadded_arrays` imports Orbax besides.
 
 Importing this module imports Orbax (0.4 s), so the other files import it only when a checkpoint is written or read.
 
-A checkpoint's arrays are one flat dictionary {path: array} in the item `state`. The structure of the state (NestedMaps,
-optax's MaskedNodes, empty containers, None) is not stored: the model provides it.
+A checkpoint's arrays are a tree of dictionaries in the item `state`, at their logical shapes: `layers/0/kernel` is
+tree['layers']['0']['kernel']. Any Orbax program can read it. What else the state is made of (NestedMaps, optax's MaskedNodes,
+empty containers, None) is not stored: the model provides it.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
+import functools
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +31,7 @@ from orbax.checkpoint._src.futures import future, synchronization
 from spmd_trainer.checkpointing import input_states, records, steps
 from spmd_trainer.checkpointing.retention import StepDeleter
 from spmd_trainer.checkpointing.save_barrier import SaveBarrier
+from spmd_trainer.checkpointing.unpadded_arrays import UnpaddedArrayHandler, pytree_handler
 from spmd_trainer.sharding.variables import VariableSpec, named_shardings
 from spmd_trainer.storage import is_remote
 
@@ -59,15 +64,25 @@ class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Or
       after_commit: called in the background, by every process, when a step is on disk and older steps are deleted. It is
         not called if the save failed.
       deleter: deletes old steps.
+      arrays: the handler that writes the arrays.
     """
 
     after_commit: Callable[[], None] | None = None
 
-    def __init__(self, directory: epath.Path, barrier: SaveBarrier, *, deleter: StepDeleter, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        directory: epath.Path,
+        barrier: SaveBarrier,
+        *,
+        deleter: StepDeleter,
+        arrays: UnpaddedArrayHandler,
+        **kwargs: Any,
+    ) -> None:
         """Opens the directory; see `make_manager`."""
         super().__init__(directory, **kwargs)
         self._barrier = barrier
         self.deleter = self._checkpoint_deleter = deleter
+        self.arrays = arrays
 
     def _wait_for_checkpointers(self) -> None:
         self._barrier.reporting_failure(super()._wait_for_checkpointers, self._end_waiting_threads)
@@ -146,7 +161,8 @@ def make_manager(
       after_commit: see `Manager`.
     """
     registry = ocp.DefaultCheckpointHandlerRegistry()
-    registry.add(STATE_ITEM, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler())
+    arrays = UnpaddedArrayHandler()
+    registry.add(STATE_ITEM, ocp.args.PyTreeSave, pytree_handler(arrays))
     registry.add(records.RECORD_ITEM, ocp.args.JsonSave, ocp.JsonCheckpointHandler(filename=records.RECORD_FILE))
     registry.add(
         input_states.ITEM,
@@ -178,7 +194,9 @@ def make_manager(
         else None,
         save_root_metadata=False,
     )
-    manager = Manager(directory, barrier, deleter=StepDeleter(directory), options=options, handler_registry=registry)
+    manager = Manager(
+        directory, barrier, deleter=StepDeleter(directory), arrays=arrays, options=options, handler_registry=registry
+    )
     manager.after_commit = after_commit
     return manager
 
@@ -195,15 +213,22 @@ def save(
     Args:
       manager: the manager of the directory.
       step: the step.
-      arrays: the arrays by path.
-      record: the record.
+      arrays: the arrays by path, at padded shapes.
+      record: the record; it has the logical shapes.
       own_input_state: this process' position of the input; None if the record has that of all processes.
 
     Arrays without elements are left out, because Orbax does not store them; `read_arrays` creates them again.
     """
-    stored = {path: array for path, array in arrays.items() if array.size}
+    saved = records.saved_variables(record)
+    stored = {saved[path].keys: array for path, array in arrays.items() if math.prod(saved[path].shape)}
+    # Orbax joins the keys by dots to the names that its handler sees.
+    manager.arrays.logical_shapes = {
+        ".".join(map(str, saved[path].keys)): saved[path].shape
+        for path, x in arrays.items()
+        if x.shape != saved[path].shape
+    }
     items: dict[str, ocp.args.CheckpointArgs] = {
-        STATE_ITEM: ocp.args.PyTreeSave(stored),
+        STATE_ITEM: ocp.args.PyTreeSave(_tree(stored)),
         records.RECORD_ITEM: ocp.args.JsonSave(record),
     }
     if own_input_state is not None:
@@ -225,8 +250,21 @@ def writing_dir(directory: epath.Path, step: int) -> epath.Path:
     return temporary if temporary.exists() else directory / str(step)
 
 
+def describe(tree_dir: epath.Path) -> dict[tuple[str | int, ...], tuple[tuple[int, ...], str]]:
+    """Returns {keys that lead to an array: (shape, name of the dtype)} of a tree that any Orbax program wrote."""
+    leaves = jax.tree_util.tree_leaves_with_path(ocp.PyTreeCheckpointHandler().metadata(tree_dir).tree)
+    return {
+        tuple(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key for key in keys): (
+            tuple(x.shape),
+            records.dtype_name(x.dtype),
+        )
+        for keys, x in leaves
+        if isinstance(x, ocp.metadata.ArrayMetadata)
+    }
+
+
 def read_arrays(
-    step_dir: epath.Path,
+    tree_dir: epath.Path,
     saved: Mapping[str, records.SavedVariable],
     wanted: Mapping[str, VariableSpec],
     mesh: Mesh,
@@ -238,7 +276,7 @@ def read_arrays(
     The caller must have checked that logical shapes are equal: Orbax silently pads and truncates to any shape.
 
     Args:
-      step_dir: the step's directory.
+      tree_dir: the directory of the tree of arrays: `STATE_ITEM` of a step, or what another Orbax program wrote.
       saved: the checkpoint's variables by path.
       wanted: the model's variables by path. A saved array of another dtype is converted.
       mesh: the mesh of the arrays.
@@ -249,8 +287,8 @@ def read_arrays(
     """
     source = source or {path: path for path in wanted}
     shardings = named_shardings(dict(wanted), mesh)
-    stored = {path: spec for path, spec in wanted.items() if math.prod(saved[source[path]].padded_shape)}
-    arrays = _read_stored(step_dir, saved, stored, source, shardings) if stored else {}
+    stored = {path: spec for path, spec in wanted.items() if math.prod(saved[source[path]].stored_shape)}
+    arrays = _read_stored(tree_dir, saved, stored, source, shardings) if stored else {}
     result = {}
     for path, spec in wanted.items():
         if path not in arrays:
@@ -258,13 +296,13 @@ def read_arrays(
         result[path] = arrays[path]
     for path, spec in wanted.items():
         # Only padding that was saved can hold anything but zeros.
-        if any(pad and saved[source[path]].padded_shape[dim] > size for dim, (size, pad) in _padded_dims(spec)):
+        if any(pad and saved[source[path]].stored_shape[dim] > size for dim, (size, pad) in _padded_dims(spec)):
             result[path] = _with_zero_padding(result[path], spec)
     return result
 
 
 def _read_stored(
-    step_dir: epath.Path,
+    tree_dir: epath.Path,
     saved: Mapping[str, records.SavedVariable],
     stored: Mapping[str, VariableSpec],
     source: Mapping[str, str],
@@ -275,24 +313,36 @@ def _read_stored(
     handler = ocp.PyTreeCheckpointHandler()
     rest = dict(stored)
     while rest:
-        batch = {source[path]: path for path in reversed(rest)}
+        batch = {saved[source[path]].keys: path for path in reversed(rest)}
         args = {
-            saved_path: _restore_args(saved[saved_path], rest.pop(path), shardings[path])
-            for saved_path, path in batch.items()
+            keys: _restore_args(saved[source[path]], rest.pop(path), shardings[path]) for keys, path in batch.items()
         }
         # The item only names what to read. If it held shapes or arrays, Orbax would convert to their dtypes.
-        names = dict.fromkeys(args, 0)
-        restore_args = ocp.args.PyTreeRestore(item=names, restore_args=args, partial_restore=True)
-        read = handler.restore(step_dir / STATE_ITEM, args=restore_args)
-        for saved_path, path in batch.items():
+        restore_args = ocp.args.PyTreeRestore(
+            item=_tree(dict.fromkeys(args, 0)), restore_args=_tree(args), partial_restore=True
+        )
+        read = handler.restore(tree_dir, args=restore_args)
+        for keys, path in batch.items():
             # Orbax restores a PRNG key on one device without its mesh.
-            arrays[path] = jax.device_put(read[saved_path], shardings[path])
+            arrays[path] = jax.device_put(functools.reduce(operator.getitem, keys, read), shardings[path])
     return arrays
+
+
+def _tree(leaves: Mapping[tuple[str | int, ...], object]) -> Any:
+    """Returns a tree of dictionaries and lists with these leaves. Entries of lists that are not wanted are placeholders."""
+    if () in leaves:
+        return leaves[()]
+    below: dict[str | int, dict[tuple[str | int, ...], object]] = collections.defaultdict(dict)
+    for (key, *rest), leaf in leaves.items():
+        below[key][tuple(rest)] = leaf
+    trees = {key: _tree(inner) for key, inner in below.items()}
+    positions = [key for key in trees if isinstance(key, int)]
+    return [trees.get(i, ocp.PLACEHOLDER) for i in range(max(positions) + 1)] if positions else trees
 
 
 def _restore_args(saved: records.SavedVariable, spec: VariableSpec, sharding: NamedSharding) -> ocp.ArrayRestoreArgs:
     # Give shape and dtype only where they change: padding, truncating and converting cost time for every shard.
-    same_shape, same_dtype = saved.padded_shape == spec.padded_shape, saved.dtype == records.dtype_name(spec.dtype)
+    same_shape, same_dtype = saved.stored_shape == spec.padded_shape, saved.dtype == records.dtype_name(spec.dtype)
     return ocp.ArrayRestoreArgs(
         sharding=sharding,
         global_shape=None if same_shape else spec.padded_shape,

@@ -166,7 +166,7 @@ def _read(
         raise CheckpointMismatchError(message)
     input_state = input_states.read(step_dir, record) if with_input else None
     try:
-        arrays = orbax_io.read_arrays(step_dir, saved, wanted, mesh)
+        arrays = orbax_io.read_arrays(step_dir / orbax_io.STATE_ITEM, saved, wanted, mesh)
     except OSError:
         raise
     except Exception as error:

@@ -30,20 +30,21 @@ if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
     from spmd_trainer.train_states import TrainState
 
-# Format 1 has no `input_states`: every process resumed from the position of process 0.
-FORMAT = 2
-READABLE_FORMATS = (1, 2)
+# Format 1 has no `input_states`: every process resumed from the position of process 0. In formats 1 and 2 arrays are stored
+# with padding, in one flat dictionary {path: array}.
+FORMAT = 3
+READABLE_FORMATS = (1, 2, 3)
 RECORD_ITEM = "record"
 RECORD_FILE = "record.json"
 _BYTES_KEY = "__bytes__"
 
 
 class VariableEntry(TypedDict):
-    """A variable in a record: the fields of `SavedVariable`."""
+    """A variable in a record: its logical shape, dtype and spec. Formats 1 and 2 also have the shape of the stored array."""
 
     shape: list[int]
     dtype: str
-    padded_shape: list[int]
+    padded_shape: NotRequired[list[int]]
     spec: str
 
 
@@ -72,7 +73,7 @@ class Record(TypedDict):
       saved_at: the time in UTC, e.g. '2026-01-31T12:00:00+00:00'.
       mesh: the mesh that the state was on.
       versions: {package: version}.
-      variables: {path: its logical shape, dtype, padded shape and spec}; paths are written `layers/0/attn/kernel`.
+      variables: {path: its logical shape, dtype and spec}; paths are written `layers/0/attn/kernel`.
       input_state: the position of the input, as process 0 gave it to `Checkpointer.save`.
       input_states: whether it is that of all processes.
       metadata: the caller's own entries, as they were given to `Checkpointer.save`.
@@ -96,33 +97,38 @@ class SavedVariable:
     Attributes:
       shape: the logical shape.
       dtype: the dtype's name, e.g. 'bfloat16', or 'key<fry>' for a PRNG key.
-      padded_shape: the shape of the stored array.
+      stored_shape: the shape of the stored array: with padding in old checkpoints.
       spec: its PartitionSpec when it was saved, as text.
+      keys: the keys that lead to it in the stored tree; a number is a position in a list.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    padded_shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
     spec: str
+    keys: tuple[str | int, ...] = ()
 
     def to_json(self) -> VariableEntry:
         """Returns the variable's entry in a record."""
-        return {
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "padded_shape": list(self.padded_shape),
-            "spec": self.spec,
-        }
+        return {"shape": list(self.shape), "dtype": self.dtype, "spec": self.spec}
 
     @classmethod
-    def from_json(cls, entry: VariableEntry) -> SavedVariable:
-        """Returns the variable of an entry in a record."""
-        return cls(tuple(entry["shape"]), entry["dtype"], tuple(entry["padded_shape"]), entry["spec"])
+    def from_json(cls, path: str, entry: VariableEntry, version: int) -> SavedVariable:
+        """Returns the variable of an entry in a record of this format."""
+        stored_shape = entry["shape"] if version >= 3 else entry["padded_shape"]
+        keys = stored_keys(path) if version >= 3 else (path,)
+        return cls(tuple(entry["shape"]), entry["dtype"], tuple(stored_shape), entry["spec"], keys)
 
     @classmethod
     def from_spec(cls, spec: VariableSpec) -> SavedVariable:
         """Returns how a variable with this spec is stored."""
-        return cls(tuple(spec.logical_shape), dtype_name(spec.dtype), tuple(spec.padded_shape), str(spec.spec))
+        shape = tuple(spec.logical_shape)
+        return cls(shape, dtype_name(spec.dtype), shape, str(spec.spec), stored_keys(spec.path))
+
+
+def stored_keys(path: str) -> tuple[str, ...]:
+    """Returns the keys that lead to a variable in the stored tree, e.g. ('layers', '0', 'kernel') for 'layers/0/kernel'."""
+    return tuple(path.split("/"))
 
 
 def dtype_name(dtype: DTypeLike) -> str:
@@ -258,7 +264,8 @@ def _check_types(record: Record) -> None:
 
 def saved_variables(record: Record) -> dict[str, SavedVariable]:
     """Returns {path: SavedVariable} of a record."""
-    return {path: SavedVariable.from_json(entry) for path, entry in record["variables"].items()}
+    version = record["format"]
+    return {path: SavedVariable.from_json(path, entry, version) for path, entry in record["variables"].items()}
 
 
 def _describe_mesh(state: TrainState) -> MeshEntry:

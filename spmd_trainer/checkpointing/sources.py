@@ -75,7 +75,7 @@ class OwnSource:
         # Importing Orbax takes 0.4 s: not before arrays are read.
         from spmd_trainer.checkpointing import orbax_io
 
-        return orbax_io.read_arrays(self.step_dir, self.saved, wanted, mesh, source=source)
+        return orbax_io.read_arrays(self.step_dir / orbax_io.STATE_ITEM, self.saved, wanted, mesh, source=source)
 
 
 def open_source(directory: epath.Path, step: int | None, check_contents: bool) -> OwnSource:

@@ -34,7 +34,7 @@ def checkpoint_bytes(variables: TrainState) -> int:
       variables: a TrainState (or another tree) of VariableSpecs.
     """
     specs = records.by_path(variables).values()
-    return sum(math.prod(spec.padded_shape) * spec.dtype.itemsize for spec in specs)
+    return sum(math.prod(spec.logical_shape) * spec.dtype.itemsize for spec in specs)
 
 
 def check_storage(directory: epath.PathLike, checkpoint_bytes: int, keep: int | None) -> None:

@@ -1,1 +1,6 @@
-"""Reads what other trainers wrote. `pax/` opens the checkpoints of Pax (paxml)."""
+"""Reads what other trainers wrote.
+
+pax/      checkpoints of Pax (paxml)
+flax/     Orbax checkpoints of programs in plain Flax, for warm starts
+foreign.py  finds out whose checkpoint a directory holds
+"""

@@ -10,7 +10,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, init_from_rules
-from spmd_trainer.interop import pax
+from spmd_trainer.interop import foreign
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.optim.learner import has_ema, reset_ema
 from spmd_trainer.programs.checkpoints import no_checkpoint_in, open_checkpoints
@@ -84,7 +84,7 @@ def _sizes(job: Job) -> str:
 def _warm_start(job: Job, state: TrainState, rules: Mapping[epath.PathLike, Any]) -> TrainState:
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh
     with Phase("loading variables by init_from_checkpoint_rules"):
-        state, report = init_from_rules(state, metadata.variables, mesh, rules, open_foreign=pax.open_source)
+        state, report = init_from_rules(state, metadata.variables, mesh, rules, open_foreign=foreign.open_source)
     logging.log(logging.WARNING if report.warnings else logging.INFO, "init_from_checkpoint_rules: %s", report)
     if has_ema(job.task.learner) and not report.opt_states_loaded:
         # Averages began at the fresh values; they must begin at the loaded ones.

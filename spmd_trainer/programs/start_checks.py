@@ -22,7 +22,7 @@ from spmd_trainer import experiment_registry
 from spmd_trainer.checkpointing import loading_rules
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs.batches import dataset_input_specs
-from spmd_trainer.interop import pax
+from spmd_trainer.interop import foreign
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.optim.learner import MultiOptimizerLearner, has_ema
 from spmd_trainer.programs import checkpoints, elastic, run_directory
@@ -189,7 +189,7 @@ def check_training(job: Job) -> None:
     if not checkpoints.resumes(job.config) and rules and job.config.restore_checkpoint_dir is None:
         # The files' contents are checked once, before the arrays are loaded.
         loading_rules.resolve_rules(
-            job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=pax.open_source
+            job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=foreign.open_source
         )
 
 

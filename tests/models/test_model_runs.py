@@ -5,10 +5,14 @@ import sys
 
 import jax
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 import spmd_trainer as st
 from spmd_trainer import experiment_registry
+from spmd_trainer.experiments.vision import digits, digits_nets
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.partitioning import PjitPartitioner
 
@@ -54,6 +58,38 @@ def test_a_checkpoint_on_other_meshes(name, tmp_path, tmp_path_factory):
     ]
     tolerance = 1e-2 if "Stdlib" in name else 1e-5  # bfloat16
     np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=tolerance)
+
+
+def nnx_logits(tree, images, experiment):
+    """The net with the restored variables, as Flax' own documentation puts it together."""
+    net = nnx.eval_shape(lambda: digits_nets.ConvNet(experiment.FEATURES, 10, 0.0, rngs=nnx.Rngs(0)))
+    graphdef, params, stats, rest = nnx.split(net, nnx.Param, nnx.BatchStat, ...)
+    nnx.replace_by_pure_dict(params, tree["params"])
+    nnx.replace_by_pure_dict(stats, tree["non_trainable"])
+    net = nnx.merge(graphdef, params, stats, rest)
+    net.eval()
+    return net(images)
+
+
+def linen_logits(tree, images, experiment):
+    net = digits_nets.LinenConvNet(experiment.FEATURES, 10, 0.0)
+    return net.apply({"params": tree["params"], **tree["non_trainable"]}, images, train=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "logits"),
+    [("vision.digits.DigitsNnxTiny", nnx_logits), ("vision.digits.DigitsLinenTiny", linen_logits)],
+)
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_plain_flax_restores_a_checkpoint(name, logits, tmp_path, tmp_path_factory):
+    """The mesh pads these nets; plain Orbax and Flax get the logical arrays, and the trainer's numbers from them."""
+    directory = uninterrupted(name, tmp_path_factory) / "checkpoints"
+    tree = ocp.PyTreeCheckpointer().restore(directory / str(STEPS) / "state")["mdl_vars"]
+    digits_on_disk = digits.heldout_digits()
+    found = logits(tree, digits_on_disk["images"], experiment_registry.get(name))
+    xent = optax.softmax_cross_entropy_with_integer_labels(found, digits_on_disk["labels"])
+    ours = st.evaluate(name, tmp_path / "eval", restore_checkpoint_dir=directory).metrics["heldout/loss"]
+    np.testing.assert_allclose(np.mean(xent), ours, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -14,7 +14,6 @@ import sys
 import uuid
 
 import pytest
-from conftest import SCHEMES
 from etils import epath
 from proxy import Lasting, Proxy, some_fail
 
@@ -108,7 +107,7 @@ class Store:
             self.proxy.fault = lambda method, path: None
 
 
-@pytest.fixture(params=SCHEMES)
+@pytest.fixture(params=("gs", "s3"))
 def store(request, address_of, use, cache):
     """Each of the object stores."""
     address = address_of(request.param)
