@@ -213,7 +213,7 @@ def check_overrides(experiment: BaseExperiment) -> None:
 
     Raises:
       UserError: it returns programs or an executor of its own, or programs for other datasets than its own, or a class attribute
-        is a choice of a tuner's.
+        is a search space for a tuner.
     """
     name, cls = type(experiment).__name__, type(experiment)
     train = experiment.train_programs()
@@ -233,7 +233,7 @@ def check_overrides(experiment: BaseExperiment) -> None:
         value = getattr(cls, attribute, None)
         if attribute.isupper() and type(value).__module__.partition(".")[0] == "pyglove":
             raise UserError(
-                f"{name}.{attribute} is a choice of a tuner ({value!r:.80}), and this trainer has no tuner; set it to a value"
+                f"{name}.{attribute} is a search space for a tuner ({value!r:.80}), and this trainer has no tuner; set it to a value"
             )
     unused = [
         method

@@ -167,6 +167,9 @@ class Processes:
         if isinstance(error, UserError):
             status = error.exit_status  # the same as in a job of one process
             sys.stderr.write(f"spmd-trainer: {error}\n")
+            if error.leaves_in_order:
+                watch.say_goodbye()
+                raise SystemExit(status) from error
         else:
             # A lost process makes every collective of the others fail, with an error that doesn't name it.
             watch.wait_for_news(_NEWS_SECONDS)

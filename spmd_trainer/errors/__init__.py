@@ -18,9 +18,11 @@ class UserError(ValueError):
 
     Attributes:
       exit_status: the exit status of a process that it ends.
+      leaves_in_order: True if the other processes of the job end at the same point, so that none is told of a failure.
     """
 
     exit_status = 2
+    leaves_in_order = False
 
     def __init__(self, *args: object, exit_status: int | None = None):
         """Keeps the message, and the exit status if it is not that of the class."""

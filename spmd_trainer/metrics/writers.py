@@ -38,12 +38,14 @@ class SummaryError(UserError):
 class SummaryWriters:
     """One TensorBoard directory and one `metrics.jsonl` per name ('train', 'eval_heldout', ...) below a job's directory."""
 
-    def __init__(self, job_log_dir: epath.PathLike, *, enabled: bool = True):
+    def __init__(self, job_log_dir: epath.PathLike, *, enabled: bool = True, raises_at_end: bool = False):
         """Opens nothing: files are created when the first scalar is written.
 
         Args:
           job_log_dir: the job's directory.
           enabled: False writes nothing; set for all processes but one.
+          raises_at_end: True raises a failure in `raise_failure` only. Set where other processes work in step with this one:
+            they must save together first; `take_failure` tells when.
         """
         self._root = epath.Path(job_log_dir) / "summaries"
         self._enabled = enabled
@@ -52,6 +54,8 @@ class SummaryWriters:
         self._files: dict[str, tuple[EventFile, GrowingFile]] = {}
         self._error: BaseException | None = None
         self._has_failed = False
+        self._raises_at_end = raises_at_end
+        self._failure_taken = False
 
     def write(self, name: str, step: int, scalars: Mapping[str, float], notes: Mapping[str, str] | None = None) -> None:
         """Queues scalars of one step.
@@ -85,6 +89,26 @@ class SummaryWriters:
             self._queue.put(self._flush_now)
             self._queue.join()
         self._raise_earlier_error()
+
+    def take_failure(self) -> bool:
+        """Returns True once after a write has failed for good, if that is raised at the end."""
+        if self._failure_taken or not (self._raises_at_end and self._has_failed):
+            return False
+        self._failure_taken = True
+        return True
+
+    def raise_failure(self) -> None:
+        """Raises what was put off until the end. Called when nothing is left to do together with other processes.
+
+        Raises:
+          SummaryError: a write failed for good. This process leaves the job in order: the others end too.
+        """
+        self._raises_at_end = False
+        try:
+            self._raise_earlier_error()
+        except SummaryError as error:
+            error.leaves_in_order = True
+            raise
 
     def close(self) -> None:
         """Writes everything queued and ends the writing thread.
@@ -133,7 +157,7 @@ class SummaryWriters:
             lines.flush()
 
     def _raise_earlier_error(self) -> None:
-        if self._error is None:
+        if self._error is None or self._raises_at_end:
             return
         error, self._error = self._error, None
         if not isinstance(error, OSError) and access.explain(self._root, error) is None:

@@ -99,7 +99,7 @@ REFUSED = {
 
 
 def check(sections: Mapping[str, Any]) -> None:
-    """Warns once of the ignored fields that are set, and refuses those without which the numbers would be others.
+    """Warns once of the ignored fields that are set, and refuses those that would change the numbers.
 
     Args:
       sections: {path below task: settings}; the path of the task itself is ''.

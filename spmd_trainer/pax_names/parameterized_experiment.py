@@ -30,7 +30,7 @@ class ParameterizedExperiment(base_experiment.BaseExperiment):
         training_dataset: InputConfig | None = None,
         decoder_datasets: Sequence[InputConfig] = (),
     ):
-        """Keeps the configs.
+        """Checks that the `is_training` of each input fits its use.
 
         Args:
           task: the task.

@@ -65,7 +65,7 @@ class Report:
         """Returns the file's state as a clause."""
         if not self.runs:
             return "it needs the changes below"
-        what = "renaming its imports is enough" if self.diff else "it imports nothing of paxml"
+        what = "renaming its imports is enough" if self.diff else "it imports nothing from paxml"
         lacks = any(finding.lacks for finding in [*self.extras, *self.packages])
         return f"{what}, once what it needs is installed and set" if lacks else what
 

@@ -28,7 +28,7 @@ from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.periodic import PeriodicWork
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.programs.schedule import Schedule
-from spmd_trainer.programs.signals import save_requests
+from spmd_trainer.programs.signals import SaveRequest, save_requests
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
 from spmd_trainer.train_states import TrainState
@@ -108,7 +108,7 @@ def train(job: Job) -> TrainResult:
                     work.use(job)
                     callbacks.call("after_pause", run, run.step)
 
-                asked = request.take()
+                asked = _take_request(request, run)
                 leave = request.leaving or bool(run.stop_reason)
                 due = schedule.due(checkpoints.checkpointer, run.step, asked=asked, leaves=leave)
                 if due.any:
@@ -139,7 +139,9 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
         task=job.task,
         partitioner=job.partitioner,
         batch=job.inputs_shape_dtype,
-        summaries=SummaryWriters(config.job_log_dir, enabled=jax.process_index() == 0),
+        summaries=SummaryWriters(
+            config.job_log_dir, enabled=jax.process_index() == 0, raises_at_end=jax.process_count() > 1
+        ),
         config_lines=config.experiment.lines(),
         saves=config.enable_checkpoint_saving,
         eval_names=[str(input_p.name) for input_p in config.experiment.config.eval_datasets],
@@ -153,12 +155,20 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
             callbacks.call("on_open", run)
             yield run, callbacks, checkpoints
         except BaseException as error:
-            if isinstance(error, SummaryError) and run.saves and run.step > run.first_step and jax.process_count() == 1:
+            if isinstance(error, SummaryError) and run.saves and run.step > run.first_step:
                 _save_without_summaries(run, checkpoints)
             if isinstance(error, Exception):
                 run_directory.mark_failure(config.job_log_dir, run.step, error)
             callbacks.fail(run, error)
             raise
+
+
+def _take_request(request: SaveRequest, run: Run) -> bool:
+    """Returns True if all processes save after this step, because one of them got a signal or can't write summaries."""
+    if run.summaries.take_failure():
+        logging.error("summaries can't be written any more: the processes save, then exit")
+        request.make(leaves=True)
+    return request.take()
 
 
 def _save(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
@@ -220,6 +230,7 @@ def _end(
     how, then = _how_it_ended(run, work.interrupted, complete=complete)
     results = ending.Results(scalars.get("loss"), work.results, work.evaluated)
     ending.say_end(job.config, how, then, results)
+    run.summaries.raise_failure()
     return TrainResult(run.state, {**scalars, **work.results}, run.step, run.job_log_dir)
 
 

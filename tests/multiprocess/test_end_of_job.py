@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import termios
@@ -13,6 +14,7 @@ import pytest
 from job_helpers import (
     FIELDS,
     STATUS_LOST_PROCESS,
+    STATUS_USER_ERROR,
     STEPS,
     TIMEOUT_SECONDS,
     Settings,
@@ -58,6 +60,18 @@ def test_a_sighup_to_one_process_saves_and_ends_both(cache, tmp_path):
     assert first == 0
     assert f"stopped at step {saved} of" in job.logs[0]
     assert "process 1: a process received a signal: all 2 processes save this step, then exit" in job.logs[1]
+
+
+def test_both_save_when_process_0_cannot_write_summaries(cache, tmp_path):
+    directory = tmp_path / "run"
+    run(Settings(directory, 2, cache, WITHOUT_END | {"num_train_steps": 2}))
+    shutil.rmtree(directory / "summaries/train")
+    (directory / "summaries/train").write_text("a file where the summaries' directory should be")
+    with started(Settings(directory, 2, cache, WITHOUT_END)) as job:
+        assert job.finish() == [STATUS_USER_ERROR, 0], job.log()
+    assert steps_on_disk(directory)[-1] > 2
+    assert "writing summaries failed" in job.logs[0]
+    assert "Traceback" not in job.log()
 
 
 def test_a_run_whose_terminal_closes_saves_and_ends(cache, tmp_path):

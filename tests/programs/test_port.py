@@ -311,7 +311,7 @@ def test_every_file_of_a_package_has_a_report(tmp_path, monkeypatch, capsys):
         main._port("my_pkg")
     printed = capsys.readouterr().out
     assert printed.count("renaming its imports is enough") == 2
-    assert "__init__.py: it imports nothing of paxml" in printed
+    assert "__init__.py: it imports nothing from paxml" in printed
     with pytest.raises(SystemExit):
         main._port("my_pkg.inner.second")
     assert capsys.readouterr().out.count("renaming its imports is enough") == 1
