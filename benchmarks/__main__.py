@@ -20,6 +20,7 @@ import time
 # Name: options that keep the total within 45 minutes.
 BENCHMARKS: dict[str, list[str]] = {
     "steady_step": [],
+    "nnx_step": [],
     "first_step": [],
     "growth": [],
     "input_rate": [],

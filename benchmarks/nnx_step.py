@@ -1,6 +1,6 @@
 """Compares the trainer's step of a Flax NNX model with a hand-written NNX and optax step with explicit shardings.
 
-    python -m benchmarks.nnx_step [--rounds 15] [--steps 10] [--json FILE]
+    python -m benchmarks.nnx_step [--processes 7] [--rounds 9] [--steps 4] [--json FILE]
 
 The model is `experiments/lm/nnx.py`'s transformer on 8 host devices, mesh (data, mdl) = (4, 2), with sizes that the mesh divides.
 Both programs have the same layout, optimizer (optax.adam) and batches, donate their state, and take turns of --steps steps.
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -25,13 +23,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis import pax_fiddle
 from praxis.py_utils import NestedMap
 
-from benchmarks import reporting
+from benchmarks import turns
 from spmd_trainer import models, sharding, tasks_lib
 from spmd_trainer.experiments.lm import nnx as nnx_lm
 from spmd_trainer.partitioning import PjitPartitioner
 from spmd_trainer.steps import step_fns
 
-BAR = 1.03
 SIZES = {"vocab_size": 256, "dims": 128, "hidden_dims": 512, "num_heads": 4, "num_layers": 4}
 ROWS, LENGTH = 16, 128
 RULES = nnx_lm.StdlibNnx.LOGICAL_AXIS_RULES
@@ -47,8 +44,8 @@ def batch() -> NestedMap:
     return NestedMap(ids=ids, labels=ids, weights=ones.astype(np.float32), segment_ids=ones, segment_pos=positions)
 
 
-def trainer_step(mesh: jax.sharding.Mesh) -> tuple[Callable[[], None], Callable[[], Any]]:
-    """Returns a function that takes a step of the trainer, and one that returns what to wait for."""
+def trainer_step(mesh: jax.sharding.Mesh) -> turns.Program:
+    """Returns the trainer's step."""
     model_p = pax_fiddle.Config(
         models.NnxModel,
         module=pax_fiddle.Config(nnx_lm.Transformer, **SIZES),
@@ -76,11 +73,11 @@ def trainer_step(mesh: jax.sharding.Mesh) -> tuple[Callable[[], None], Callable[
     def take() -> None:
         held["state"], held["output"] = step.fn(held["state"], KEY, inputs)
 
-    return take, lambda: held["output"].loss
+    return turns.Program(take, lambda: held["output"].loss)
 
 
-def hand_written_step(mesh: jax.sharding.Mesh) -> tuple[Callable[[], None], Callable[[], Any]]:
-    """Returns the same for a step as Flax' documentation writes it, jitted with explicit shardings."""
+def hand_written_step(mesh: jax.sharding.Mesh) -> turns.Program:
+    """Returns a step as Flax' documentation writes it, jitted with explicit shardings."""
     with nnx.use_eager_sharding(False):
         graphdef, abstract = nnx.split(nnx.eval_shape(lambda: nnx_lm.Transformer(**SIZES, rngs=nnx.Rngs(0))))
         specs = nnx.get_partition_spec(abstract)
@@ -126,34 +123,14 @@ def hand_written_step(mesh: jax.sharding.Mesh) -> tuple[Callable[[], None], Call
     def take() -> None:
         held["params"], held["opt_state"], held["loss"] = jitted(held["params"], held["opt_state"], rows)
 
-    return take, lambda: held["loss"]
+    return turns.Program(take, lambda: held["loss"])
 
 
-def main() -> int:
-    """Measures and reports; returns the exit status."""
-    parser = reporting.parser(__doc__, rounds=15)
-    parser.add_argument("--steps", type=int, default=10, help="steps of each turn")
-    arguments = parser.parse_args()
+def make_programs() -> dict[str, turns.Program]:
+    """Returns both programs on one mesh."""
     mesh = sharding.create_device_mesh([("data", 4), ("mdl", 2)])
-    programs = {"trainer": trainer_step(mesh), "hand-written": hand_written_step(mesh)}
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    losses = {}
-    for number in range(arguments.rounds + 1):  # the first round compiles, and is not counted
-        for name in sorted(programs, reverse=bool(number % 2)):
-            take, result = programs[name]
-            began = time.perf_counter()
-            for _ in range(arguments.steps):
-                take()
-            losses[name] = float(result())
-            if number:
-                seconds[name].append((time.perf_counter() - began) / arguments.steps)
-    report = reporting.Report("nnx_step", arguments.json)
-    for name, values in seconds.items():
-        report.figure(name, values, "ms", scale=1e3)
-        report.figure(f"loss, {name}", losses[name])
-    report.ratio("step, trainer / hand-written", seconds["trainer"], seconds["hand-written"], bar=BAR)
-    return report.finish()
+    return {turns.TRAINER: trainer_step(mesh), turns.HAND_WRITTEN: hand_written_step(mesh)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(turns.main("nnx_step", __doc__, make_programs, bar=1.03))

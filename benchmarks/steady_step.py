@@ -20,7 +20,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,12 @@ from unittest import mock
 import jax
 import numpy as np
 
-from benchmarks import baseline_lm, fresh_process, reporting  # baseline_lm sets up the host devices, so before JAX
+from benchmarks import (
+    baseline_lm,
+    fresh_process,
+    reporting,
+    turns,
+)  # baseline_lm sets up the host devices, so before JAX
 from spmd_trainer.partitioning import Partitioner
 from spmd_trainer.programs import start_up, train
 from spmd_trainer.programs.job import Job
@@ -233,20 +237,6 @@ def measure_here(rounds: int, steps: int) -> dict[str, Any]:
     }
 
 
-def measure_in_process(rounds: int, steps: int) -> dict[str, Any]:
-    """`measure_here` in a process of its own.
-
-    Raises:
-      SystemExit: the process failed.
-    """
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        options = ["--processes=0", f"--rounds={rounds}", f"--steps={steps}", f"--json={file.name}"]
-        done = subprocess.run([sys.executable, "-m", "benchmarks.steady_step", *options], stdout=sys.stderr)
-        if done.returncode:
-            raise SystemExit(f"a measuring process exited with status {done.returncode}; its output is above")
-        return json.load(file)
-
-
 def report_turns(report: reporting.Report, parts: list[dict[str, Any]]) -> None:
     """Reports step time and host work over all processes."""
 
@@ -302,7 +292,8 @@ def main() -> int:
         args.json.write_text(json.dumps(measure_here(args.rounds, args.steps)))
         return 0
     report = reporting.Report("steady_step", args.json)
-    parts = [measure_in_process(args.rounds, args.steps) for _ in range(args.processes)]
+    options = [f"--rounds={args.rounds}", f"--steps={args.steps}"]
+    parts = [turns.measure_in_process("steady_step", options) for _ in range(args.processes)]
     report_turns(report, parts)
     report.note("ratio of each process", [statistics.median(np.divide(*part["wall"].values())) for part in parts])
     report_memory(report, parts[0])

@@ -9,9 +9,9 @@ import typing
 import jax
 import numpy as np
 from etils import epath
-from praxis import base_input, pax_fiddle, py_utils
+from praxis import base_input, optimizers, pax_fiddle, py_utils
 
-from spmd_trainer import experiment_registry, sharding
+from spmd_trainer import experiment_registry, learners, sharding
 from spmd_trainer.interop import pax
 from spmd_trainer.partitioning import pjit
 from spmd_trainer.programs import experiment_config
@@ -135,7 +135,29 @@ class PlainAdamEma(_Tiny):
     EMA_DECAY = 0.99
 
 
-EXPERIMENTS = {cls.__name__: cls for cls in (UnevenRepeatedAdam, UnevenRepeatedAdafactor, PlainAdamEma)}
+@experiment_registry.register
+class MultiOptimizer(UnevenRepeatedAdam):
+    """Adam, and SGD with momentum for the softmax."""
+
+    def task(self):
+        task_p = super().task()
+        optimizer_p = task_p.train.learner.optimizer
+        task_p.train.learner = pax_fiddle.Config(
+            learners.MultiOptimizerLearner,
+            loss_name=task_p.train.learner.loss_name,
+            optimizer=optimizer_p,
+            auxiliary_optimizers=[
+                pax_fiddle.Config(
+                    optimizers.ShardedSgd, momentum=0.9, learning_rate=0.01, lr_schedule=optimizer_p.lr_schedule
+                )
+            ],
+            auxiliary_regex=[".*softmax.*"],
+            auxiliary_names=["softmax"],
+        )
+        return task_p
+
+
+EXPERIMENTS = {cls.__name__: cls for cls in (UnevenRepeatedAdam, UnevenRepeatedAdafactor, PlainAdamEma, MultiOptimizer)}
 
 
 @functools.cache

@@ -65,3 +65,15 @@ def test_bits_logits_and_further_losses(pax_data, name, kind, mesh):
     losses = further_losses(job, found.state, batches)
     np.testing.assert_allclose(losses, expected["train_losses_from_here"], rtol=TOLERANCE)
     assert snapshot(directory) == before
+
+
+def test_several_optimizers_continue(pax_data):
+    """Each variable has the state of its own optimizer; another assignment would give other losses at once."""
+    job, expected = job_on("MultiOptimizer", (1, 4, 2)), pax_data.expected("MultiOptimizer")
+    state = restored(pax_data.checkpoints("MultiOptimizer"), job).state
+    momenta = [spec.path for spec in jax.tree.leaves(job.partitioner.metadata.variables) if "/trace/" in spec.path]
+    assert len(momenta) == 2
+    assert all("softmax" in path for path in momenta)
+    batches = [batch_of(expected, f"train/{number}/") for number in range(5)]
+    losses = further_losses(job, state, batches)
+    np.testing.assert_allclose(losses, expected["train_losses_from_here"], rtol=TOLERANCE)
