@@ -233,7 +233,7 @@ def check_overrides(experiment: BaseExperiment) -> None:
         value = getattr(cls, attribute, None)
         if attribute.isupper() and type(value).__module__.partition(".")[0] == "pyglove":
             raise UserError(
-                f"{name}.{attribute} is a search space for a tuner ({value!r:.80}), and this trainer has no tuner; set it to a value"
+                f"{name}.{attribute} is a search space for a tuner ({value!r:.80}), and this trainer has no tuner; set a value"
             )
     unused = [
         method
