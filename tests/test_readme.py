@@ -11,6 +11,7 @@ import orbax.checkpoint
 import pytest
 
 import spmd_trainer as st
+from spmd_trainer.metrics.writers import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -70,6 +71,16 @@ def test_the_callback_of_a_caller_ends_training_too(my_pkg):
     (call,) = re.findall(r"`(st\.train\([^`]*callbacks=[^`]*)`", README)
     names = {"st": st, "MyTinyLm": my_pkg.MyTinyLm, "StopAtTarget": my_pkg.StopAtTarget}
     assert f"ends at step {eval(call, names).step} of 30" in README
+
+
+def test_a_notebook_trains_a_flax_model_in_15_lines(my_pkg):
+    code = block("class Mine(")
+    assert len([line for line in code.splitlines() if line.strip()]) == 15
+    names = {}
+    exec(compile(code, "notebook", "exec"), names)
+    assert int(names["state"].step) == 60
+    losses = [record["loss"] for record in read_metrics("runs/net", "train").values()]
+    assert losses[-1] < losses[0]
 
 
 def test_the_flax_model_learns(my_pkg):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.metrics import clu_metrics
+from spmd_trainer.metrics.clu_metrics import CluMetrics
 from spmd_trainer.metrics.packing import Scalars
 
 
@@ -10,8 +12,8 @@ class StepAverages:
     """Averages the scalars since the last summary (`task.train.summary_accumulate_interval_steps`).
 
     One step in every `every` steps is included. Weighted scalars are averaged by their weights, in float64; the loss and the
-    layers' summaries are plain means. The caller leaves out invalid steps (NaN or Inf, or skipped by the learner), because one
-    of them would make the average NaN; the summary `invalid_steps` counts them.
+    layers' summaries are plain means; clu metrics are merged. The caller leaves out invalid steps (NaN or Inf, or skipped by
+    the learner), because one of them would make the average NaN; the summary `invalid_steps` counts them.
     """
 
     def __init__(self, every: int | None, summary_interval: int):
@@ -31,6 +33,7 @@ class StepAverages:
                 "writes the step's own values"
             )
         self._every = every
+        self._clu: CluMetrics = {}
         self._clear()
 
     def add(self, step: int, scalars: Scalars) -> None:
@@ -43,6 +46,7 @@ class StepAverages:
             self._values.setdefault(name, []).append((value, scalars.weights[name]))
         for name, value in scalars.summaries.items():
             self._summaries.setdefault(name, []).append(value)
+        self._clu = clu_metrics.merged(self._clu, scalars.clu)
 
     def take(self, scalars: Scalars) -> dict[str, float]:
         """Returns the scalars to write, {'loss': ..., metric: ..., summary: ...}, and starts an empty average.
@@ -57,6 +61,7 @@ class StepAverages:
             result[name] = sum(v * w for v, w in pairs if w) / total if total else pairs[-1][0]
         if self._losses:
             result["loss"] = sum(self._losses) / len(self._losses)
+        result |= clu_metrics.computed(self._clu)
         self._clear()
         return result or dict(scalars)
 
@@ -64,3 +69,4 @@ class StepAverages:
         self._losses: list[float] = []
         self._values: dict[str, list[tuple[float, float]]] = {}
         self._summaries: dict[str, list[float]] = {}
+        self._clu = {}

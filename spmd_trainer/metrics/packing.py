@@ -1,6 +1,7 @@
 """Packs the scalars of a step into one array.
 
-Fetching sixty separate scalars from the devices can take the host longer than a small step itself.
+Fetching sixty separate scalars from the devices can take the host longer than a small step itself. clu metrics, which few models
+have, stay as they are, because their arrays may be integers and of any size.
 """
 
 from __future__ import annotations
@@ -8,13 +9,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_trainer.metrics import clu_metrics
+from spmd_trainer.metrics.clu_metrics import CluMetrics
 from spmd_trainer.steps.step_fns import StepFnOutput
+
+# What a step returns: the vector, and its clu metrics.
+Packed: TypeAlias = tuple[jax.Array, CluMetrics]
 
 # praxis appends the type of a summary to its name; a layer that is applied several times appends a number after that.
 _KIND = re.compile(r"_(aggregate_)?scalar(?=(/\d+)*$)")
@@ -28,6 +34,8 @@ def summary_name(key: str) -> str:
 class ScalarPacking:
     """Packs loss, weighted scalars and scalar summaries of a step into one float32 vector, and unpacks them by name.
 
+    clu metrics travel beside the vector.
+
     Tracing `pack` stores the names, so each step function needs its own instance.
     """
 
@@ -36,8 +44,8 @@ class ScalarPacking:
         self._weighted: list[str] = []
         self._summaries = SummaryNames()
 
-    def pack(self, output: StepFnOutput) -> jax.Array:
-        """Returns float32 [loss, value and weight of each weighted scalar, summaries]. Called while tracing.
+    def pack(self, output: StepFnOutput) -> Packed:
+        """Returns float32 [loss, value and weight of each weighted scalar, summaries], and clu metrics. Called while tracing.
 
         A repeated layer has the summaries of all repetitions in one array: 'layer/norm/0', 'layer/norm/1', ...
         Summaries of other types (images, histograms, tensors) are left out.
@@ -56,17 +64,22 @@ class ScalarPacking:
                 names += ["/".join((name, *map(str, index))) for index in np.ndindex(values.shape)]
                 parts.append(jnp.ravel(jnp.asarray(values, jnp.float32)))
         self._weighted, self._summaries = list(weighted), SummaryNames(names)
-        return jnp.concatenate(parts)
+        return jnp.concatenate(parts), dict(output.clu_metrics or {})
 
-    def unpack(self, packed: Any) -> Scalars:
-        """Returns the scalars of a packed vector; waits for the device."""
-        # The vector is replicated: reading one shard takes half as long as reading the whole array.
-        values = np.asarray(packed.addressable_data(0) if isinstance(packed, jax.Array) else packed).tolist()
+    def unpack(self, packed: Packed) -> Scalars:
+        """Returns the scalars of a step; waits for the device."""
+        vector, clu = jax.tree.map(_on_host, packed)
+        values = vector.tolist()
         loss = values.pop(0) if self._has_loss else None
         end = 2 * len(self._weighted)
         weighted = dict(zip(self._weighted, values[0:end:2], strict=True))
         weights = dict(zip(self._weighted, values[1:end:2], strict=True))
-        return Scalars(loss, weighted, weights, self._summaries, values[end:])
+        return Scalars(loss, weighted, weights, self._summaries, values[end:], clu)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    # It is replicated: reading one shard takes half as long as reading the whole array.
+    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
 
 
 def _scalar(what: str, value: Any) -> jax.Array:
@@ -91,12 +104,13 @@ class SummaryNames:
 
 
 class Scalars(Mapping[str, float]):
-    """One step's scalars on the host: a mapping from name to float of the loss, the weighted scalars and the summaries.
+    """One step's scalars on the host: a mapping from name to float of loss, weighted scalars, clu metrics and summaries.
 
     Attributes:
       loss: mean loss, or None.
       means: mean of each weighted scalar over the batch.
       weights: its weight.
+      clu: the model's clu metrics over the batch, to merge with those of other batches.
     """
 
     def __init__(
@@ -106,10 +120,12 @@ class Scalars(Mapping[str, float]):
         weights: Mapping[str, float] | None = None,
         summary_names: SummaryNames | None = None,
         summary_values: Sequence[float] = (),
+        clu: CluMetrics | None = None,
     ):
         self.loss = loss
         self.means = means or {}
         self.weights = weights or {}
+        self.clu = clu or {}
         self._names = summary_names or SummaryNames()
         self._values = summary_values
 
@@ -120,7 +136,8 @@ class Scalars(Mapping[str, float]):
 
     @functools.cached_property
     def _by_name(self) -> dict[str, float]:
-        return {**({} if self.loss is None else {"loss": self.loss}), **self.means, **self.summaries}
+        loss = {} if self.loss is None else {"loss": self.loss}
+        return {**loss, **self.means, **clu_metrics.computed(self.clu), **self.summaries}
 
     def __getitem__(self, name: str) -> float:
         return self._by_name[name]
@@ -149,9 +166,17 @@ class WeightedMean:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
+        self._clu: CluMetrics = {}
 
-    def add(self, values: Mapping[str, float], weights: Mapping[str, float]) -> None:
-        """Adds one batch. The value of a batch with weight 0 is ignored, even if it is NaN."""
+    def add(self, values: Mapping[str, float], weights: Mapping[str, float], clu: CluMetrics | None = None) -> None:
+        """Adds one batch. The value of a batch with weight 0 is ignored, even if it is NaN.
+
+        Args:
+          values: {name: mean over the batch}.
+          weights: {name: its weight}.
+          clu: {name: clu metric over the batch}, merged as the metric itself says.
+        """
+        self._clu = clu_metrics.merged(self._clu, clu or {})
         for name, value in values.items():
             weight = weights[name]
             if weight:
@@ -159,9 +184,10 @@ class WeightedMean:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, float]:
-        """Returns the mean (for counts, the sum) of each name whose total weight is not 0."""
-        return {
+        """Returns the mean (for counts, the sum) of each name whose total weight is not 0, and the values of clu metrics."""
+        means = {
             name: self._sums[name] / (1.0 if name in _COUNTS else weight)
             for name, weight in self._weights.items()
             if weight
         }
+        return {**means, **clu_metrics.computed(self._clu)}

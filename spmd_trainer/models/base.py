@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.models import outputs as outputs_lib
 from spmd_trainer.train_states import NestedJTensor, PyTree
 
-# ((weighted scalars, outputs per example), collections that the forward pass wrote)
-ForwardResult: TypeAlias = tuple[tuple[Mapping[str, Any], PyTree], Mapping[str, PyTree]]
+# ((weighted scalars, outputs per example, clu metrics if there are some), collections that the forward pass wrote)
+ForwardResult: TypeAlias = tuple[tuple[Any, ...], Mapping[str, PyTree]]
 # ((weighted scalars, outputs per example, clu metrics if there are some), collections that it wrote)
 DecodeResult: TypeAlias = tuple[tuple[Any, ...], Mapping[str, PyTree]]
-# (what the module returns, the batch) -> metrics; see `outputs.weighted_scalars`
+# (what the module returns, the batch) -> metrics; see `outputs.metrics`
 LossFn: TypeAlias = Callable[[Any, PyTree], Any]
 
 
@@ -103,6 +103,21 @@ class PraxisModel:
         return result
 
 
+@dataclasses.dataclass(frozen=True)
+class GatheredVariables:
+    """How a model reads variables that a partitioner splits and boxes, to be gathered where they are read.
+
+    Attributes:
+      where_read: True if the module gets the boxes, and each layer gathers what it reads; False if the model gathers all
+        variables before it calls the module.
+      stacked_dims: number of dimensions at the front of a variable of rank 2 or more that a loop may run over; they must stay
+        whole.
+    """
+
+    where_read: bool
+    stacked_dims: int = 0
+
+
 class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):  # type: ignore[misc]  # untyped
     """A model of another library than praxis. Its trainable variables are the collection 'params', all others 'non_trainable'.
 
@@ -111,7 +126,9 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
         returns one value or a tuple, or None for the whole batch.
       loss: (what the module returns, the batch) -> (loss, weight), or {name: (mean value, weight)} with an entry 'loss'. All
         are scalars: means over the batch's examples, and the weight of the mean, e.g. the number of examples. The learner's
-        `loss_name` names the one to minimise.
+        `loss_name` names the one to minimise. Entries may also be clu metrics, and a clu `Collection` stands for its metrics;
+        the loss may be a clu `Average`. They are merged over batches, minibatches and devices, and computed on the host, so
+        their `compute` must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
       per_example: (what the module returns, the batch) -> arrays with the batch as dimension 0, which evaluations can write; or
         None.
       generate: (variables, batch, key) -> arrays with the batch as dimension 0, for `--mode=decode`; or None. NNX models get
@@ -124,6 +141,8 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
       fprop_dtype: bfloat16 casts float32 parameters, and what the module is called with, before the module runs; the loss gets
         the batch as it is, and other variables keep their dtypes. None casts nothing.
     """
+
+    gathered_variables: ClassVar[GatheredVariables] = GatheredVariables(where_read=False)
 
     inputs: str | Sequence[str] | Callable[[PyTree], Any] | None = None
     loss: LossFn | None = None
@@ -168,12 +187,12 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
         arguments = jax.tree.map(self._cast, self.arguments(inputs))
         found, non_trainable = self.run(mdl_vars, arguments, key, do_eval=do_eval)
         before = mdl_vars.get(base_layer.NON_TRAINABLE, {})
-        non_trainable = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), non_trainable, before)
-        scalars = outputs_lib.weighted_scalars(self.loss(found, inputs))
+        non_trainable = jax.tree_util.tree_map_with_path(outputs_lib.written, non_trainable, before)
+        scalars, clu = outputs_lib.metrics(self.loss(found, inputs))
         per_example = {} if self.per_example is None else self.per_example(found, inputs)
         outputs_lib.check_per_example(per_example, inputs, "task.model.per_example")
         written = {base_layer.NON_TRAINABLE: non_trainable} if base_layer.NON_TRAINABLE in mutable else {}
-        return (scalars, per_example), (written if jax.tree.leaves(non_trainable) else {})
+        return (scalars, per_example, *([clu] if clu else [])), (written if jax.tree.leaves(non_trainable) else {})
 
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]

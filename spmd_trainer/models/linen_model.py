@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +13,13 @@ from flax import linen as nn
 from flax.core import meta, unfreeze
 from praxis import base_layer, pax_fiddle
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models import declared_axes
-from spmd_trainer.models.base import ModuleModel
+from spmd_trainer.models.base import GatheredVariables, ModuleModel
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.train_states import NestedJTensor, PyTree
 
-# Arguments of `__call__` that say whether the module trains, and whether they are True in training.
+# Arguments that say whether the module trains, and whether they are True in training.
 _MODE_ARGUMENTS = {
     "train": True,
     "training": True,
@@ -34,16 +35,24 @@ class LinenModel(ModuleModel):
     """A Flax Linen module.
 
     The collection 'params' learns. All other collections, such as 'batch_stats', are kept in the train state as the module
-    writes them, but for `dropped_collections`. Whether the module trains is told to arguments of its `__call__` named `train`,
-    `training`, `is_training`, `deterministic` or `use_running_average`.
+    writes them, but for `dropped_collections`.
 
     Attributes:
       module: config of the module's class.
+      mode_argument: how the module is told whether it trains: the name of an argument of its `__call__`, or of a field of the
+        module. Names with a known meaning are `train`, `training`, `is_training` (True in training), `deterministic` and
+        `use_running_average` (False in training); for others give {name: value in training}, which may have several entries.
+        If it is not given, the argument of `__call__` with one of these names is used, or else the field; '' tells the module
+        nothing.
       rng_streams: names of the random streams that the module draws from in training, besides 'params'.
       dropped_collections: collections that the module writes for its caller (`sow`), which are not kept.
     """
 
+    # Flax unboxes a variable where a module reads it. `nn.scan` slices dimension 0 of its variables, and nothing marks these.
+    gathered_variables = GatheredVariables(where_read=True, stacked_dims=1)
+
     module: pax_fiddle.Config[Any] = pax_fiddle.template_field(None)
+    mode_argument: str | Mapping[str, bool] | None = None
     rng_streams: Sequence[str] = ("dropout",)
     dropped_collections: Sequence[str] = ("intermediates",)
 
@@ -55,8 +64,8 @@ class LinenModel(ModuleModel):
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
         """See `Model`."""
         arguments = jax.tree.map(self._cast, self.arguments(inputs))
-        module: Any = self._module  # its `__call__` may have any arguments
-        variables = unfreeze(module.init(self._rngs(key, "params"), *arguments, **self._mode(do_eval=False)))
+        module, mode = self._in_mode(do_eval=False)
+        variables = unfreeze(module.init(self._rngs(key, "params"), *arguments, **mode))
         if _OVERWRITTEN in variables:
             raise UserError("task.model.module has fp8 scales, which LinenModel does not support")
         boxed = {
@@ -76,11 +85,11 @@ class LinenModel(ModuleModel):
     ) -> tuple[Any, PyTree]:
         """See `ModuleModel`."""
         kept = mdl_vars.get(base_layer.NON_TRAINABLE, {})
-        module: Any = self._module
+        module, mode = self._in_mode(do_eval=do_eval)
         outputs, written = module.apply(
             {"params": mdl_vars[base_layer.PARAMS], **kept},
             *arguments,
-            **self._mode(do_eval=do_eval),
+            **mode,
             rngs={} if do_eval else self._rngs(key),
             mutable=[*kept, *self.dropped_collections],
         )
@@ -104,9 +113,44 @@ class LinenModel(ModuleModel):
             raise UserError(f"task.model.module makes a {type(module).__name__}, which is not a flax.linen.Module")
         return module
 
-    def _mode(self, *, do_eval: bool) -> dict[str, bool]:
-        known = inspect.signature(type(self._module).__call__).parameters
-        return {name: value is not do_eval for name, value in _MODE_ARGUMENTS.items() if name in known}
+    def _in_mode(self, *, do_eval: bool) -> tuple[Any, dict[str, bool]]:
+        """Returns the module, and the arguments of its `__call__` that say whether it trains."""
+        values = {name: value is not do_eval for name, value in self._mode_arguments.items()}
+        arguments = {name: value for name, value in values.items() if name in _call_arguments(self._module)}
+        fields: dict[str, Any] = {name: value for name, value in values.items() if name not in arguments}
+        return (self._module.clone(**fields) if fields else self._module), arguments
+
+    @functools.cached_property
+    def _mode_arguments(self) -> dict[str, bool]:
+        """The names by which the module is told whether it trains, and their values in training."""
+        in_call, fields = _call_arguments(self._module), _fields(self._module)
+        if self.mode_argument is not None:
+            given = self.mode_argument
+            values = dict(given) if isinstance(given, Mapping) else _known_meaning(given)
+            for name in values:
+                if name not in in_call and name not in fields:
+                    known = [*in_call, *fields]
+                    raise UserError(
+                        f"task.model.mode_argument: {type(self._module).__name__} has neither an argument nor a field {name!r}"
+                        f"{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
+                    )
+            return values
+        found = [name for name in _MODE_ARGUMENTS if name in in_call] or [
+            name for name in _MODE_ARGUMENTS if name in fields
+        ]
+        if len(found) > 1:
+            every = {name: _MODE_ARGUMENTS[name] for name in found}
+            raise UserError(
+                f"{type(self._module).__name__} can be told in several ways whether it trains: {', '.join(found)}. Set "
+                f"task.model.mode_argument to one of them, or to {every} for all"
+            )
+        for name in found:
+            if name not in in_call and name in self.module.__arguments__:
+                raise UserError(
+                    f"task.model.module sets {name}, which LinenModel sets itself in training and in evaluation; leave it out, "
+                    "or set task.model.mode_argument='' to keep it as it is"
+                )
+        return {name: _MODE_ARGUMENTS[name] for name in found}
 
     def _rngs(self, key: jax.Array, *more: str) -> dict[str, jax.Array]:
         names = [*more, *self.rng_streams]
@@ -116,3 +160,23 @@ class LinenModel(ModuleModel):
         names = getattr(value, "names", None)
         array = value.unbox(apply_constraint=False) if isinstance(value, nn.Partitioned) else meta.unbox(value)
         return declared_axes.boxed(array, names, path=path, rules=self.logical_axis_rules, trainable=trainable)
+
+
+def _call_arguments(module: nn.Module) -> list[str]:
+    """Returns the names of the arguments of a module's `__call__`."""
+    _, *names = inspect.signature(type(module).__call__).parameters
+    return names
+
+
+def _fields(module: nn.Module) -> list[str]:
+    """Returns the names of a module's own fields."""
+    return [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
+
+
+def _known_meaning(name: str) -> dict[str, bool]:
+    if name and name not in _MODE_ARGUMENTS:
+        raise UserError(
+            f"task.model.mode_argument is {name!r}, which may mean both training and evaluation; give "
+            f"{{{name!r}: its value in training}}, e.g. {{{name!r}: False}}"
+        )
+    return {name: _MODE_ARGUMENTS[name]} if name else {}

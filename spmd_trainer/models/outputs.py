@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from clu import metrics as clu_metrics
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.train_states import PyTree
 
 LOSS = "loss"
 _FORM = "return (loss, weight), or {'loss': (loss, weight), ...}, all scalars"
 
 
-def weighted_scalars(found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns the metrics of a loss function as {name: (mean value, weight)}.
+def metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, clu_metrics.Metric]]:
+    """Returns the metrics of a loss function as {name: (mean value, weight)} and {name: clu metric}.
+
+    clu's averages (`Average`, `Accuracy`, ...) become pairs, so that a loss can be one. The metrics of a clu `Collection` have
+    the names of its fields.
 
     Args:
       found: what `task.model.loss` returned.
@@ -26,9 +31,41 @@ def weighted_scalars(found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     """
     if isinstance(found, tuple) and len(found) == 2:
         found = {LOSS: found}
+    elif isinstance(found, clu_metrics.Collection):
+        found = {"": found}
     if not isinstance(found, Mapping) or not found:
         raise UserError(f"task.model.loss returns {_shown(found)}; {_FORM}")
-    return {str(name): _pair(str(name), value) for name, value in found.items()}
+    scalars: dict[str, tuple[jax.Array, jax.Array]] = {}
+    others: dict[str, clu_metrics.Metric] = {}
+    for name, value in _each(found):
+        if name in scalars or name in others:
+            raise UserError(
+                f"task.model.loss returns two metrics named {name!r}; a clu Collection gives its fields' names"
+            )
+        if _is_average(value):
+            count = jnp.asarray(value.count, jnp.float32)
+            scalars[name] = _pair(name, (value.total / jnp.where(count == 0, 1.0, count), count))
+        elif isinstance(value, clu_metrics.Metric):
+            others[name] = value
+        else:
+            scalars[name] = _pair(name, value)
+    return scalars, others
+
+
+def _each(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the metrics by name; those of a clu Collection one by one."""
+    for name, value in found.items():
+        if isinstance(value, clu_metrics.Collection):
+            # The only field with an underscore is clu's own counter.
+            yield from ((field, metric) for field, metric in vars(value).items() if not field.startswith("_"))
+        else:
+            yield str(name), value
+
+
+def _is_average(value: Any) -> bool:
+    """Returns True for a clu metric whose value is total / count, and which is merged by adding both up."""
+    own, average = type(value), clu_metrics.Average
+    return isinstance(value, average) and own.compute is average.compute and own.merge is average.merge
 
 
 def _pair(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
@@ -42,6 +79,25 @@ def _pair(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
             fix = "take its mean over the batch" if what == "value" else "give the sum of the examples' weights"
             raise UserError(f"task.model.loss: the {what} of metric {name!r} has shape {shape}, not (); {fix}")
     return jnp.asarray(value[0]), jnp.asarray(value[1], jnp.float32)
+
+
+def written(path: tuple[Any, ...], new: Any, old: jax.Array) -> jax.Array:
+    """Returns what the forward pass wrote into a variable, in the variable's dtype.
+
+    Args:
+      path: the variable's, as keys of `jax.tree_util`.
+      new: its new value.
+      old: its value before.
+
+    Raises:
+      UserError: the forward pass changed its shape.
+    """
+    if jnp.shape(new) != old.shape:
+        raise UserError(
+            f"the forward pass changes the shape of {path_str(path)} from {old.shape} to {jnp.shape(new)}; a train state has "
+            "fixed shapes"
+        )
+    return jnp.asarray(new, old.dtype)
 
 
 def check_per_example(found: PyTree, batch: PyTree, what: str) -> None:

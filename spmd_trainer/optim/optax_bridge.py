@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Container
 from typing import Any
 
 import fiddle as fdl
@@ -136,23 +137,38 @@ def derived_specs(grad_tx: Any, var_weight_hparams: Any) -> Any:
       var_weight_hparams: WeightHParams of the variables.
 
     Returns:
-      WeightHParams in the structure of `grad_tx.init(vars)`. A part of the state whose path ends in a variable's path, and
+      WeightHParams in the structure of `grad_tx.init(vars)`. A part of the state whose path holds a variable's path, and
       which has that variable's shape, is split like the variable. Everything else is replicated: counters, and parts with
-      another shape, such as factored moments.
+      another shape, such as factored moments and the factors of a preconditioner.
     """
     shapes = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), var_weight_hparams
     )
-    by_path = dict(jax.tree_util.tree_leaves_with_path(var_weight_hparams))
+    variables = dict(jax.tree_util.tree_leaves_with_path(var_weight_hparams))
 
     def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> base_layer.WeightHParams:
-        # Suffixes of the path, longest first.
-        hparams = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
+        own = variable_of(path, variables)
+        hparams = None if own is None else variables[own]
         if hparams is not None and tuple(hparams.full_shape) == tuple(leaf.shape):
             return dataclasses.replace(hparams, dtype=leaf.dtype, init=None, collections=None)
         return base_layer.WeightHParams(shape=tuple(leaf.shape), dtype=leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(grad_tx.init, shapes))
+
+
+def variable_of(path: tuple[Any, ...], variables: Container[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    """Returns the path of the variable that a part of an optimizer state belongs to.
+
+    Args:
+      path: the path of the part, as keys of `jax.tree_util`. An optax state of the variables' structure has it at the end
+        (`mu/params/w`), one with several arrays for each variable further to the front (`stats/params/w/0`).
+      variables: the paths of the variables.
+
+    Returns:
+      The longest path among `variables` that ends last in `path`; None if there is none.
+    """
+    parts = ((start, end) for end in range(len(path), -1, -1) for start in range(end + 1))
+    return next((path[start:end] for start, end in parts if path[start:end] in variables), None)
 
 
 def _with_raw_specs(optimizer: optimizers.BaseOptimizer) -> optimizers.BaseOptimizer:

@@ -16,14 +16,14 @@ from praxis import pax_fiddle
 from spmd_trainer.partitioning.partitioner import PartitionedStep, Partitioner, StepFn
 from spmd_trainer.partitioning.pjit import PjitPartitioner
 from spmd_trainer.steps import step_fns
-from spmd_trainer.steps.step_fns import WeightedScalars
+from spmd_trainer.steps.step_fns import StepFnOutput, WeightedScalars
 from spmd_trainer.tasks_lib import SingleTask, build_task
 from spmd_trainer.train_states import NestedJTensor, NestedPartitionSpec, NestedShapeDtypeStruct, TrainState
 
 # The results of a step: weighted_loss (None in decode), mean_metrics, per_example_out, summary_tensors.
-Outputs: TypeAlias = tuple[jax.Array | None, WeightedScalars, NestedJTensor, dict[str, jax.Array]]
+Outputs: TypeAlias = tuple[jax.Array | None, WeightedScalars, NestedJTensor, dict[str, Any]]
 # The new state, and the same results.
-TrainOutputs: TypeAlias = tuple[TrainState, jax.Array | None, WeightedScalars, NestedJTensor, dict[str, jax.Array]]
+TrainOutputs: TypeAlias = tuple[TrainState, jax.Array | None, WeightedScalars, NestedJTensor, dict[str, Any]]
 # (state, prng_key, inputs) -> (state, weighted_loss, mean_metrics, per_example_out, summary_tensors)
 TrainFn: TypeAlias = Callable[[TrainState, jax.Array, Any], TrainOutputs]
 # (mdl_vars, prng_key, step, inputs) -> (weighted_loss, mean_metrics, per_example_out, summary_tensors)
@@ -49,7 +49,8 @@ def partition_spmd_model(
       train_state_partition_specs: its PartitionSpecs, same structure.
       inputs_partition_spec: PartitionSpecs of the inputs.
       train_step: (state, prng_key, inputs) -> (state, weighted_loss, mean_metrics, per_example_out, summary_tensors).
-        `state` is donated. weighted_loss is the mean loss, a float32 scalar; mean_metrics is {name: (mean, weight)}.
+        `state` is donated. weighted_loss is the mean loss, a float32 scalar; mean_metrics is {name: (mean, weight)};
+        summary_tensors also holds the model's clu metrics, to merge over batches.
       eval_step: (mdl_vars, prng_key, step, inputs) -> the same without the state.
       total_num_params: number of elements of the trainable variables, without padding.
 
@@ -62,7 +63,7 @@ def partition_spmd_model(
 
     def train_step(state: TrainState, prng_key: jax.Array, inputs: Any) -> TrainOutputs:
         state, output = train.fn(state, prng_key, _placed(partitioner, train, inputs))
-        return state, output.loss, output.weighted_scalars, output.per_example_out, output.summary_tensors
+        return state, output.loss, output.weighted_scalars, output.per_example_out, _summaries(output)
 
     return (
         partitioner.initialize_train_state(init_key),
@@ -112,9 +113,13 @@ def _inference_fn(
     def step(mdl_vars: NestedJTensor, prng_key: jax.Array, step: jax.typing.ArrayLike, inputs: Any) -> Outputs:
         state = TrainState(step=jnp.asarray(step, jnp.uint32), mdl_vars=mdl_vars, opt_states=[], extra_state=())
         _, output = partitioned.fn(state, prng_key, _placed(partitioner, partitioned, inputs))
-        return output.loss, output.weighted_scalars, output.per_example_out, output.summary_tensors
+        return output.loss, output.weighted_scalars, output.per_example_out, _summaries(output)
 
     return step, partitioned.inputs_partition_spec
+
+
+def _summaries(output: StepFnOutput) -> dict[str, Any]:
+    return {**output.summary_tensors, **(output.clu_metrics or {})}
 
 
 def _placed(partitioner: Partitioner, step: PartitionedStep, inputs: Any) -> NestedJTensor:

@@ -21,6 +21,11 @@ merges equal values across `jax.checkpoint`'s barriers.) With `gather='step'` ev
 gradients are accumulated whole: one all-gather and one reduce-scatter per parameter and step, for any number of minibatches,
 and the peak holds the whole model and its gradients.
 
+praxis and Flax Linen ask for a parameter where a layer reads it. An NNX module holds its parameters, and functions get them as
+arguments, so `NnxModel` and `FunctionModel` gather each one before the module runs, and the sharding report says so. The compiler
+may move such a gather to the parameter's first use. But layers that are stacked for `nnx.scan` are gathered as one array, and
+what an `nnx.remat` block reads stays gathered until its backward pass. For large models of these kinds, use `PjitPartitioner`.
+
 The loss is the mean over the global batch: sums and weights are reduced first and divided afterwards. If a model computes
 something from its rows in another way than as a weighted mean (batch normalisation, balancing losses of experts), it uses
 the rows of one minibatch on one device, as is usual in data parallel training. A metric of constant weight is the mean over
@@ -29,6 +34,7 @@ all minibatches and devices.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Literal
@@ -37,13 +43,14 @@ import jax
 from jax.sharding import Mesh
 from praxis import base_layer
 
+from spmd_trainer.models.base import GatheredVariables, ModuleModel
 from spmd_trainer.partitioning import collectives, shard_map_passes
 from spmd_trainer.partitioning.mesh_partitioner import MeshPartitioner
 from spmd_trainer.partitioning.partitioner import ElasticBatch, PartitionedStep, StepFn
 from spmd_trainer.partitioning.shard_map_passes import PassSettings
 from spmd_trainer.partitioning.state_layout import NestedVariableSpec
 from spmd_trainer.partitioning.step_view import StepView
-from spmd_trainer.sharding.variables import make_variable_spec, named_leaves
+from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, named_leaves
 from spmd_trainer.steps import minibatches
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct, NestedWeightHParams
@@ -107,10 +114,10 @@ class ShardMapPartitioner(MeshPartitioner):
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
         """See `Partitioner.setup`. `sharding` decides the layout of every variable."""
         # Added rows repeat rows of the batch and weigh nothing: on rows of zeros, a model's own means could be 0 / 0.
-        self.build_steps(task, inputs_shape_dtype, "wrap", self._plan)
+        self.build_steps(task, inputs_shape_dtype, "wrap", functools.partial(self._plan, task))
         minibatches.check_no_overwritten(self.metadata.var_weight_hparams, "ShardMapPartitioner")
 
-    def _plan(self, var_weight_hparams: NestedWeightHParams) -> NestedVariableSpec:
+    def _plan(self, task: SingleTask, var_weight_hparams: NestedWeightHParams) -> NestedVariableSpec:
         """Returns a VariableSpec for each variable of the model."""
         shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), var_weight_hparams)
         sizes = dict(self.mesh.shape)
@@ -124,14 +131,23 @@ class ShardMapPartitioner(MeshPartitioner):
         if self.sharding == "dp":
             return whole(shapes, "replicated: shard_map dp")
         plan = whole(shapes, "replicated: the forward pass may write it")
-        repeats = jax.tree.map(lambda p: len(p.repeat_prefix or ()), var_weight_hparams)
-        plan[base_layer.PARAMS] = collectives.plan_shards(
+        # praxis' layers are gathered where they are read, and say themselves which of their dimensions are stacked.
+        model = task.model
+        read = model.gathered_variables if isinstance(model, ModuleModel) else GatheredVariables(where_read=True)
+
+        def first_dim(p: base_layer.WeightHParams) -> int:
+            return len(p.repeat_prefix) if p.repeat_prefix else max(0, min(read.stacked_dims, len(p.shape) - 1))
+
+        shards = collectives.plan_shards(
             shapes[base_layer.PARAMS],
             self.axis_name or tuple(self.mesh.axis_names),
             self.mesh,
             min_weight_size=self.min_weight_size,
-            first_dim=repeats[base_layer.PARAMS],
+            first_dim=jax.tree.map(first_dim, var_weight_hparams[base_layer.PARAMS]),
         )
+        if self.gather == "layer" and not read.where_read:
+            shards = jax.tree.map(_gathered_before, shards)
+        plan[base_layer.PARAMS] = shards
         return plan
 
     def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> PartitionedStep:
@@ -164,3 +180,9 @@ class ShardMapPartitioner(MeshPartitioner):
     def rows_to_split(self, num_rows: int, num_devices: int) -> int:
         """See `Partitioner.rows_to_split`. Each device divides its own rows into minibatches."""
         return -(-num_rows // num_devices)
+
+
+def _gathered_before(variable: VariableSpec) -> VariableSpec:
+    if variable.is_replicated:
+        return variable
+    return dataclasses.replace(variable, reason=f"{variable.reason}; gathered before the model runs")

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer import sharding
-from spmd_trainer.optim import masks
+from spmd_trainer.optim import masks, optax_bridge
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
 from spmd_trainer.steps import initialization
@@ -150,7 +150,7 @@ def build(
     why = TrainState(
         step="replicated: a scalar",
         mdl_vars=reasons,
-        opt_states=[jax.tree.map(_opt_reason, opt_hparams)],
+        opt_states=[_opt_reasons(opt_hparams, hparams)],
         extra_state=(),
     )
 
@@ -201,10 +201,24 @@ def _reason(hparams: base_layer.WeightHParams) -> str:
     return DECLARED if mapping is not None and not _all_whole(mapping) else NOT_DECLARED
 
 
-def _opt_reason(hparams: base_layer.WeightHParams) -> str:
-    if not _all_whole(hparams.full_split_dims_mapping):
-        return "follows its variable"
-    return "replicated: a scalar" if not hparams.full_shape else "replicated: its variable is, or it has another shape"
+def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams) -> PyTree:
+    """Returns the reason for the layout of each part of an optimizer state."""
+    variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
+
+    def reason(path: tuple[Any, ...], part: base_layer.WeightHParams) -> str:
+        if not _all_whole(part.full_split_dims_mapping):
+            return "follows its variable"
+        if not part.full_shape:
+            return "replicated: a scalar"
+        own = optax_bridge.variable_of(path, variables)
+        if own is None:
+            return "replicated: it belongs to no variable, or to several"
+        shape, variable_shape = tuple(part.full_shape), tuple(variables[own].full_shape)
+        if shape == variable_shape:
+            return "replicated: its variable is"
+        return f"replicated: its shape {shape} is not {variable_shape}, that of its variable"
+
+    return jax.tree_util.tree_map_with_path(reason, opt_hparams)
 
 
 def _all_whole(mapping: Sequence[Any]) -> bool:

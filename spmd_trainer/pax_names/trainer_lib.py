@@ -272,4 +272,8 @@ def _over_devices(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
         weighted_scalars=scalars,
         per_example_out=jax.lax.all_gather(output.per_example_out, PMAP_PARALLEL_AXIS_NAME, tiled=True),
         summary_tensors=jax.lax.pmean(output.summary_tensors, PMAP_PARALLEL_AXIS_NAME),
+        clu_metrics={
+            name: jax.lax.all_gather(metric, PMAP_PARALLEL_AXIS_NAME).reduce()
+            for name, metric in (output.clu_metrics or {}).items()
+        },
     )

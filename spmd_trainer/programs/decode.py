@@ -15,7 +15,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.packing import ScalarPacking
+from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints, decode_records
 from spmd_trainer.programs.dataset_batches import FiniteDataset, log_first_call, proceed
@@ -85,7 +85,7 @@ class DecodeDataset(FiniteDataset):
 
     def _decode_step(
         self, task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
-    ) -> tuple[None, tuple[jax.Array, PyTree, PyTree]]:
+    ) -> tuple[None, tuple[Packed, PyTree, PyTree]]:
         inputs = with_sampling_keys(task, inputs, jax.random.fold_in(key, state.step))
         # praxis combines its own keys with the rows' keys, so both must be raw uint32 keys.
         key = jax.random.key_data(key)
@@ -158,11 +158,11 @@ class DecodeDataset(FiniteDataset):
         """Decodes batch `index` (this process's rows) and returns the per-example outputs of `model.decode`."""
         return self._run_step(state, batch, index)[1]
 
-    def _run_step(self, state: TrainState, batch: PyTree, index: int) -> tuple[jax.Array, PyTree, PyTree]:
+    def _run_step(self, state: TrainState, batch: PyTree, index: int) -> tuple[Packed, PyTree, PyTree]:
         """Returns the packed scalars, the per-example outputs, and the inputs named in `_RETURNED`."""
         folds = self._task.decode.prng_key_fold_with_batch_index
         key = jax.random.fold_in(self._key, index) if folds else self._key
-        result: tuple[jax.Array, PyTree, PyTree] = self._fn(state, key, self.place(batch, self._step))[1]
+        result: tuple[Packed, PyTree, PyTree] = self._fn(state, key, self.place(batch, self._step))[1]
         return result
 
 

@@ -15,7 +15,8 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.packing import ScalarPacking, Scalars, WeightedMean
+from spmd_trainer.metrics import clu_metrics
+from spmd_trainer.metrics.packing import Packed, ScalarPacking, Scalars, WeightedMean
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.programs import checkpoints
 from spmd_trainer.programs.dataset_batches import FiniteDataset, log_first_call, proceed
@@ -95,7 +96,8 @@ class Evaluations:
         if self._train_step is None:
             self._train_step = EvalStep(self._job, self._job.inputs_shape_dtype, "a training batch")
         scalars, _ = self._train_step(state, batch)
-        return {name: value for name, value in scalars.means.items() if scalars.weights[name]}
+        means = {name: value for name, value in scalars.means.items() if scalars.weights[name]}
+        return means | clu_metrics.computed(scalars.clu)
 
     def _write(self, name: str, step: int, metrics: dict[str, float], notes: dict[str, str]) -> dict[str, float]:
         self._writers.write(f"eval_{name}", step, metrics, notes)
@@ -126,7 +128,7 @@ class EvalStep:
 
         def step(
             task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
-        ) -> tuple[None, tuple[jax.Array, PyTree]]:
+        ) -> tuple[None, tuple[Packed, PyTree]]:
             _, output = step_fns.eval_step(task, state, key, inputs, *rest)
             rows = (output.per_example_out, inputs.get("eval_sample_weights")) if per_example else None
             return None, (self._packing.pack(output), rows)
@@ -166,7 +168,7 @@ class EvalDataset(FiniteDataset):
           between_batches: called before each batch. If it raises, the evaluation stops.
 
         Returns:
-          Each weighted scalar's mean over all examples; counts are summed.
+          Each weighted scalar's mean over all examples; counts are summed, clu metrics merged.
 
         Raises:
           UserError: the dataset is empty, or its first batch differs from its declared specs.
@@ -175,7 +177,7 @@ class EvalDataset(FiniteDataset):
         lines: list[str] = []
         for number, batch in self.each_batch(f"evaluating {self.name} at step {step}", between_batches):
             scalars, rows = self._step(state, self.place(batch, self._step.partitioned))
-            mean.add(scalars.means, scalars.weights)
+            mean.add(scalars.means, scalars.weights, scalars.clu)
             if self._per_example:
                 lines += _example_lines(jax.tree.map(np.asarray, rows), first=number * self.num_rows)
             batches += 1

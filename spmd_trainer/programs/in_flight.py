@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import jax
 
-from spmd_trainer.metrics.packing import ScalarPacking, Scalars
+from spmd_trainer.metrics import clu_metrics
+from spmd_trainer.metrics.packing import Packed, ScalarPacking, Scalars
 
 
 class StepsInFlight:
@@ -29,9 +30,9 @@ class StepsInFlight:
         self.last: Scalars | None = None
         self._keep = keep
         self._report = report
-        self._steps: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        self._steps: collections.deque[tuple[int, Packed]] = collections.deque()
 
-    def add(self, step: int, packed: jax.Array) -> None:
+    def add(self, step: int, packed: Packed) -> None:
         """Adds a step just dispatched; reports the oldest ones until only `keep` are in flight.
 
         Args:
@@ -47,10 +48,11 @@ class StepsInFlight:
         self._report_until(0)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the loss and the weighted scalars of the last step reported; empty before the first."""
+        """Returns the loss, the weighted scalars and the clu metrics of the last step reported; empty before the first."""
         if self.last is None:
             return {}
-        return ({} if self.last.loss is None else {"loss": self.last.loss}) | dict(self.last.means)
+        loss = {} if self.last.loss is None else {"loss": self.last.loss}
+        return loss | dict(self.last.means) | clu_metrics.computed(self.last.clu)
 
     def _report_until(self, keep: int) -> None:
         while len(self._steps) > keep:

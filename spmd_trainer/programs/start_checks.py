@@ -308,7 +308,7 @@ def _check_early_stopping_metric(job: Job) -> None:
     else:
         metrics = evaluation_metrics(job, job.process_inputs_shape_dtype)
     known = [f"{name}/{metric}" for metric in metrics]
-    if fn.metric not in known:
+    if fn.metric not in known and not any(fn.metric.startswith(name) for name in known if name.endswith("/")):
         raise UserError(
             f"task.early_stopping_fn watches {fn.metric!r}, and evaluating {name!r} gives no such metric"
             f"{did_you_mean(fn.metric, known)}"
@@ -318,17 +318,21 @@ def _check_early_stopping_metric(job: Job) -> None:
 def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
     """Returns the names of the metrics that an evaluation step gives, by tracing it; nothing is lowered, compiled or run.
 
+    Names that a clu metric may give begin with the metric's name and '/', which is in the list too.
+
     Args:
       job: the job.
       process_shapes: ShapeDtypeStructs of one process's batch.
     """
     metadata = job.partitioner.eval_metadata()
 
-    def weighted_scalars(state: Any, prng_key: Any, inputs: Any) -> Any:
+    def metrics(state: Any, prng_key: Any, inputs: Any) -> Any:
         _, output = step_fns.eval_step(job.task, state, prng_key, inputs, metadata.var_weight_hparams)
-        return output.weighted_scalars
+        # A clu metric may compute a dict, whose keys are known on the host only.
+        clu = output.clu_metrics or {}
+        return {**output.weighted_scalars, **clu, **{f"{name}/": metric for name, metric in clu.items()}}
 
     state = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.logical_shape, v.dtype), metadata.variables)
     with jax.set_mesh(metadata.mesh):
-        scalars = jax.eval_shape(weighted_scalars, state, job.prng_key, job.global_shape_dtype(process_shapes))
-    return sorted(scalars)
+        found = jax.eval_shape(metrics, state, job.prng_key, job.global_shape_dtype(process_shapes))
+    return sorted(found)

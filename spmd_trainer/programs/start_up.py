@@ -17,7 +17,7 @@ from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.metrics.packing import ScalarPacking
+from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.programs import elastic, first_batch, run_directory
 from spmd_trainer.programs.agreed_input import agree_on_input
 from spmd_trainer.programs.initial_state import first_state
@@ -123,10 +123,10 @@ def _seems_finished(job: Job, checkpointer: Checkpointer) -> bool:
 
 
 def compile_train_step(job: Job) -> CompiledTrainStep:
-    """Compiles the train step ahead of time. Its outputs are the new state and one vector of scalars."""
+    """Compiles the train step ahead of time. Its outputs are the new state and the packed scalars."""
     packing = ScalarPacking()
 
-    def step(*args: Any) -> tuple[TrainState, jax.Array]:
+    def step(*args: Any) -> tuple[TrainState, Packed]:
         state, output = step_fns.train_step(*args)
         return state, packing.pack(output)
 

@@ -89,6 +89,8 @@ def _transposed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 class Outputs:
     """Splits a step's output into sums to reduce and arrays to concatenate by row, and joins it again.
 
+    clu metrics have a merge of their own. Those of each minibatch are concatenated like rows, and merged at the end.
+
     `take` records the output's structure while it is traced, so make one instance for each trace. It holds no arrays.
     """
 
@@ -96,6 +98,8 @@ class Outputs:
         self._loss_name = loss_name
         self._treedef: jax.tree_util.PyTreeDef
         self._by_row: list[bool]
+        self._clu: jax.tree_util.PyTreeDef
+        self._minibatch_rows: int
         self._scalars: Callable[[dict[str, Pair]], step_fns.WeightedScalars]
 
     def take(self, output: StepFnOutput, real: jax.Array, num_rows: int) -> tuple[dict[str, Any], list[jax.Array]]:
@@ -107,8 +111,8 @@ class Outputs:
           num_rows: rows of the minibatch.
 
         Returns:
-          {'loss', 'scalars', 'summaries', 'others': (sum, weight) pairs}, and the leaves of `per_example_out` that have the
-          rows in dimension 0.
+          {'loss', 'scalars', 'summaries', 'others': (sum, weight) pairs}, and arrays to concatenate: the leaves of
+          `per_example_out` that have the rows in dimension 0, and the leaves of the clu metrics with a new dimension 0.
         """
         weight = output.weighted_scalars[self._loss_name][1]
         leaves, self._treedef = jax.tree.flatten(output.per_example_out)
@@ -121,14 +125,17 @@ class Outputs:
             "summaries": {name: pair(x, real) for name, x in output.summary_tensors.items()},
             "others": [pair(x, real) for x, by_row in zip(leaves, self._by_row, strict=True) if not by_row],
         }
-        return sums, [x for x, by_row in zip(leaves, self._by_row, strict=True) if by_row]
+        clu, self._clu = jax.tree.flatten(output.clu_metrics)
+        self._minibatch_rows = num_rows
+        rows = [x for x, by_row in zip(leaves, self._by_row, strict=True) if by_row]
+        return sums, [*rows, *(jnp.asarray(x)[None] for x in clu)]
 
     def put_back(self, sums: dict[str, Any], by_row: list[jax.Array], num_devices: int, num_rows: int) -> StepFnOutput:
         """Joins what `take` returned into the output over the global batch.
 
         Args:
           sums: added up over minibatches, averaged over devices.
-          by_row: arrays [rows of the padded batch, ...].
+          by_row: arrays [rows of the padded batch, ...], and arrays [minibatches of all devices, ...] of clu metrics.
           num_devices: the number of devices that `sums` were averaged over.
           num_rows: rows of the batch without padding.
         """
@@ -136,11 +143,14 @@ class Outputs:
         rows, others = iter(by_row), iter(sums["others"])
         leaves = [next(rows)[:num_rows] if is_row else mean(*next(others)) for is_row in self._by_row]
         scalars = {name: (mean(s, w), w * num_devices) for name, (s, w) in sums["scalars"].items()}
+        # Minibatches that hold padding are the last ones, and none holds both rows and padding.
+        clu = jax.tree.unflatten(self._clu, [x[: num_rows // self._minibatch_rows] for x in rows])
         return StepFnOutput(
             loss=mean(*sums["loss"]),
             weighted_scalars=self._scalars(scalars),
             per_example_out=jax.tree.unflatten(self._treedef, leaves),
             summary_tensors={name: mean(s, w) for name, (s, w) in sums["summaries"].items()},
+            clu_metrics={name: metric.reduce() for name, metric in (clu or {}).items()},
         )
 
 

@@ -44,7 +44,7 @@ class StepFnOutput:
       weighted_scalars: {name: (mean value, weight)}, scalars over the global batch.
       per_example_out: arrays with the batch as dimension 0.
       summary_tensors: {name: array}, forward and backward summaries.
-      clu_metrics: {name: clu metric} if the model's decode returns some.
+      clu_metrics: {name: clu metric} over the global batch, if the model returns some. Averages are weighted scalars instead.
     """
 
     loss: jax.Array | None
@@ -245,10 +245,15 @@ def forward(
     mutable = task.evaluate.apply_mutable_list if do_eval else task.train.apply_mutable_list
     mdl_vars, inputs = to_fprop_dtype(task, mdl_vars, inputs, var_weight_hparams)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=do_eval)):
-        (weighted_scalars, per_example_out), updated = as_model(task.model).forward(
+        (weighted_scalars, per_example_out, *rest), updated = as_model(task.model).forward(
             prepare(mdl_vars), inputs, prng_key, do_eval=do_eval, mutable=mutable
         )
-    name = str(task.learner.loss_name)
+    name, clu_metrics = str(task.learner.loss_name), rest[0] if rest else {}
+    if name in clu_metrics:
+        raise UserError(
+            f"task.train.learner.loss_name is {name!r}, which is a clu {type(clu_metrics[name]).__name__}; a loss is "
+            "(value, weight), or a clu Average"
+        )
     if name not in weighted_scalars:
         raise UserError(
             f"task.train.learner.loss_name is {name!r}, and the model returns no such metric"
@@ -257,7 +262,7 @@ def forward(
     loss = jnp.asarray(weighted_scalars[name][0], jnp.float32)
     summaries = _flatten_summaries(updated.get(base_layer.SUMMARIES, {}))
     written = {name: updated[name] for name in FORWARD_COLLECTIONS if name in updated}
-    return StepFnOutput(loss, weighted_scalars, per_example_out, summaries), written
+    return StepFnOutput(loss, weighted_scalars, per_example_out, summaries, clu_metrics), written
 
 
 def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:

@@ -69,21 +69,23 @@ def nnx_task(module=None, **settings):
     return task(Config(models.NnxModel, module=module or Config(Net, width=6)), **settings)
 
 
-def snapshots(built, sizes, steps=3, initial=None):
-    """The states of a run on a mesh of these sizes, and the partitioner."""
-    partitioner = PjitPartitioner(
-        sharding.create_device_mesh(list(zip(AXES, sizes, strict=True)), devices=jax.devices()[: int(np.prod(sizes))])
+def snapshots(built, sizes, steps=3, initial=None, make=PjitPartitioner):
+    """The states of a run on a mesh of these sizes, and the partitioner that `make` returns for the mesh."""
+    partitioner = make(
+        mesh=sharding.create_device_mesh(
+            list(zip(AXES, sizes, strict=True)), devices=jax.devices()[: int(np.prod(sizes))]
+        )
     )
     batches = [batch(number) for number in range(steps)]
     partitioner.setup(built, shapes_of(batches[0]))
     return list(verify.run_steps(partitioner, batches, KEY, initial)), partitioner
 
 
-def failing_steps(built, sizes=(4, 2)):
+def failing_steps(built, sizes=(4, 2), make=PjitPartitioner):
     """The steps whose numbers on a mesh differ from those on one device."""
     reference, partitioner = snapshots(built, (1, 1))
     initial = jax.tree.map(lambda v: reference[0].variables[v.path], partitioner.metadata.variables)
-    run, _ = snapshots(built, sizes, initial=initial)
+    run, _ = snapshots(built, sizes, initial=initial, make=make)
     tolerance = verify.Tolerance.for_task(built)
     compared = [verify.compare(one, many, tolerance) for one, many in zip(reference, run, strict=True)]
     return [step for step in compared if not step.passed]

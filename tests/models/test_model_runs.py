@@ -1,5 +1,6 @@
 """Whole runs of the experiments in Flax: resumed, on other meshes, on fewer devices."""
 
+import signal
 import subprocess
 import sys
 
@@ -46,6 +47,31 @@ def test_a_resumed_run_has_the_same_numbers(name, tmp_path, tmp_path_factory):
     st.train(name, tmp_path / "run", overrides=overrides(STEPS))
     assert losses(tmp_path / "run") == losses(whole)
     assert len(losses(whole)) == STEPS
+
+
+KILLED = """
+import os, signal, sys
+import spmd_trainer as st
+from spmd_trainer.callbacks import Callback
+
+class Kill(Callback):
+    def after_step(self, run, step, scalars):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+st.train(sys.argv[1], sys.argv[2], overrides=sys.argv[3:], callbacks=[Kill()])
+"""
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_killed_run_has_the_same_numbers(name, tmp_path, tmp_path_factory):
+    whole = uninterrupted(name, tmp_path_factory)
+    command = [sys.executable, "-c", KILLED, name, str(tmp_path / "run"), *overrides(STEPS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert not (tmp_path / "run" / "checkpoints" / str(STEPS)).exists()
+    st.train(name, tmp_path / "run", overrides=overrides(STEPS))
+    assert losses(tmp_path / "run") == losses(whole)
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -107,8 +133,30 @@ def test_from_8_devices_to_4_to_8(name, tmp_path, tmp_path_factory):
     np.testing.assert_allclose(list(losses(tmp_path / "run").values()), list(losses(whole).values()), rtol=tolerance)
 
 
-def test_verify_finds_the_same_numbers():
-    command = [sys.executable, "-m", "spmd_trainer.main", "--exp=vision.digits.DigitsNnxTiny", "--mode=verify"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+WRITTEN_OUT = """
+from spmd_trainer.experiments.lm.nnx import StdlibNnxTiny
+from spmd_trainer import experiment_registry
+from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
+
+
+@experiment_registry.register
+class Dp(StdlibNnxTiny):
+    def partitioner(self):
+        return ShardMapPartitioner("dp")
+
+
+@experiment_registry.register
+class Fsdp(StdlibNnxTiny):
+    def partitioner(self):
+        return ShardMapPartitioner("fsdp", min_weight_size=1)
+"""
+
+
+# Batch norm and dropout are those of each device's rows with written-out collectives, so the digits' nets differ there.
+@pytest.mark.parametrize("name", [*EACH, "mine.Dp", "mine.Fsdp"])
+def test_verify_finds_the_same_numbers(name, tmp_path):
+    (tmp_path / "mine.py").write_text(WRITTEN_OUT)
+    command = [sys.executable, "-m", "spmd_trainer.main", f"--exp={name}", "--mode=verify", "--verify_steps=3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "same numbers on one device and on replica=1, data=4, mdl=2" in result.stdout

@@ -98,6 +98,76 @@ def test_dropout_and_statistics_on_a_mesh(sizes):
     assert not failing_steps(nnx_task(Config(Net, width=7, rate=0.3)), sizes)
 
 
+class Block(nnx.Module):
+    def __init__(self, width, rate, *, rngs):
+        self.linear = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(nnx.tanh(self.norm(self.linear(x))))
+
+
+class Stacked(nnx.Module):
+    """A scan over layers that are stacked by vmap; each has batch norm, and dropout of its own."""
+
+    def __init__(self, width, rate=0.0, layers=3, *, rngs):
+        self.up = nnx.Linear(8, width, use_bias=False, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: Block(width, rate, rngs=rngs))(rngs.split(layers))
+        self.down = nnx.Linear(width, 8, rngs=rngs)
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return self.down(scan(self.blocks, self.up(x)))
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 2)])
+def test_stacked_layers_with_dropout_and_statistics_on_a_mesh(sizes):
+    assert not failing_steps(nnx_task(Config(Stacked, width=7, rate=0.3)), sizes)
+
+
+def test_stacked_layers_have_dropout_and_statistics_of_their_own():
+    built = nnx_task(Config(Stacked, width=6, rate=0.5, layers=2))
+    mdl_vars = initial(built)
+    assert mdl_vars["params"]["blocks"]["linear"]["kernel"].shape == (2, 6, 6)
+    net = built.model._module(mdl_vars, KEY, do_eval=False)
+    keys = jax.random.key_data(net.blocks.drop.rngs.key[...])
+    assert not np.array_equal(keys[0], keys[1])
+    _, written = forward(built, mdl_vars, do_eval=False)
+    means = written["non_trainable"]["blocks"]["norm"]["mean"]
+    assert means.shape == (2, 6)
+    assert np.abs(means).min() > 0
+    (one, _), _ = forward(built, mdl_vars, do_eval=True, key=jax.random.key(1))
+    (two, _), _ = forward(built, mdl_vars, do_eval=True, key=jax.random.key(2))
+    assert one["loss"] == two["loss"]
+
+
+class Scale(nnx.Param):
+    """A kind of parameter of the module's own."""
+
+
+class Constant(nnx.Variable):
+    """A kind of variable that does not learn."""
+
+
+class OwnKinds(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.scale = Scale(jnp.ones(8))
+        self.shift = Constant(jnp.full(8, 0.5))
+
+    def __call__(self, x):
+        return self.linear(x) * self.scale + self.shift
+
+
+def test_subclasses_of_param_learn_and_other_kinds_stay():
+    built = nnx_task(Config(OwnKinds))
+    (start, *_, last), _ = snapshots(built, (4, 2))
+    assert not np.array_equal(start.variables["mdl_vars/params/scale"], last.variables["mdl_vars/params/scale"])
+    np.testing.assert_array_equal(last.variables["mdl_vars/non_trainable/shift"], np.full(8, 0.5))
+    assert not failing_steps(built)
+
+
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +307,22 @@ class HasAnArray(WritesItsParameter):
         self.table = nnx.data(jnp.arange(8.0))
 
 
+class ChangesAShape(nnx.Module):
+    def __init__(self, *, rngs):
+        self.w = nnx.Param(jnp.ones(8))
+        self.seen = nnx.BatchStat(jnp.zeros(3))
+
+    def __call__(self, x):
+        self.seen.set_value(jnp.zeros(4))
+        return x * self.w
+
+
+class Shrinks(ChangesAShape):
+    def __call__(self, x):
+        del self.seen
+        return x * self.w
+
+
 class NoModule:
     def __init__(self, *, rngs):
         pass
@@ -249,13 +335,15 @@ class NoModule:
         (ReplacesItsParameter, "writes its parameter w in the forward pass"),
         (HasAnArray, "keeps table as|JAX array as its attribute table; make it an nnx.Variable"),
         (Grows, "adds the variable more in the forward pass; create all variables in __init__"),
+        (Shrinks, "removes the variable seen in the forward pass; create all variables in __init__"),
+        (ChangesAShape, r"changes the shape of seen from \(3,\) to \(4,\); a train state has fixed shapes"),
         (NoModule, "makes a NoModule, which is not an nnx.Module"),
     ],
 )
 def test_a_wrong_module_is_named(module, says):
     built = nnx_task(Config(module))
     with pytest.raises(UserError, match=says):
-        forward(built, {"params": {"w": jnp.ones(8)}}, do_eval=False)
+        forward(built, {"params": {"w": jnp.ones(8)}, "non_trainable": {"seen": jnp.zeros(3)}}, do_eval=False)
 
 
 @pytest.mark.parametrize(

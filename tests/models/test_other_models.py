@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from clu import metrics as clu_metrics
 from flax import linen as nn
 from model_helpers import KEY, Config, batch, failing_steps, loss, nnx_task, shapes_of, snapshots, task
 
@@ -72,6 +73,84 @@ def test_an_axis_that_no_rule_has_is_named():
         records(linen_task(rules=(("embed", "data"),)))
 
 
+class Says(nn.Module):
+    """Adds what it is told about its mode to the input."""
+
+    train: bool | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        return x + self.param("w", nn.initializers.zeros, (8,)) + 1.0 * self.train
+
+
+class SaysDeterministic(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic):
+        return x + self.param("w", nn.initializers.zeros, (8,)) + 1.0 * (not deterministic)
+
+
+class SaysInference(nn.Module):
+    @nn.compact
+    def __call__(self, x, inference):
+        return x + self.param("w", nn.initializers.zeros, (8,)) + 1.0 * (not inference)
+
+
+class SaysTwice(nn.Module):
+    deterministic: bool = True
+
+    @nn.compact
+    def __call__(self, x, train, use_running_average=False):
+        x = x + self.param("w", nn.initializers.zeros, (8,)) + 1.0 * train
+        return x + 2.0 * (not use_running_average) + 4.0 * (not self.deterministic)
+
+
+def added(module, **settings):
+    """What the module adds to its input in training and in evaluation."""
+    model = task(Config(models.LinenModel, module=Config(module), **settings)).model
+    mdl_vars = {"params": {"w": jnp.zeros(8)}}
+    x = jnp.zeros((4, 8))
+    return [float(model.run(mdl_vars, (x,), KEY, do_eval=do_eval)[0][0, 0]) for do_eval in (False, True)]
+
+
+EVERY = {"train": True, "use_running_average": False, "deterministic": False}
+
+
+@pytest.mark.parametrize(
+    ("module", "mode_argument", "expected"),
+    [
+        (Says, None, [1, 0]),  # a field of the module
+        (SaysDeterministic, None, [1, 0]),
+        (SaysInference, {"inference": False}, [1, 0]),
+        (SaysTwice, "train", [3, 2]),
+        (SaysTwice, EVERY, [7, 0]),
+    ],
+)
+def test_a_linen_module_is_told_whether_it_trains(module, mode_argument, expected):
+    assert added(module, mode_argument=mode_argument) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "mode_argument", "says"),
+    [
+        (SaysTwice, None, r"SaysTwice can be told .* whether it trains: train, use_running_average. .*'train': True"),
+        (SaysTwice, "training", "neither an argument nor a field 'training'; did you mean train"),
+        (SaysInference, "inference", r"'inference', which may mean both .*\{'inference': False\}"),
+    ],
+)
+def test_a_mode_argument_that_is_not_clear_is_named(module, mode_argument, says):
+    with pytest.raises(UserError, match=says):
+        added(module, mode_argument=mode_argument)
+
+
+def test_a_mode_that_the_config_fixes_is_named_or_kept():
+    model_p = Config(models.LinenModel, module=Config(Says, train=True))
+    with pytest.raises(UserError, match=r"task\.model\.module sets train, which LinenModel sets itself"):
+        task(model_p).model.run({"params": {"w": jnp.zeros(8)}}, (jnp.zeros((4, 8)),), KEY, do_eval=True)
+    model_p.mode_argument = ""
+    found, _ = task(model_p).model.run({"params": {"w": jnp.zeros(8)}}, (jnp.zeros((4, 8)),), KEY, do_eval=True)
+    assert found[0, 0] == 1
+
+
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +186,31 @@ def test_a_state_of_another_structure_is_named():
     built = task(Config(models.FunctionModel, init=init_with_count, apply=lambda p, s, x: (x, {}), has_state=True))
     mdl_vars = {"params": init(KEY), "non_trainable": {"count": jnp.zeros(())}}
     with pytest.raises(UserError, match="returns a state of structure"):
+        built.model.forward(mdl_vars, batch(), KEY, do_eval=False, mutable=["non_trainable"])
+
+
+def test_a_state_of_another_shape_is_named():
+    def grow(params, state, x):
+        return x, {"count": jnp.zeros(2)}
+
+    built = task(Config(models.FunctionModel, init=init_with_count, apply=grow, has_state=True))
+    mdl_vars = {"params": init(KEY), "non_trainable": {"count": jnp.zeros(())}}
+    with pytest.raises(UserError, match=r"changes the shape of count from \(\) to \(2,\)"):
+        built.model.forward(mdl_vars, batch(), KEY, do_eval=False, mutable=["non_trainable"])
+
+
+class Sows(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.sow("kept", "x", x)
+        return nn.Dense(8)(x)
+
+
+def test_a_collection_that_grows_is_named():
+    built = task(Config(models.LinenModel, module=Config(Sows)))
+    boxed = built.model.init_variables(KEY, batch())
+    mdl_vars = jax.tree.map(lambda box: box.value, boxed, is_leaf=lambda x: hasattr(x, "meta"))
+    with pytest.raises(UserError, match=r"sows into its collection 'kept'.*task\.model\.dropped_collections"):
         built.model.forward(mdl_vars, batch(), KEY, do_eval=False, mutable=["non_trainable"])
 
 
@@ -216,16 +320,61 @@ def test_generate_runs_split_by_batch():
     np.testing.assert_allclose(outputs, whole(batch()["x"]), rtol=1e-5, atol=1e-6)
 
 
+def test_outputs_of_generate_that_are_not_per_example_are_named():
+    built = nnx_task()
+    built.model.generate = lambda net, batch, key: {"outputs": jnp.zeros((3, 8))}
+    built.model.for_generate = lambda mdl_vars: None
+    with pytest.raises(UserError, match=r"generate returns \['outputs'\] of shape \(3, 8\); the batch has 16 rows"):
+        built.model.decode({}, batch(), KEY, mutable=[])
+
+
 def test_decoding_without_generate_says_what_is_missing():
     with pytest.raises(UserError, match=r"needs task.model.generate: a function \(variables, batch, key\)"):
         nnx_task().model.decode({}, batch(), KEY, mutable=[])
 
 
-def test_an_own_loop():
-    state, _, _, train_step, _, _ = own_loop.partition_spmd_model(nnx_task(), KEY, shapes_of(batch()))
+KINDS = {
+    "nnx": nnx_task,
+    "linen": lambda: linen_task(rate=0.1),
+    "functions": lambda: task(
+        Config(models.FunctionModel, init=init_with_count, apply=apply_with_count, has_state=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_own_loop(kind):
+    built = KINDS[kind]()
+    state, _, _, train_step, eval_step, num_params = own_loop.partition_spmd_model(built, KEY, shapes_of(batch()))
+    assert num_params > 0
     losses = []
     for number in range(5):
         state, value, *_ = train_step(state, KEY, batch(number % 2))
         losses.append(float(value))
     assert losses[-1] < losses[0]
     assert int(state.step) == 5
+    value, metrics, *_ = eval_step(state.mdl_vars, KEY, state.step, batch(0))
+    assert float(value) == float(metrics["loss"][0]) < losses[0]
+
+
+def test_an_own_loop_decodes():
+    built = nnx_task()
+    built.model.generate = generate
+    state, specs, *_ = own_loop.partition_spmd_model(built, KEY, shapes_of(batch()))
+    decode, _ = own_loop.get_partitioned_spmd_model_decode_fn(built, KEY, state, specs, shapes_of(batch()))
+    _, metrics, per_example, _ = decode(state.mdl_vars, KEY, state.step, batch())
+    assert per_example["outputs"].shape == (16, 8)
+    assert metrics["num_decoded"][0] == 16
+
+
+def test_an_own_loop_gets_clu_metrics():
+    built = nnx_task()
+    built.model.loss = lambda outputs, batch: {
+        **loss(outputs, batch),
+        "last": clu_metrics.LastValue.from_model_output(outputs[:, 0]),
+    }
+    state, _, _, train_step, eval_step, _ = own_loop.partition_spmd_model(built, KEY, shapes_of(batch()))
+    *_, summaries = eval_step(state.mdl_vars, KEY, state.step, batch())
+    assert summaries["last"].count == 16
+    *_, summaries = train_step(state, KEY, batch())
+    assert summaries["last"].count == 16
