@@ -58,7 +58,8 @@ def make_experiment(
       assignments: overrides, each as 'NAME=value'.
 
     Raises:
-      UserError: no such attribute, a method or property, or a value that is not a Python literal.
+      UserError: no such attribute, a method or property, or a value that is not a Python literal. An attribute that is a string,
+        or annotated as one or as Any, takes text without quotes.
     """
     own = vars(exp) if isinstance(exp, BaseExperiment) else {}
     values = dict(_parse(assignment, cls, own) for assignment in assignments)
@@ -94,10 +95,20 @@ def _parse(assignment: str, cls: type, own: dict[str, Any]) -> tuple[str, Any]:
         kind = "is a method or property" if is_method else "is no attribute"
         near = did_you_mean(name, [*known, *CONFIG_ROOTS], otherwise="; paths of fields start with task")
         raise UserError(f"override of {path}: {name} {kind} of {cls.__name__}{near}")
+    now = own.get(name, getattr(cls, name, None))
     if path.strip() != name:
-        now = own.get(name, getattr(cls, name, None))
         raise UserError(f"override of {path}: {name} is {now!r:.80}; override the whole attribute, {name}=VALUE")
-    return name, parse_value(assignment, name, text)
+    try:
+        return name, parse_value(assignment, name, text)
+    except UserError:
+        if isinstance(now, str) or _may_be_string(cls, name):
+            return name, text
+        raise
+
+
+def _may_be_string(cls: type, name: str) -> bool:
+    annotations = (str(inspect.get_annotations(base).get(name, "")) for base in cls.__mro__)
+    return bool(re.search(r"\b(str|Any)\b", next(filter(None, annotations), "")))
 
 
 def _attributes(cls: type) -> Iterator[str]:

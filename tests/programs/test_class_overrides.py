@@ -16,6 +16,9 @@ class Reads(StdlibBytesTiny):
     WIDTH = 8
     SHAPE = (1, 4, 2)
     LAYER = dict
+    FOLDER = ""
+    FILES: str | None = None
+    UNKNOWN = None
     later: int
 
     @property
@@ -55,6 +58,15 @@ def test_the_config_is_built_from_the_overridden_attributes():
     # A field beats the attribute that it is built from, in any order.
     both = ["task.train.num_train_steps=4", "NUM_TRAIN_STEPS=3"]
     assert experiment_config.resolve(StdlibBytesTiny, both).task_p.train.num_train_steps == 4
+
+
+def test_strings_need_no_quotes():
+    values = ["FOLDER=models/llama", "FILES=corpus/*.txt"]
+    experiment, _ = make_experiment(Reads, Reads, values)
+    assert (experiment.FOLDER, experiment.FILES) == ("models/llama", "corpus/*.txt")
+    experiment, _ = make_experiment(Reads, Reads, ["FOLDER='models/llama'", "FILES=['a.txt', 'b.txt']"])
+    assert (experiment.FOLDER, experiment.FILES) == ("models/llama", ["a.txt", "b.txt"])
+    assert "'two' is not a Python literal" in message("UNKNOWN=two")
 
 
 @pytest.mark.parametrize("exp", [Reads, Reads()])
