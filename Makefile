@@ -8,7 +8,7 @@ JOB_DIR ?= runs/stdlib_bytes
 # More flags for `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
 TRAIN_FLAGS ?=
 
-.PHONY: setup train test nightly test-installed faults lint format bench plan clean
+.PHONY: setup train test nightly test-installed interop faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -39,6 +39,20 @@ nightly: setup
 test-installed: setup
 	$(RUN) pytest tests/installed
 
+# Every model family against Hugging Face transformers, live: logits, training, generation, export. An hour on 2 cores.
+# transformers and torch get an environment of their own. TORCH: the requirement to install; see interop_tests/requirements.txt.
+# INTEROP_TESTS: files to run.
+TORCH ?= torch==2.13.0
+INTEROP_DIR := .venv-interop
+INTEROP_TESTS ?= interop_tests
+interop: setup $(INTEROP_DIR)/.synced
+	SPMD_INTEROP_PYTHON=$(INTEROP_DIR)/bin/python $(RUN) pytest $(INTEROP_TESTS)
+
+$(INTEROP_DIR)/.synced: interop_tests/requirements.txt
+	$(PYTHON) -m venv $(INTEROP_DIR)
+	$(INTEROP_DIR)/bin/pip install --quiet --disable-pip-version-check '$(TORCH)' -r $<
+	touch $@
+
 # SIGKILL, SIGTERM, damaged checkpoints and mesh changes with real processes; prints a table of results. An hour or more.
 faults: setup
 	$(RUN) pytest -s -m slow tests/multiprocess tests/storage
@@ -67,4 +81,4 @@ plan: setup
 	$(PLAN) python -m benchmarks.plan_baseline
 
 clean:
-	rm -rf .venv .venv-tpu $(UV_DIR) runs
+	rm -rf .venv .venv-tpu $(INTEROP_DIR) $(UV_DIR) runs

@@ -18,15 +18,15 @@ import lazy_loader
 from spmd_trainer import praxis_bridge
 
 if TYPE_CHECKING:
-    from spmd_trainer.api import decode, evaluate, inspect, plan, train
+    from spmd_trainer.api import decode, evaluate, export, inspect, plan, train
     from spmd_trainer.praxis_bridge.installation import __version__
 
-__all__ = ["__version__", "decode", "evaluate", "inspect", "plan", "train"]
+__all__ = ["__version__", "decode", "evaluate", "export", "inspect", "plan", "train"]
 
 __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "api": ["decode", "evaluate", "inspect", "plan", "train"],
+        "api": ["decode", "evaluate", "export", "inspect", "plan", "train"],
         "praxis_bridge.installation": ["__version__"],
     },
 )

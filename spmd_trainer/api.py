@@ -23,7 +23,7 @@ from spmd_trainer.partitioning.mesh_choice import mesh_flag
 from spmd_trainer.programs import host_devices
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.plan import Plan
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.programs.run_config import ExportSettings, RunConfig
 from spmd_trainer.programs.train import TrainResult
 
 # 'data:4,mdl:2', {'data': 4, 'mdl': 2}, or pairs.
@@ -144,6 +144,37 @@ def decode(
             text = (job.config.job_log_dir / "decode_out" / dataset.name / f"step_{step}.jsonl").read_text()
             examples[dataset.name] = [json.loads(line) for line in text.splitlines()]
         return DecodeResult(step, examples)
+
+
+def export(
+    exp: Experiment,
+    job_log_dir: Directory,
+    export_dir: Directory,
+    *,
+    dtype: str | None = None,
+    use_ema: bool = False,
+    overrides: Iterable[str] = (),
+    mesh: MeshSizes | None = None,
+    restore_checkpoint_dir: Directory | None = None,
+    restore_checkpoint_step: int | None = None,
+) -> int:
+    """Writes one checkpoint as a Hugging Face folder, which transformers opens. Returns its step.
+
+    Args:
+      exp, job_log_dir, overrides, mesh, restore_checkpoint_dir, restore_checkpoint_step: see `evaluate`.
+      export_dir: the folder; new or empty.
+      dtype: 'float32', 'bfloat16' or 'float16'; None for that of the variables.
+      use_ema: write the moving averages of the variables.
+
+    Raises:
+      UserError: as `train`; there is no checkpoint, the folder is not empty, or transformers has no architecture for the model.
+    """
+    from spmd_trainer.programs import export as program
+
+    settings = ExportSettings(storage.directory("export_dir", export_dir), dtype, use_ema)
+    checkpoint = _checkpoint(restore_checkpoint_dir, restore_checkpoint_step)
+    with _job("export", exp, job_log_dir, overrides, mesh, export=settings, **checkpoint) as job:
+        return program.export(job)
 
 
 def inspect(

@@ -53,6 +53,14 @@ flags.DEFINE_string(
 )
 flags.DEFINE_string("mesh", None, "Use this mesh instead of the experiment's, e.g. data:4,mdl:2. One size may be -1.")
 flags.DEFINE_string("module", None, "File, folder or module written for paxml, for --mode=port.")
+flags.DEFINE_string("export_dir", None, "With --mode=export: the folder to write. It must be new or empty.")
+flags.DEFINE_enum(
+    "export_dtype",
+    None,
+    ["float32", "bfloat16", "float16"],
+    "With --mode=export: the dtype to write; by default, that of the variables.",
+)
+flags.DEFINE_bool("export_use_ema", False, "With --mode=export: write the moving averages of the variables.")
 flags.DEFINE_integer("verify_steps", 5, "Number of training steps that --mode=verify compares.", lower_bound=1)
 flags.DEFINE_string(
     "topology",

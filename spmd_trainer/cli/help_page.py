@@ -26,6 +26,7 @@ GROUPS = {
         "enable_checkpoint_saving",
         "exit_after_ondemand_checkpoint",
     ),
+    "Export": ("export_dir=DIR", "export_dtype=DTYPE", "export_use_ema"),
     "During training": (
         "eval_on_test",
         "decode_during_train",

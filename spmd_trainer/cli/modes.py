@@ -68,6 +68,11 @@ MODES = {
         "verify",
         has_run=False,
     ),
+    "export": Mode(
+        "Write one checkpoint, the newest or --restore_checkpoint_step, as a Hugging Face folder (--export_dir).",
+        "export",
+        "export",
+    ),
     "port": Mode(
         "Print what an experiment file written for paxml (--module=FILE) needs here, and its renamed imports as a diff. "
         "Runs nothing of the file. Exit status 1: it uses something that has no counterpart.",

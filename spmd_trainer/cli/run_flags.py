@@ -13,7 +13,7 @@ from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs import host_devices
-from spmd_trainer.programs.run_config import FailurePolicy, RunConfig
+from spmd_trainer.programs.run_config import ExportSettings, FailurePolicy, RunConfig
 
 Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
 MeshSizes: TypeAlias = Sequence[tuple[str, int]]
@@ -35,6 +35,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
     mode = flag_values.mode
     if (flag_values.topology or flag_values.plan) and mode != "inspect":
         raise UserError("--topology and --plan go with --mode=inspect")
+    export = _export_settings(flag_values)
     mesh = parse_mesh(flag_values.mesh) if flag_values.mesh else None
     restore = flag_values.restore_checkpoint_dir
     directory = storage.directory("--job_log_dir", flag_values.job_log_dir or ".")
@@ -62,7 +63,21 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         mesh=mesh,
         failure_policy=FailurePolicy(flag_values.watchdog_seconds, flag_values.stop_on_invalid_step),
         jax_cache_dir=flag_values.jax_cache_dir,
+        export=export,
     )
+
+
+def _export_settings(flag_values: flags.FlagValues) -> ExportSettings | None:
+    """Returns what to export; None in the other modes."""
+    if flag_values.mode != "export":
+        given = [name for name in ("export_dir", "export_dtype", "export_use_ema") if flag_values[name].value]
+        if given:
+            raise UserError(f"--{given[0]} goes with --mode=export")
+        return None
+    if not flag_values.export_dir:
+        raise UserError("--mode=export needs --export_dir=DIR, the Hugging Face folder to write")
+    directory = storage.directory("--export_dir", flag_values.export_dir)
+    return ExportSettings(directory, flag_values.export_dtype, flag_values.export_use_ema)
 
 
 def parse_mesh(text: str) -> list[tuple[str, int]]:

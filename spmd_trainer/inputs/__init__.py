@@ -3,6 +3,7 @@
 | name | module | purpose |
 |---|---|---|
 | `TextInput`, `PromptInput` | `text` | text files for training and evaluation; prompts from text files for decode |
+| `ChatPromptInput` | `chat_prompts` | conversations as prompts for decode, by a chat template |
 | `PackedTextInput` | `packed_text` | short documents packed into rows, each document a segment |
 | `ByteTokenizer`, `SentencePieceTokenizer` | `tokenizers` | tokenizers for the text inputs |
 | `HuggingFaceTokenizer` | `huggingface_tokenizer` | a Hugging Face tokenizer.json, or an object of that library |

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,15 +12,11 @@ import numpy as np
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files, tokenizers
-from spmd_trainer.storage import reading
-from spmd_trainer.storage.paths import file_or_pattern
+from spmd_trainer.inputs.huggingface_files import STATING_FILES, content_of, read_source
 
 if TYPE_CHECKING:
     import tokenizers as huggingface
 
-TOKENIZER_FILE = "tokenizer.json"
-# Files next to a tokenizer.json that name its special tokens. The first file that names a token wins.
-_STATING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Usual spellings of these tokens, for tokenizers that do not name them.
 _USUAL = {
     "eos": (
@@ -44,6 +39,8 @@ _USUAL = {
     ),
     "pad": ("<pad>", "<|pad|>", "<PAD>", "[PAD]"),
 }
+# The special tokens with a name of their own in transformers.
+_NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # Parts of a tokenizer.json that do not change the tokens. The post-processor only adds special tokens, which is switched off.
 _WITHOUT_EFFECT = ("version", "truncation", "padding", "post_processor")
 # Characters whose UTF-8 has every possible byte: all characters of one and two bytes, and at least one for each other first
@@ -79,7 +76,7 @@ class HuggingFaceTokenizer:
             object is copied.
           eos: end-of-text, a token or its id. None takes the one that the files or the transformers tokenizer name, or else
             the only token with a usual spelling, such as '</s>'.
-          bos: beginning-of-text, found in the same way. The inputs don't use it.
+          bos: beginning-of-text, found in the same way. Inputs put it before each text if their `start` says so.
           pad: padding, found in the same way. The inputs don't use it.
           encode_special_tokens: True encodes special tokens in a text like any other text. Set it here: a
             `tokenizers.Tokenizer` loses its own setting when a config is cloned.
@@ -88,13 +85,10 @@ class HuggingFaceTokenizer:
           UserError: the library is missing; the source can't be read or is not a tokenizer; or it has no end-of-text, or
             lacks a token that is given or named.
         """
-        if isinstance(source, str | os.PathLike):
-            self.name, self._content, stated = _read(os.fspath(source))
-        else:
-            self.name, self._content, stated = _describe(source)
-            backend = getattr(source, "backend_tokenizer", source)
-            encode_special_tokens = encode_special_tokens or bool(getattr(backend, "encode_special_tokens", False))
-        self._encodes_special_tokens = encode_special_tokens
+        self.name, self._content, stated, self.chat_templates = read_source(source)
+        backend = getattr(source, "backend_tokenizer", source)
+        self.encodes_special_tokens = encode_special_tokens or bool(getattr(backend, "encode_special_tokens", False))
+        self._stated = stated
         self._check_added(stated)
         eos_id = self._special("eos", eos, stated)
         if eos_id is None:
@@ -105,7 +99,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _tokenizer(self) -> huggingface.Tokenizer:
-        return _load(self._content, self._encodes_special_tokens, self.name)
+        return _load(self._content, self.encodes_special_tokens, self.name)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied or pickled `tokenizers.Tokenizer` forgets encode_special_tokens.
@@ -117,7 +111,7 @@ class HuggingFaceTokenizer:
     @functools.cached_property
     def vocab_size(self) -> int:
         """The highest id + 1, including added tokens. Some ids below it may be unused."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary.values()) + 1
 
     @functools.cached_property
     def encoded_vocab_size(self) -> int:
@@ -146,10 +140,34 @@ class HuggingFaceTokenizer:
         return self._pad_id
 
     @functools.cached_property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer itself puts beginning-of-text before a text: its post-processor does.
+
+        As in transformers 5, add_bos_token in tokenizer_config.json has no effect beside a tokenizer.json.
+        """
+        return self._bos_id is not None and self._tokenizer.encode("").ids[:1] == [self._bos_id]
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens that chat templates know by name, as the files state them: {'bos_token': '<s>', ...}."""
+        stated = {name: content_of(self._stated.get(name)) for name in _NAMED_TOKENS}
+        return {name: token for name, token in stated.items() if token is not None}
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """{spelling: id}, including added tokens."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The content of the tokenizer.json."""
+        parsed: dict[str, Any] = json.loads(self._content)
+        return parsed
+
+    @functools.cached_property
     def bytes_per_token(self) -> int:
         """Bytes of the longest token in the vocabulary's spelling, at least 2."""
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        return max(2, max(len(token.encode()) for token in vocabulary))
+        return max(2, max(len(token.encode()) for token in self.vocabulary))
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
         """Returns the tokens of a text, int32 [n].
@@ -182,7 +200,7 @@ class HuggingFaceTokenizer:
         if symbols is None:
             return
         for token in self._tokenizer.get_added_tokens_decoder().values():
-            if not (token.special and self._encodes_special_tokens):
+            if not (token.special and self.encodes_special_tokens):
                 text = text.replace(token.content, " ")  # the library finds it before the model sees its characters
         if self._tokenizer.normalizer is not None:
             text = self._tokenizer.normalizer.normalize_str(text)
@@ -233,16 +251,16 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _checksum(self) -> int:
-        relevant = {key: value for key, value in json.loads(self._content).items() if key not in _WITHOUT_EFFECT}
-        text = json.dumps([relevant, self._encodes_special_tokens], sort_keys=True)
+        relevant = {key: value for key, value in self.description.items() if key not in _WITHOUT_EFFECT}
+        text = json.dumps([relevant, self.encodes_special_tokens], sort_keys=True)
         return zlib.crc32(text.encode())
 
     def _special(self, kind: str, given: str | int | None, stated: Mapping[str, Any]) -> int | None:
         if given is not None:
             return self._id_of(given, f"{kind}={given!r}")
-        token = _content_of(stated.get(f"{kind}_token"))
+        token = content_of(stated.get(f"{kind}_token"))
         if token is not None:
-            return self._id_of(token, f"{kind}_token={token!r} of {' and '.join(_STATING_FILES)}")
+            return self._id_of(token, f"{kind}_token={token!r} of {' and '.join(STATING_FILES)}")
         known = self._usual(kind)
         return self._tokenizer.token_to_id(known[0]) if len(known) == 1 else None
 
@@ -266,7 +284,7 @@ class HuggingFaceTokenizer:
         if isinstance(token, str):
             found = self._tokenizer.token_to_id(token)
             if found is None:
-                known = self._tokenizer.get_vocab(with_added_tokens=True)
+                known = self.vocabulary
                 near = did_you_mean(token, self._special_tokens() or sorted(known, key=known.__getitem__)[:20])
                 raise UserError(f"{setting} is not a token of {self.name}{near}")
             return found
@@ -282,91 +300,12 @@ class HuggingFaceTokenizer:
     def _check_added(self, stated: Mapping[str, Any]) -> None:
         """Raises a UserError if tokenizer.json lacks tokens that tokenizer_config.json adds, which would change the tokens."""
         for index, token in stated.get("added_tokens_decoder", {}).items():
-            if self._tokenizer.id_to_token(int(index)) != _content_of(token):
+            if self._tokenizer.id_to_token(int(index)) != content_of(token):
                 raise UserError(
-                    f"the tokenizer_config.json beside {self.name} adds the token {_content_of(token)!r} as id {index}, and "
+                    f"the tokenizer_config.json beside {self.name} adds the token {content_of(token)!r} as id {index}, and "
                     f"{self.name} has {self._tokenizer.id_to_token(int(index))!r} there; save the tokenizer again, with "
                     "save_pretrained of transformers' fast tokenizers"
                 )
-
-
-def is_huggingface(value: Any) -> bool:
-    """Returns whether an object is a `tokenizers.Tokenizer` or a fast tokenizer of transformers, importing neither."""
-    return _is_library_tokenizer(getattr(value, "backend_tokenizer", value))
-
-
-def _is_library_tokenizer(value: Any) -> bool:
-    # By methods, so that the wrappers in `tokenizers.implementations` count too.
-    return not isinstance(value, type) and all(hasattr(value, name) for name in ("to_str", "get_vocab", "token_to_id"))
-
-
-def _read(path: str) -> tuple[str, str, dict[str, Any]]:
-    """Reads a tokenizer.json. Returns its name for errors, its content, and the settings in the files next to it."""
-    path = file_or_pattern("tokenizer", path)
-    if reading.is_dir(path):
-        folder, path = path, os.path.join(path, TOKENIZER_FILE)
-        if not reading.exists(path):
-            raise UserError(f"{folder} has no {TOKENIZER_FILE}; it holds {files.listed(reading.names(folder))}")
-    content = _read_text(path)
-    if "model" not in _parse(content, path):
-        raise UserError(
-            f"{path} is not a Hugging Face {TOKENIZER_FILE}: it has no 'model'. A tokenizer's other files "
-            f"(tokenizer_config.json, vocab.json, ...) don't hold all of it{_suggest_sibling(path)}"
-        )
-    stated: dict[str, Any] = {}
-    if os.path.basename(path) == TOKENIZER_FILE:
-        for name in _STATING_FILES:
-            beside = os.path.join(os.path.dirname(path), name)
-            if reading.exists(beside):
-                stated = {**_parse(_read_text(beside), beside), **{k: v for k, v in stated.items() if v is not None}}
-    return path, content, stated
-
-
-def _suggest_sibling(path: str) -> str:
-    sibling = os.path.join(os.path.dirname(path), TOKENIZER_FILE)
-    return f"; did you mean {sibling}?" if sibling != path and reading.exists(sibling) else ""
-
-
-def _read_text(path: str) -> str:
-    try:
-        return reading.read(path).decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(
-            f"the tokenizer {path} can't be read: {reading.problem(path, error)}{files.beside(path)}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a Hugging Face {TOKENIZER_FILE}: it is not UTF-8") from error
-
-
-def _parse(content: str, path: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(content)
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise UserError(f"{path} holds no JSON object, as the files of a Hugging Face tokenizer do")
-    return parsed
-
-
-def _describe(source: Any) -> tuple[str, str, dict[str, Any]]:
-    """Returns an object's name for errors, its tokenizer.json, and its special tokens."""
-    if not is_huggingface(source):
-        raise UserError(
-            f"{type(source).__name__} is not a Hugging Face tokenizer; give a tokenizer.json or a fast tokenizer"
-        )
-    stated = dict(getattr(source, "special_tokens_map", None) or {})
-    name = f"the {type(source).__module__.partition('.')[0]} {type(source).__name__}"
-    try:
-        return name, getattr(source, "backend_tokenizer", source).to_str(), stated
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{name} can't be written as a {TOKENIZER_FILE}, as it must be: {error}") from error
-
-
-def _content_of(token: Any) -> str | None:
-    """Returns the text of a special token, which may be a string, a dict or an AddedToken."""
-    if token is None or isinstance(token, str):
-        return token
-    return token.get("content") if isinstance(token, Mapping) else getattr(token, "content", str(token))
 
 
 # A job builds an input several times, and a large tokenizer takes a second to load.

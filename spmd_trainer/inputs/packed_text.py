@@ -2,7 +2,8 @@
 
 A document's tokens and one end-of-text are cut into pieces of at most T tokens. Each piece is one segment of one row:
 attention stays within the segment, and positions in it count from 0. A segment's first id is the token before its first
-label, which is end-of-text at a document's beginning. So every token is predicted exactly once, whatever else is in the row.
+label, which is end-of-text at a document's beginning (beginning-of-text with `start='bos'`). So every token is predicted
+exactly once, whatever else is in the row.
 
 Example, T = 8, documents b"hello", b"a":
     ids         EOS h e l l o EOS a
@@ -32,7 +33,7 @@ class PackedTextInput(text_base.TokenizedFiles):
     numbered from 1 in each row, and padding after the last segment has segment id 0.
 
     Attributes:
-      files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`.
+      files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`.
       seq_len: tokens per row, T.
       separator: text between the documents of a file, e.g. a newline; None makes each file one document. The separator is
         not part of a document, and empty documents are left out.
@@ -97,7 +98,8 @@ class PackedTextInput(text_base.TokenizedFiles):
         documents = list(self._documents())
         if not documents:
             raise self.error(f"the files hold no document, the first is {self.paths[0]}; give one with text in it")
-        return pack(np.concatenate(documents), [len(x) for x in documents], self.seq_len, self.tokenizer.eos_id)
+        first = self.tokenizer.eos_id if self.start_id is None else self.start_id
+        return pack(np.concatenate(documents), [len(x) for x in documents], self.seq_len, first)
 
 
 class RowTable(NamedTuple):
@@ -116,14 +118,14 @@ class RowTable(NamedTuple):
     segment_pos: np.ndarray
 
 
-def pack(stream: np.ndarray, lengths: list[int], seq_len: int, eos_id: int) -> RowTable:
+def pack(stream: np.ndarray, lengths: list[int], seq_len: int, first: int) -> RowTable:
     """Packs documents into rows.
 
     Args:
-      stream: the tokens of all documents, each ending in `eos_id`, unsigned [sum of lengths].
+      stream: the tokens of all documents, each with its end-of-text, unsigned [sum of lengths].
       lengths: tokens of each document, including end-of-text.
       seq_len: tokens per row.
-      eos_id: end-of-text.
+      first: the id before the first label of each document.
 
     Returns:
       The rows.
@@ -132,7 +134,8 @@ def pack(stream: np.ndarray, lengths: list[int], seq_len: int, eos_id: int) -> R
     rows, columns, segments, num_rows = best_fit(pieces.tolist(), seq_len)
     within = np.arange(len(stream)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     targets = np.repeat(rows * seq_len + columns, pieces) + within
-    before = np.append(np.array(eos_id, stream.dtype), stream[:-1])
+    before = np.roll(stream, 1)
+    before[np.cumsum([0, *lengths[:-1]])] = first
 
     def spread(values: np.ndarray, dtype: Any) -> np.ndarray:
         table = np.zeros((num_rows + 1) * seq_len, dtype)

@@ -4,6 +4,7 @@ Without a tokenizer, a token is a byte (0 to 255) or `eos_id`, end-of-text. The 
 files and with one end-of-text after each file, form one stream s[0], s[1], ..., s[N-1]; s[-1] is end-of-text too. Window w
 of T tokens has the labels s[wT : (w+1)T] and the ids s[wT-1 : (w+1)T-1]: each position sees the token before the one it
 predicts, and every token is predicted exactly once. If N is not a multiple of T, the end of the last window has weight 0.
+With `start='bos'`, the tokens of each file begin with beginning-of-text, which is a token of the stream like any other.
 
 Example, T = 4, one file holding b"hello", so that the stream is h e l l o EOS:
     window 0: ids EOS h e l, labels h e l l, weights 1 1 1 1
@@ -15,11 +16,10 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.inputs import batches, indexed, text_base
+from spmd_trainer.inputs import batches, indexed, prompts, text_base
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 
 # Bytes read at first for each token of a prompt. Most texts have fewer bytes per token.
@@ -39,7 +39,7 @@ class TextInput(text_base.TokenizedFiles):
     `paddings` is 1 and the other arrays are 0.
 
     Attributes:
-      files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`. The caller splits the files into training and
+      files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`. The caller splits the files into training and
         evaluation.
       seq_len: tokens per row, T.
       shuffle: False gives the windows of a training input in the order of the files.
@@ -153,31 +153,18 @@ class WindowTable(NamedTuple):
     lengths: np.ndarray
 
 
-class PromptInput(text_base.TokenizedFiles):
-    """Prompts for `LanguageModel.decode`: the beginning of each file, one prompt per file, then StopIteration.
+class PromptInput(prompts.PromptRows):
+    """Prompts for `LanguageModel.decode`: the beginning of each file, one prompt per file.
 
-    A row holds end-of-text (the start token in training too) and the file's first `prefix_len - 1` tokens, left aligned. A
-    batch is a NestedMap of numpy arrays: `ids` int32 [B, P]; `paddings`, `weights` float32 [B, P], 1 and 0 after the end of
-    the prompt; `prefix_lengths` int32 [B], including the start token; `prompt_index` int32 [B], the index in `paths` of the
-    row's file; `eval_sample_weights` float32 [B]. Rows that fill up the last batch hold only the start token, with weight 0
-    and prompt_index -1.
+    A row holds the start token (end-of-text, as in training, unless `start` says otherwise) and the first tokens of the file, up
+    to `prefix_len` together. `prefix_lengths` includes the start token, and `prompt_index` is the index in `paths`. Batches are
+    those of `prompts.PromptRows`.
 
     Attributes:
-      files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`.
+      files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`.
       prefix_len: maximum number of tokens in a prompt, including the start token, P.
       num_prompts: number of files to use, from the first; None uses all.
     """
-
-    prefix_len: int = 0
-    num_prompts: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("prefix_len")
-        if self.num_prompts is not None:
-            self.require_positive("num_prompts")
-        if self.is_training:
-            raise self.error("is_training: prompts are for decode; use TextInput for training")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -185,45 +172,26 @@ class PromptInput(text_base.TokenizedFiles):
         return self.found.paths[: self.num_prompts]
 
     @property
-    def order(self) -> indexed.ExampleOrder:
-        return indexed.ExampleOrder(num_examples=len(self.paths), endless=False)
+    def num_available(self) -> int:
+        return len(self.found.paths)
 
-    def input_specs(self) -> NestedMap:
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self.batch_size, *shape), dtype)
+    def tokens_of_prompt(self, index: int) -> np.ndarray:
+        """Returns the start token and the first tokens of a file.
 
-        return NestedMap(
-            ids=spec(np.int32, self.prefix_len),
-            paddings=spec(np.float32, self.prefix_len),
-            weights=spec(np.float32, self.prefix_len),
-            prefix_lengths=spec(np.int32),
-            prompt_index=spec(np.int32),
-            eval_sample_weights=spec(np.float32),
-        )
+        Raises:
+          UserError: the file is empty and there is no start token, or it can't be read; names the file.
+        """
+        first = [] if self.start_id is None else [self.start_id]
+        tokens = self._beginning(index, self.prefix_len - len(first))
+        self.refuse_unknown_ids(tokens, self.paths[index])
+        if not first and not len(tokens):
+            raise self.error(
+                f"{self.paths[index]} has no text, and start={self.start!r} puts no token before it; leave the file out of "
+                "`files`"
+            )
+        return np.concatenate([np.array(first, np.int32), tokens.astype(np.int32)])
 
-    def batch_at(self, position: int) -> NestedMap:
-        prompts = self.examples_at(position)
-        real = prompts < len(self.paths)
-        ids = np.zeros((self.batch_size, self.prefix_len), np.int32)
-        ids[:, 0] = self.tokenizer.eos_id
-        lengths = np.ones(self.batch_size, np.int32)
-        for row in np.flatnonzero(real):
-            tokens = self._prompt(int(prompts[row]))
-            self.refuse_unknown_ids(tokens, self.paths[int(prompts[row])])
-            ids[row, 1 : 1 + len(tokens)] = tokens
-            lengths[row] += len(tokens)
-        inside = np.arange(self.prefix_len) < lengths[:, None]
-        return NestedMap(
-            ids=ids,
-            paddings=1.0 - inside.astype(np.float32),
-            weights=(inside & real[:, None]).astype(np.float32),
-            prefix_lengths=lengths,
-            prompt_index=np.where(real, prompts, -1).astype(np.int32),
-            eval_sample_weights=real.astype(np.float32),
-        )
-
-    def _prompt(self, index: int) -> np.ndarray:
-        count = self.prefix_len - 1
+    def _beginning(self, index: int, count: int) -> np.ndarray:
         limit = count * min(self.tokenizer.bytes_per_token, _BYTES_PER_TOKEN)
         before = None
         while True:
@@ -235,6 +203,3 @@ class PromptInput(text_base.TokenizedFiles):
             if before is not None and len(tokens) == count and np.array_equal(tokens, before):
                 return tokens
             before, limit = tokens, 2 * limit
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), "prefix_len": self.prefix_len}

@@ -23,6 +23,10 @@ class TokenizedFiles(indexed.IndexedInput):
         methods of `spmd_trainer.inputs.tokenizers.Tokenizer`, or its config. After construction, the tokenizer.
       eos_id: end-of-text. None is 256 when reading by byte (a vocabulary of 257), or the tokenizer's own. Can be set for
         bytes and for Hugging Face tokenizers only.
+      start: the token before the first token of each text. 'eos': end-of-text, as in Pax. 'bos': the tokenizer's
+        beginning-of-text. 'none': no token, so that a prompt begins with its own first token; in training, the first token of a
+        text follows the end-of-text of the text before. 'tokenizer': 'bos' or 'none', whichever a Hugging Face tokenizer does
+        itself (by its post-processor), as in transformers.
       allow_binary: True reads any file. False refuses files whose first bytes show a format that isn't text (Parquet, gzip,
         TFRecord, ...) and, with a tokenizer that reads UTF-8, files with NUL bytes.
     """
@@ -30,7 +34,9 @@ class TokenizedFiles(indexed.IndexedInput):
     files: Any = None
     tokenizer: Any = None
     eos_id: int | None = None
+    start: str = "eos"
     allow_binary: bool = False
+    start_id: int | None = dataclasses.field(default=None, init=False, repr=False)
     found: Any = dataclasses.field(default=None, init=False, repr=False)
     _model_vocab_size: int | None = dataclasses.field(default=None, init=False, repr=False)
 
@@ -38,6 +44,7 @@ class TokenizedFiles(indexed.IndexedInput):
         super().__post_init__()
         try:
             self.tokenizer = tokenizer_field.make_tokenizer(self.tokenizer, self.eos_id)
+            self.start_id = tokenizer_field.start_token(self.tokenizer, self.start)
             self.found: text_files.TextFiles = text_files.find_files(self.files)
             if not self.allow_binary:
                 for index in range(len(self.found.paths)):
@@ -59,7 +66,8 @@ class TokenizedFiles(indexed.IndexedInput):
     @property
     def encoded_vocab_size(self) -> int:
         """Vocabulary size that a model needs: `vocab_size` without special tokens that occur only if a text spells them."""
-        return getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
+        of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
+        return of_text if self.start_id is None else max(of_text, self.start_id + 1)
 
     def limit_vocabulary(self, model_vocab_size: int) -> None:
         """Makes reading a token that the model has no embedding for an error. Call it before the first batch.
@@ -93,7 +101,7 @@ class TokenizedFiles(indexed.IndexedInput):
         return self.is_training
 
     def tokens_of_file(self, index: int) -> np.ndarray:
-        """Returns the tokens of a file and one end-of-text, `token_dtype` [n].
+        """Returns the tokens of a file and one end-of-text, `token_dtype` [n]; beginning-of-text first if `start` says so.
 
         Raises:
           UserError: the file can't be read, the tokenizer can't encode it, or a token is outside the model's vocabulary;
@@ -101,7 +109,9 @@ class TokenizedFiles(indexed.IndexedInput):
         """
         tokens = self.tokenizer.encode(self.found.read(index), self.found.paths[index])
         self.refuse_unknown_ids(tokens, self.found.paths[index])
-        return np.append(tokens.astype(self.token_dtype), np.array(self.tokenizer.eos_id, self.token_dtype))
+        first = [] if self.start_id in (None, self.tokenizer.eos_id) else [self.start_id]
+        around = [np.array(ids, self.token_dtype) for ids in (first, [self.tokenizer.eos_id])]
+        return np.concatenate([around[0], tokens.astype(self.token_dtype), around[1]])
 
     def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
         """Returns the text of the first lengths[b] of each row of ids [B, T]. End-of-text and tokens without text are dropped."""
@@ -130,7 +140,9 @@ class TokenizedFiles(indexed.IndexedInput):
         tokenizers.decode_utf8(head, path, cut=len(head) == file_formats.HEAD_BYTES)
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), **self.tokenizer.fingerprint(), "files": self.found.checksum}
+        # Positions saved before `start` existed stay valid.
+        start = {} if self.start_id == self.tokenizer.eos_id else {"start_id": self.start_id}
+        return {**super()._fingerprint(), **self.tokenizer.fingerprint(), **start, "files": self.found.checksum}
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
         return {**super()._sizes_behind_checksums(), "files": self.found.size_text}

@@ -9,9 +9,10 @@ from typing import Any
 import fiddle as fdl
 from praxis import pax_fiddle
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files, tokenizers
-from spmd_trainer.inputs.huggingface_tokenizer import TOKENIZER_FILE, HuggingFaceTokenizer, is_huggingface
+from spmd_trainer.inputs.huggingface_files import TOKENIZER_FILE, is_huggingface
+from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.storage import reading
 from spmd_trainer.storage.paths import file_or_pattern
 
@@ -23,6 +24,7 @@ _ALLOWED = (
     "tokenizers.Tokenizer; a fast tokenizer of transformers; a Tokenizer of spmd_trainer.inputs.tokenizers or its config; or "
     "None to read by byte"
 )
+_STARTS = ("eos", "bos", "none", "tokenizer")
 _METHODS = ("vocab_size", "eos_id", "bytes_per_token", "encode", "decode", "fingerprint")
 
 
@@ -57,6 +59,39 @@ def make_tokenizer(given: Any, eos_id: int | None = None) -> tokenizers.Tokenize
     if eos_id is not None:
         raise UserError(f"eos_id={eos_id}, but the tokenizer has an end-of-text of its own; unset eos_id")
     return made
+
+
+def start_token(tokenizer: tokenizers.Tokenizer, start: str) -> int | None:
+    """Returns the token before the first token of each text, or None if there is none.
+
+    Args:
+      tokenizer: the tokenizer.
+      start: the value of an input's `start` field, see `text_base.TokenizedFiles`.
+
+    Raises:
+      UserError: `start` has another value, or the tokenizer has no beginning-of-text.
+    """
+    if start not in _STARTS:
+        near = did_you_mean(str(start), _STARTS)
+        raise UserError(f"start={start!r}; set it to {', '.join(map(repr, _STARTS[:-1]))} or {_STARTS[-1]!r}{near}")
+    if start == "eos":
+        return tokenizer.eos_id
+    if start == "tokenizer":
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise UserError(
+                f"start='tokenizer', but a {type(tokenizer).__name__} does not say how a text starts, as the files of a Hugging "
+                "Face tokenizer do; set start to 'eos', 'bos' or 'none'"
+            )
+        return tokenizer.bos_id if tokenizer.adds_bos else None
+    if start == "none":
+        return None
+    bos_id: int | None = getattr(tokenizer, "bos_id", None)
+    if bos_id is None:
+        raise UserError(
+            "start='bos', but the tokenizer has no beginning-of-text; set start='eos', or name the token with "
+            "tokenizer=HuggingFaceTokenizer(path, bos=TOKEN)"
+        )
+    return bos_id
 
 
 def _is_sentencepiece(path: str) -> bool:

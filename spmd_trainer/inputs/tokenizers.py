@@ -21,6 +21,8 @@ from spmd_trainer.storage import reading
 from spmd_trainer.storage.paths import file_or_pattern
 
 BYTE_VALUES = 256
+# The character that stands for a space in the tokens of SentencePiece models.
+SPACE_MARK = "\u2581"
 # SentencePiece counts bytes in an int32.
 _MAX_SENTENCEPIECE_BYTES = 2**30
 
@@ -149,6 +151,12 @@ class SentencePieceTokenizer:
         """The model's end-of-text piece."""
         return self._processor.eos_id()
 
+    @property
+    def bos_id(self) -> int | None:
+        """The model's beginning-of-text piece, or None."""
+        found = self._processor.bos_id()
+        return found if found >= 0 else None
+
     @functools.cached_property
     def bytes_per_token(self) -> int:
         """Bytes of the model's longest piece."""
@@ -173,6 +181,20 @@ class SentencePieceTokenizer:
             kept = kept[(kept >= 0) & (kept < self.vocab_size) & (kept != self.eos_id)]
             texts.append(self._processor.decode(kept.tolist()))
         return texts
+
+    def piece_bytes(self) -> list[bytes]:
+        """Returns the bytes of each piece. Control, unknown and unused pieces have none."""
+        model = self._processor
+        found = []
+        for index in range(self.vocab_size):
+            piece = model.id_to_piece(index)
+            if model.is_control(index) or model.is_unknown(index) or model.is_unused(index):
+                found.append(b"")
+            elif model.is_byte(index):
+                found.append(bytes.fromhex(piece[3:5]))
+            else:
+                found.append(piece.replace(SPACE_MARK, " ").encode())
+        return found
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns a checksum of the model, whatever its path."""

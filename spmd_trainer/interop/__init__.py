@@ -1,6 +1,7 @@
-"""Reads what other trainers wrote.
+"""Reads what others wrote, and writes what they read.
 
-pax/      checkpoints of Pax (paxml)
-flax/     Orbax checkpoints of programs in plain Flax, for warm starts
+pax/        checkpoints of Pax (paxml)
+flax/       Orbax checkpoints of programs in plain Flax, for warm starts
+hf/         Hugging Face folders, in and out
 foreign.py  finds out whose checkpoint a directory holds
 """

@@ -1,4 +1,7 @@
-"""Trained checkpoints, of this trainer or of Pax, as evaluation and decode see them: variables without optimizer states."""
+"""Trained checkpoints as evaluation and decode see them: variables without optimizer states.
+
+They are of this trainer, of Pax, or Hugging Face folders.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from spmd_trainer.checkpointing import (
 )
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
-from spmd_trainer.interop import pax
+from spmd_trainer.interop import foreign, hf, pax
 from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.programs import run_directory
 from spmd_trainer.programs.job import Job
@@ -66,21 +69,22 @@ def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -
     return restored.step, state.to_eval_state()
 
 
-def open_checkpoints(directory: epath.Path) -> Checkpointer | pax.PaxCheckpoints:
+def open_checkpoints(directory: epath.Path) -> Checkpointer | pax.PaxCheckpoints | hf.HfCheckpoints:
     """Opens a directory of checkpoints to read. Called by every process.
 
     Args:
-      directory: checkpoints of this trainer; or of Pax, the run's directory above them, or the directory of one step of Pax.
+      directory: checkpoints of this trainer; of Pax, the run's directory above them, or the directory of one step of Pax; or a
+        Hugging Face folder.
     """
-    found = pax.find_agreed(directory)
-    return Checkpointer(directory, read_only=True) if found is None else pax.PaxCheckpoints(found)
+    found = foreign.open_checkpoints(directory)
+    return Checkpointer(directory, read_only=True) if found is None else found
 
 
 def present_in_source(config: RunConfig) -> list[int] | None:
     """Returns the steps that this process sees in the directory that a job reads from, in ascending order.
 
-    They are this trainer's or Pax's. None for a training run that needs none: one that is started again resumes from its own,
-    whatever `--restore_checkpoint_dir` says.
+    They are this trainer's or Pax's; a Hugging Face folder is step 0. None for a training run that needs none: one that is
+    started again resumes from its own, whatever `--restore_checkpoint_dir` says.
 
     Raises:
       PaxError: the save of the step that was asked for was cut off, or Pax saved no other step.
@@ -89,6 +93,8 @@ def present_in_source(config: RunConfig) -> list[int] | None:
     begins_anew = config.mode == "train" and config.restore_checkpoint_dir is None
     if begins_anew or (config.mode == "train" and _has_own(config)):
         return None
+    if hf.is_folder(config.checkpoint_dir):
+        return [0]
     found = pax.find(config.checkpoint_dir)
     if found is not None:
         return pax.finished_steps(found, config.restore_checkpoint_step)
@@ -109,7 +115,7 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
     """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
 
     The last one is the checkpoint of step `num_train_steps`, or the step with which training ended earlier. With
-    `--restore_checkpoint_step` it yields that checkpoint alone. Of Pax checkpoints it yields the newest alone.
+    `--restore_checkpoint_step` it yields that checkpoint alone. Of checkpoints of other trainers it yields the newest alone.
 
     Raises:
       UserError: there is neither a checkpoint nor a training run that could write one; or the training run has failed, after
@@ -119,9 +125,9 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
         yield restore_for_inference(job, use_ema=use_ema)
         return
     directory = job.config.checkpoint_dir
-    if pax.find_agreed(directory) is not None:
+    if foreign.open_checkpoints(directory) is not None:
         logging.info(
-            "%s holds Pax checkpoints, and nothing there tells whether their run goes on: only the newest is used",
+            "%s is of another trainer, and nothing there tells whether its run goes on: only the newest checkpoint is used",
             directory,
         )
         yield restore_for_inference(job, use_ema=use_ema)
@@ -170,7 +176,8 @@ def require_run(directory: epath.Path) -> None:
       UserError: there is neither a checkpoint nor a run that has begun.
     """
     if (
-        pax.find(directory) is not None
+        hf.is_folder(directory)
+        or pax.find(directory) is not None
         or any(directory.glob("[0-9]*"))
         or (directory.parent / run_directory.MARKER).exists()
     ):

@@ -23,6 +23,7 @@ from spmd_trainer.programs.decode_output import DecodeOutput
 from spmd_trainer.programs.ending import say_results
 from spmd_trainer.programs.job import Job
 from spmd_trainer.steps import step_fns
+from spmd_trainer.tasks.lm.generation.decode import text_before_stops, tokenizer_of_texts
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 
@@ -78,6 +79,8 @@ class DecodeDataset(FiniteDataset):
         self._task = task
         self._directory = job.config.job_log_dir / "decode_out" / self.name
         self._packing = ScalarPacking()
+        self._tokenizer = getattr(self._input, "tokenizer", None)
+        self._text_of = text_before_stops(task.model, self._tokenizer)
         self._key = jax.random.key(task.infer.random_seed if infers else task.decode.random_seed)
         self._may_be_too_long = decode_records.may_be_too_long(task, self.name, self.shapes)
         self._step = job.partitioner.partition(self._decode_step, self.shapes, is_eval=True)
@@ -89,7 +92,8 @@ class DecodeDataset(FiniteDataset):
         inputs = with_sampling_keys(task, inputs, jax.random.fold_in(key, state.step))
         # praxis combines its own keys with the rows' keys, so both must be raw uint32 keys.
         key = jax.random.key_data(key)
-        _, output = step_fns.decode_step(task, state, key, inputs, *rest)
+        with tokenizer_of_texts(self._tokenizer):
+            _, output = step_fns.decode_step(task, state, key, inputs, *rest)
         returned = {name: inputs[name] for name in _RETURNED if name in inputs}
         return None, (self._packing.pack(output), output.per_example_out, returned)
 
@@ -141,7 +145,8 @@ class DecodeDataset(FiniteDataset):
                 continue
             scalars = self._packing.unpack(packed)
             outputs, inputs = jax.tree.map(np.asarray, arrays)
-            records = list(decode_records.records(self._input, outputs, inputs, first=index * self.num_rows))
+            first = index * self.num_rows
+            records = list(decode_records.records(self._input, outputs, inputs, first=first, text_of=self._text_of))
             output.add(index, records, scalars.means, scalars.weights)
             for record in records[: _LOGGED - logged]:
                 logging.info("decoded %s\n%s", self.name, decode_records.shown(record))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +14,14 @@ from praxis.layers import embedding_softmax
 from spmd_trainer.errors import UserError
 
 
-def records(data: Any, outputs: Any, inputs: dict[str, np.ndarray], *, first: int) -> Iterator[dict[str, Any]]:
+def records(
+    data: Any,
+    outputs: Any,
+    inputs: dict[str, np.ndarray],
+    *,
+    first: int,
+    text_of: Callable[[np.ndarray], str] | None = None,
+) -> Iterator[dict[str, Any]]:
     """Yields one record for each example whose weight is not 0.
 
     Args:
@@ -23,6 +30,7 @@ def records(data: Any, outputs: Any, inputs: dict[str, np.ndarray], *, first: in
         models return `output_ids` [B, samples, length], the best sample first; other models' arrays are written by name.
       inputs: the batch's `ids`, `eval_sample_weights`, `prompt_index` and `prefix_lengths`, as far as it has them.
       first: index of row 0 in the dataset.
+      text_of: the text of a sample's decoded ids [n], for models that cut it; None: that of `data`.
 
     Yields:
       For a language model `index`, `prompt`, the best sample's `output` and `score`, and `outputs`, `scores`, `ids` of
@@ -33,7 +41,7 @@ def records(data: Any, outputs: Any, inputs: dict[str, np.ndarray], *, first: in
     for row in np.flatnonzero(counts).tolist():
         index = int(inputs["prompt_index"][row]) if "prompt_index" in inputs else first + row
         if "output_ids" in outputs:
-            yield {**_text_record(data, outputs, inputs, row), "index": index}
+            yield {**_text_record(data, outputs, inputs, row, text_of), "index": index}
         else:
             yield {"index": index, **arrays_of_row(outputs, row)}
 
@@ -126,12 +134,14 @@ def _limit_text(task: Any, limit: int) -> str:
     )
 
 
-def _text_record(data: Any, outputs: Any, inputs: dict[str, np.ndarray], row: int) -> dict[str, Any]:
+def _text_record(
+    data: Any, outputs: Any, inputs: dict[str, np.ndarray], row: int, text_of: Callable[[np.ndarray], str] | None
+) -> dict[str, Any]:
     lengths = np.atleast_1d(outputs["decode_lengths"][row])
     prefix = int(np.atleast_1d(outputs["prefix_lengths"][row])[0])
     pairs = zip(np.atleast_2d(outputs["output_ids"][row]), lengths, strict=True)
     samples = [sample[prefix : int(length)] for sample, length in pairs]
-    texts = _texts(data, samples)
+    texts = _texts(data, samples) if text_of is None else [text_of(sample) for sample in samples]
     scores = _scores(outputs, row, prefix)
     return {
         "prompt": _texts(data, [inputs["ids"][row, :prefix]])[0],

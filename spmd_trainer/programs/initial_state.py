@@ -9,14 +9,15 @@ import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, init_from_rules
-from spmd_trainer.interop import foreign
+from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, loading_rules
+from spmd_trainer.interop import foreign, hf
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.optim.learner import has_ema, reset_ema
 from spmd_trainer.programs.checkpoints import no_checkpoint_in, open_checkpoints
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.sharding.messages import bytes_text, count_text
+from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.train_states import TrainState
 
 
@@ -58,6 +59,11 @@ def first_state(job: Job, checkpoints: Checkpointer) -> tuple[TrainState, dict[s
 
 
 def _restore_from(directory: epath.Path, step: int | None, job: Job) -> tuple[TrainState, dict[str, Any] | None]:
+    if hf.find_agreed(directory):
+        with Phase(f"reading the Hugging Face folder {directory}") as phase:
+            state = _with_averages(job, hf.load(directory, job))
+            phase.done = f"read the variables of {directory}; the optimizer states are fresh"
+        return state, None
     with open_checkpoints(directory) as other:
         if not other.holds_steps():
             raise no_checkpoint_in(directory)
@@ -82,15 +88,26 @@ def _sizes(job: Job) -> str:
 
 
 def _warm_start(job: Job, state: TrainState, rules: Mapping[epath.PathLike, Any]) -> TrainState:
-    metadata, mesh = job.partitioner.metadata, job.partitioner.mesh
+    variables, mesh = job.partitioner.metadata.variables, job.partitioner.mesh
     with Phase("loading variables by init_from_checkpoint_rules"):
-        state, report = init_from_rules(state, metadata.variables, mesh, rules, open_foreign=foreign.open_source)
+        resolved = loading_rules.resolve_rules(variables, rules, check_contents=True, open_foreign=foreign.open_source)
+        report = resolved.report
+        loaded = {path for _, saved_paths in resolved.parts for path in saved_paths}
+        for path, leaf in named_leaves(state):
+            if path in loaded:
+                leaf.delete()  # the loaded value needs the memory of the initial one
+        state = resolved.load(state, variables, mesh)
     logging.log(logging.WARNING if report.warnings else logging.INFO, "init_from_checkpoint_rules: %s", report)
-    if has_ema(job.task.learner) and not report.opt_states_loaded:
-        # Averages began at the fresh values; they must begin at the loaded ones.
-        state = jax.jit(
-            lambda s: s.replace(opt_states=reset_ema(s.opt_states, s.mdl_vars)),
-            out_shardings=metadata.shardings,
-            donate_argnums=0,
-        )(state)
-    return state
+    return state if report.opt_states_loaded else _with_averages(job, state)
+
+
+def _with_averages(job: Job, state: TrainState) -> TrainState:
+    """Returns the state with moving averages, if the learner has them, that begin at the loaded variables."""
+    if not has_ema(job.task.learner):
+        return state
+    restarted: TrainState = jax.jit(
+        lambda s: s.replace(opt_states=reset_ema(s.opt_states, s.mdl_vars)),
+        out_shardings=job.partitioner.metadata.shardings,
+        donate_argnums=0,
+    )(state)
+    return restarted

@@ -229,8 +229,12 @@ def _scaled(rows: int, batch: BatchSettings, num_devices: int) -> int:
 
 
 def vocabulary_size(task: SingleTask) -> int | None:
-    """Returns the size of the model's vocabulary, `task.model.lm_tpl.vocab_size`; None for a model without one."""
-    vocab_size = getattr(getattr(task.model, "lm_tpl", None), "vocab_size", None)
+    """Returns the size of the model's vocabulary; None for a model without one.
+
+    It is `task.model.lm_tpl.vocab_size`, or `task.model.lm_tpl.spec.vocab_size` of a `tasks.lm.decoder`.
+    """
+    lm_p = getattr(task.model, "lm_tpl", None)
+    vocab_size = getattr(lm_p, "vocab_size", None) or getattr(getattr(lm_p, "spec", None), "vocab_size", None)
     return vocab_size if isinstance(vocab_size, int) and vocab_size else None
 
 
@@ -244,7 +248,7 @@ def _check_vocabulary(built: Any, task: SingleTask) -> None:
     if isinstance(tokens, int) and tokens > vocab_size:
         raise UserError(
             f"input {built.name!r} ({type(built).__name__}) gives tokens from 0 to {tokens - 1}, and "
-            f"task.model.lm_tpl.vocab_size is {vocab_size}; set it to {tokens} or more"
+            f"the model's vocab_size is {vocab_size}; set it to {tokens} or more"
         )
     if isinstance(built, TokenizedFiles):
         built.limit_vocabulary(vocab_size)

@@ -28,13 +28,28 @@ class FailurePolicy:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExportSettings:
+    """What `export` writes.
+
+    Attributes:
+      directory: the Hugging Face folder to write.
+      dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
+      use_ema: write the moving averages of the variables.
+    """
+
+    directory: epath.Path
+    dtype: str | None = None
+    use_ema: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """The command line, resolved.
 
     Attributes:
       experiment: the experiment with the overrides applied.
       job_log_dir: where everything of this run goes.
-      mode: train, eval, decode, decode_once, infer, inspect or verify.
+      mode: train, eval, decode, decode_once, infer, inspect, verify or export.
       restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
       restore_checkpoint_step: this step instead of the newest.
       eval_on_test: evaluate during training on every evaluation dataset.
@@ -50,6 +65,7 @@ class RunConfig:
       failure_policy: what training does when something goes wrong.
       callbacks: the caller's own, called after those of `task.train.callbacks`.
       jax_cache_dir: see `compile_cache.enable`.
+      export: what `export` writes.
     """
 
     experiment: ResolvedExperiment
@@ -70,6 +86,7 @@ class RunConfig:
     failure_policy: FailurePolicy = FailurePolicy()
     callbacks: Sequence[Callback] = ()
     jax_cache_dir: str | None = None
+    export: ExportSettings | None = None
 
     @property
     def checkpoint_dir(self) -> epath.Path:

@@ -66,6 +66,7 @@ def _settings(config: RunConfig) -> Iterator[str]:
         "enable_checkpoint_saving",
         "exit_after_ondemand_checkpoint",
         "failure_policy",
+        "export",
     ):
         yield f"--{field}: {getattr(config, field)}"
     for name in _JAX_OPTIONS:

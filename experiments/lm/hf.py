@@ -1,0 +1,153 @@
+"""The model of a Hugging Face folder: fine-tuning on text files, evaluation and generation, with the folder's own tokenizer.
+
+    spmd-trainer --exp=lm.hf.FromFolder --job_log_dir=runs/tuned --fdl.FOLDER=models/llama --fdl.FILES='corpus/*.txt'
+
+`--mode=export --export_dir=DIR` with the same flags writes a folder that transformers opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from praxis.pax_fiddle import Config
+
+from spmd_trainer import experiment_registry, sharding, storage, tasks_lib
+from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules
+from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm.cloud import rows_per_process
+from spmd_trainer.inputs import chat_prompts, packed_text, stdlib_text, text
+from spmd_trainer.interop.hf import folder as hf_folder
+from spmd_trainer.tasks.lm.decoder import experiment
+from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
+from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
+from spmd_trainer.tasks.lm.generation import settings
+
+_STORED = "stored"
+
+
+@experiment_registry.register
+class FromFolder(experiment.DecoderExperiment):
+    """Fine-tunes the model of a Hugging Face folder (FOLDER) on text files (FILES), and generates with it.
+
+    Attributes:
+      FOLDER: the folder: config.json, safetensors files, tokenizer.json.
+      FILES: paths and patterns of text files to train on; None: the sources of Python's standard library.
+      EVAL_FILES: text files to evaluate on; None: held-out files of the standard library if FILES is None, otherwise none.
+      SEPARATOR: what stands between the documents of a file; None: a file is one document.
+      TOKENIZER: path of a tokenizer; None: the one in FOLDER.
+      START: the token before each text; see `inputs.text_base.TokenizedFiles`.
+      SEQ_LEN: tokens per row.
+      GLOBAL_BATCH_SIZE: rows per step.
+      VARIABLE_DTYPE: 'float32', 'bfloat16', or 'stored' for the dtype of the folder's tensors.
+      NUM_EVAL_WINDOWS: rows to evaluate on.
+      PROMPTS: what to continue with `--mode=decode_once`: text files, of which each file's beginning is a prompt; or files of
+        conversations (*.jsonl), see `inputs.ChatPromptInput`. None: nothing.
+      PROMPT_LEN: most tokens of a prompt.
+      NUM_PROMPTS: prompts per step.
+    """
+
+    FOLDER: str = ""
+    FILES: Any = None
+    EVAL_FILES: Any = None
+    SEPARATOR: str | None = None
+    TOKENIZER: str | None = None
+    START = "tokenizer"
+    SEQ_LEN = 1024
+    GLOBAL_BATCH_SIZE = 8
+    VARIABLE_DTYPE = "float32"
+    NUM_EVAL_WINDOWS = 256
+    PROMPTS: Any = None
+    PROMPT_LEN = 256
+    NUM_PROMPTS = 8
+
+    ICI_MESH_SHAPE = (1, -1, 1)
+    FPROP_DTYPE = jnp.float32
+    LEARNING_RATE = 1e-5
+    WEIGHT_DECAY = 0.0
+    WARMUP_STEPS = 2
+    NUM_TRAIN_STEPS = 200
+    EVAL_INTERVAL_STEPS = 100
+    CHECKPOINT_EVERY_N_STEPS = 100
+
+    def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+        """Runs on any number of devices."""
+        return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
+
+    def datasets(self) -> list[Any]:
+        """Returns the training files, and files to evaluate on if there are some."""
+        shared = {
+            "seq_len": self.SEQ_LEN,
+            "batch_size": Config(rows_per_process, global_batch_size=self.GLOBAL_BATCH_SIZE),
+            "tokenizer": self.TOKENIZER or self._folder(),
+            "start": self.START,
+        }
+        own = self.FILES is not None
+        train = Config(
+            packed_text.PackedTextInput,
+            name="train",
+            files=self.FILES if own else stdlib_text.stdlib_train_files,
+            separator=self.SEPARATOR,
+            is_training=True,
+            input_random_seed=17,
+            **shared,
+        )
+        held_out = self.EVAL_FILES if own else self.EVAL_FILES or stdlib_text.stdlib_heldout_files
+        if held_out is None:
+            return [train]
+        windows = Config(
+            text.TextInput,
+            name="heldout",
+            files=held_out,
+            max_windows=self.NUM_EVAL_WINDOWS,
+            is_training=False,
+            **shared,
+        )
+        return [train, windows]
+
+    def decode_datasets(self) -> list[Any]:
+        """Returns the prompts, if there are some."""
+        if self.PROMPTS is None:
+            return []
+        shared = {
+            "name": "prompts",
+            "files": self.PROMPTS,
+            "tokenizer": self.TOKENIZER or self._folder(),
+            "prefix_len": self.PROMPT_LEN,
+            "batch_size": Config(rows_per_process, global_batch_size=self.NUM_PROMPTS),
+        }
+        if str(self.PROMPTS).endswith(".jsonl"):
+            return [Config(chat_prompts.ChatPromptInput, **shared)]
+        return [Config(text.PromptInput, start=self.START, **shared)]
+
+    def task(self) -> Config[tasks_lib.SingleTask]:
+        """Returns the task, which begins with the folder's variables."""
+        task_p = super().task()
+        task_p.train.init_from_checkpoint_rules = {self._folder(): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
+        task_p.train.eval_skip_train = True
+        return task_p
+
+    def model(self) -> Config[DecoderLanguageModel]:
+        """Returns the model with variables of VARIABLE_DTYPE; it generates as the folder's generation_config.json says."""
+        model_p = super().model()
+        if self.VARIABLE_DTYPE not in ("float32", "bfloat16", _STORED):
+            raise UserError(f"VARIABLE_DTYPE={self.VARIABLE_DTYPE!r}; give 'float32', 'bfloat16' or {_STORED!r}")
+        stored = self.VARIABLE_DTYPE == _STORED
+        model_p.generation = Config(settings.GenerationSettings, **vars(settings.from_folder(self._folder())))
+        model_p.dtype = jnp.dtype(hf_folder.open_folder(self._folder()).dtype() if stored else self.VARIABLE_DTYPE).type
+        return model_p
+
+    def spec(self) -> Config[DecoderSpec]:
+        """Returns the model that the folder's config.json describes."""
+        _, _, spec = hf_folder.read_model(self._folder())
+        fields = dict(vars(spec))
+        for name in ("rotary_scaling", "moe"):
+            if fields[name] is not None:
+                fields[name] = Config(type(fields[name]), **vars(fields[name]))
+        return Config(DecoderSpec, **fields)
+
+    def _folder(self) -> str:
+        if not self.FOLDER:
+            raise UserError("lm.hf.FromFolder needs a folder: --fdl.FOLDER=models/llama")
+        return str(storage.directory("FOLDER", self.FOLDER))

@@ -1,0 +1,45 @@
+"""Base classes of the decoder families' experiments: synthetic text, and the sizes of the tiny ones."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from spmd_trainer.experiments.lm.cloud import SyntheticText
+from spmd_trainer.tasks.lm.decoder import experiment
+
+
+class SyntheticDecoder(SyntheticText, experiment.DecoderExperiment):
+    """A decoder on synthetic text: rows of 4096 tokens, one per device."""
+
+    PERCORE_BATCH_SIZE = 1
+    MAX_SEQ_LEN = 4096
+
+
+class TinySizes(SyntheticDecoder):
+    """Sizes of the tiny classes; list it before the family's class.
+
+    No mesh divides the vocabulary of 61 tokens, the 3 heads, the feed-forward width of 37 or the batch of 6 rows.
+    """
+
+    VOCAB_SIZE = 61
+    MODEL_DIMS = 20
+    HIDDEN_DIMS = 37
+    NUM_LAYERS = 2
+    NUM_HEADS = 3
+    NUM_KV_HEADS = 1
+    HEAD_DIMS = 6
+    MAX_POSITIONS = 64
+    # So large that attention is far from uniform in these narrow models.
+    INITIALIZER_RANGE = 0.3
+    FPROP_DTYPE = jnp.float32
+    ICI_MESH_SHAPE = (1, 4, 2)
+    MAX_SEQ_LEN = 12
+    PERCORE_BATCH_SIZE = 0.75
+    NUM_EVAL_EXAMPLES = 10
+    LEARNING_RATE = 1e-2
+    WARMUP_STEPS = 2
+    NUM_TRAIN_STEPS = 8
+    EVAL_INTERVAL_STEPS = 4
+    CHECKPOINT_EVERY_N_STEPS = 4
+    # Large enough that rounding noise in a gradient stays small in the update.
+    ADAM_EPSILON = 1e-3

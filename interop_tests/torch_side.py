@@ -1,0 +1,52 @@
+"""What transformers does with folders, in the environment with torch. Imports nothing of this project.
+
+python torch_side.py logits FOLDER IDS.npy LOGITS.npy
+python torch_side.py train FOLDER BATCHES.npy LOSSES.npy     AdamW on batches [steps, rows, length]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+# Those of `SETTINGS` in test_live_models.py.
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-6, 0.1
+
+
+def load(folder: str) -> torch.nn.Module:
+    """Opens a folder as a user does."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+
+
+def logits(folder: str, ids: np.ndarray) -> np.ndarray:
+    """Returns [rows, length, vocab]."""
+    with torch.no_grad():
+        found: np.ndarray = load(folder).eval()(torch.tensor(ids, dtype=torch.long)).logits.numpy()
+    return found
+
+
+def train(folder: str, batches: np.ndarray) -> np.ndarray:
+    """Returns the loss of each step."""
+    model = load(folder).eval()  # no dropout
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY
+    )
+    losses = []
+    for batch in torch.tensor(batches, dtype=torch.long):
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return np.array(losses)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    command, folder, source, target = sys.argv[1:]
+    np.save(target, {"logits": logits, "train": train}[command](folder, np.load(source)))

@@ -1,0 +1,152 @@
+"""Reads the files of a Hugging Face tokenizer, or the same facts from an object of that library."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import files
+from spmd_trainer.storage import reading
+from spmd_trainer.storage.paths import file_or_pattern
+
+TOKENIZER_FILE = "tokenizer.json"
+# Files next to a tokenizer.json that name its special tokens. The first file that names a token wins.
+STATING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# The chat template, in newer folders; older ones have it in tokenizer_config.json.
+_TEMPLATE_FILE = "chat_template.jinja"
+# Further chat templates, each named as its file: additional_chat_templates/tool_use.jinja.
+_TEMPLATE_FOLDER = "additional_chat_templates"
+_DEFAULT = "default"
+
+
+class Source(NamedTuple):
+    """A tokenizer as it was given.
+
+    Attributes:
+      name: for errors.
+      content: the content of its tokenizer.json.
+      stated: the settings beside it: tokenizer_config.json and special_tokens_map.json.
+      chat_templates: {name: template}; the usual one is called 'default'.
+    """
+
+    name: str
+    content: str
+    stated: dict[str, Any]
+    chat_templates: dict[str, str]
+
+
+def read_source(source: Any) -> Source:
+    """Reads a tokenizer from a path (a tokenizer.json, or a folder with one) or from an object.
+
+    Raises:
+      UserError: it can't be read, or is not a Hugging Face tokenizer.
+    """
+    return _read(os.fspath(source)) if isinstance(source, str | os.PathLike) else _describe(source)
+
+
+def is_huggingface(value: Any) -> bool:
+    """Returns whether an object is a `tokenizers.Tokenizer` or a fast tokenizer of transformers, importing neither."""
+    return _is_library_tokenizer(getattr(value, "backend_tokenizer", value))
+
+
+def _is_library_tokenizer(value: Any) -> bool:
+    # By methods, so that the wrappers in `tokenizers.implementations` count too.
+    return not isinstance(value, type) and all(hasattr(value, name) for name in ("to_str", "get_vocab", "token_to_id"))
+
+
+def _read(path: str) -> Source:
+    path = file_or_pattern("tokenizer", path)
+    if reading.is_dir(path):
+        folder, path = path, os.path.join(path, TOKENIZER_FILE)
+        if not reading.exists(path):
+            raise UserError(f"{folder} has no {TOKENIZER_FILE}; it holds {files.listed(reading.names(folder))}")
+    content = _read_text(path)
+    if "model" not in _parse(content, path):
+        raise UserError(
+            f"{path} is not a Hugging Face {TOKENIZER_FILE}: it has no 'model'. A tokenizer's other files "
+            f"(tokenizer_config.json, vocab.json, ...) don't hold all of it{_suggest_sibling(path)}"
+        )
+    if os.path.basename(path) != TOKENIZER_FILE:
+        return Source(path, content, {}, {})
+    folder = os.path.dirname(path)
+    stated: dict[str, Any] = {}
+    for name in STATING_FILES:
+        beside = os.path.join(folder, name)
+        if reading.exists(beside):
+            stated = {**_parse(_read_text(beside), beside), **{k: v for k, v in stated.items() if v is not None}}
+    return Source(path, content, stated, _template_files(folder) or _named_templates(stated.get("chat_template")))
+
+
+def _template_files(folder: str) -> dict[str, str]:
+    """Reads the chat templates that are files of their own. If there are any, transformers uses no others."""
+    found: dict[str, str] = {}
+    more = os.path.join(folder, _TEMPLATE_FOLDER)
+    if reading.exists(more):
+        for name in reading.names(more):
+            if name.endswith(".jinja"):
+                found[name.removesuffix(".jinja")] = _read_text(os.path.join(more, name))
+    path = os.path.join(folder, _TEMPLATE_FILE)
+    if reading.exists(path):
+        found[_DEFAULT] = _read_text(path)
+    return found
+
+
+def _named_templates(stated: Any) -> dict[str, str]:
+    """Returns the templates of a `chat_template` setting: one template, several by name, or none."""
+    if not stated:
+        return {}
+    if isinstance(stated, str):
+        return {_DEFAULT: stated}
+    if isinstance(stated, Mapping):
+        return dict(stated)
+    return {entry["name"]: entry["template"] for entry in stated}
+
+
+def _suggest_sibling(path: str) -> str:
+    sibling = os.path.join(os.path.dirname(path), TOKENIZER_FILE)
+    return f"; did you mean {sibling}?" if sibling != path and reading.exists(sibling) else ""
+
+
+def _read_text(path: str) -> str:
+    try:
+        return reading.read(path).decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(
+            f"the tokenizer {path} can't be read: {reading.problem(path, error)}{files.beside(path)}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a Hugging Face {TOKENIZER_FILE}: it is not UTF-8") from error
+
+
+def _parse(content: str, path: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise UserError(f"{path} holds no JSON object, as the files of a Hugging Face tokenizer do")
+    return parsed
+
+
+def _describe(source: Any) -> Source:
+    if not is_huggingface(source):
+        raise UserError(
+            f"{type(source).__name__} is not a Hugging Face tokenizer; give a tokenizer.json or a fast tokenizer"
+        )
+    stated = dict(getattr(source, "special_tokens_map", None) or {})
+    name = f"the {type(source).__module__.partition('.')[0]} {type(source).__name__}"
+    try:
+        content = getattr(source, "backend_tokenizer", source).to_str()
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{name} can't be written as a {TOKENIZER_FILE}, as it must be: {error}") from error
+    return Source(name, content, stated, _named_templates(getattr(source, "chat_template", None)))
+
+
+def content_of(token: Any) -> str | None:
+    """Returns the text of a special token, which may be a string, a dict or an AddedToken."""
+    if token is None or isinstance(token, str):
+        return token
+    return token.get("content") if isinstance(token, Mapping) else getattr(token, "content", str(token))

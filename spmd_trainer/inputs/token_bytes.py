@@ -1,0 +1,103 @@
+"""The bytes that each token of a tokenizer stands for.
+
+The text of a sequence of tokens is the concatenation of their bytes. A tokenizer's own `decode` differs from it in two ways: it
+leaves special tokens out, and some tokenizers drop a space at the beginning of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import tokenizers
+from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
+
+_BYTE_LEVEL, _BYTE_FALLBACK, _FUSE = "ByteLevel", "ByteFallback", "Fuse"
+
+
+def token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
+    """Returns the bytes of each token from 0 to vocab_size - 1.
+
+    Special tokens of Hugging Face tokenizers have the bytes of their spelling. Unused ids, end-of-text of a `ByteTokenizer` and
+    control pieces of a SentencePiece model have none.
+
+    Raises:
+      UserError: a token's text depends on its neighbours, or the tokenizer is of another kind.
+    """
+    if isinstance(tokenizer, tokenizers.ByteTokenizer):
+        known = range(tokenizers.BYTE_VALUES)
+        return [bytes([i]) if i in known and i != tokenizer.eos_id else b"" for i in range(tokenizer.vocab_size)]
+    if isinstance(tokenizer, tokenizers.SentencePieceTokenizer):
+        return tokenizer.piece_bytes()
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return _huggingface(tokenizer)
+    raise UserError(
+        f"the bytes of the tokens of a {type(tokenizer).__name__} are not known; use a ByteTokenizer, a "
+        "SentencePieceTokenizer or a HuggingFaceTokenizer"
+    )
+
+
+def _huggingface(tokenizer: HuggingFaceTokenizer) -> list[bytes]:
+    steps = _steps(tokenizer.description.get("decoder"))
+    alphabet = _byte_of_symbol()
+    found = [b""] * tokenizer.vocab_size
+    for spelling, index in tokenizer.vocabulary.items():
+        found[index] = _bytes_of(spelling, steps, alphabet, tokenizer.name)
+    return found
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    if decoder is None:
+        return [{"type": None}]
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mapping[str, int], name: str) -> bytes:
+    """Returns the bytes of a token by the steps of a tokenizer.json's decoder."""
+    fused = False
+    for step in steps:
+        kind = step["type"]
+        pattern = step.get("pattern", {})
+        if kind is None:
+            spelling = f" {spelling}"  # without a decoder, the library joins tokens with spaces
+        elif kind == _BYTE_LEVEL and not fused:
+            # As the library: a token with a symbol that stands for no byte is text.
+            if all(symbol in alphabet for symbol in spelling):
+                return bytes(alphabet[symbol] for symbol in spelling)
+        elif kind == _BYTE_FALLBACK and not fused:
+            byte = _fallback_byte(spelling)
+            if byte is not None:
+                return byte
+        elif kind == "Metaspace" and not fused:
+            spelling = spelling.replace(step.get("replacement", tokenizers.SPACE_MARK), " ")
+        elif kind == "Replace" and "String" in pattern and not fused:
+            spelling = spelling.replace(pattern["String"], step["content"])
+        elif kind == _FUSE:
+            fused = True
+        elif not (kind == "Strip" and fused):  # a Strip of the whole text takes only its beginning or end
+            raise UserError(
+                f"{name} has the decoder {kind!r}, with which a token's text depends on its neighbours, so that stop strings "
+                "can't be found in it; use eos_ids, or a tokenizer with a ByteLevel, Metaspace or ByteFallback decoder"
+            )
+    return spelling.encode()
+
+
+def _fallback_byte(spelling: str) -> bytes | None:
+    """Returns the byte of a token such as '<0x0A>', or None."""
+    if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
+        try:
+            return bytes.fromhex(spelling[3:5])
+        except ValueError:
+            return None
+    return None
+
+
+def _byte_of_symbol() -> dict[str, int]:
+    """Returns the byte behind each symbol of GPT-2's byte-level alphabet.
+
+    Printable Latin-1 characters stand for their own byte. The other 68 bytes, in ascending order, are the characters from U+0100.
+    """
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}

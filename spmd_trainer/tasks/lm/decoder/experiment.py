@@ -1,0 +1,82 @@
+"""Base of the experiments of decoder families: a model from class attributes, its mesh, and AdamW with a cosine schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from praxis import layers
+from praxis.pax_fiddle import Config
+
+from spmd_trainer import base_experiment, tasks_lib
+from spmd_trainer.tasks.lm import task_defaults
+from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel, DecoderLm
+from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
+
+
+class DecoderExperiment(base_experiment.BaseExperiment):
+    """A decoder-only language model on the mesh axes ('replica', 'data', 'mdl'). Subclasses give the sizes and the data.
+
+    A field of `DecoderSpec` is set by the class attribute of the same name in capitals, e.g. MODEL_DIMS or ROTARY_BASE; fields
+    without an attribute keep their defaults.
+
+    Attributes:
+      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of replica, data and mdl, within a slice and across slices.
+      AXES: mesh axes of logical axes, where they differ from `axes.DEFAULT_AXES`.
+      FPROP_DTYPE: dtype of the computation; variables are float32.
+      CHECKPOINT_POLICY: what the forward pass saves for the backward pass.
+      LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS, NUM_TRAIN_STEPS: of AdamW (0.9, 0.95), clipped to gradient norm 1, with linear
+        warm-up and cosine decay to a tenth. Norms and biases don't decay.
+      ADAM_EPSILON: added to the root of the second moment.
+      EVAL_INTERVAL_STEPS, CHECKPOINT_EVERY_N_STEPS: of `task.train`.
+    """
+
+    ICI_MESH_SHAPE: Any = (1, 1, 1)
+    DCN_MESH_SHAPE: Any = (1, 1, 1)
+    AXES: Mapping[str, Any] | None = None
+    FPROP_DTYPE: Any = jnp.bfloat16
+    CHECKPOINT_POLICY = layers.AutodiffCheckpointType.SAVE_NOTHING
+    LEARNING_RATE = 3e-4
+    WEIGHT_DECAY = 0.1
+    WARMUP_STEPS = 2000
+    NUM_TRAIN_STEPS = 100_000
+    ADAM_EPSILON = 1e-8
+    EVAL_INTERVAL_STEPS = 1000
+    CHECKPOINT_EVERY_N_STEPS = 1000
+
+    def task(self) -> Config[tasks_lib.SingleTask]:
+        """Returns the task's config."""
+        task_p = Config(tasks_lib.SingleTask, name="decoder", model=self.model())
+        task_defaults.set_sharding_annotations_v1(task_p, False, self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE)
+        train_p = task_p.train
+        train_p.num_train_steps = self.NUM_TRAIN_STEPS
+        train_p.eval_interval_steps = self.EVAL_INTERVAL_STEPS
+        train_p.save_interval_steps = self.CHECKPOINT_EVERY_N_STEPS
+        task_defaults.set_adam_with_cosine_decay(
+            train_p.learner,
+            "total_loss",
+            learning_rate=self.LEARNING_RATE,
+            warmup_steps=self.WARMUP_STEPS,
+            num_train_steps=self.NUM_TRAIN_STEPS,
+        )
+        train_p.learner.optimizer.set(
+            decoupled_weight_decay=self.WEIGHT_DECAY, epsilon=self.ADAM_EPSILON, beta2=0.95, clip_threshold=0.0
+        )
+        return task_p
+
+    def model(self) -> Config[DecoderLanguageModel]:
+        """Returns the model's config."""
+        lm_p = Config(DecoderLm, spec=self.spec(), axes=self.AXES, checkpoint_policy=self.CHECKPOINT_POLICY)
+        return Config(DecoderLanguageModel, name="lm", lm_tpl=lm_p, fprop_dtype=self.FPROP_DTYPE)
+
+    def spec(self) -> Config[DecoderSpec]:
+        """Returns the description of the model that the class attributes give."""
+        fields = {}
+        for field in dataclasses.fields(DecoderSpec):
+            if hasattr(self, field.name.upper()):
+                value = getattr(self, field.name.upper())
+                # As a config, so that overrides can reach its fields.
+                fields[field.name] = Config(type(value), **vars(value)) if dataclasses.is_dataclass(value) else value
+        return Config(DecoderSpec, **fields)

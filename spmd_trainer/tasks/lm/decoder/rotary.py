@@ -1,0 +1,102 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) in the form that rotates the two halves of a head.
+
+Frequencies and their scalings are those of transformers' `modeling_rope_utils.py`, computed in float32 in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec, RotaryScaling
+
+
+def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
+    """Returns the angle per position of each pair of dimensions, float32 [head_dims / 2], and the factor of sine and cosine.
+
+    Args:
+      spec: the model.
+      kind: 'global' or 'local', the kind of layer.
+    """
+    base, scaling = spec.rotary_base, spec.rotary_scaling
+    if kind == "local" and spec.local_rotary_base is not None:
+        base, scaling = spec.local_rotary_base, None
+    exponents = np.arange(0, spec.head_dims, 2, dtype=np.float32) / np.float32(spec.head_dims)
+    plain = np.float32(1) / np.float32(base) ** exponents
+    if scaling is None:
+        return plain, 1.0
+    if scaling.kind == "linear":
+        return plain / np.float32(scaling.factor), 1.0
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling), 1.0
+    return _yarn(plain, base, scaling)
+
+
+def _llama3(plain: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
+    """Divides low frequencies by the factor, keeps high ones, and interpolates between them."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    rotations = scaling.original_max_positions * plain / np.float32(2 * math.pi)
+    kept = np.clip((rotations - low) / (high - low), 0, 1)
+    return ((1 - kept) * plain / scaling.factor + kept * plain).astype(np.float32)
+
+
+def _yarn(plain: np.ndarray, base: float, scaling: RotaryScaling) -> tuple[np.ndarray, float]:
+    """Divides frequencies by the factor, except those that rotate often, and returns them with the embedding's scale."""
+    dims = 2 * len(plain)
+
+    def dimension_of(rotations: float) -> float:
+        return dims * math.log(scaling.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    width = high - low if high != low else 0.001
+    divided = np.clip((np.arange(len(plain), dtype=np.float32) - low) / width, 0, 1)
+    scaled = (plain / scaling.factor * divided + plain * (1 - divided)).astype(np.float32)
+    return scaled, yarn_attention_factor(scaling)
+
+
+def yarn_attention_factor(scaling: RotaryScaling) -> float:
+    """Returns the factor of sine and cosine."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def coefficient(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return coefficient(scaling.mscale) / coefficient(scaling.mscale_all_dim)
+    return coefficient(1.0)
+
+
+def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns sine and cosine of the angles, float32 [batch, time, head_dims / 2] each.
+
+    Args:
+      spec: the model.
+      kind: 'global' or 'local', the kind of layer.
+      positions: int32 [batch, time].
+    """
+    per_position, factor = frequencies(spec, kind)
+    angles = positions[..., None].astype(jnp.float32) * per_position
+    return jnp.sin(angles) * factor, jnp.cos(angles) * factor
+
+
+def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array) -> jax.Array:
+    """Rotates each head, in float32.
+
+    Args:
+      x: [batch, time, heads, head_dims].
+      sine, cosine: float32 [batch, time, head_dims / 2].
+
+    Returns:
+      The shape and dtype of x.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sine, cosine = sine[:, :, None], cosine[:, :, None]
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,0 +1,281 @@
+"""Settings that describe a decoder-only language model: a family of models is a table of these settings.
+
+The variables of a model, below `params/lm/`. V is the vocabulary, D the model's width, N and K the query and key/value heads,
+H the width of a head, F the feed-forward width, E the experts:
+
+| variable | shape | present if |
+|---|---|---|
+| `token_emb/w` | [V, D] | always |
+| `position_emb/w` | [max_positions, D] | positions='learned' |
+| LAYER/`attention_norm/scale`, LAYER/`mlp_norm/scale` | [D] | norm_placement 'pre' or 'pre_and_post' |
+| LAYER/`attention_post_norm/scale`, LAYER/`mlp_post_norm/scale` | [D] | norm_placement 'post' or 'pre_and_post' |
+| LAYER/`attention/query/w` | [D, N, H] | always |
+| LAYER/`attention/key/w`, LAYER/`attention/value/w` | [D, K, H] | always |
+| LAYER/`attention/query/b`; `.../key/b`, `.../value/b` | [N, H]; [K, H] | qkv_bias |
+| LAYER/`attention/output/w` | [N, H, D] | always |
+| LAYER/`attention/output/b` | [D] | output_bias |
+| LAYER/`attention/query_norm/scale`, `.../key_norm/scale` | [H] | query_key_norm='head' |
+| LAYER/`attention/query_norm/scale`; `.../key_norm/scale` | [N, H]; [K, H] | query_key_norm='all' |
+| LAYER/`mlp/gate/w` | [D, F] | gated, no moe |
+| LAYER/`mlp/up/w`; `mlp/down/w` | [D, F]; [F, D] | no moe |
+| LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, no moe |
+| LAYER/`moe/router/w` | [D, E] | moe |
+| LAYER/`moe/gate/w`, `moe/up/w`; `moe/down/w` | [E, D, F]; [E, F, D] | moe |
+| `final_norm/scale` | [D] | always |
+| `logits/w` | [D, V] | not tied_embeddings |
+
+A norm of kind 'layer' also has a `/bias` of the same shape as its scale. With P = len(layer_pattern) and R = num_layers // P,
+the first R * P layers are stacked: LAYER is `layers/sub/layer_{p}` for p < P, and its variables have a leading dimension of R.
+Index r of it is layer r * P + p of the model. The last num_layers % P layers stand alone: LAYER is `last_layers_{j}`, without
+that dimension, and is layer R * P + j.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spmd_trainer.errors import UserError, did_you_mean
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+NORMS = ("rms", "layer")
+NORM_PLACEMENTS = ("pre", "pre_and_post", "post")
+QUERY_KEY_NORMS = (None, "head", "all")
+POSITIONS = ("rotary", "learned")
+LAYER_KINDS = ("global", "local")
+ROTARY_SCALINGS = ("linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass
+class RotaryScaling:
+    """How the frequencies of a rotary embedding are changed for sequences longer than those of pretraining.
+
+    Attributes:
+      kind: 'linear' divides all positions by `factor` (arXiv:2306.15595). 'llama3' divides the low frequencies and
+        interpolates in between. 'yarn' (arXiv:2309.00071) does so by the number of rotations, and scales the embedding.
+      factor: new length / original length.
+      original_max_positions: sequence length of pretraining. 'llama3' and 'yarn' need it.
+      low_freq_factor, high_freq_factor: 'llama3': frequencies of fewer than low_freq_factor rotations in the original length
+        are divided by `factor`; those of more than high_freq_factor rotations stay.
+      beta_fast, beta_slow: 'yarn': frequencies of more than beta_fast rotations in the original length stay; those of fewer
+        than beta_slow are divided by `factor`.
+      attention_factor: 'yarn': scale of the embedding; None computes it from factor, mscale and mscale_all_dim.
+      mscale, mscale_all_dim: 'yarn': coefficients of log(factor) in the numerator and the denominator of attention_factor. 0
+        for both gives 0.1 log(factor) + 1.
+      truncate: 'yarn': round the bounds between the frequencies to whole dimensions.
+    """
+
+    kind: str = "linear"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    def problems(self) -> list[str]:
+        """Returns what is wrong with the settings, one sentence per problem."""
+        found = _not_one_of("kind", self.kind, ROTARY_SCALINGS)
+        if not self.factor >= 1:
+            found.append(f"factor={self.factor}; give 1 or more")
+        if self.kind in ("llama3", "yarn") and self.original_max_positions < 1:
+            found.append(f"original_max_positions={self.original_max_positions}; kind={self.kind!r} needs 1 or more")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            found.append(
+                f"low_freq_factor={self.low_freq_factor} must be less than high_freq_factor={self.high_freq_factor}"
+            )
+        return found
+
+
+@dataclasses.dataclass
+class MoeSpec:
+    """A mixture of experts in place of each feed-forward layer. Each token goes to its experts; none is dropped.
+
+    Attributes:
+      num_experts: experts per layer, E.
+      num_experts_per_token: experts that each token goes to.
+      hidden_dims: width of an expert, F.
+      normalise_top_k: divide the probabilities of a token's experts by their sum.
+      aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
+        loss.
+    """
+
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    hidden_dims: int = 0
+    normalise_top_k: bool = True
+    aux_loss_weight: float = 0.0
+
+    def problems(self) -> list[str]:
+        """Returns what is wrong with the settings, one sentence per problem."""
+        found = _not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims"))
+        if self.num_experts_per_token > self.num_experts:
+            found.append(
+                f"num_experts_per_token={self.num_experts_per_token} is greater than num_experts={self.num_experts}"
+            )
+        return found
+
+
+@dataclasses.dataclass
+class DecoderSpec:
+    """A decoder-only transformer.
+
+    Attributes:
+      vocab_size: number of token ids, V.
+      model_dims: width of the residual stream, D.
+      hidden_dims: width of the feed-forward layers, F. Not used with `moe`.
+      num_layers: number of layers.
+      num_heads: query heads, N.
+      num_kv_heads: key and value heads, K; divides num_heads.
+      head_dims: width of a head, H.
+      activation: of the feed-forward layers: 'silu', 'gelu', 'gelu_tanh' (the approximation) or 'relu'.
+      gated: the feed-forward layer is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
+      norm: 'rms' (root mean square, only a scale) or 'layer' (mean and variance, scale and bias).
+      norm_epsilon: added to the mean square or variance.
+      norm_scale_offset: added to the scale variable; Gemma's scales are stored minus 1.
+      norm_placement: 'pre': at the input of attention and feed-forward layer; 'post': at their output, before the residual
+        addition; 'pre_and_post': both.
+      qkv_bias: query, key and value projections have biases.
+      output_bias: the attention's output projection has a bias.
+      mlp_bias: the feed-forward layers have biases.
+      query_key_norm: RMS norm of queries and keys before the rotary embedding: None, 'head' (over a head's width, the same
+        scale for all heads) or 'all' (over all heads together).
+      query_scale: factor of the attention logits; None for head_dims ** -0.5.
+      positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
+      max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only a record of
+        what the model was made for.
+      rotary_base: base of the rotary frequencies (rope theta).
+      rotary_scaling: change of the frequencies; None for none.
+      local_rotary_base: base of the local layers, whose frequencies are then not scaled; None: local layers have the frequencies
+        of the global ones.
+      layer_pattern: kind of each layer, 'global' or 'local', repeated over the layers.
+      window: a token of a local layer sees itself and the window - 1 tokens before it.
+      attention_softcap: attention logits x become cap * tanh(x / cap); None for no cap.
+      final_softcap: the same for the logits of the vocabulary.
+      tied_embeddings: the token embedding is also the weight of the logits.
+      embedding_scale: factor of the token embeddings.
+      moe: mixture of experts in place of the feed-forward layers, or None.
+      dropout: dropout probability of the embeddings, and of the outputs of attention and feed-forward layers.
+      attention_dropout: dropout probability of the attention probabilities.
+      initializer_range: standard deviation of the initial values of weights and embeddings.
+    """
+
+    vocab_size: int = 0
+    model_dims: int = 0
+    hidden_dims: int = 0
+    num_layers: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dims: int = 0
+    activation: str = "silu"
+    gated: bool = True
+    norm: str = "rms"
+    norm_epsilon: float = 1e-6
+    norm_scale_offset: float = 0.0
+    norm_placement: str = "pre"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: str | None = None
+    query_scale: float | None = None
+    positions: str = "rotary"
+    max_positions: int = 0
+    rotary_base: float = 10_000.0
+    rotary_scaling: RotaryScaling | None = None
+    local_rotary_base: float | None = None
+    layer_pattern: tuple[str, ...] = ("global",)
+    window: int | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    tied_embeddings: bool = False
+    embedding_scale: float = 1.0
+    moe: MoeSpec | None = None
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+
+    @property
+    def num_repeats(self) -> int:
+        """R, the number of times that the whole pattern is repeated."""
+        return self.num_layers // len(self.layer_pattern)
+
+    @property
+    def last_layers(self) -> tuple[str, ...]:
+        """Kinds of the layers after the last whole pattern."""
+        return tuple(self.layer_pattern[: self.num_layers % len(self.layer_pattern)])
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of all layers, in order."""
+        return tuple(self.layer_pattern) * self.num_repeats + self.last_layers
+
+    def problems(self) -> list[str]:
+        """Returns what is wrong with the settings, one sentence per problem, each beginning with the field."""
+        sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]
+        found = _not_positive(self, [*sizes, "hidden_dims"] if self.moe is None else sizes)
+        found += _not_one_of("activation", self.activation, ACTIVATIONS)
+        found += _not_one_of("norm", self.norm, NORMS)
+        found += _not_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
+        found += _not_one_of("query_key_norm", self.query_key_norm, QUERY_KEY_NORMS)
+        found += _not_one_of("positions", self.positions, POSITIONS)
+        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
+            found.append(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
+        for field in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, field) < 1:
+                found.append(f"{field}={getattr(self, field)}; give a probability of at least 0 and below 1")
+        for field in ("attention_softcap", "final_softcap", "query_scale"):
+            if getattr(self, field) is not None and not getattr(self, field) > 0:
+                found.append(f"{field}={getattr(self, field)}; give a number above 0, or None")
+        found += self._problems_of_positions() + self._problems_of_layers()
+        for field in ("rotary_scaling", "moe"):
+            inner = getattr(self, field)
+            found += [] if inner is None else [f"{field}.{problem}" for problem in inner.problems()]
+        return found
+
+    def check(self, where: str = "spec") -> None:
+        """Checks the settings.
+
+        Args:
+          where: path of the spec, for the message.
+
+        Raises:
+          UserError: settings are wrong; names all of them.
+        """
+        if found := self.problems():
+            raise UserError(f"{where} can't be built: " + "; ".join(found))
+
+    def _problems_of_positions(self) -> list[str]:
+        if self.positions == "learned":
+            return _not_positive(self, ["max_positions"])
+        found = _not_positive(self, ["rotary_base"])
+        if self.head_dims % 2:
+            found.append(f"head_dims={self.head_dims} is odd; rotary embeddings need an even width")
+        if self.local_rotary_base is not None and not self.local_rotary_base > 0:
+            found.append(f"local_rotary_base={self.local_rotary_base}; give a number above 0, or None")
+        return found
+
+    def _problems_of_layers(self) -> list[str]:
+        if not self.layer_pattern:
+            return ["layer_pattern is empty; give e.g. ('global',)"]
+        found = []
+        for kind in self.layer_pattern:
+            found += _not_one_of("layer_pattern has a kind", kind, LAYER_KINDS)
+        if "local" in self.layer_pattern and (self.window is None or self.window < 1):
+            found.append(f"window={self.window}; local layers need 1 or more")
+        return found
+
+
+def _not_positive(spec: object, fields: list[str] | tuple[str, ...]) -> list[str]:
+    return [
+        f"{field}={getattr(spec, field)}; give a number above 0" for field in fields if not getattr(spec, field) > 0
+    ]
+
+
+def _not_one_of(field: str, value: object, known: tuple[str | None, ...]) -> list[str]:
+    if value in known:
+        return []
+    hint = did_you_mean(value, [name for name in known if name], otherwise="") if isinstance(value, str) else ""
+    return [f"{field}={value!r}; give one of {', '.join(map(repr, known))}{hint}"]

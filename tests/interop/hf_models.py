@@ -1,0 +1,104 @@
+"""Models of the Hugging Face folders in data/hf, and what transformers computed with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh
+from praxis import base_layer
+from praxis.py_utils import NestedMap
+
+from spmd_trainer import tasks_lib
+from spmd_trainer.interop import hf
+from spmd_trainer.partitioning import pjit
+from spmd_trainer.train_states import TrainState
+
+DATA = pathlib.Path(__file__).parent / "data" / "hf"
+NAMES = tuple(sorted(path.name for path in DATA.iterdir() if path.is_dir()))
+AXES = ("replica", "data", "mdl")
+
+
+@functools.cache
+def expected(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """What transformers computed; see tools/make_hf_goldens.py."""
+    with np.load(folder / "expected.npz") as file:
+        return dict(file)
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    """A mesh of the first devices."""
+    count = int(np.prod(sizes))
+    return Mesh(np.array(jax.devices()[:count]).reshape(sizes), AXES)
+
+
+def lm_batch(ids: np.ndarray) -> NestedMap:
+    """A batch whose labels are the next tokens; the last token of a row has none."""
+    rows, length = ids.shape
+    weights = np.ones((rows, length), np.float32)
+    weights[:, -1] = 0
+    return NestedMap(
+        ids=ids,
+        labels=np.roll(ids, -1, axis=1),
+        paddings=np.zeros((rows, length), np.float32),
+        weights=weights,
+        segment_ids=np.ones((rows, length), np.int32),
+        segment_pos=np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        eval_sample_weights=np.ones(rows, np.float32),
+    )
+
+
+@dataclasses.dataclass
+class FolderJob:
+    """A folder's model on a mesh: what `hf.load` and `hf.export` need of a job."""
+
+    task: tasks_lib.SingleTask
+    partitioner: Any
+    batch: NestedMap
+
+    @property
+    def prng_key(self) -> jax.Array:
+        return jax.random.key(0)
+
+    def logits_and_loss(self, state: TrainState) -> tuple[np.ndarray, float]:
+        """Runs the model on the batch."""
+
+        def step(task, state, key, inputs, *rest):
+            del rest
+            with base_layer.JaxContext.new_context():
+                keys = {"params": key, "random": key}
+                output, _ = task.model.apply(
+                    state.mdl_vars, inputs, method=task.model.compute_predictions, mutable=True, rngs=keys
+                )
+            return None, (output.logits, output.total_loss)
+
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batch)
+        step = self.partitioner.partition(step, shapes, is_eval=True)
+        on_devices = self.partitioner.preprocess_inputs(self.batch, step.inputs_partition_spec)
+        _, (logits, loss) = step.fn(state, self.prng_key, on_devices)
+        return np.asarray(logits)[: len(self.batch.ids)], float(loss)
+
+
+def make_job(folder: pathlib.Path, mesh: Mesh, *, optimizer: Any = None, **attributes: Any) -> FolderJob:
+    """Builds the model of a folder. Compiles nothing."""
+    experiment = hf.experiment_from_folder(folder, ICI_MESH_SHAPE=tuple(mesh.shape.values()), **attributes)()
+    task_p = experiment.task()
+    if optimizer is not None:
+        task_p.train.learner.optimizer = optimizer
+    task = tasks_lib.build_task(task_p)
+    batch = lm_batch(expected(folder)["ids"])
+    partitioner = pjit.PjitPartitioner()
+    partitioner.use_mesh(mesh)
+    partitioner.setup(task, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
+    return FolderJob(task, partitioner, batch)
+
+
+def read(folder: pathlib.Path, job: FolderJob) -> TrainState:
+    """Reads a folder without optimizer states. Compiles nothing."""
+    with hf.HfCheckpoints(epath.Path(folder)) as checkpoints:
+        return checkpoints.restore(job.partitioner.eval_metadata().variables, job.partitioner.mesh).state

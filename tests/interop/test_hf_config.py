@@ -1,0 +1,170 @@
+"""config.json as a DecoderSpec, and back: today's and yesterday's spellings, defaults, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+from hf_models import DATA, NAMES
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.interop.hf import config_json
+from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec, RotaryScaling
+
+# Llama 3.1 8B as its makers wrote it, with transformers 4.
+LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+# Gemma 3 1B, which leaves out what transformers 4 took for granted.
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_golden_config_comes_back(name):
+    config = json.loads((DATA / name / "config.json").read_text())
+    spec = config_json.spec_of(config, "config.json")
+    back = config_json.config_of(spec, config["architectures"][0])
+    assert config_json.spec_of(back, "config.json") == spec
+
+
+def test_the_spelling_of_transformers_4():
+    spec = config_json.spec_of(LLAMA3, "config.json")
+    assert spec == DecoderSpec(
+        vocab_size=128256,
+        model_dims=4096,
+        hidden_dims=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dims=128,
+        norm_epsilon=1e-5,
+        max_positions=131072,
+        rotary_base=500000.0,
+        rotary_scaling=RotaryScaling("llama3", 8.0, original_max_positions=8192),
+    )
+
+
+def test_defaults_are_those_of_the_family():
+    spec = config_json.spec_of(GEMMA3, "config.json")
+    assert spec.tied_embeddings  # transformers 4 does not write it
+    assert spec.layer_pattern == ("local",) * 5 + ("global",)
+    assert spec.last_layers == ("local", "local")
+    assert (spec.window, spec.rotary_base, spec.local_rotary_base) == (512, 1e6, 1e4)
+    assert spec.embedding_scale == 1152**0.5
+    assert spec.query_scale == 1 / 16
+
+
+def test_a_qwen_window_begins_at_its_layer():
+    config = json.loads((DATA / "qwen2_window" / "config.json").read_text())
+    del config["layer_types"]
+    assert config_json.spec_of(config, "config.json").layer_kinds == ("global", "local", "local")
+    config["use_sliding_window"] = False
+    assert config_json.spec_of(config, "config.json").layer_kinds == ("global",) * 3
+
+
+def test_a_spec_finds_its_architecture():
+    for name in ("llama_untied", "mistral", "qwen3_moe", "gemma3", "gpt2", "olmo2"):
+        config = json.loads((DATA / name / "config.json").read_text())
+        assert config_json.config_of(config_json.spec_of(config, ""))["architectures"] == config["architectures"]
+
+
+def test_a_spec_that_no_architecture_has():
+    config = json.loads((DATA / "llama_untied" / "config.json").read_text())
+    spec = dataclasses.replace(config_json.spec_of(config, ""), embedding_scale=3.0)
+    with pytest.raises(UserError, match=r"no architecture .* LlamaForCausalLM differs in embedding_scale"):
+        config_json.config_of(spec)
+    with pytest.raises(UserError, match="GPT2LMHeadModel can't be this model"):
+        config_json.config_of(spec, "GPT2LMHeadModel")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["LamaForCausalLM"]}, "Olmo2ForCausalLM are; did you mean LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "bert"}, "names no architecture: architectures is None"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope', which is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "no original_max_position_embeddings, low_freq_factor",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "facto": 3}}, "rope_scaling.facto is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rotary_scaling.factor=0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; 1.0 is"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
+        ({"hidden_act": "silly"}, "hidden_act='silly' is not supported"),
+        ({"num_key_value_heads": 5}, "num_kv_heads=5 does not divide num_heads=32"),
+        ({"hidden_size": 4095}, "num_attention_heads=32 does not divide hidden_size=4095, and there is no head_dim"),
+    ],
+)
+def test_what_is_not_supported_is_named(change, message):
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        config_json.spec_of({**LLAMA3, **change}, "models/llama/config.json")
+    assert "models/llama/config.json" in str(raised.value)
+
+
+def test_a_missing_setting_is_named():
+    config = {key: value for key, value in LLAMA3.items() if key != "vocab_size"}
+    with pytest.raises(UserError, match="has no vocab_size"):
+        config_json.spec_of(config, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 8"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 8}, "layer_types has 'chunked_attention'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+    ],
+)
+def test_options_of_a_family_that_are_not_supported(name, change, message):
+    config = json.loads((DATA / name / "config.json").read_text())
+    with pytest.raises(UserError, match=message):
+        config_json.spec_of({**config, **change}, "config.json")

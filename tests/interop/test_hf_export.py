@@ -1,0 +1,147 @@
+"""What is exported: the tensors that came in, bit for bit; other dtypes, several files, moving averages; nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hf_models import DATA, make_job, mesh_of, read
+
+import spmd_trainer as st
+from spmd_trainer.errors import UserError
+from spmd_trainer.interop import hf
+from spmd_trainer.interop.hf import export_folder
+from spmd_trainer.interop.hf.safetensors_file import OpenFiles
+
+# One folder of each family, each with other sizes.
+FAMILIES = [
+    "llama_biases",
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_moe_wide",
+    "mistral_wide_heads",
+    "mixtral",
+    "gemma2_no_caps",
+    "gemma3",
+    "gpt2",
+    "olmo2_wide",
+]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A job, and the state of its folder, with padding in most variables."""
+    job = make_job(DATA / "llama_tokenizer", mesh_of(1, 2, 3))
+    return job, read(DATA / "llama_tokenizer", job)
+
+
+def values(folder):
+    """All tensors of a folder by name."""
+    with OpenFiles() as files:
+        tensors = hf.open_folder(folder).tensors
+        return {name: tensor.read_rows(0, tensor.shape[0], files) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_was_imported_is_exported_bit_for_bit(name, tmp_path):
+    folder, exported = DATA / name, tmp_path / "exported"
+    job = make_job(folder, mesh_of(1, 4, 2))
+    hf.export(read(folder, job), job, exported, imported_from=folder)
+    for file in ("model.safetensors", "generation_config.json"):
+        assert (exported / file).read_bytes().strip() == (folder / file).read_bytes().strip(), file
+    assert json.loads((exported / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+
+
+def test_the_tokenizer_comes_along(llama, tmp_path):
+    job, state = llama
+    hf.export(state, job, tmp_path / "out", imported_from=DATA / "llama_tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (DATA / "llama_tokenizer" / name).read_bytes()
+    assert not (tmp_path / "out" / "expected.npz").exists()
+
+
+def test_several_files_another_dtype_and_a_config_made_from_the_model(llama, tmp_path):
+    job, state = llama
+    hf.export(state, job, tmp_path / "out", "bfloat16", max_file_bytes=4000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) > 2
+    # The embedding alone is larger.
+    assert all((tmp_path / "out" / file).stat().st_size < 4000 + 2000 for file in files[1:])
+    folder = hf.open_folder(tmp_path / "out")
+    assert folder.spec == hf.open_folder(DATA / "llama_tokenizer").spec
+    assert folder.config["dtype"] == "bfloat16"
+    originals, exported = values(DATA / "llama_tokenizer"), values(tmp_path / "out")
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in exported.values())
+    assert exported.keys() == originals.keys() == index["weight_map"].keys()
+    for name, array in exported.items():
+        np.testing.assert_array_equal(array, originals[name].astype(ml_dtypes.bfloat16))
+
+
+def test_a_failed_export_leaves_nothing(llama, tmp_path, monkeypatch):
+    job, state = llama
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export_folder, "_write_rest", full)
+    with pytest.raises(OSError, match="No space left"):
+        hf.export(state, job, tmp_path / "runs" / "out")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_is_refused(llama, tmp_path):
+    job, state = llama
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))} is not empty; give a new directory"):
+        hf.export(state, job, tmp_path)
+    with pytest.raises(UserError, match=r"dtype='float8'; give one of float32, bfloat16, float16"):
+        hf.export(state, job, tmp_path / "out", "float8")
+    with pytest.raises(UserError, match="describes another model than the one that is exported: vocab_size"):
+        hf.export(state, job, tmp_path / "out", imported_from=DATA / "llama_untied")
+    with pytest.raises(UserError, match="Qwen2ForCausalLM can't be this model: Qwen2ForCausalLM differs in qkv_bias"):
+        hf.export(state, job, tmp_path / "out", architecture="Qwen2ForCausalLM")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt"]
+
+
+def test_training_from_a_folder_and_exporting_the_averages(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Tensors are read slice by slice, straight to the devices that hold them.\n" * 20)
+    source = DATA / "llama_tokenizer"
+    experiment = hf.experiment_from_folder(
+        source,
+        FILES=str(text),
+        SEQ_LEN=16,
+        GLOBAL_BATCH_SIZE=6,
+        NUM_TRAIN_STEPS=3,
+        LEARNING_RATE=1e-2,
+        ICI_MESH_SHAPE=(1, 4, 2),
+    )
+    settings = {"overrides": ["task.train.learner.optimizer.ema_decay=0.5"]}
+    st.train(experiment, tmp_path / "run", **settings)
+    assert st.export(experiment, tmp_path / "run", tmp_path / "last", **settings) == 3
+    st.export(experiment, tmp_path / "run", tmp_path / "averages", use_ema=True, **settings)
+    first = st.export(
+        experiment, tmp_path / "run", tmp_path / "first", dtype="float16", restore_checkpoint_dir=source, **settings
+    )
+    assert first == 0
+    before, last, averages = values(source), values(tmp_path / "last"), values(tmp_path / "averages")
+    for name, array in values(tmp_path / "first").items():
+        np.testing.assert_array_equal(array, before[name].astype(np.float16))
+        # The averages began at the folder's values, and follow the variables.
+        moved = np.abs(last[name] - before[name]).max()
+        assert 0 < np.abs(averages[name] - before[name]).max() < moved < 0.1, name
+    assert (tmp_path / "last" / "tokenizer.json").exists()
+    with pytest.raises(UserError, match="has no optimizer states and no moving averages"):
+        st.export(
+            experiment, tmp_path / "run", tmp_path / "no", use_ema=True, restore_checkpoint_dir=source, **settings
+        )
+
+
+def test_the_names_of_attributes(tmp_path):
+    with pytest.raises(UserError, match="FromFolder has no SEQLEN; did you mean SEQ_LEN"):
+        hf.experiment_from_folder(tmp_path, SEQLEN=16)

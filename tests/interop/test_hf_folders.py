@@ -1,0 +1,190 @@
+"""Hugging Face folders as they are opened and read: what is wrong with one is named, and every shard gets its values."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hf_models import DATA, NAMES, make_job, mesh_of, read
+from jax.sharding import PartitionSpec
+
+from spmd_trainer.interop import hf
+from spmd_trainer.interop.hf import placing
+from spmd_trainer.interop.hf.safetensors_file import Described, OpenFiles, in_file_order, read_header, write
+from spmd_trainer.sharding.variables import make_variable_spec
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A copy of a folder, to be damaged."""
+    return shutil.copytree(DATA / "llama_untied", tmp_path / "llama")
+
+
+def contents(path):
+    """The arrays of a file by name."""
+    with OpenFiles() as files:
+        return {name: tensor.read_rows(0, tensor.shape[0], files) for name, tensor in read_header(str(path)).items()}
+
+
+def rewrite(path, arrays):
+    """Writes arrays to a file."""
+    order = in_file_order([Described(name, array.dtype, array.shape) for name, array in arrays.items()])
+    with path.open("wb") as file:
+        write(file, order, (arrays[tensor.name] for tensor in order))
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_a_missing_a_surplus_and_a_misshapen_tensor_are_named(llama):
+    arrays = contents(llama / "model.safetensors")
+    arrays["model.layers.1.mlp.up_project.weight"] = arrays.pop("model.layers.1.mlp.up_proj.weight")
+    arrays["model.norm.weight"] = arrays["model.norm.weight"][:-1]
+    arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.int32)
+    rewrite(llama / "model.safetensors", arrays)
+    with pytest.raises(hf.HfMismatchError) as raised:
+        hf.open_folder(llama)
+    message = str(raised.value)
+    assert "does not hold the LlamaForCausalLM that its config.json describes" in message
+    assert (
+        "missing: model.layers.1.mlp.up_proj.weight (26, 18); did you mean model.layers.1.mlp.up_project.weight?"
+        in message
+    )
+    assert "surplus: model.layers.1.mlp.up_project.weight (26, 18)" in message
+    assert "misshapen: model.norm.weight, stored (17,), by config.json (18,)" in message
+    assert "dtype: lm_head.weight is int32" in message
+
+
+def test_another_number_of_layers(llama):
+    edit_config(llama, num_hidden_layers=2)
+    with pytest.raises(hf.HfMismatchError, match=r"surplus: model\.layers\.2\."):
+        hf.open_folder(llama)
+
+
+def test_a_file_that_is_cut_off(llama):
+    content = (llama / "model.safetensors").read_bytes()
+    (llama / "model.safetensors").write_bytes(content[:-1])
+    with pytest.raises(hf.HfDamagedError, match=r"is cut off: it has \d+ bytes of \d+"):
+        hf.open_folder(llama)
+    (llama / "model.safetensors").write_bytes(content[:100])
+    with pytest.raises(hf.HfDamagedError, match="is no safetensors file, or is cut off"):
+        hf.open_folder(llama)
+    (llama / "model.safetensors").write_bytes(content[:8] + b"?" + content[9:])
+    with pytest.raises(hf.HfDamagedError, match="its header is malformed"):
+        hf.open_folder(llama)
+
+
+def test_files_that_an_index_lists(llama):
+    arrays = contents(llama / "model.safetensors")
+    names = sorted(arrays)
+    (llama / "model.safetensors").unlink()
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, inside in parts.items():
+        rewrite(llama / file, {name: arrays[name] for name in inside})
+    with pytest.raises(hf.HfDamagedError, match=r"has 2 safetensors files and no model\.safetensors\.index\.json"):
+        hf.open_folder(llama)
+    index = {"weight_map": {name: file for file, inside in parts.items() for name in inside}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert sorted(hf.open_folder(llama).tensors) == names
+    (llama / "b.safetensors").unlink()
+    with pytest.raises(hf.HfDamagedError, match=r"lacks b\.safetensors, which model\.safetensors\.index\.json lists"):
+        hf.open_folder(llama)
+
+
+def test_folders_without_safetensors(llama):
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(
+        hf.HfNotFoundError, match="it holds pickled weights: save it with transformers' save_pretrained"
+    ):
+        hf.open_folder(llama)
+    (llama / "config.json").write_text("{")
+    with pytest.raises(hf.HfDamagedError, match=r"config\.json is not JSON"):
+        hf.open_folder(llama)
+    (llama / "config.json").unlink()
+    with pytest.raises(hf.HfNotFoundError, match=r"config\.json is missing"):
+        hf.open_folder(llama)
+    assert not hf.is_folder(llama)
+    assert not hf.is_folder(llama / "nowhere")
+
+
+def test_buffers_of_older_versions_and_names_without_the_models_prefix(tmp_path):
+    folder = shutil.copytree(DATA / "gpt2", tmp_path / "gpt2")
+    arrays = contents(folder / "model.safetensors")
+    # As in the folder of the first GPT-2.
+    older = {name.removeprefix("transformer."): array for name, array in arrays.items()}
+    older["h.0.attn.bias"] = np.ones((1, 1, 96, 96), np.float32)
+    rewrite(folder / "model.safetensors", older)
+    assert sorted(hf.open_folder(folder).tensors) == sorted(arrays)
+
+
+def test_the_stored_projection_of_tied_embeddings_is_not_read(tmp_path):
+    folder = shutil.copytree(DATA / "qwen2_tied", tmp_path / "qwen")
+    arrays = contents(folder / "model.safetensors")
+    rewrite(folder / "model.safetensors", {**arrays, "lm_head.weight": arrays["model.embed_tokens.weight"]})
+    assert "mdl_vars/params/lm/logits/w" not in hf.open_folder(folder).variables
+
+
+def whole(folder, variable):
+    """A variable read the simple way: each tensor at once."""
+    result = np.zeros(variable.shape, np.float32)
+    arrays = contents(folder / "model.safetensors")
+    for piece in variable.pieces:
+        letters = [letter for group in piece.groups for letter in group]
+        array = arrays[piece.name].reshape([piece.sizes[letter] for letter in letters])
+        if "c" in letters:
+            array = np.take(array, piece.part, axis=letters.index("c"))
+            letters.remove("c")
+        result[piece.leading] = np.einsum(f"{''.join(letters)}->{''.join(piece.order)}", array)
+    return result
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shard_holds_its_part(name, monkeypatch):
+    # Blocks of a few rows: a tensor is read in several.
+    monkeypatch.setattr(placing, "_BLOCK_BYTES", 300)
+    folder, mesh = hf.open_folder(DATA / name), mesh_of(1, 4, 2)
+    specs = {}
+    for path, variable in folder.variables.items():
+        rank = len(variable.shape)
+        for number, spec in enumerate([PartitionSpec(*[None] * (rank - 1), ("data", "mdl")), PartitionSpec("mdl")]):
+            key = f"{path}#{number}"
+            specs[key] = make_variable_spec(key, variable.shape, np.float32, spec, dict(mesh.shape), "")
+    variables = {key: folder.variables[key.partition("#")[0]] for key in specs}
+    read_arrays = placing.read_onto_mesh(specs, variables, folder.tensors, mesh)
+    for path, variable in folder.variables.items():
+        wanted = whole(DATA / name, variable)
+        assert np.abs(wanted).min() > 0
+        for number in range(2):
+            spec = specs[f"{path}#{number}"]
+            padded = np.pad(wanted, [(0, padding) for padding in spec.paddings])
+            np.testing.assert_array_equal(np.asarray(read_arrays[f"{path}#{number}"]), padded)
+
+
+def test_a_stored_dtype_becomes_the_models(tmp_path):
+    folder = shutil.copytree(DATA / "llama_untied", tmp_path / "llama")
+    arrays = contents(folder / "model.safetensors")
+    halved = {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items()}
+    rewrite(folder / "model.safetensors", halved)
+    shutil.copy(DATA / "llama_untied" / "expected.npz", folder)
+    norm = halved["model.norm.weight"]
+    for asked, dtype in (("float32", np.float32), ("stored", ml_dtypes.bfloat16)):
+        job = make_job(folder, mesh_of(1, 1, 1), VARIABLE_DTYPE=asked)
+        found = read(folder, job).mdl_vars["params"]["lm"]["final_norm"]["scale"]
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(found), norm.astype(dtype))
+
+
+def test_another_model_is_refused_before_an_array_is_read(monkeypatch):
+    job = make_job(DATA / "llama_untied", mesh_of(1, 1, 1))
+    monkeypatch.setattr(placing, "read_onto_mesh", lambda *_: pytest.fail("an array was read"))
+    message = re.escape("num_heads (5 there, 3 here)")
+    with pytest.raises(hf.HfMismatchError, match=message):
+        hf.load(DATA / "llama3_rope", job)
+    with pytest.raises(hf.HfMismatchError, match=r"(?s)does not fit the model: .*Fix: build the model from the folder"):
+        read(DATA / "llama3_rope", job)

@@ -1,0 +1,38 @@
+"""Models of every family give transformers' logits and loss. `make interop` does the same for all folders on all meshes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hf_models import DATA, expected, make_job, mesh_of, read
+
+ONE, SPLIT, CUBE = (1, 1, 1), (1, 4, 2), (2, 2, 2)
+# Divides neither the heads, nor the key/value heads, nor the vocabulary of the folders it is used for.
+UNEVEN = (1, 2, 4)
+CASES = [
+    ("llama_untied", ONE),
+    ("llama3_rope_tied", SPLIT),
+    ("llama_biases", CUBE),
+    ("llama3_rope", UNEVEN),
+    ("qwen2", UNEVEN),
+    ("qwen2_window", ONE),
+    ("qwen3", SPLIT),
+    ("qwen3_yarn", UNEVEN),
+    ("qwen3_moe", UNEVEN),
+    ("mistral", CUBE),
+    ("mixtral_window", SPLIT),
+    ("gemma2_small_caps", UNEVEN),
+    ("gemma3_linear_rope", SPLIT),
+    ("gpt2", UNEVEN),
+    ("olmo2", CUBE),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES, ids=[f"{name}-{'x'.join(map(str, sizes))}" for name, sizes in CASES])
+def test_logits_and_loss_are_those_of_transformers(name, sizes):
+    folder, mesh = DATA / name, mesh_of(*sizes)
+    job = make_job(folder, mesh)
+    logits, loss = job.logits_and_loss(read(folder, job))
+    wanted = expected(folder)
+    np.testing.assert_allclose(logits, wanted["logits"], rtol=0, atol=1e-4)
+    assert abs(loss - float(wanted["loss"])) < 1e-5

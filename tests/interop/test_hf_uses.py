@@ -1,0 +1,93 @@
+"""A Hugging Face folder where a run reads checkpoints: `--restore_checkpoint_dir`, warm starts, evaluation, the command line."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from etils import epath
+from hf_models import DATA, make_job, mesh_of
+
+from spmd_trainer import main as _main  # noqa: F401  (defines the flags)
+from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, CheckpointMismatchError, loading_rules
+from spmd_trainer.cli import run_flags
+from spmd_trainer.errors import UserError
+from spmd_trainer.interop import foreign, hf
+from spmd_trainer.programs import initial_state
+
+LLAMA = DATA / "llama_biases"
+
+
+@pytest.fixture(scope="module")
+def job():
+    return make_job(LLAMA, mesh_of(1, 2, 2))
+
+
+def test_training_begins_with_the_folder_and_a_fresh_optimizer(job):
+    state, position = initial_state._restore_from(epath.Path(LLAMA), None, job)
+    assert position is None
+    assert int(state.step) == 0
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_states) if leaf.ndim > 1]
+    assert moments
+    assert not any(np.asarray(leaf).any() for leaf in moments)
+    padded = job.partitioner.metadata.variables.mdl_vars["params"]["lm"]["token_emb"]["w"]
+    assert padded.logical_shape == (89, 15)
+    assert padded.padded_shape == (90, 16)
+    found = np.asarray(state.mdl_vars["params"]["lm"]["token_emb"]["w"])
+    assert not found[89:].any()
+    assert not found[:, 15:].any()
+    assert found[:89, :15].all()
+
+
+def test_rules_name_parts_of_a_folder(job):
+    rules = {
+        str(LLAMA): CheckpointLoadingRules(load_rules=[LOAD_ALL], ignore_rules=[".*token_emb.*"]),
+    }
+    variables = job.partitioner.metadata.variables
+    resolved = loading_rules.resolve_rules(variables, rules, check_contents=False, open_foreign=foreign.open_source)
+    ((source, paths),) = resolved.parts
+    assert source.name == f"Hugging Face folder {LLAMA}"
+    assert "mdl_vars/params/lm/token_emb/w" not in paths
+    assert len(paths) == len(jax.tree.leaves(variables.mdl_vars)) - 1
+    other = {str(DATA / "llama_untied"): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)cannot be applied to Hugging Face folder .*token_emb/w"):
+        loading_rules.resolve_rules(variables, other, check_contents=False, open_foreign=foreign.open_source)
+
+
+def test_a_folder_has_no_steps_and_no_optimizer_states(job):
+    with pytest.raises(UserError, match="step 3 was asked for, and a Hugging Face folder has no steps"):
+        hf.open_source(epath.Path(LLAMA), 3)
+    with (
+        hf.HfCheckpoints(epath.Path(LLAMA)) as checkpoints,
+        pytest.raises(UserError, match="has no optimizer states and no moving averages"),
+    ):
+        checkpoints.restore(job.partitioner.metadata.variables, job.partitioner.mesh)
+
+
+def test_a_damaged_folder_is_named_before_the_run_begins(job, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["T5ForConditionalGeneration"]}')
+    rules = {str(tmp_path): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
+    with pytest.raises(UserError, match="the architecture T5ForConditionalGeneration is not supported"):
+        loading_rules.resolve_rules(
+            job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=foreign.open_source
+        )
+
+
+def command(*arguments):
+    """Parses a command line into a run's config."""
+    with flagsaver.flagsaver():
+        flags.FLAGS(["spmd-trainer", "--exp=lm.stdlib.StdlibBytesTiny", "--job_log_dir=nowhere", *arguments])
+        return run_flags.run_config_from_flags(flags.FLAGS, lambda mode: 1)
+
+
+def test_export_on_the_command_line(tmp_path):
+    config = command("--mode=export", f"--export_dir={tmp_path / 'out'}", "--export_dtype=bfloat16")
+    assert config.export.directory == tmp_path / "out"
+    assert (config.export.dtype, config.export.use_ema) == ("bfloat16", False)
+    assert command("--mode=train").export is None
+    with pytest.raises(UserError, match="--mode=export needs --export_dir=DIR"):
+        command("--mode=export")
+    with pytest.raises(UserError, match="--export_dir goes with --mode=export"):
+        command("--mode=train", f"--export_dir={tmp_path}")

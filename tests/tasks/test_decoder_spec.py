@@ -1,0 +1,71 @@
+"""A decoder's settings are checked before anything is built, and each message names the field and its value."""
+
+import re
+
+import pytest
+from decoder_helpers import Decoder, small_spec
+from praxis import layers, pax_fiddle
+from praxis.pax_fiddle import Config
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.tasks.lm.decoder.spec import MoeSpec, RotaryScaling
+
+
+def problems(**fields):
+    return pax_fiddle.build(small_spec(**fields)).problems()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0; give a number above 0"),
+        ({"num_kv_heads": 4}, "num_kv_heads=4 does not divide num_heads=6"),
+        ({"head_dims": 5}, "head_dims=5 is odd"),
+        ({"activation": "silo"}, "activation='silo'; give one of .*; did you mean silu"),
+        ({"norm": "batch"}, "norm='batch'; give one of 'rms', 'layer'"),
+        ({"norm_placement": "before"}, "norm_placement='before'"),
+        ({"query_key_norm": "heads"}, "query_key_norm='heads'"),
+        ({"positions": "rope"}, "positions='rope'"),
+        ({"positions": "learned"}, "max_positions=0; give a number above 0"),
+        ({"rotary_base": -1.0}, "rotary_base=-1.0"),
+        ({"local_rotary_base": 0.0}, "local_rotary_base=0.0"),
+        ({"layer_pattern": ()}, "layer_pattern is empty"),
+        ({"layer_pattern": ("global", "loca")}, "layer_pattern has a kind='loca'; .*did you mean local"),
+        ({"layer_pattern": ("local",)}, "window=None; local layers need 1 or more"),
+        ({"attention_softcap": 0.0}, "attention_softcap=0.0; give a number above 0, or None"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"rotary_scaling": Config(RotaryScaling, kind="lama3")}, "rotary_scaling.kind='lama3'; .*did you mean llama3"),
+        ({"rotary_scaling": Config(RotaryScaling, kind="yarn")}, "rotary_scaling.original_max_positions=0"),
+        ({"rotary_scaling": Config(RotaryScaling, factor=0.5)}, "rotary_scaling.factor=0.5"),
+        (
+            {"moe": Config(MoeSpec, num_experts=2, num_experts_per_token=3, hidden_dims=4)},
+            "moe.num_experts_per_token=3 is greater than num_experts=2",
+        ),
+    ],
+)
+def test_wrong_settings_are_named(fields, text):
+    (problem,) = problems(**fields)
+    assert re.match(text, problem)
+    with pytest.raises(UserError, match=rf"task.model.lm_tpl.spec can't be built: {text}"):
+        Decoder(small_spec(**fields))
+
+
+def test_all_wrong_settings_are_named_at_once():
+    with pytest.raises(UserError, match=r"model_dims=0.*; num_layers=-1"):
+        pax_fiddle.build(small_spec(model_dims=0, num_layers=-1)).check()
+
+
+def test_good_settings_have_no_problems():
+    assert problems() == []
+    assert problems(hidden_dims=0, moe=Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=4)) == []
+
+
+def test_layers_after_the_last_whole_pattern():
+    spec = pax_fiddle.build(small_spec(num_layers=8, layer_pattern=("local", "local", "global"), window=2))
+    assert (spec.num_repeats, spec.last_layers) == (2, ("local", "local"))
+    assert spec.layer_kinds == ("local", "local", "global") * 2 + ("local", "local")
+
+
+def test_only_causal_models():
+    with pytest.raises(UserError, match=r"model_type=.*PREFIX.*can only be CAUSAL"):
+        Decoder(small_spec(), model_type=layers.LanguageModelType.PREFIX)
