@@ -106,7 +106,7 @@ def test_importing_the_package_brings_in_nothing_heavy_and_knows_its_functions()
         "import sys, spmd_trainer as st; assert 'jax' not in sys.modules; print(sorted(set(st.__all__) & set(dir(st))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['__version__', 'decode', 'evaluate', 'inspect', 'plan', 'train']"
+    assert done.stdout.strip() == "['__version__', 'decode', 'evaluate', 'export', 'inspect', 'plan', 'train']"
     assert st.__version__ == importlib.metadata.version("spmd-trainer")
     with pytest.raises(AttributeError, match="trian"):
         st.trian  # noqa: B018
