@@ -15,7 +15,7 @@ from etils import epath
 from spmd_trainer.checkpointing import step_files
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.interop.hf import config_json, tensor_names
-from spmd_trainer.interop.hf.errors import HfDamagedError, HfError, HfMismatchError, HfNotFoundError
+from spmd_trainer.interop.hf.errors import HfDamagedError, HfMismatchError, HfNotFoundError
 from spmd_trainer.interop.hf.families import Family
 from spmd_trainer.interop.hf.safetensors_file import Tensor, read_header
 from spmd_trainer.interop.hf.tensor_names import Variable
@@ -214,16 +214,3 @@ def require_agreement(folder: HfFolder, spec: DecoderSpec) -> None:
         raise HfMismatchError(
             f"{folder.label} holds another model: {details}. Build it from the folder: lm.hf.FromFolder"
         )
-
-
-__all__ = [
-    "CONFIG",
-    "GENERATION_CONFIG",
-    "INDEX",
-    "SINGLE",
-    "HfError",
-    "HfFolder",
-    "is_folder",
-    "open_folder",
-    "read_json",
-]
