@@ -40,15 +40,15 @@ test-installed: setup
 	$(RUN) pytest tests/installed
 
 # Every model family against Hugging Face transformers, live: logits, training, generation, export. An hour on 2 cores.
-# transformers and torch get an environment of their own. TORCH: the requirement to install; see interop_tests/requirements.txt.
+# transformers and torch get an environment of their own. TORCH: the requirement to install; see tests/interop_live/requirements.txt.
 # INTEROP_TESTS: files to run.
 TORCH ?= torch==2.13.0
 INTEROP_DIR := .venv-interop
-INTEROP_TESTS ?= interop_tests
+INTEROP_TESTS ?= tests/interop_live
 interop: setup $(INTEROP_DIR)/.synced
-	SPMD_INTEROP_PYTHON=$(INTEROP_DIR)/bin/python $(RUN) pytest $(INTEROP_TESTS)
+	SPMD_INTEROP_PYTHON=$(INTEROP_DIR)/bin/python $(RUN) pytest -m slow $(INTEROP_TESTS)
 
-$(INTEROP_DIR)/.synced: interop_tests/requirements.txt
+$(INTEROP_DIR)/.synced: tests/interop_live/requirements.txt
 	$(PYTHON) -m venv $(INTEROP_DIR)
 	$(INTEROP_DIR)/bin/pip install --quiet --disable-pip-version-check '$(TORCH)' -r $<
 	touch $@

@@ -19,9 +19,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.cloud import rows_per_process
 from spmd_trainer.inputs import chat_prompts, packed_text, stdlib_text, text
 from spmd_trainer.interop.hf import folder as hf_folder
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.tasks.lm.decoder import experiment
 from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
 from spmd_trainer.tasks.lm.generation import settings
 
 _STORED = "stored"

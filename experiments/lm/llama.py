@@ -10,7 +10,7 @@ import dataclasses
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, TinySizes
-from spmd_trainer.tasks.lm.decoder.spec import RotaryScaling
+from spmd_trainer.models.decoder_spec import RotaryScaling
 
 
 class Llama(SyntheticDecoder):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, TinySizes
-from spmd_trainer.tasks.lm.decoder.spec import MoeSpec
+from spmd_trainer.models.decoder_spec import MoeSpec
 
 
 class Qwen(SyntheticDecoder):

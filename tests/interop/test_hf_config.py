@@ -11,7 +11,7 @@ from hf_models import DATA, NAMES
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.interop.hf import config_json
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 # Llama 3.1 8B as its makers wrote it, with transformers 4.
 LLAMA3 = {

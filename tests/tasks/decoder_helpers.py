@@ -10,8 +10,8 @@ from praxis import base_layer
 from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.tasks.lm.decoder import lm
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
 
 SMALL = {
     "vocab_size": 31,

@@ -8,8 +8,8 @@ from praxis import base_layer
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.tasks.lm.decoder import axes, lm
-from spmd_trainer.tasks.lm.decoder.spec import MoeSpec
 
 MESH = ("replica", "data", "mdl")
 

@@ -8,7 +8,7 @@ from praxis import layers, pax_fiddle
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.tasks.lm.decoder.spec import MoeSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import MoeSpec, RotaryScaling
 
 
 def problems(**fields):

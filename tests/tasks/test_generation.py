@@ -17,9 +17,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder
 from spmd_trainer.inputs import ChatPromptInput
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.programs import decode as decode_program
 from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
 from spmd_trainer.tasks.lm.generation import decode as generation
 from spmd_trainer.tasks.lm.generation import settings as settings_lib
 from spmd_trainer.tasks.lm.generation.settings import GenerationSettings

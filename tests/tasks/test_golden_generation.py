@@ -17,8 +17,8 @@ from spmd_trainer.inputs import ArrayInput
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.interop import hf
 from spmd_trainer.interop.hf import folder as hf_folder
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.programs.decode import DecodeDataset
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "interop" / "data" / "hf"
 WITH_TEXT = "llama_tokenizer"

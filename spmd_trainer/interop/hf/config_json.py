@@ -16,7 +16,7 @@ from spmd_trainer.errors import did_you_mean
 from spmd_trainer.interop.hf.errors import HfError
 from spmd_trainer.interop.hf.families import FAMILIES, Family, Settings, head_dims
 from spmd_trainer.interop.hf.rotary import read_rotary, write_rotary
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec
 
 _ACTIVATIONS = {
     "silu": "silu",

@@ -16,7 +16,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.interop.hf import source as hf_source
 from spmd_trainer.interop.hf.errors import HfNotFoundError
 from spmd_trainer.interop.hf.folder import require_agreement
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
 

@@ -29,9 +29,9 @@ from spmd_trainer.interop.hf.families import FAMILIES
 from spmd_trainer.interop.hf.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, read_json
 from spmd_trainer.interop.hf.safetensors_file import Described, in_file_order, write
 from spmd_trainer.interop.hf.tensor_names import FUSED, Piece, Variable
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 from spmd_trainer.storage import reading
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
 from spmd_trainer.train_states import TrainState
 
 # transformers' own limit. A tensor that is larger gets a file of its own.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from spmd_trainer.interop.hf.errors import HfError
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec, MoeSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
 
 Settings: TypeAlias = dict[str, Any]
 

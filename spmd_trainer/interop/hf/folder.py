@@ -19,8 +19,8 @@ from spmd_trainer.interop.hf.errors import HfDamagedError, HfMismatchError, HfNo
 from spmd_trainer.interop.hf.families import Family
 from spmd_trainer.interop.hf.safetensors_file import Tensor, read_header
 from spmd_trainer.interop.hf.tensor_names import Variable
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.storage import reading
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"

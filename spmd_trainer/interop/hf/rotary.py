@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.interop.hf.errors import HfError
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _KINDS = ("default", "linear", "llama3", "yarn")

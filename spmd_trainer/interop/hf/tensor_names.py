@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from spmd_trainer.interop.hf.families import Family
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec
 
 ROOT = "mdl_vars/params/lm/"
 FUSED = "c"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from praxis import base_layer, pax_fiddle
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec
 
 MeshAxes = str | tuple[str, ...] | None
 

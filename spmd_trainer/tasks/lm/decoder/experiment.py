@@ -11,9 +11,9 @@ from praxis import layers
 from praxis.pax_fiddle import Config
 
 from spmd_trainer import base_experiment, tasks_lib
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.tasks.lm import task_defaults
 from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel, DecoderLm
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
 
 
 class DecoderExperiment(base_experiment.BaseExperiment):

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.tasks.lm.decoder.axes import SpecLayer
-from spmd_trainer.tasks.lm.decoder.spec import MoeSpec
 
 ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 
 def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # runs by `make interop`
 MEASURE = pathlib.Path(__file__).parent / "measure_import.py"
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
 
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / part) for part in ("", "interop", "tasks")]
+import pytest
 
-from xla_flags import xla_flags  # noqa: E402  (found by the line above)
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""), "cheap", importlib.metadata.version("jaxlib"))
-
-import pytest  # noqa: E402  (JAX reads its flags when it is imported)
+TESTS = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "interop"), str(TESTS / "tasks")]
 
 TorchSide = Callable[..., None]
 
@@ -47,5 +41,5 @@ def folders(torch_side: TorchSide, tmp_path_factory: pytest.TempPathFactory) -> 
     if made := os.environ.get("INTEROP_FOLDERS"):
         return pathlib.Path(made)
     directory = tmp_path_factory.mktemp("folders")
-    torch_side(ROOT / "tools" / "make_hf_goldens.py", directory)
+    torch_side(TESTS.parent / "tools" / "make_hf_goldens.py", directory)
     return directory

@@ -14,6 +14,7 @@ from hf_models import NAMES, expected, lm_batch, make_job, mesh_of, read
 from spmd_trainer.interop import hf
 from spmd_trainer.steps import step_fns
 
+pytestmark = pytest.mark.slow  # runs by `make interop`
 TORCH_SIDE = pathlib.Path(__file__).parent / "torch_side.py"
 UNEVEN = (1, 2, 4)
 MESHES = [(1, 1, 1), (1, 4, 2), (2, 2, 2), UNEVEN]

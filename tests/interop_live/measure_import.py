@@ -25,7 +25,7 @@ ROUNDS = 3
 def make(directory: pathlib.Path) -> None:
     """Writes the folder."""
     from spmd_trainer.interop.hf import config_json, safetensors_file, tensor_names
-    from spmd_trainer.tasks.lm.decoder.spec import DecoderSpec
+    from spmd_trainer.models.decoder_spec import DecoderSpec
 
     spec = DecoderSpec(
         vocab_size=32_000,
