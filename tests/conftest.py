@@ -7,10 +7,13 @@ import atexit
 import importlib.metadata
 import os
 import shutil
+import signal
 import tempfile
 
 from xla_flags import xla_flags
 
+# Under nohup, SIGHUP is ignored, also by the processes that tests start; tests send it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = xla_flags(
     os.environ.get("XLA_FLAGS", ""),
