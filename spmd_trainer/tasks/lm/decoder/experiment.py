@@ -24,6 +24,7 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     Attributes:
       ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of replica, data and mdl, within a slice and across slices.
+      TRAINING_OPTIMIZED_SHARDING: also split the residual stream, and so what is saved for the backward pass, over mdl.
       AXES: mesh axes of logical axes, where they differ from `axes.DEFAULT_AXES`.
       FPROP_DTYPE: dtype of the computation; variables are float32.
       CHECKPOINT_POLICY: what the forward pass saves for the backward pass.
@@ -35,6 +36,7 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     ICI_MESH_SHAPE: Any = (1, 1, 1)
     DCN_MESH_SHAPE: Any = (1, 1, 1)
+    TRAINING_OPTIMIZED_SHARDING = True
     AXES: Mapping[str, Any] | None = None
     FPROP_DTYPE: Any = jnp.bfloat16
     CHECKPOINT_POLICY = layers.AutodiffCheckpointType.SAVE_NOTHING
@@ -49,7 +51,9 @@ class DecoderExperiment(base_experiment.BaseExperiment):
     def task(self) -> Config[tasks_lib.SingleTask]:
         """Returns the task's config."""
         task_p = Config(tasks_lib.SingleTask, name="decoder", model=self.model())
-        task_defaults.set_sharding_annotations_v1(task_p, False, self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE)
+        task_defaults.set_sharding_annotations_v1(
+            task_p, self.TRAINING_OPTIMIZED_SHARDING, self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE
+        )
         train_p = task_p.train
         train_p.num_train_steps = self.NUM_TRAIN_STEPS
         train_p.eval_interval_steps = self.EVAL_INTERVAL_STEPS
