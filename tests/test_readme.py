@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import orbax.checkpoint
 import pytest
@@ -89,7 +90,7 @@ def test_the_flax_model_learns(my_pkg):
     loss = st.evaluate(wave.Wave, "runs/wave").metrics["same_data/loss"]
     assert loss < 0.25  # half of the target's variance
 
-    names = {**vars(wave), "orbax": orbax, "job_log_dir": pathlib.Path("runs/wave").absolute()}
+    names = {**vars(wave), "jax": jax, "orbax": orbax, "job_log_dir": pathlib.Path("runs/wave").absolute()}
     exec(block("net = nnx.merge(graphdef"), names)
     names["net"].eval()
     data = wave.wave()

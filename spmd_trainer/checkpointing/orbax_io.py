@@ -250,11 +250,11 @@ def writing_dir(directory: epath.Path, step: int) -> epath.Path:
     return temporary if temporary.exists() else directory / str(step)
 
 
-def describe(tree_dir: epath.Path) -> dict[tuple[str | int, ...], tuple[tuple[int, ...], str]]:
+def describe(tree_dir: epath.Path) -> dict[records.Keys, tuple[tuple[int, ...], str]]:
     """Returns {keys that lead to an array: (shape, name of the dtype)} of a tree that any Orbax program wrote."""
     leaves = jax.tree_util.tree_leaves_with_path(ocp.PyTreeCheckpointHandler().metadata(tree_dir).tree)
     return {
-        tuple(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key for key in keys): (
+        _keys(keys): (
             tuple(x.shape),
             records.dtype_name(x.dtype),
         )
@@ -317,27 +317,41 @@ def _read_stored(
         args = {
             keys: _restore_args(saved[source[path]], rest.pop(path), shardings[path]) for keys, path in batch.items()
         }
-        # The item only names what to read. If it held shapes or arrays, Orbax would convert to their dtypes.
-        restore_args = ocp.args.PyTreeRestore(
-            item=_tree(dict.fromkeys(args, 0)), restore_args=_tree(args), partial_restore=True
-        )
-        read = handler.restore(tree_dir, args=restore_args)
+        read = handler.restore(tree_dir, args=_restore_request(handler, tree_dir, args))
         for keys, path in batch.items():
             # Orbax restores a PRNG key on one device without its mesh.
             arrays[path] = jax.device_put(functools.reduce(operator.getitem, keys, read), shardings[path])
     return arrays
 
 
-def _tree(leaves: Mapping[tuple[str | int, ...], object]) -> Any:
-    """Returns a tree of dictionaries and lists with these leaves. Entries of lists that are not wanted are placeholders."""
+def _restore_request(
+    handler: ocp.PyTreeCheckpointHandler, tree_dir: epath.Path, args: Mapping[records.Keys, ocp.ArrayRestoreArgs]
+) -> ocp.args.PyTreeRestore:
+    """Returns what to ask Orbax for. The item only names it: if it held shapes or arrays, Orbax would convert to their dtypes."""
+    if not any(isinstance(key, int) for keys in args for key in keys):
+        return ocp.args.PyTreeRestore(
+            item=_tree(dict.fromkeys(args, 0)), restore_args=_tree(args), partial_restore=True
+        )
+    # Parts of lists can be read only with the structure of the whole tree.
+    whole = handler.metadata(tree_dir).tree
+    return ocp.args.PyTreeRestore(
+        item=jax.tree_util.tree_map_with_path(lambda at, _: 0 if _keys(at) in args else ocp.PLACEHOLDER, whole),
+        restore_args=jax.tree_util.tree_map_with_path(lambda at, _: args.get(_keys(at), ocp.RestoreArgs()), whole),
+    )
+
+
+def _keys(path: tuple[Any, ...]) -> records.Keys:
+    return tuple(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key for key in path)
+
+
+def _tree(leaves: Mapping[records.Keys, object]) -> Any:
+    """Returns a tree of dictionaries with these leaves."""
     if () in leaves:
         return leaves[()]
-    below: dict[str | int, dict[tuple[str | int, ...], object]] = collections.defaultdict(dict)
+    below: dict[str | int, dict[records.Keys, object]] = collections.defaultdict(dict)
     for (key, *rest), leaf in leaves.items():
         below[key][tuple(rest)] = leaf
-    trees = {key: _tree(inner) for key, inner in below.items()}
-    positions = [key for key in trees if isinstance(key, int)]
-    return [trees.get(i, ocp.PLACEHOLDER) for i in range(max(positions) + 1)] if positions else trees
+    return {key: _tree(inner) for key, inner in below.items()}
 
 
 def _restore_args(saved: records.SavedVariable, spec: VariableSpec, sharding: NamedSharding) -> ocp.ArrayRestoreArgs:

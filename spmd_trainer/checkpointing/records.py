@@ -12,8 +12,8 @@ import datetime
 import functools
 import json
 import platform
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ READABLE_FORMATS = (1, 2, 3)
 RECORD_ITEM = "record"
 RECORD_FILE = "record.json"
 _BYTES_KEY = "__bytes__"
+
+Keys: TypeAlias = tuple[str | int, ...]
 
 
 class VariableEntry(TypedDict):
@@ -106,7 +108,7 @@ class SavedVariable:
     dtype: str
     stored_shape: tuple[int, ...]
     spec: str
-    keys: tuple[str | int, ...] = ()
+    keys: Keys = ()
 
     def to_json(self) -> VariableEntry:
         """Returns the variable's entry in a record."""
@@ -129,6 +131,27 @@ class SavedVariable:
 def stored_keys(path: str) -> tuple[str, ...]:
     """Returns the keys that lead to a variable in the stored tree, e.g. ('layers', '0', 'kernel') for 'layers/0/kernel'."""
     return tuple(path.split("/"))
+
+
+def check_stored_keys(paths: Iterable[str]) -> None:
+    """Refuses paths that can't stand beside each other in a stored tree, whose keys Orbax joins by dots.
+
+    Raises:
+      CheckpointError: two paths would be one array, or one is that of a variable and of others' container.
+    """
+    by_name: dict[str, str] = {}
+    for path in paths:
+        other = by_name.setdefault(path.replace("/", "."), path)
+        if other != path:
+            raise CheckpointError(
+                f"{other!r} and {path!r} would be one array in a checkpoint, where keys are joined by dots; rename one"
+            )
+    every = set(by_name.values())
+    for path in every:
+        keys = path.split("/")
+        for above in ("/".join(keys[:i]) for i in range(1, len(keys))):
+            if above in every:
+                raise CheckpointError(f"{above!r} is a variable, and so is {path!r} below it; rename one")
 
 
 def dtype_name(dtype: DTypeLike) -> str:
@@ -175,7 +198,11 @@ def make(
       input_state: the position of the input, as `to_json` returns it.
       metadata: the caller's own entries, e.g. the resolved config. Values that JSON cannot hold are written as their repr.
       same_input_state: whether all processes have this position.
+
+    Raises:
+      CheckpointError: the paths can't stand in one checkpoint, see `check_stored_keys`.
     """
+    check_stored_keys(variables)
     return {
         "format": FORMAT,
         "step": step,

@@ -32,9 +32,13 @@ def checkpoint_bytes(variables: TrainState) -> int:
 
     Args:
       variables: a TrainState (or another tree) of VariableSpecs.
+
+    Raises:
+      CheckpointError: their paths can't stand in one checkpoint, see `records.check_stored_keys`.
     """
-    specs = records.by_path(variables).values()
-    return sum(math.prod(spec.logical_shape) * spec.dtype.itemsize for spec in specs)
+    specs = records.by_path(variables)
+    records.check_stored_keys(specs)
+    return sum(math.prod(spec.logical_shape) * spec.dtype.itemsize for spec in specs.values())
 
 
 def check_storage(directory: epath.PathLike, checkpoint_bytes: int, keep: int | None) -> None:

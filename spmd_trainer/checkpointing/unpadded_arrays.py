@@ -60,7 +60,7 @@ class UnpaddedArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[mis
         types.check_input_arguments(values, infos, args)
         jax_array_handlers.check_array_values(values, infos)
         arrays, about_keys = _without_keys(values, infos)
-        shapes = [self.logical_shapes.get(info.name, array.shape) for info, array in zip(infos, arrays, strict=True)]
+        shapes = [self._shape(info.name, array) for info, array in zip(infos, arrays, strict=True)]
         on_host = replica_slices.transfer_arrays_to_host(arrays, self._replica_id, self._use_replica_parallel)
         cut = [_cut(slices, shape) for slices, shape in zip(on_host, shapes, strict=True)]
         shardings = [_readable(array, shape) for array, shape in zip(arrays, shapes, strict=True)]
@@ -82,6 +82,11 @@ class UnpaddedArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[mis
             future.CommitFutureAwaitingContractedSignals(write_shardings, name="shardings"),
             future.CommitFutureAwaitingContractedSignals(write_arrays, name="arrays"),
         ]
+
+    def _shape(self, name: str, array: jax.Array) -> tuple[int, ...]:
+        """Returns the shape to write. The data of PRNG keys have a dimension more than the keys."""
+        logical = self.logical_shapes.get(name)
+        return array.shape if logical is None else (*logical, *array.shape[len(logical) :])
 
 
 def pytree_handler(arrays: UnpaddedArrayHandler) -> ocp.PyTreeCheckpointHandler:

@@ -97,17 +97,20 @@ class SummaryWriters:
         self._failure_taken = True
         return True
 
-    def raise_failure(self) -> None:
-        """Raises what was put off until the end. Called when nothing is left to do together with other processes.
+    def raise_failure(self, *, in_order: bool) -> None:
+        """Raises what was put off.
+
+        Args:
+          in_order: True if nothing is left to do together with other processes, which end too.
 
         Raises:
-          SummaryError: a write failed for good. This process leaves the job in order: the others end too.
+          SummaryError: a write failed for good.
         """
         self._raises_at_end = False
         try:
             self._raise_earlier_error()
         except SummaryError as error:
-            error.leaves_in_order = True
+            error.leaves_in_order = in_order
             raise
 
     def close(self) -> None:

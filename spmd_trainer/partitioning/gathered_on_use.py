@@ -11,6 +11,7 @@ import jax.extend
 from flax.core import meta
 from praxis import base_layer
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.partitioning import collectives
 from spmd_trainer.partitioning.state_layout import NestedVariableSpec
 from spmd_trainer.sharding.specs import axes_by_dim
@@ -74,8 +75,17 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         return GatheredOnUse(self._shard, axes, dim + (index <= dim), size)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
-        """Returns the box of the piece without its dimension `index`."""
+        """Returns the box of the piece without its dimension `index`.
+
+        Raises:
+          UserError: the parameter is split over this dimension, so no device has all that a loop over it needs.
+        """
         axes, dim, size = self._gather_args
+        if index % self._shard.ndim == dim:
+            raise UserError(
+                f"a loop of the model runs over dimension {dim} of a parameter, which 'fsdp' has split; set gather='step' of "
+                "the partitioner, or use PjitPartitioner"
+            )
         return GatheredOnUse(self._shard, axes, dim - (index < dim), size)
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], GatherArgs]:

@@ -26,12 +26,14 @@ class SaveRequest:
       leaves: True if the run exits after the save: after Ctrl-C always, after SIGTERM and SIGHUP unless they only request a
         checkpoint.
       leaving: True once `take` has returned a request to exit.
+      answered: True if no further request can be made, because the processes agree only once.
       training: True while steps are taken. After the last step everything is saved, and a signal ends the final evaluation.
     """
 
     def __init__(self) -> None:
         self.leaves = False
         self.leaving = False
+        self.answered = False
         self.training = True
         # Not a threading.Event: the handler could interrupt the main thread while that holds the Event's lock, and deadlock.
         self._asked = False
@@ -81,6 +83,7 @@ class AgreedSaveRequest(SaveRequest):
         if not multihost_utils.reached_preemption_sync_point(self._calls):
             return False
         self.leaves = self.leaving = bool(np.max(multihost_utils.process_allgather(np.int32(self.leaves))))
+        self.answered = True
         first = "save this step, then" if self.training else "have saved the last step and"
         then = "exit" if self.leaves else "continue"
         logging.warning("a process received a signal: all %d processes %s %s", jax.process_count(), first, then)

@@ -155,7 +155,7 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
             callbacks.call("on_open", run)
             yield run, callbacks, checkpoints
         except BaseException as error:
-            if isinstance(error, SummaryError) and run.saves and run.step > run.first_step:
+            if isinstance(error, SummaryError) and run.saves and run.step > run.first_step and jax.process_count() == 1:
                 _save_without_summaries(run, checkpoints)
             if isinstance(error, Exception):
                 run_directory.mark_failure(config.job_log_dir, run.step, error)
@@ -166,6 +166,8 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
 def _take_request(request: SaveRequest, run: Run) -> bool:
     """Returns True if all processes save after this step, because one of them got a signal or can't write summaries."""
     if run.summaries.take_failure():
+        if request.answered:  # by a save after which the run went on
+            run.summaries.raise_failure(in_order=False)
         logging.error("summaries can't be written any more: the processes save, then exit")
         request.make(leaves=True)
     return request.take()
@@ -230,7 +232,7 @@ def _end(
     how, then = _how_it_ended(run, work.interrupted, complete=complete)
     results = ending.Results(scalars.get("loss"), work.results, work.evaluated)
     ending.say_end(job.config, how, then, results)
-    run.summaries.raise_failure()
+    run.summaries.raise_failure(in_order=True)
     return TrainResult(run.state, {**scalars, **work.results}, run.step, run.job_log_dir)
 
 

@@ -249,6 +249,8 @@ def forward(
             prepare(mdl_vars), inputs, prng_key, do_eval=do_eval, mutable=mutable
         )
     name, clu_metrics = str(task.learner.loss_name), rest[0] if rest else {}
+    if "loss" in clu_metrics and name != "loss":
+        raise UserError(f"a clu metric is named 'loss', as summaries name the loss ({name!r}); rename the metric")
     if name in clu_metrics:
         raise UserError(
             f"task.train.learner.loss_name is {name!r}, which is a clu {type(clu_metrics[name]).__name__}; a loss is "

@@ -13,7 +13,8 @@ from checkpoint_helpers import assert_restored, make_mesh, partition_specs, spec
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd_trainer.checkpointing import Checkpointer, records
+from spmd_trainer.checkpointing import Checkpointer, CheckpointError, checkpoint_bytes, records
+from spmd_trainer.sharding.variables import make_variable_spec
 
 FORMAT_2 = Path(__file__).parent / "data/format_2"
 
@@ -67,3 +68,40 @@ def test_checkpoints_of_format_2_are_read(sizes, tmp_path):
         restored = checkpoints.restore(variables, mesh)
         assert (restored.step, restored.input_state) == (20, {"position": 20})
         assert_restored(restored.state, variables, logical, mesh)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("a.b", "a/b"), "'a.b' and 'a/b' would be one array"),
+        (("a", "a/b"), "'a' is a variable, and so is 'a/b' below it"),
+    ],
+)
+def test_names_that_collide_in_a_tree_are_refused(names, message, tmp_path):
+    mesh = make_mesh(1, 4, 2)
+    variables = tuple(make_variable_spec(name, (8,), np.float32, P("data"), dict(mesh.shape), "test") for name in names)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint_bytes(variables)
+    state = tuple(jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("data"))) for _ in names)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.save(1, state, variables, input_state=None, metadata={})
+    assert not (tmp_path / "checkpoints" / "1").exists()
+
+
+def test_padded_keys(tmp_path):
+    """The data of PRNG keys have a dimension more than the keys."""
+    mesh = make_mesh(1, 4, 2)
+    logical = {"keys": jax.random.split(jax.random.key(0), 5)}
+    variables = specs_for(logical, {"keys": P("data")}, mesh)
+    padded = jax.device_put(jax.random.split(jax.random.key(1), 8), NamedSharding(mesh, P("data")))
+    padded = padded.at[:5].set(logical["keys"])
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(
+            1,
+            {"keys": jax.device_put(padded, NamedSharding(mesh, P("data")))},
+            variables,
+            input_state=None,
+            metadata={},
+        )
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "checkpoints/1/state")["keys"]
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(logical["keys"]))

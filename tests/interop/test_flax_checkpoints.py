@@ -4,6 +4,7 @@ import pathlib
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -25,6 +26,7 @@ from spmd_trainer.checkpointing import (
     init_from_rules,
 )
 from spmd_trainer.interop import foreign
+from spmd_trainer.interop.flax import checkpoints as flax_checkpoints
 from spmd_trainer.partitioning import PjitPartitioner
 
 Config = pax_fiddle.Config
@@ -191,3 +193,55 @@ def test_what_does_not_fit_is_named(tmp_path, trained_linen):
     rules = CheckpointLoadingRules(load_rules=[("(params/norm/.*)", "{}")], load_step=True)
     with pytest.raises(CheckpointMismatchError, match="no step counter"):
         start(linen_task(), {tmp_path / "wide": rules})
+
+
+def test_parts_of_a_list(tmp_path):
+    """The model has two layers of three; the rest of the list is not read."""
+    save_tree(tmp_path / "layers", {"params": [{"w": np.full((8, 8), float(i), np.float32)} for i in range(3)]})
+
+    def init(key):
+        return {"first": jax.random.normal(key, (8, 8)), "last": jax.random.normal(key, (8, 8))}
+
+    task = model_helpers.task(
+        Config(models.FunctionModel, init=init, apply=lambda variables, x: x @ variables["first"] @ variables["last"])
+    )
+    rules = CheckpointLoadingRules(load_rules=[("params/first", "params/0/w"), ("params/last", "params/2/w")])
+    values, _ = start(task, {tmp_path / "layers": rules})
+    assert np.all(values["mdl_vars/params/first"] == 0)
+    assert np.all(values["mdl_vars/params/last"] == 2)
+
+
+def test_an_nnx_state_beside_a_step(tmp_path, trained_nnx):
+    save_tree(tmp_path / "net", {"model": nnx.state(trained_nnx, nnx.Param), "step": np.int32(3)})
+    values, _ = start(
+        model_helpers.nnx_task(), {tmp_path / "net": CheckpointLoadingRules(load_rules=[("(params/.*)", "{}")])}
+    )
+    assert_loaded(values, flat(nnx.to_pure_dict(nnx.state(trained_nnx, nnx.Param)), "mdl_vars/params"))
+
+
+def test_the_checkpoints_own_name_wins(tmp_path, trained_linen):
+    """More of the model's names are below 'average', and the rule says 'params'."""
+    state, _ = trained_linen
+    averages = jax.tree.map(lambda x: x * 2, state.params)
+    save_tree(tmp_path / "both", {"params": {"up": state.params["up"]}, "average": averages})
+    rules = CheckpointLoadingRules(load_rules=[("params/up/(.*)", "params/up/{}")])
+    values, _ = start(linen_task(), {tmp_path / "both": rules})
+    assert_loaded(values, flat({"up": state.params["up"]}, "mdl_vars/params"))
+
+
+@pytest.mark.parametrize("leftover", ["deleting-5", "refused-5", "5.orbax-checkpoint-tmp-1700000000"])
+def test_leftovers_of_this_trainer_are_no_flax_checkpoint(leftover, tmp_path):
+    variables = {"w": jnp.ones(8)}
+    own = tmp_path / "checkpoints"
+    (own / "20" / "record").mkdir(parents=True)
+    (own / "20" / "record" / "record.json").write_text("{}")
+    save_tree(own / leftover / "state", variables)
+    assert flax_checkpoints.find(own, None) is None
+
+
+def test_an_unfinished_save_is_no_step(tmp_path, trained_linen):
+    state, _ = trained_linen
+    save_with_manager(tmp_path / "run", {"default": state}, 3)
+    save_tree(tmp_path / "run" / "4.orbax-checkpoint-tmp-1700000000" / "default", {"params": {}, "x": jnp.ones(3)})
+    found = flax_checkpoints.find(tmp_path / "run", None)
+    assert [tree.parent.name for tree in found.trees.values()] == ["3"]

@@ -13,11 +13,14 @@ from typing import TypeAlias
 
 from etils import epath
 
-from spmd_trainer.checkpointing import records, step_files
+from spmd_trainer.checkpointing import manifest, records, step_files
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.storage import is_remote
 
 _TREE_FILE = "_METADATA"
-_STEP = re.compile(r"(?:.*[_-])?(\d+)")
+# '3' and 'checkpoint_3'; not 'deleting-3', 'refused-3' and '3.orbax-checkpoint-tmp-1700000000'.
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+_UNFINISHED = ".orbax-checkpoint-tmp"
 # {name of the item: directory of its tree}; the steps that are there instead of the one asked for; None: no such checkpoint.
 _Found: TypeAlias = dict[str, str] | list[int] | None
 
@@ -70,7 +73,11 @@ def _look(directory: epath.Path, step: int | None) -> _Found:
     steps = {}
     for below in directory.iterdir():
         named = _STEP.fullmatch(below.name)
-        if named and below.is_dir() and not _is_own(below) and (trees := _trees(below)):
+        if not named or not below.is_dir():
+            continue
+        if _is_own(below):
+            return None
+        if _is_committed(below) and (trees := _trees(below)):
             steps[int(named[1])] = trees
     if not steps:
         return None
@@ -86,8 +93,14 @@ def _trees(directory: epath.Path) -> dict[str, str]:
 
 
 def _is_tree(directory: epath.Path) -> bool:
-    return bool((directory / _TREE_FILE).exists())
+    return _UNFINISHED not in directory.name and bool((directory / _TREE_FILE).exists())
 
 
 def _is_own(directory: epath.Path) -> bool:
-    return bool((directory / records.RECORD_ITEM / records.RECORD_FILE).exists())
+    own = (directory / records.RECORD_ITEM / records.RECORD_FILE, directory / manifest.MANIFEST)
+    return any(path.exists() for path in own)
+
+
+def _is_committed(directory: epath.Path) -> bool:
+    """Returns False for a save on an object store that did not finish. On a file system it has a temporary name."""
+    return not is_remote(directory) or bool((directory / manifest.COMMIT_FILE).exists())

@@ -116,8 +116,9 @@ def _describe(found: checkpoints.FlaxCheckpoint) -> dict[str, tuple[SavedVariabl
             raise FlaxCheckpointError(
                 f"init_from_checkpoint_rules: Orbax can't read {tree}: {type(error).__name__}: {error}"
             ) from error
-        in_nnx = bool(arrays) and all(len(keys) > 1 and keys[-1] == _NNX_VALUE for keys in arrays)
+        entries = collections.Counter(keys[:i] for keys in arrays for i in range(1, len(keys)))
         for keys, (shape, dtype) in arrays.items():
+            in_nnx = len(keys) > 1 and keys[-1] == _NNX_VALUE and entries[keys[:-1]] == 1
             path = "/".join(map(str, [*([item] if item else []), *(keys[:-1] if in_nnx else keys)]))
             result[path] = (SavedVariable(shape, dtype, shape, "", keys), tree)
     return result
@@ -133,6 +134,8 @@ def _model_names(raw: Iterable[str], model: Sequence[str], where: epath.Path) ->
     for path in model:
         by_collection["/".join(path.split("/")[:2])].append(path)
     for collection, paths in by_collection.items():
+        if any(path.removeprefix(_VARS) in there for path in paths):
+            continue  # these names are the checkpoint's own
         counts: collections.Counter[str] = collections.Counter()
         for path in paths:
             name = path.removeprefix(f"{collection}/")
