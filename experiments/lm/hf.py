@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,7 +118,11 @@ class FromFolder(experiment.DecoderExperiment):
             "prefix_len": self.PROMPT_LEN,
             "batch_size": Config(rows_per_process, global_batch_size=self.NUM_PROMPTS),
         }
-        if str(self.PROMPTS).endswith(".jsonl"):
+        paths = [self.PROMPTS] if isinstance(self.PROMPTS, str | os.PathLike) else list(self.PROMPTS)
+        chats = [os.fspath(path).endswith(".jsonl") for path in paths]
+        if any(chats) and not all(chats):
+            raise UserError(f"PROMPTS={self.PROMPTS!r} has conversations (*.jsonl) and other files; give one kind")
+        if any(chats):
             return [Config(chat_prompts.ChatPromptInput, **shared)]
         return [Config(text.PromptInput, start=self.START, **shared)]
 
@@ -134,7 +139,10 @@ class FromFolder(experiment.DecoderExperiment):
         if self.VARIABLE_DTYPE not in ("float32", "bfloat16", _STORED):
             raise UserError(f"VARIABLE_DTYPE={self.VARIABLE_DTYPE!r}; give 'float32', 'bfloat16' or {_STORED!r}")
         stored = self.VARIABLE_DTYPE == _STORED
-        model_p.generation = Config(settings.GenerationSettings, **vars(settings.from_folder(self._folder())))
+        # The ids of the folder's generation_config.json are those of its own tokenizer.
+        changes = {} if self.TOKENIZER is None else {"eos_ids": None, "pad_id": 0}
+        generation = settings.from_folder(self._folder(), **changes)
+        model_p.generation = Config(settings.GenerationSettings, **vars(generation))
         model_p.dtype = jnp.dtype(hf_folder.open_folder(self._folder()).dtype() if stored else self.VARIABLE_DTYPE).type
         return model_p
 

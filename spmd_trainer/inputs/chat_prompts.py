@@ -87,14 +87,12 @@ class ChatPromptInput(prompts.PromptRows):
         """
         found = self._conversations[index]
         template = self._template(has_tools=bool(found.tools))
+        chosen = {"add_generation_prompt": self.add_generation_prompt}
+        variables = {**chosen, **(self.template_variables or {}), **found.variables}
+        if own := sorted({"messages", "tools", "documents"} & variables.keys()):
+            raise self.error(f"{found.where}: {own[0]} is an entry of the line, not a variable of the template")
         try:
-            return template.render(
-                found.messages,
-                add_generation_prompt=self.add_generation_prompt,
-                tools=found.tools,
-                documents=found.documents,
-                **{**(self.template_variables or {}), **found.variables},
-            )
+            return template.render(found.messages, tools=found.tools, documents=found.documents, **variables)
         except UserError as error:
             raise self.error(f"{found.where}: {error}") from error
 
@@ -112,7 +110,11 @@ class ChatPromptInput(prompts.PromptRows):
 
     def _encode(self, index: int) -> np.ndarray:
         where = self._conversations[index].where
-        tokens = self.tokenizer.encode(self.text_of_prompt(index).encode(), where)
+        try:
+            text = self.text_of_prompt(index).encode()
+        except UnicodeEncodeError as error:
+            raise self.error(f"{where}: the text has half of a surrogate pair: {error}") from error
+        tokens = self.tokenizer.encode(text, where)
         self.refuse_unknown_ids(tokens, where)
         if not 1 <= len(tokens) <= self.prefix_len:
             raise self.error(

@@ -53,6 +53,8 @@ def restore_for_inference(job: Job, *, use_ema: bool, step: int | None = None) -
     with open_checkpoints(directory) as checkpoints:
         if not checkpoints.holds_steps():
             raise no_checkpoint_in(directory)
+        if isinstance(checkpoints, hf.HfCheckpoints):
+            hf.require_model(directory, job.task)
         with Phase(f"restoring {'the newest step' if step is None else f'step {step}'}") as phase:
             restored = checkpoints.restore(
                 metadata.variables, partitioner.mesh, step=step, partial=not use_ema, with_input=False

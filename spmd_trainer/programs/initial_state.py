@@ -96,6 +96,8 @@ def _warm_start(job: Job, state: TrainState, rules: Mapping[epath.PathLike, Any]
         for path, leaf in named_leaves(state):
             if path in loaded:
                 leaf.delete()  # the loaded value needs the memory of the initial one
+        for source, _ in resolved.parts:
+            hf.warn_of_differences(source, job.task)
         state = resolved.load(state, variables, mesh)
     logging.log(logging.WARNING if report.warnings else logging.INFO, "init_from_checkpoint_rules: %s", report)
     return state if report.opt_states_loaded else _with_averages(job, state)

@@ -127,6 +127,15 @@ def test_without_a_generation_prompt(talk, folder):
     assert make(talk, str(folder), add_generation_prompt=False).text_of_prompt(0).endswith("Hi<|im_end|>\n")
 
 
+def test_a_line_may_ask_for_no_generation_prompt(talk, folder):
+    with open(talk, "w") as file:
+        file.write(json.dumps({**TALK[0], "chat_template_kwargs": {"add_generation_prompt": False}}) + "\n")
+    line = make(talk, str(folder)).text_of_prompt(0)
+    with open(talk, "w") as file:
+        file.write(json.dumps(TALK[0]) + "\n")
+    assert line == make(talk, str(folder), add_generation_prompt=False).text_of_prompt(0)
+
+
 def test_a_number_of_prompts_and_several_files(talk, folder):
     batches = drain(make([talk, talk], str(folder), num_prompts=4))
     assert [batch.prompt_index.tolist() for batch in batches] == [[0, 1], [2, 3]]
@@ -160,6 +169,14 @@ def test_a_position_belongs_to_the_prompts_as_they_were_rendered(talk, folder):
         ('{"messages": [{}], "tools": 3}', r"talk\.jsonl:2: `tools` is 3"),
         ('{"messages": [{}], "chat_template_kwargs": [3]}', r"talk\.jsonl:2: chat_template_kwargs is \[3\]"),
         ('{"messages": [{"role": "user"}]}', r"talk\.jsonl:2: the chat template 'default' of .* can't render"),
+        (
+            '{"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"messages": []}}',
+            r"talk\.jsonl:2: messages is an entry of the line, not a variable of the template",
+        ),
+        (
+            r'{"messages": [{"role": "user", "content": "Hi \ud83d"}]}',
+            r"talk\.jsonl:2: the text has half of a surrogate pair",
+        ),
         (
             json.dumps({"messages": [{"role": "user", "content": "long " * 40}]}),
             r"talk\.jsonl:2: the conversation has \d+ tokens, and prompts have 1 to prefix_len=160; raise",

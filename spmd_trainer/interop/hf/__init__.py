@@ -14,7 +14,7 @@ errors.py            the errors
 """
 
 from spmd_trainer.interop.hf.errors import HfDamagedError, HfError, HfMismatchError, HfNotFoundError
-from spmd_trainer.interop.hf.experiment import experiment_from_folder, load
+from spmd_trainer.interop.hf.experiment import experiment_from_folder, load, require_model, warn_of_differences
 from spmd_trainer.interop.hf.export_folder import DTYPES, export
 from spmd_trainer.interop.hf.folder import HfFolder, is_folder, open_folder
 from spmd_trainer.interop.hf.source import HfCheckpoints, HfSource, find_agreed, open_source
@@ -35,4 +35,6 @@ __all__ = [
     "load",
     "open_folder",
     "open_source",
+    "require_model",
+    "warn_of_differences",
 ]

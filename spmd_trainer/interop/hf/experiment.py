@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import fiddle as fdl
 import jax
+from absl import logging
 from etils import epath
 
 from spmd_trainer import storage
 from spmd_trainer.checkpointing import records
 from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.errors import UserError
+from spmd_trainer.interop.hf import config_json
 from spmd_trainer.interop.hf import source as hf_source
 from spmd_trainer.interop.hf.errors import HfNotFoundError
-from spmd_trainer.interop.hf.folder import require_agreement
+from spmd_trainer.interop.hf.folder import open_folder, require_agreement
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
@@ -101,6 +103,29 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
     leaves.update(source.read(wanted, job.partitioner.mesh, {name: name for name in wanted}))
     loaded: TrainState = jax.tree.unflatten(jax.tree.structure(state), leaves.values())
     return loaded
+
+
+def require_model(directory: epath.Path, task: SingleTask) -> None:
+    """Makes sure that a task's model computes what a folder's does. Shapes alone don't tell, e.g. of the rotary base.
+
+    Called by every process.
+
+    Raises:
+      HfMismatchError: it differs; the message names the settings.
+      HfError, CheckpointReadError: the folder can't be read.
+    """
+    spec = spec_of_task(task)
+    if spec is not None:
+        agreed_problem(lambda: require_agreement(open_folder(directory), spec))
+
+
+def warn_of_differences(source: object, task: SingleTask) -> None:
+    """Warns if a task's model has other settings than the folder that its variables are loaded from; that can be meant."""
+    spec = spec_of_task(task)
+    if spec is None or not isinstance(source, hf_source.HfSource):
+        return
+    if differing := config_json.differing_fields(source.folder.spec, spec):
+        logging.warning("the model differs from that of %s in %s", source.name, ", ".join(differing))
 
 
 def spec_of_task(task: SingleTask) -> DecoderSpec | None:

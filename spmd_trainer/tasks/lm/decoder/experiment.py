@@ -62,7 +62,8 @@ class DecoderExperiment(base_experiment.BaseExperiment):
             train_p.learner,
             "total_loss",
             learning_rate=self.LEARNING_RATE,
-            warmup_steps=self.WARMUP_STEPS,
+            # The schedule needs a step between the end of the warm-up and the last one.
+            warmup_steps=max(0, min(self.WARMUP_STEPS, self.NUM_TRAIN_STEPS - 2)),
             num_train_steps=self.NUM_TRAIN_STEPS,
         )
         train_p.learner.optimizer.set(

@@ -33,12 +33,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "guidance_scale": (1, 1.0),
+    "max_length": (20,),
     "max_time": (),
     "min_length": (0,),
     "min_new_tokens": (0,),
     "min_p": (0, 0.0),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
+    "num_return_sequences": (1,),
     "penalty_alpha": (0, 0.0),
     "sequence_bias": (),
     "suppress_tokens": (),
@@ -155,6 +157,15 @@ def from_generation_config(config: Mapping[str, Any], path: str, **changes: Any)
     ]
     if ignored:
         logging.warning("%s asks for %s, which generation does not support: it is ignored", path, ", ".join(ignored))
+    try:
+        fields = _fields(given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: an option has a value of the wrong kind: {error}") from error
+    return GenerationSettings(**{**fields, **changes})
+
+
+def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of GenerationSettings that options of transformers give."""
     fields: dict[str, Any] = {}
     if "eos_token_id" in given:
         eos = given["eos_token_id"]
@@ -164,14 +175,15 @@ def from_generation_config(config: Mapping[str, Any], path: str, **changes: Any)
     if "max_new_tokens" in given:
         fields["max_tokens"] = given["max_new_tokens"]
     # transformers pads with the first end-of-text where no padding is named.
-    fields["pad_id"] = given.get("pad_token_id", next(iter(fields.get("eos_ids", ())), 0))
+    pad = given.get("pad_token_id", -1)
+    fields["pad_id"] = pad if pad != -1 else next(iter(fields.get("eos_ids", ())), 0)
     if given.get("do_sample", False):
         fields["temperature"] = float(given.get("temperature", 1.0))
         fields["top_k"] = given.get("top_k", _USUAL_TOP_K)
         fields["top_p"] = float(given.get("top_p", 1.0))
     stop = given.get("stop_strings", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    return GenerationSettings(**{**fields, **changes})
+    return fields
 
 
 def _is_id(token: object, vocab_size: int) -> bool:
