@@ -4,12 +4,16 @@ SPMD_TEST_XLA_OPTIMISATION=normal compiles as users do (`make nightly`); the def
 """
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import shutil
 import signal
+import sys
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 from xla_flags import xla_flags
 
 # Under nohup, SIGHUP is ignored, also by the processes that tests start; tests send it.
@@ -26,3 +30,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frees_compiled_programs() -> Iterator[None]:
+    """Drops what JAX keeps of compiled programs after each module: a worker would grow by gigabytes over the suite."""
+    yield
+    if (jax := sys.modules.get("jax")) is not None:
+        jax.clear_caches()
+        gc.collect()
