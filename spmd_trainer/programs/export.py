@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 
 from absl import logging
 from etils import epath
 
+from spmd_trainer import storage
+from spmd_trainer.checkpointing import steps
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
 from spmd_trainer.interop import hf
+from spmd_trainer.interop.hf.experiment import spec_of_task
+from spmd_trainer.interop.hf.folder import read_model
 from spmd_trainer.programs import checkpoints
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
+from spmd_trainer.programs.run_config import RunConfig
 
 
 def export(job: Job) -> int:
     """Writes the variables of one checkpoint to `--export_dir`. Called by every process.
 
-    The configs and the tokenizer are those of the folder that the model came from, if it came from one.
+    The configs and the tokenizer are those of the folder that the model came from, if it came from one. If the run has
+    checkpoints of its own and `--restore_checkpoint_dir` is a Hugging Face folder, as in the command that trained it, the
+    run's checkpoint is exported.
 
     Args:
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
@@ -31,15 +41,61 @@ def export(job: Job) -> int:
     settings = job.config.export
     if settings is None:
         raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
-    step, state = checkpoints.restore_for_inference(job, use_ema=settings.use_ema)
+    imported_from = _imported_from(job)
+    # The processes do what the first one sees.
+    own = decided_by_process_0(lambda: prefers_own(job.config))
+    source = dataclasses.replace(job, config=config_of_source(job.config, own=own))
+    step, state = checkpoints.restore_for_inference(source, use_ema=settings.use_ema)
+    logging.info("exporting step %d of %s", step, source.config.checkpoint_dir)
     with Phase(f"writing step {step} to {settings.directory}"):
-        hf.export(state, job, settings.directory, settings.dtype, imported_from=_imported_from(job))
-    logging.info("transformers opens it: AutoModelForCausalLM.from_pretrained(%r)", os.fspath(settings.directory))
+        hf.export(state, job, settings.directory, settings.dtype, imported_from=imported_from)
+    if not storage.is_remote(settings.directory):
+        logging.info("transformers opens it: AutoModelForCausalLM.from_pretrained(%r)", os.fspath(settings.directory))
     return step
 
 
+def prefers_own(config: RunConfig) -> bool:
+    """Returns True if the run's own checkpoints are exported although `--restore_checkpoint_dir` is given.
+
+    That flag is then a Hugging Face folder, as in the command that trained the run. Says what this process sees.
+
+    Raises:
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    folder = config.restore_checkpoint_dir
+    if folder is None or not hf.is_folder(folder):
+        return False
+    return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
+
+
+def config_of_source(config: RunConfig, *, own: bool) -> RunConfig:
+    """Returns the config with the directory of checkpoints to export.
+
+    Args:
+      config: the config.
+      own: take the run's own checkpoints; see `prefers_own`.
+    """
+    return dataclasses.replace(config, restore_checkpoint_dir=None) if own else config
+
+
 def _imported_from(job: Job) -> epath.Path | None:
-    """Returns the Hugging Face folder that the run began with, or None."""
+    """Returns the Hugging Face folder that the run began with and whose tokenizer fits the model, or None."""
     rules = job.task.train.init_from_checkpoint_rules or {}
     candidates = [job.config.restore_checkpoint_dir, *map(epath.Path, rules)]
-    return next((path for path in candidates if path is not None and hf.find_agreed(path)), None)
+    folders = [path for path in candidates if path is not None and hf.find_agreed(path)]
+    return next((path for path in folders if decided_by_process_0(functools.partial(_fits, path, job))), None)
+
+
+def _fits(folder: epath.Path, job: Job) -> bool:
+    """Returns True if a folder's vocabulary has the size of the model's."""
+    spec = spec_of_task(job.task)
+    _, _, there = read_model(folder)
+    if spec is None or there.vocab_size == spec.vocab_size:
+        return True
+    logging.warning(
+        "%s has a vocabulary of %d, and the model one of %d: its token ids and its tokenizer are not copied",
+        folder,
+        there.vocab_size,
+        spec.vocab_size,
+    )
+    return False

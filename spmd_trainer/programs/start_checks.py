@@ -18,14 +18,14 @@ import numpy as np
 from absl import logging
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_registry
+from spmd_trainer import experiment_registry, multihost
 from spmd_trainer.checkpointing import loading_rules
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs.batches import dataset_input_specs
-from spmd_trainer.interop import foreign
+from spmd_trainer.interop import foreign, hf
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.optim.learner import MultiOptimizerLearner, has_ema
-from spmd_trainer.programs import checkpoints, elastic, run_directory
+from spmd_trainer.programs import checkpoints, elastic, export, run_directory
 from spmd_trainer.programs.ending import TIMING
 from spmd_trainer.steps import step_fns
 from spmd_trainer.storage import access
@@ -150,6 +150,11 @@ def check_directories(config: RunConfig) -> None:
         access.check_readable("--restore_checkpoint_dir", config.restore_checkpoint_dir)
     access.check_readable("--job_log_dir", config.job_log_dir)
     access.check_writable("--job_log_dir", config.job_log_dir)
+    if config.export is not None:
+        # Process 0 writes.
+        if multihost.joined()[1] == 0:
+            hf.check_directory("--export_dir", config.export.directory)
+        config = export.config_of_source(config, own=export.prefers_own(config))
     there = checkpoints.present_in_source(config)
     if there is not None:
         _check_source(config, there)

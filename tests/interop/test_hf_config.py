@@ -64,6 +64,14 @@ GEMMA3 = {
 }
 
 
+def golden(name):
+    return json.loads((DATA / name / "config.json").read_text())
+
+
+def golden_spec(name, **changes):
+    return dataclasses.replace(config_json.spec_of(golden(name), "config.json"), **changes)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_golden_config_comes_back(name):
     config = json.loads((DATA / name / "config.json").read_text())
@@ -168,3 +176,102 @@ def test_options_of_a_family_that_are_not_supported(name, change, message):
     config = json.loads((DATA / name / "config.json").read_text())
     with pytest.raises(UserError, match=message):
         config_json.spec_of({**config, **change}, "config.json")
+
+
+def test_the_older_spelling_of_rotary_settings_comes_first():
+    linear = {"rope_type": "linear", "factor": 8.0}
+    config = {**golden("llama_untied"), "rope_scaling": linear}
+    assert config_json.spec_of(config, "").rotary_scaling == RotaryScaling("linear", 8.0)
+    gemma = config_json.spec_of({**golden("gemma3"), "rope_scaling": linear}, "")
+    assert (gemma.rotary_scaling, gemma.rotary_base) == (RotaryScaling("linear", 8.0), 1e6)
+    assert gemma.local_rotary_base == 1e4
+    # An empty one is none.
+    assert config_json.spec_of({**golden("llama3_rope"), "rope_scaling": {}}, "").rotary_scaling is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama_untied", {"vocab_size": None}, "vocab_size=None; give a whole number above 0"),
+        ("llama_untied", {"num_hidden_layers": "3"}, "num_hidden_layers='3'; give a whole number above 0"),
+        ("llama_untied", {"num_attention_heads": 0}, "num_attention_heads=0; give a whole number above 0"),
+        ("llama_untied", {"hidden_size": 18.5}, "hidden_size=18.5; give a whole number above 0"),
+        ("llama_untied", {"hidden_act": ["silu"]}, "hidden_act=['silu']; give a text"),
+        ("llama_untied", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'; give a number above 0"),
+        ("llama_untied", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'; give true or false"),
+        ("llama_untied", {"rope_parameters": [1]}, "rope_parameters is [1]; give an object"),
+        (
+            "llama_untied",
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            "rope_scaling.factor='2'; give a num",
+        ),
+        ("gemma3", {"rope_parameters": {"full_attention": 3}}, "full_attention is 3; give an object"),
+        ("gemma3", {"layer_types": [["full_attention"]] * 8}, "give a list of texts"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0; give a number above 0"),
+        ("qwen3_moe", {"num_experts": None}, "num_experts=None; give a whole number above 0"),
+        ("llama_untied", {"architectures": None, "model_type": ["llama"]}, "names no architecture"),
+    ],
+)
+def test_settings_of_another_type(name, change, message):
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        config_json.spec_of({**golden(name), **change}, "models/x/config.json")
+    assert "models/x/config.json" in str(raised.value)
+
+
+def test_heads_that_transformers_refuses():
+    spec = golden_spec("llama_untied", num_heads=5, num_kv_heads=5, head_dims=4)
+    assert spec.model_dims % 5
+    # Mistral computes the same.
+    assert config_json.config_of(spec)["architectures"] == ["MistralForCausalLM"]
+    for name, architecture in (
+        ("llama_untied", "LlamaForCausalLM"),
+        ("gemma2", "Gemma2ForCausalLM"),
+        ("gemma3", "Gemma3ForCausalLM"),
+    ):
+        spec = golden_spec(name, num_heads=5, num_kv_heads=5)
+        with pytest.raises(
+            UserError, match=r"model_dims=\d+ is not a multiple of num_heads=5, and transformers refuses"
+        ):
+            config_json.config_of(spec, architecture)
+
+
+def test_numbers_are_written_with_the_types_of_transformers():
+    spec = golden_spec("gemma2", final_softcap=30, attention_softcap=50, norm_epsilon=1, rotary_base=10_000)
+    config = config_json.config_of(spec)
+    floats = ("final_logit_softcapping", "attn_logit_softcapping", "rms_norm_eps", "rope_theta", "initializer_range")
+    assert {key: type(config[key]) for key in floats} == dict.fromkeys(floats, float)
+    assert type(config["query_pre_attn_scalar"]) is int
+    moe = dataclasses.replace(golden_spec("mixtral").moe, aux_loss_weight=1)
+    assert type(config_json.config_of(golden_spec("mixtral", moe=moe))["router_aux_loss_coef"]) is float
+    with pytest.raises(UserError, match=r"query_pre_attn_scalar=11\.1111 must be a whole number"):
+        config_json.config_of(golden_spec("gemma2", query_scale=0.3))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_gemma_has_the_activation_in_both_spellings(name):
+    config = config_json.config_of(golden_spec(name))
+    assert config["hidden_activation"] == config["hidden_act"] == "gelu_pytorch_tanh"
+    assert config_json.config_of(golden_spec("gpt2"))["activation_function"] == "gelu_new"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "rope_parameters" in golden(name)])
+def test_both_spellings_of_rotary_settings_are_written(name):
+    spec = golden_spec(name)
+    config = config_json.config_of(spec, golden(name)["architectures"][0])
+    assert config_json.spec_of(config, "") == spec
+    # What transformers 4 reads alone says the same.
+    del config["rope_parameters"]
+    assert config_json.spec_of(config, "") == spec
+    assert ("rope_scaling" in config) == (spec.rotary_scaling is not None)
+
+
+def test_what_a_model_does_not_say_is_not_made_up():
+    config = config_json.config_of(golden_spec("llama_untied", max_positions=0))
+    assert "max_position_embeddings" not in config
+    assert config["eos_token_id"] is None
+
+
+def test_the_longest_sequence_matters_to_learned_positions_alone():
+    for name, differing in (("llama_untied", []), ("gpt2", ["max_positions"])):
+        one, other = golden_spec(name), golden_spec(name, max_positions=4096)
+        assert config_json.differing_fields(one, other) == differing

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -94,6 +97,69 @@ def test_a_failed_export_leaves_nothing(llama, tmp_path, monkeypatch):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_an_empty_directory_stays_and_gets_the_folder(llama, tmp_path):
+    job, state = llama
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "mount" / ".mount.killed.writing").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mount")
+    inode = (tmp_path / "mount").stat().st_ino
+    hf.export(state, job, tmp_path / "link")
+    assert (tmp_path / "mount").stat().st_ino == inode
+    assert (tmp_path / "link").is_symlink()
+    assert hf.open_folder(tmp_path / "mount").family.model_type == "llama"
+    # A killed export's own folder is left to its owner.
+    assert [path.name for path in (tmp_path / "mount").glob(".*")] == [".mount.killed.writing"]
+
+
+def test_what_a_killed_export_left_does_not_block_the_next(llama, tmp_path):
+    job, state = llama
+    (tmp_path / f".out.{os.getpid()}.writing").mkdir()
+    hf.export(state, job, tmp_path / "out")
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_value_that_float16_does_not_hold(llama, tmp_path):
+    job, state = llama
+    scale = state.mdl_vars["params"]["lm"]["final_norm"]["scale"]
+    large = jax.tree.map(lambda leaf: leaf * 0 + 1e5 if leaf is scale else leaf, state)
+    with pytest.raises(UserError, match=r"model\.norm\.weight has the value 100000, and float16 ends at 65504"):
+        hf.export(large, job, tmp_path / "out", "float16")
+    assert list(tmp_path.iterdir()) == []
+    hf.export(large, job, tmp_path / "out", "bfloat16")
+
+
+def test_a_model_with_settings_changed_since_the_import(llama, tmp_path, caplog):
+    job, state = llama
+    folder = shutil.copytree(DATA / "llama_tokenizer", tmp_path / "folder")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    config = json.loads((folder / "config.json").read_text())
+    other = {**config, "eos_token_id": [2, 3], "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    (folder / "config.json").write_text(json.dumps(other))
+    with caplog.at_level("WARNING"):
+        hf.export(state, job, tmp_path / "out", imported_from=folder)
+    assert "rotary_base differ" in caplog.text
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["eos_token_id"] == [2, 3]
+    assert exported["rope_parameters"]["rope_theta"] == 10_000
+    assert exported["dtype"] == exported["torch_dtype"] == "float32"
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ messages }}"
+
+
+def test_the_longest_sequence_is_the_models_own(llama, tmp_path):
+    job, state = llama
+    folder = shutil.copytree(DATA / "llama_tokenizer", tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64, "made_by": "me"}))
+    hf.export(state, job, tmp_path / "out", imported_from=folder)
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (exported["max_position_embeddings"], exported["made_by"]) == (config["max_position_embeddings"], "me")
+
+
 def test_what_is_refused(llama, tmp_path):
     job, state = llama
     (tmp_path / "mine.txt").write_text("mine")
@@ -125,10 +191,14 @@ def test_training_from_a_folder_and_exporting_the_averages(tmp_path):
     st.train(experiment, tmp_path / "run", **settings)
     assert st.export(experiment, tmp_path / "run", tmp_path / "last", **settings) == 3
     st.export(experiment, tmp_path / "run", tmp_path / "averages", use_ema=True, **settings)
-    first = st.export(
-        experiment, tmp_path / "run", tmp_path / "first", dtype="float16", restore_checkpoint_dir=source, **settings
-    )
-    assert first == 0
+    # With the flags of training, too: the folder is where the run began, not what is exported.
+    again = {**settings, "restore_checkpoint_dir": source}
+    assert st.export(experiment, tmp_path / "run", tmp_path / "again", restore_checkpoint_step=3, **again) == 3
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "last" / "model.safetensors"
+    ).read_bytes()
+    # A run that has not begun has the folder alone.
+    assert st.export(experiment, tmp_path / "new", tmp_path / "first", dtype="float16", **again) == 0
     before, last, averages = values(source), values(tmp_path / "last"), values(tmp_path / "averages")
     for name, array in values(tmp_path / "first").items():
         np.testing.assert_array_equal(array, before[name].astype(np.float16))
@@ -137,9 +207,7 @@ def test_training_from_a_folder_and_exporting_the_averages(tmp_path):
         assert 0 < np.abs(averages[name] - before[name]).max() < moved < 0.1, name
     assert (tmp_path / "last" / "tokenizer.json").exists()
     with pytest.raises(UserError, match="has no optimizer states and no moving averages"):
-        st.export(
-            experiment, tmp_path / "run", tmp_path / "no", use_ema=True, restore_checkpoint_dir=source, **settings
-        )
+        st.export(experiment, tmp_path / "new", tmp_path / "no", use_ema=True, **again)
 
 
 def test_the_names_of_attributes(tmp_path):

@@ -97,6 +97,26 @@ def test_files_that_an_index_lists(llama):
         hf.open_folder(llama)
 
 
+def test_the_single_file_comes_before_the_index(llama):
+    names = sorted(contents(llama / "model.safetensors"))
+    (llama / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "gone.safetensors")})
+    )
+    assert sorted(hf.open_folder(llama).tensors) == names
+
+
+def test_values_out_of_the_range_of_the_models_dtype():
+    values = np.array([1.0, 70_000.0, np.inf], np.float32)
+    with pytest.raises(hf.HfError, match=r"norm\.weight has the value 70000, and float16 ends at 65504"):
+        placing.copy_in_range(np.empty(3, np.float16), values, "norm.weight")
+    found = np.empty(3, ml_dtypes.bfloat16)
+    placing.copy_in_range(found, values, "norm.weight")
+    np.testing.assert_array_equal(found, values.astype(ml_dtypes.bfloat16))
+    # What is infinite in the folder stays so.
+    placing.copy_in_range(halves := np.empty(1, np.float16), values[2:], "norm.weight")
+    assert np.isinf(halves[0])
+
+
 def test_folders_without_safetensors(llama):
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     with pytest.raises(

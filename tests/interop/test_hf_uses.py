@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, Checkpo
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
 from spmd_trainer.interop import foreign, hf
-from spmd_trainer.programs import initial_state
+from spmd_trainer.programs import export, initial_state, start_checks
+from spmd_trainer.programs.job import Job
 
 LLAMA = DATA / "llama_biases"
 
@@ -91,3 +94,51 @@ def test_export_on_the_command_line(tmp_path):
         command("--mode=export")
     with pytest.raises(UserError, match="--export_dir goes with --mode=export"):
         command("--mode=train", f"--export_dir={tmp_path}")
+
+
+def test_the_folder_of_another_vocabulary_is_not_copied_into_an_export(job):
+    untied = epath.Path(DATA / "llama_untied")
+    of_run = types.SimpleNamespace(task=job.task, config=types.SimpleNamespace(restore_checkpoint_dir=untied))
+    # The rules of the experiment name the folder that the model came from.
+    assert export._imported_from(of_run) == epath.Path(LLAMA)
+
+
+@pytest.mark.parametrize(("directory", "is_opened"), [("out", True), ("s3://bkt/out", False)])
+def test_how_to_open_an_export_is_logged_for_local_ones(job, tmp_path, monkeypatch, caplog, directory, is_opened):
+    directory = directory if "://" in directory else str(tmp_path / directory)
+    config = command("--mode=export", f"--export_dir={directory}", f"--job_log_dir={tmp_path / 'run'}")
+    monkeypatch.setattr(export.checkpoints, "restore_for_inference", lambda *_, **__: (3, None))
+    monkeypatch.setattr(export.hf, "export", lambda *_, **__: None)
+    with caplog.at_level("INFO", logger="absl"):
+        assert export.export(Job(config, job.task, job.partitioner, None)) == 3
+    assert f"exporting step 3 of {tmp_path / 'run' / 'checkpoints'}" in caplog.text
+    assert ("from_pretrained" in caplog.text) == is_opened
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file", "--export_dir=.*file can't be written: .*file is a file; give a directory"),
+        ("file/below", "--export_dir=.*below can't be written: .*file is a file; give a directory"),
+        ("full", "--export_dir=.*full is not empty; give a new directory"),
+    ],
+)
+def test_the_directory_of_an_export_is_checked_at_the_start(tmp_path, name, message):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    config = command("--mode=export", f"--export_dir={tmp_path / name}", f"--job_log_dir={tmp_path / 'run'}")
+    with pytest.raises(UserError, match=message):
+        start_checks.check_directories(config)
+
+
+def test_the_step_of_an_export_with_the_flags_of_training(tmp_path):
+    arguments = [
+        "--mode=export",
+        f"--export_dir={tmp_path / 'out'}",
+        f"--job_log_dir={tmp_path / 'run'}",
+        f"--restore_checkpoint_dir={LLAMA}",
+    ]
+    start_checks.check_directories(command(*arguments))
+    with pytest.raises(UserError, match=f"no step 7 in {LLAMA}; there are 0"):
+        start_checks.check_directories(command(*arguments, "--restore_checkpoint_step=7"))

@@ -2,6 +2,7 @@
 
 config_json.py       config.json as a `DecoderSpec`, and back
 families.py          the architectures: their settings, by transformers' names
+setting_types.py     the types of the settings
 rotary.py            the settings of rotary embeddings
 tensor_names.py      which tensors hold which variables, and in which order of dimensions
 safetensors_file.py  the format of the files
@@ -15,7 +16,7 @@ errors.py            the errors
 
 from spmd_trainer.interop.hf.errors import HfDamagedError, HfError, HfMismatchError, HfNotFoundError
 from spmd_trainer.interop.hf.experiment import experiment_from_folder, load, require_model, warn_of_differences
-from spmd_trainer.interop.hf.export_folder import DTYPES, export
+from spmd_trainer.interop.hf.export_folder import DTYPES, check_directory, export
 from spmd_trainer.interop.hf.folder import HfFolder, is_folder, open_folder
 from spmd_trainer.interop.hf.source import HfCheckpoints, HfSource, find_agreed, open_source
 
@@ -28,6 +29,7 @@ __all__ = [
     "HfMismatchError",
     "HfNotFoundError",
     "HfSource",
+    "check_directory",
     "experiment_from_folder",
     "export",
     "find_agreed",

@@ -16,14 +16,16 @@ from spmd_trainer.errors import did_you_mean
 from spmd_trainer.interop.hf.errors import HfError
 from spmd_trainer.interop.hf.families import FAMILIES, Family, Settings, head_dims
 from spmd_trainer.interop.hf.rotary import read_rotary, write_rotary
+from spmd_trainer.interop.hf.setting_types import check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec
 
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
 # Keys that say nothing about what the model computes: bookkeeping, generation, dropout and initial values.
@@ -49,6 +51,10 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
+# Settings without a default that `Family.read` looks at.
+_READ_IF_PRESENT = ("num_local_experts", "sliding_window_pattern", "_sliding_window_pattern")
+# Fields that a config.json must hold as floats.
+_FLOATS = ("norm_epsilon", "attention_softcap", "final_softcap")
 # Options of transformers that change what a model computes, and that are not supported: {key: the values that switch it off}.
 _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -71,8 +77,8 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     names = config.get("architectures")
     if not isinstance(names, Sequence) or not names or not isinstance(names[0], str):
         by_type = {family.model_type: family for family in FAMILIES.values()}
-        if config.get("model_type") in by_type:
-            return by_type[config["model_type"]]
+        if (model_type := config.get("model_type")) in list(by_type):
+            return by_type[str(model_type)]
         raise HfError(f"{where} names no architecture: architectures is {names!r}; give e.g. ['LlamaForCausalLM']")
     if names[0] not in FAMILIES:
         raise HfError(
@@ -99,6 +105,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
         raise HfError(f"{where} has no {', '.join(missing)}")
     fields: Settings = {**family.fixed, **{field: settings[key] for field, key in family.keys.items()}}
     try:
+        check_types(settings, frozenset({*family.keys.values(), *family.defaults, *_READ_IF_PRESENT}))
         _complete(settings, fields, family)
         spec = DecoderSpec(**fields)
     except HfError as error:
@@ -146,7 +153,7 @@ def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> No
 
 
 def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
-    """Returns the config.json of a model, as transformers 5 writes it.
+    """Returns the config.json of a model, in the spellings of transformers 4 and 5. It has no dtype and no token ids.
 
     Args:
       spec: the model.
@@ -162,31 +169,53 @@ def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
         if architecture is None
         else f"{architecture} can't be"
     )
-    differences = {}
+    differences, refusals = {}, {}
     for name in [architecture] if architecture else FAMILIES:
-        config = _write(spec, FAMILIES[name])
         try:
+            config = _write(spec, FAMILIES[name])
             differing = differing_fields(spec, spec_of(config, "config.json"))
         except HfError as error:
-            differing = [str(error)]
+            refusals[name] = str(error)
+            continue
         if not differing:
             return config
         differences[name] = differing
-    nearest = min(differences, key=lambda name: len(differences[name]))
-    raise HfError(f"{found} this model: {nearest} differs in {', '.join(differences[nearest])}")
+    reasons = [f"{name} can't hold it: {refusal}" for name, refusal in refusals.items()]
+    if differences:
+        nearest = min(differences, key=lambda name: len(differences[name]))
+        reasons.insert(0, f"{nearest} differs in {', '.join(differences[nearest])}")
+    raise HfError(f"{found} this model: {'; '.join(reasons)}")
 
 
 def _write(spec: DecoderSpec, family: Family) -> Settings:
-    spellings = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    if family.heads_divide_dims and spec.model_dims % spec.num_heads:
+        raise HfError(
+            f"model_dims={spec.model_dims} is not a multiple of num_heads={spec.num_heads}, and transformers refuses that"
+        )
     config: Settings = {"architectures": [family.architecture], "model_type": family.model_type}
     for field, key in family.keys.items():
         value = getattr(spec, field)
-        config[key] = spellings.get(value, value) if field == "activation" else value
-    config["initializer_range"] = spec.initializer_range
+        if field == "activation":
+            value = _spelling(value, family.defaults[key])
+        elif field in _FLOATS and value is not None:
+            value = float(value)
+        config[key] = value
+    config["initializer_range"] = float(spec.initializer_range)
     if spec.positions == "rotary":
-        config["rope_parameters"] = write_rotary(spec, by_layer_type="rope_local_base_freq" in family.defaults)
+        if not spec.max_positions:
+            del config[family.keys["max_positions"]]
+        config.update(write_rotary(spec, by_layer_type="rope_local_base_freq" in family.defaults))
+    # transformers would take the ids of the family's first models.
+    config.update(dict.fromkeys(TOKENS))
     family.write(spec, config)
     return config
+
+
+def _spelling(activation: str, usual: str) -> str:
+    """Returns transformers' name of an activation: the family's usual one, or the first that means the same."""
+    if _ACTIVATIONS[usual] == activation:
+        return usual
+    return next((theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation), activation)
 
 
 # Settings of training, which don't change what a trained model computes.
@@ -212,6 +241,8 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
             return round(value, 6)
         case "hidden_dims" if spec.moe is not None:
             return None
+        case "max_positions" if spec.positions != "learned":
+            return None  # only a record of what the model was made for
         case "rotary_base" | "rotary_scaling" | "local_rotary_base" if spec.positions != "rotary":
             return None
         case "moe" if value is not None:

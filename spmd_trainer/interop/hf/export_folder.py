@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
@@ -27,11 +28,12 @@ from spmd_trainer.interop.hf.errors import HfError, HfMismatchError
 from spmd_trainer.interop.hf.experiment import Job, spec_of_task
 from spmd_trainer.interop.hf.families import FAMILIES
 from spmd_trainer.interop.hf.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, read_json
+from spmd_trainer.interop.hf.placing import copy_in_range
 from spmd_trainer.interop.hf.safetensors_file import Described, in_file_order, write
 from spmd_trainer.interop.hf.tensor_names import FUSED, Piece, Variable
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
-from spmd_trainer.storage import reading
+from spmd_trainer.storage import access, reading
 from spmd_trainer.train_states import TrainState
 
 # transformers' own limit. A tensor that is larger gets a file of its own.
@@ -49,8 +51,9 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+# Jinja templates for further purposes, e.g. tools and retrieval.
+TEMPLATES = "additional_chat_templates"
 _UNFINISHED = ".writing"
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +89,16 @@ def export(
       directory: the folder; it must not exist, or be empty.
       dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
       imported_from: the folder that the model came from: config.json, generation_config.json and the tokenizer are taken from
-        there. None: config.json is made from the model, and there is no tokenizer.
+        there. If settings of the model were changed since, config.json is made from the model, with the folder's token ids.
+        None: config.json is made from the model, and there is no tokenizer.
       architecture: the model's class in transformers; None: that of `imported_from`, or the first that describes the model.
       max_file_bytes: tensors are written to several files, each of at most so many bytes.
 
     Raises:
-      HfError: the directory is not empty, the dtype is unknown, or no architecture of transformers describes the model.
-      HfMismatchError: `imported_from` holds another model.
+      UserError: the directory can't be written.
+      HfError: the directory is not empty, the dtype is unknown or too narrow, or no architecture of transformers describes
+        the model.
+      HfMismatchError: `imported_from` has another vocabulary.
       OSError: the folder can't be written.
     """
     path: epath.Path = storage.directory("export_dir", directory)
@@ -138,38 +144,86 @@ def _plan(
     spec = spec_of_task(job.task)
     if spec is None:
         raise HfError(f"task.model is a {type(job.task.model).__name__}; only a DecoderLanguageModel can be exported")
-    if path.exists() and any(path.iterdir()):
-        raise HfError(f"{path} is not empty; give a new directory")
+    if jax.process_index() == 0:
+        check_directory("export_dir", path)
     specs = {f"mdl_vars/{name}": leaf for name, leaf in named_leaves(job.partitioner.metadata.variables.mdl_vars)}
-    config = _config(spec, source, architecture)
+    stored = next(iter(specs.values())).dtype if dtype is None else jnp.dtype(dtype)
+    config = _config(spec, source, architecture, stored.name)
     variables = tensor_names.variables_of(spec, FAMILIES[config["architectures"][0]])
     if surplus := sorted(set(specs) - set(variables)):
         raise HfMismatchError(
             f"the model has variables that {config['architectures'][0]} lacks: {', '.join(surplus[:5])}"
         )
-    stored = next(iter(specs.values())).dtype if dtype is None else jnp.dtype(dtype)
-    config["dtype"] = stored.name
-    config.pop("torch_dtype", None)
     return _Plan(config, _files(_tensors(variables, stored), max_file_bytes), specs)
 
 
-def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | None) -> dict[str, Any]:
+def check_directory(name: str, path: epath.Path) -> None:
+    """Makes sure that a folder can be written to a directory. What a killed export left there does not count.
+
+    Args:
+      name: what the directory was given as, for messages.
+      path: the directory.
+
+    Raises:
+      UserError: it can't be written; says why and what to do.
+      HfError: it is not empty.
+    """
+    access.check_readable(name, path)
+    access.check_writable(name, path)
+    if path.exists() and not all(_is_unfinished(entry.name) for entry in path.iterdir()):
+        raise HfError(f"{name}={path} is not empty; give a new directory")
+
+
+def _is_unfinished(name: str) -> bool:
+    return name.startswith(".") and name.endswith(_UNFINISHED)
+
+
+def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | None, dtype: str) -> dict[str, Any]:
+    """Returns the content of config.json: the source's if it describes the model, otherwise one made from the model."""
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}  # the spellings of transformers 5 and 4
     if source is None:
-        return config_json.config_of(spec, architecture)
+        return {**config_json.config_of(spec, architecture), **dtypes}
     config = read_json(source, CONFIG)
     if config is None:
         raise HfError(f"{source} has no {CONFIG}")
     where = os.path.join(os.fspath(source), CONFIG)
     family = config_json.family_of(config, where)
-    differing = config_json.differing_fields(config_json.spec_of(config, where), spec)
-    if differing or architecture not in (None, family.architecture):
-        if architecture is None:
-            raise HfMismatchError(
-                f"{where} describes another model than the one that is exported: {', '.join(differing)} differ. Export without it"
-            )
-        made = config_json.config_of(spec, architecture)
-        return {**{key: config[key] for key in _TOKENS if key in config}, **made}
-    return {**config, "architectures": [family.architecture]}
+    there = config_json.spec_of(config, where)
+    differing = config_json.differing_fields(there, spec)
+    if "vocab_size" in differing:
+        raise HfMismatchError(
+            f"{where} describes another model than the one that is exported: {', '.join(differing)} differ. The tokenizer is "
+            "for that vocabulary. Export without it"
+        )
+    if not differing and architecture in (None, family.architecture):
+        if "torch_dtype" not in config:
+            del dtypes["torch_dtype"]
+        found = {**config, "architectures": [family.architecture], **dtypes}
+        if spec.max_positions not in (0, there.max_positions):
+            found[family.keys["max_positions"]] = spec.max_positions
+        # The length may also be that of the rotary scaling.
+        if not config_json.differing_fields(config_json.spec_of(found, where), spec):
+            return found
+    if differing:
+        logging.warning(
+            "%s describes another model than the one that is exported: %s differ. %s is made from the model; the token ids "
+            "and the tokenizer are copied",
+            where,
+            ", ".join(differing),
+            CONFIG,
+        )
+    tokens = {key: config[key] for key in config_json.TOKENS if key in config}
+    return {**_made(spec, architecture, family.architecture), **tokens, **dtypes}
+
+
+def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
+    """Returns a config.json made from a model: of the architecture that was asked for, else the usual one, else any."""
+    if asked is not None:
+        return config_json.config_of(spec, asked)
+    try:
+        return config_json.config_of(spec, usual)
+    except HfError:
+        return config_json.config_of(spec)
 
 
 def _tensors(variables: Mapping[str, Variable], dtype: np.dtype[Any]) -> list[_Tensor]:
@@ -213,17 +267,37 @@ def _atomically(path: epath.Path) -> Iterator[epath.Path | None]:
     if storage.is_remote(path):
         yield path
     else:
-        unfinished = path.parent / f".{path.name}.{os.getpid()}{_UNFINISHED}"
-        unfinished.mkdir(parents=True)
-        try:
+        with _under_another_name(epath.Path(os.path.realpath(path))) as unfinished:
             yield unfinished
-            if path.exists():
-                path.rmdir()  # it was empty when the export began
-            unfinished.rename(path)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
     multihost.barrier("the export is written")
+
+
+@contextlib.contextmanager
+def _under_another_name(path: epath.Path) -> Iterator[epath.Path]:
+    """Yields a new folder whose content is moved to a path at the end, and deleted if the block fails.
+
+    Args:
+      path: a directory without links in its name. It is new, or empty: then it may be a mount point, and stays.
+    """
+    exists = path.exists()
+    parent = path if exists else path.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    unfinished = epath.Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_UNFINISHED, dir=parent))
+    try:
+        # mkdtemp lets the owner alone read it.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(unfinished, 0o777 & ~umask)
+        yield unfinished
+        if exists:
+            for name in sorted(os.listdir(unfinished), key=lambda name: name == CONFIG):
+                os.replace(unfinished / name, path / name)
+            unfinished.rmdir()
+        else:
+            os.rename(unfinished, path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def _write_file(target: epath.Path | None, name: str, tensors: list[_Tensor], plan: _Plan, state: TrainState) -> None:
@@ -251,7 +325,7 @@ def _contents(
         content = np.empty(tensor.described.shape, tensor.described.dtype)
         for variable, piece in tensor.parts:
             part = _logical(leaves[variable.path], specs[variable.path], piece.leading)
-            _copy_into(content, part, piece)
+            _copy_into(content, part, piece, tensor.described.name)
         yield content
 
 
@@ -279,14 +353,14 @@ def _slicer(sharding: NamedSharding, depth: int, is_local: bool) -> Callable[...
     return jax.jit(take, out_shardings=NamedSharding(sharding.mesh, spec))
 
 
-def _copy_into(content: npt.NDArray[Any], part: npt.NDArray[Any], piece: Piece) -> None:
+def _copy_into(content: npt.NDArray[Any], part: npt.NDArray[Any], piece: Piece, name: str) -> None:
     letters = [letter for group in piece.groups for letter in group]
     view = content.reshape([piece.sizes[letter] for letter in letters])
     if FUSED in letters:
         axis = letters.index(FUSED)
         view = view[(slice(None),) * axis + (piece.part,)]
         letters.remove(FUSED)
-    np.copyto(view.transpose([letters.index(letter) for letter in piece.order]), part, casting="unsafe")
+    copy_in_range(view.transpose([letters.index(letter) for letter in piece.order]), part, name)
 
 
 def _write_rest(target: epath.Path, plan: _Plan, source: epath.Path | None) -> None:
@@ -299,13 +373,26 @@ def _write_rest(target: epath.Path, plan: _Plan, source: epath.Path | None) -> N
         _write_json(target / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
     generation = None if source is None else read_json(source, GENERATION_CONFIG)
     if generation is None:
-        generation = {"_from_model_config": True, **{key: plan.config[key] for key in _TOKENS if key in plan.config}}
+        tokens = {key: plan.config[key] for key in config_json.TOKENS if plan.config.get(key) is not None}
+        generation = {"_from_model_config": True, **tokens}
     _write_json(target / GENERATION_CONFIG, generation)
     if source is not None:
-        for name in reading.names(os.fspath(source)):
-            if name in TOKENIZER_FILES:
-                (target / name).write_bytes(reading.read(os.path.join(os.fspath(source), name)))
+        _copy_tokenizer(os.fspath(source), target)
     _write_json(target / CONFIG, plan.config)
+
+
+def _copy_tokenizer(source: str, target: epath.Path) -> None:
+    names = reading.names(source)
+    for name in names:
+        if name in TOKENIZER_FILES:
+            (target / name).write_bytes(reading.read(os.path.join(source, name)))
+    templates = os.path.join(source, TEMPLATES)
+    if TEMPLATES in names and reading.is_dir(templates):
+        if not storage.is_remote(target):
+            (target / TEMPLATES).mkdir()
+        for name in reading.names(templates):
+            if name.endswith(".jinja"):
+                (target / TEMPLATES / name).write_bytes(reading.read(os.path.join(templates, name)))
 
 
 def _write_json(path: epath.Path, content: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ class Family:
       keys: {field of DecoderSpec: key} of what is stored as it is.
       defaults: transformers' values of keys that a config.json may lack.
       fixed: fields of DecoderSpec that all models of the family share.
+      heads_divide_dims: True if transformers refuses a hidden size that is no multiple of the number of heads.
       off: further options that are not supported, as in `_SWITCHED_OFF`.
       without_effect: further keys without an effect.
       read: adds fields that need more than a renaming: (config with defaults, fields).
@@ -37,6 +38,7 @@ class Family:
     fixed: Mapping[str, Any]
     read: Callable[[Settings, Settings], None]
     write: Callable[[DecoderSpec, Settings], None]
+    heads_divide_dims: bool = False
     off: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
 
@@ -147,7 +149,7 @@ def _write_moe(moe: MoeSpec, config: Settings) -> None:
     config["num_experts_per_tok"] = moe.num_experts_per_token
     config["output_router_logits"] = moe.aux_loss_weight != 0
     if moe.aux_loss_weight:
-        config["router_aux_loss_coef"] = moe.aux_loss_weight
+        config["router_aux_loss_coef"] = float(moe.aux_loss_weight)
 
 
 def _read_mixtral(config: Settings, fields: Settings) -> None:
@@ -184,7 +186,11 @@ def _write_gemma(spec: DecoderSpec, config: Settings) -> None:
     _write_llama(spec, config)
     _write_layer_types(spec, config)
     scalar = (spec.query_scale or spec.head_dims**-0.5) ** -2
-    config["query_pre_attn_scalar"] = round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar
+    if abs(scalar - round(scalar)) >= 1e-6 * scalar:
+        raise HfError(f"query_scale={spec.query_scale}: query_pre_attn_scalar={scalar:.6g} must be a whole number")
+    config["query_pre_attn_scalar"] = round(scalar)
+    # vLLM reads hidden_act where transformers reads hidden_activation.
+    config["hidden_act"] = config["hidden_activation"]
 
 
 def _read_gpt2(config: Settings, fields: Settings) -> None:
@@ -278,6 +284,7 @@ FAMILIES = {
             {},
             _read_llama,
             _write_llama,
+            heads_divide_dims=True,
         ),
         Family(
             "MistralForCausalLM",
@@ -357,6 +364,7 @@ FAMILIES = {
             _GEMMA_FIXED,
             _read_gemma,
             _write_gemma,
+            heads_divide_dims=True,
             without_effect=frozenset({"hidden_act"}),
         ),
         Family(
@@ -375,6 +383,7 @@ FAMILIES = {
             {**_GEMMA_FIXED, "query_key_norm": "head"},
             _read_gemma,
             _write_gemma,
+            heads_divide_dims=True,
             without_effect=frozenset({"hidden_act"}),
         ),
         Family(

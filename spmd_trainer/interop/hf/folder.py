@@ -140,9 +140,11 @@ def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:
 
 
 def _files(path: str) -> list[str]:
-    """Returns the names of the safetensors files: those that the index lists, or the only one."""
-    index = read_json(path, INDEX)
+    """Returns the names of the safetensors files: the only one, or those that the index lists."""
     names = step_files.read(f"listing {path}", lambda: reading.names(path))
+    if SINGLE in names:
+        return [SINGLE]  # before the index, as in transformers
+    index = read_json(path, INDEX)
     if index is not None:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -151,7 +153,7 @@ def _files(path: str) -> list[str]:
         if missing := [name for name in wanted if name not in names]:
             raise HfDamagedError(f"{path} lacks {_listed(missing)}, which {INDEX} lists. Copy the folder again.")
         return wanted
-    found = [SINGLE] if SINGLE in names else [name for name in names if name.endswith(SUFFIX)]
+    found = [name for name in names if name.endswith(SUFFIX)]
     if len(found) > 1:
         raise HfDamagedError(f"{path} has {len(found)} safetensors files and no {INDEX}, which lists them")
     if not found:

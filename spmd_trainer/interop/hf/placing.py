@@ -6,16 +6,19 @@ import collections
 import concurrent.futures
 import ctypes
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 
+from spmd_trainer.interop.hf.errors import HfError
 from spmd_trainer.interop.hf.safetensors_file import OpenFiles, Tensor
 from spmd_trainer.interop.hf.tensor_names import FUSED, Piece, Variable
 from spmd_trainer.sharding.variables import VariableSpec, named_shardings
@@ -56,10 +59,12 @@ class _Target:
     """Where a tensor goes: the part of a shard that it fills.
 
     Attributes:
+      name: the tensor, for messages.
       array: that part.
       bounds: {letter: (start, stop)} of the shard, without padding.
     """
 
+    name: str
     array: npt.NDArray[Any]
     bounds: Mapping[str, tuple[int, int]]
 
@@ -80,7 +85,36 @@ class _Target:
                 return
             here.append(slice(begin - first, end - first))
             there.append(slice(begin - start, end - start))
-        np.copyto(self.array[tuple(there)], block[tuple(here)], casting="unsafe")
+        copy_in_range(self.array[tuple(there)], block[tuple(here)], self.name)
+
+
+def copy_in_range(target: npt.NDArray[Any], values: npt.NDArray[Any], name: str) -> None:
+    """Copies floating-point values to an array of the same shape, converted to its dtype.
+
+    Args:
+      target: the array.
+      values: the values.
+      name: the tensor, for the message.
+
+    Raises:
+      HfError: finite values are out of the range of the target's dtype.
+    """
+    with np.errstate(over="ignore"):
+        np.copyto(target, values, casting="unsafe")
+    if _max_exponent(target.dtype) >= _max_exponent(values.dtype):
+        return
+    lost = np.isinf(target) & np.isfinite(values)
+    if lost.any():
+        largest = float(np.abs(values[lost].astype(np.float64)).max())
+        limit = float(ml_dtypes.finfo(target.dtype).max)
+        raise HfError(
+            f"{name} has the value {largest:g}, and {target.dtype.name} ends at {limit:g}; use bfloat16 or float32"
+        )
+
+
+@functools.cache
+def _max_exponent(dtype: np.dtype[Any]) -> int:
+    return int(ml_dtypes.finfo(dtype).maxexp)
 
 
 def read_onto_mesh(
@@ -200,7 +234,7 @@ def _targets(piece: Piece, shards: Mapping[Bounds, npt.NDArray[Any]]) -> list[_T
         index = tuple(i - start for i, (start, _) in zip(piece.leading, bounds, strict=False))
         inside = dict(zip(piece.order, bounds[depth:], strict=True))
         if all(start < stop for start, stop in inside.values()):
-            found.append(_Target(shard[index], inside))
+            found.append(_Target(piece.name, shard[index], inside))
     return found
 
 
