@@ -26,6 +26,7 @@ EXPERIMENTS = sorted(
     experiment_registry.short_name(name)
     for name in experiment_registry.get_all()
     if name.startswith("spmd_trainer.experiments.")
+    and "needs_folder" not in experiment_registry.get_registry_tags(name)
 )
 
 

@@ -28,7 +28,7 @@ from spmd_trainer.tasks.lm.generation import settings
 _STORED = "stored"
 
 
-@experiment_registry.register
+@experiment_registry.register(tags=["needs_folder"])
 class FromFolder(experiment.DecoderExperiment):
     """Fine-tunes the model of a Hugging Face folder (FOLDER) on text files (FILES), and generates with it.
 
