@@ -17,7 +17,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.interop.hf import config_json
 from spmd_trainer.interop.hf import source as hf_source
 from spmd_trainer.interop.hf.errors import HfNotFoundError
-from spmd_trainer.interop.hf.folder import open_folder, require_agreement
+from spmd_trainer.interop.hf.folder import require_agreement
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
@@ -88,9 +88,7 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
     source = hf_source.open_source(path, None)
     if source is None:
         raise HfNotFoundError(f"{path} is no Hugging Face folder: it has no config.json that names an architecture")
-    spec = spec_of_task(job.task)
-    if spec is not None:
-        agreed_problem(lambda: require_agreement(source.folder, spec))
+    require_model(path, job.task)
     metadata = job.partitioner.metadata
     specs = records.by_path(metadata.variables)
     wanted = {path: spec for path, spec in specs.items() if path.startswith(_VARS)}
@@ -106,7 +104,7 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
 
 
 def require_model(directory: epath.Path, task: SingleTask) -> None:
-    """Makes sure that a task's model computes what a folder's does. Shapes alone don't tell, e.g. of the rotary base.
+    """Makes sure that a task's model is the one of a folder; see `folder.require_agreement`.
 
     Called by every process.
 
@@ -116,7 +114,7 @@ def require_model(directory: epath.Path, task: SingleTask) -> None:
     """
     spec = spec_of_task(task)
     if spec is not None:
-        agreed_problem(lambda: require_agreement(open_folder(directory), spec))
+        agreed_problem(lambda: require_agreement(directory, spec))
 
 
 def warn_of_differences(source: object, task: SingleTask) -> None:

@@ -202,17 +202,19 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(found[:_MAX_LISTED]) + more
 
 
-def require_agreement(folder: HfFolder, spec: DecoderSpec) -> None:
-    """Makes sure that a model is the one of a folder.
+def require_agreement(directory: epath.PathLike, spec: DecoderSpec) -> None:
+    """Makes sure that a model is the one that a folder's config.json describes. Shapes alone don't tell, e.g. of rotary bases.
 
     Raises:
       HfMismatchError: it differs; the message names the fields.
+      HfError, CheckpointReadError: see `read_model`.
     """
-    differing = config_json.differing_fields(folder.spec, spec)
+    _, _, there = read_model(directory)
+    differing = config_json.differing_fields(there, spec)
     if differing:
         details = ", ".join(
-            f"{name} ({getattr(folder.spec, name)!r} there, {getattr(spec, name)!r} here)" for name in differing
+            f"{name} ({getattr(there, name)!r} there, {getattr(spec, name)!r} here)" for name in differing
         )
         raise HfMismatchError(
-            f"{folder.label} holds another model: {details}. Build it from the folder: lm.hf.FromFolder"
+            f"Hugging Face folder {directory} holds another model: {details}. Build it from the folder: lm.hf.FromFolder"
         )

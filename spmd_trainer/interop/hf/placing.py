@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import ctypes
 import dataclasses
 import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -21,10 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from spmd_trainer.interop.hf.errors import HfError
 from spmd_trainer.interop.hf.safetensors_file import OpenFiles, Tensor
 from spmd_trainer.interop.hf.tensor_names import FUSED, Piece, Variable
+from spmd_trainer.interop.shards import Bounds, logical_bounds, num_elements, trim_memory
 from spmd_trainer.sharding.variables import VariableSpec, named_shardings
-
-# (start, stop) of each dimension.
-Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 # A block of so many bytes stays in a processor's cache between reading and transposing.
 _BLOCK_BYTES = 1 << 20
@@ -145,16 +142,9 @@ def read_onto_mesh(
             result[reading.path] = _placed(reading, wanted[reading.path], shardings[reading.path])
             read_bytes += reading.nbytes
             if read_bytes > _TRIM_BYTES:
-                _trim_memory()
+                trim_memory()
                 read_bytes = 0
     return result
-
-
-def _trim_memory() -> None:
-    """Gives freed memory back to the operating system, where the C library is glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _read_ahead(
@@ -167,7 +157,8 @@ def _read_ahead(
     ahead: collections.deque[_Reading] = collections.deque()
     pending = 0
     for path, spec in wanted.items():
-        size = sum(_nbytes(bounds, spec.dtype) for bounds in _all_bounds(spec, shardings[path]))
+        held = set(logical_bounds(spec, shardings[path]).values())
+        size = sum(map(num_elements, held)) * spec.dtype.itemsize
         while ahead and pending + size > _AHEAD_BYTES:
             pending -= ahead[0].nbytes
             yield ahead.popleft()
@@ -189,7 +180,7 @@ class _Reader:
     def start(self, path: str, spec: VariableSpec, variable: Variable, sharding: NamedSharding) -> _Reading:
         """Allocates the shards of a variable, and starts to fill them."""
         shape = sharding.shard_shape(spec.padded_shape)
-        shards = {bounds: _shard(shape, bounds, spec.dtype) for bounds in _all_bounds(spec, sharding)}
+        shards = {bounds: _shard(shape, bounds, spec.dtype) for bounds in set(logical_bounds(spec, sharding).values())}
         blocks = [
             self._pool.submit(self._fill, piece, first, last, targets)
             for piece in variable.pieces
@@ -240,9 +231,8 @@ def _targets(piece: Piece, shards: Mapping[Bounds, npt.NDArray[Any]]) -> list[_T
 
 def _placed(reading: _Reading, spec: VariableSpec, sharding: NamedSharding) -> jax.Array:
     """Puts a variable on this process's devices."""
-    shards = []
-    for device, index in _indices(sharding, spec).items():
-        shards.append(jax.device_put(reading.shards[_logical_bounds(spec, index)], device))
+    bounds = logical_bounds(spec, sharding)
+    shards = [jax.device_put(reading.shards[part], device) for device, part in bounds.items()]
     return jax.make_array_from_single_device_arrays(spec.padded_shape, sharding, shards)
 
 
@@ -253,29 +243,6 @@ def _shard(shape: tuple[int, ...], bounds: Bounds, dtype: np.dtype[Any]) -> npt.
     memory = (np.empty if is_filled else np.zeros)(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return memory[first : first + size].view(dtype).reshape(shape)
-
-
-def _indices(sharding: NamedSharding, spec: VariableSpec) -> Mapping[jax.Device, Any]:
-    indices: Mapping[jax.Device, Any] = sharding.addressable_devices_indices_map(spec.padded_shape)
-    return indices
-
-
-def _all_bounds(spec: VariableSpec, sharding: NamedSharding) -> set[Bounds]:
-    """Returns the bounds of this process's shards."""
-    return {_logical_bounds(spec, index) for index in _indices(sharding, spec).values()}
-
-
-def _logical_bounds(spec: VariableSpec, index: tuple[slice, ...]) -> Bounds:
-    """Returns (start, stop) of each dimension of a shard, without padding."""
-    bounds = []
-    for entry, size, padded in zip(index, spec.logical_shape, spec.padded_shape, strict=True):
-        start, stop, _ = entry.indices(padded)
-        bounds.append((min(start, size), min(stop, size)))
-    return tuple(bounds)
-
-
-def _nbytes(bounds: Bounds, dtype: np.dtype[Any]) -> int:
-    return int(np.prod([stop - start for start, stop in bounds], dtype=np.int64)) * dtype.itemsize
 
 
 def _without_fused(letters: Sequence[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from spmd_trainer.interop.pax.arrays import Index, PaxArray
 from spmd_trainer.interop.pax.errors import PaxMismatchError
+from spmd_trainer.interop.shards import Bounds, logical_bounds, num_elements, trim_memory
 from spmd_trainer.sharding.variables import VariableSpec, named_shardings
 
 # Bytes that are read ahead of the variable that is being placed, if the largest variable is smaller.
@@ -66,7 +66,7 @@ def read_onto_mesh(
         result[reading.path] = _placed(reading, spec, shardings[reading.path])
         read_bytes += reading.nbytes
         if read_bytes > _TRIM_BYTES:
-            _trim_memory()
+            trim_memory()
             read_bytes = 0
         # Together the processes check all variables.
         if number % jax.process_count() == jax.process_index() and (fault := _padding_fault(reading, spec)):
@@ -74,13 +74,6 @@ def read_onto_mesh(
     if faults:
         raise PaxMismatchError(_explain(faults, checkpoint))
     return result
-
-
-def _trim_memory() -> None:
-    """Gives freed memory back to the operating system, where the C library is glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _read_ahead(
@@ -100,12 +93,11 @@ def _read_ahead(
 
 
 def _start(path: str, spec: VariableSpec, array: PaxArray, sharding: NamedSharding) -> _Reading:
-    bounds = {_logical_bounds(spec, index) for index in _indices(sharding, spec).values()}
-    sizes = [int(np.prod([stop - start for start, stop in b], dtype=np.int64)) for b in bounds]
-    nbytes = sum(sizes) * array.dtype.itemsize
+    bounds = set(logical_bounds(spec, sharding).values())
+    nbytes = sum(map(num_elements, bounds)) * array.dtype.itemsize
     if array.reads_whole:
         return _Reading(path, array, {}, nbytes)
-    parts = {b: array.start_reading(_slices(b)) for b, size in zip(bounds, sizes, strict=True) if size}
+    parts = {b: array.start_reading(_slices(b)) for b in bounds if num_elements(b)}
     return _Reading(path, array, parts, nbytes)
 
 
@@ -117,9 +109,9 @@ def _placed(reading: _Reading, spec: VariableSpec, sharding: NamedSharding) -> j
         if reading.array.reads_whole
         else None
     )
-    by_bounds: dict[tuple[tuple[int, int], ...], list[jax.Device]] = collections.defaultdict(list)
-    for device, index in _indices(sharding, spec).items():
-        by_bounds[_logical_bounds(spec, index)].append(device)
+    by_bounds: dict[Bounds, list[jax.Device]] = collections.defaultdict(list)
+    for device, bounds in logical_bounds(spec, sharding).items():
+        by_bounds[bounds].append(device)
     shards = []
     for bounds, devices in by_bounds.items():
         if whole is not None:
@@ -139,20 +131,6 @@ def _padded(part: npt.NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]
     shard = np.zeros(shape, dtype)
     shard[tuple(slice(0, size) for size in part.shape)] = part
     return shard
-
-
-def _indices(sharding: NamedSharding, spec: VariableSpec) -> Mapping[jax.Device, Any]:
-    indices: Mapping[jax.Device, Any] = sharding.addressable_devices_indices_map(spec.padded_shape)
-    return indices
-
-
-def _logical_bounds(spec: VariableSpec, index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
-    """Returns (start, stop) of each dimension of a shard, without padding."""
-    bounds = []
-    for entry, size, padded in zip(index, spec.logical_shape, spec.padded_shape, strict=True):
-        start, stop, _ = entry.indices(padded)
-        bounds.append((min(start, size), min(stop, size)))
-    return tuple(bounds)
 
 
 def _slices(bounds: Any) -> Index:
