@@ -4,7 +4,8 @@
 
 The model has the structure of `experiments/lm/llama.py`: grouped key and value heads, rotary embeddings, rematerialised layers
 in a scan. It runs on 8 host devices, mesh (replica, data, mdl) = (1, 4, 2), which divides its sizes. Both programs start from the
-same values, have the same layout, optimizer (optax.adam) and batches, donate their state, and take turns of --steps steps.
+same values, have the same layout, optimizer (optax.adam) and batches, donate their state, and take turns of --steps steps. As in
+`benchmarks/steady_step.py`, both also return the accuracy and the norm of the gradient, and skip a step whose norm is not finite.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
 
-def hand_written_loss(mesh: jax.sharding.Mesh, params: Any, rows: Any) -> jax.Array:
-    """Returns the mean cross entropy of a Llama in plain JAX."""
+def hand_written_loss(mesh: jax.sharding.Mesh, params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean cross entropy of a Llama in plain JAX, and the share of tokens that it predicts."""
 
     def split(x: jax.Array, *axes: Any) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
@@ -162,7 +163,9 @@ def hand_written_loss(mesh: jax.sharding.Mesh, params: Any, rows: Any) -> jax.Ar
     x, _ = jax.lax.scan(layer, x, params["layers"])
     logits = split(rms_norm(x, params["final_norm"]) @ params["logits"], "data", None, "mdl")
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows["labels"])
-    return jnp.sum(losses * rows["weights"]) / jnp.sum(rows["weights"])
+    correct = jnp.argmax(logits, axis=-1) == rows["labels"]
+    tokens = jnp.sum(rows["weights"])
+    return jnp.sum(losses * rows["weights"]) / tokens, jnp.sum(correct * rows["weights"]) / tokens
 
 
 def hand_written_step(mesh: jax.sharding.Mesh, initial: Any) -> turns.Program:
@@ -180,16 +183,19 @@ def hand_written_step(mesh: jax.sharding.Mesh, initial: Any) -> turns.Program:
     }
 
     def step(params: Any, opt_state: Any, rows: Any) -> Any:
-        value, grads = jax.value_and_grad(hand_written_loss, argnums=1)(mesh, params, rows)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+        (value, accuracy), grads = jax.value_and_grad(hand_written_loss, argnums=1, has_aux=True)(mesh, params, rows)
+        norm = optax.global_norm(grads)
+        updates, new_opt_state = OPTIMIZER.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(norm), new, old), new, (params, opt_state))
+        return *kept, value, {"accuracy": accuracy, "gradient_norm": norm}
 
     params = jax.device_put(params, layouts)
     held = {"params": params, "opt_state": jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)}
-    jitted = jax.jit(step, out_shardings=(layouts, of_state, whole), donate_argnums=(0, 1))
+    jitted = jax.jit(step, out_shardings=(layouts, of_state, whole, whole), donate_argnums=(0, 1))
 
     def take() -> None:
-        held["params"], held["opt_state"], held["loss"] = jitted(held["params"], held["opt_state"], rows)
+        held["params"], held["opt_state"], held["loss"], _ = jitted(held["params"], held["opt_state"], rows)
 
     return turns.Program(take, lambda: held["loss"])
 

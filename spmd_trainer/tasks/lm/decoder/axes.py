@@ -121,8 +121,16 @@ class SpecLayer(base_layer.BaseLayer):
         return x.astype(self.fprop_dtype)
 
     def split(self, x: jax.Array, *axes: str) -> jax.Array:
-        """Splits an activation over the mesh: one logical axis per dimension."""
-        return jnp.asarray(base_layer.maybe_shard(x, self._split(axes), self.mesh_axis_names))
+        """Splits an activation over the mesh: one logical axis per dimension.
+
+        The residual stream ('activation_embed') is split in training only, where it is what the backward pass needs. Elsewhere
+        gathering it for each layer would gain nothing.
+        """
+        mesh_axes = [
+            None if self.do_eval and axis == "activation_embed" else split
+            for axis, split in zip(axes, self._split(axes), strict=True)
+        ]
+        return jnp.asarray(base_layer.maybe_shard(x, mesh_axes, self.mesh_axis_names))
 
     def dropped(self, x: jax.Array, probability: float) -> jax.Array:
         """Returns x with each element set to 0 with this probability and the others scaled up; x itself in evaluation."""
