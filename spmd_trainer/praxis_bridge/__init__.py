@@ -13,6 +13,7 @@ imported, nothing changes. Files in site-packages stay as they are, and calling 
 | `jnp.reshape(newshape=)` | `decoder_utils` only (beam search, token samplers) | the module's `jnp` is wrapped to accept this keyword |
 | `jnp.issubdtype(array, ...)` | `optimizers.apply_ema_weights`; deprecated, an error in a later JAX | the module's `jnp` is wrapped to accept arrays |
 | `int(array of one element)` | `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on | the three ids are converted to scalars before the call |
+| `py_utils.with_sharding_constraint` | every split of an activation; XLA computes wrong products for some orders of a batch's axes | the order in which it computes right ones: `sharding.constraints.computable` |
 | (speed) `pax_fiddle.auto_config` of a lambda that calls nothing | class bodies of `optimizers`: fiddle parses the 3,000-line file twice, which takes 2 s at every start | such a lambda builds nothing, so it is returned unchanged |
 | (speed) the type hint of `BaseInput.dataset` | fiddle evaluates the type hints of every input it configures, and this hint imports TensorFlow (2 s and more) | the hint is `Any` |
 | (speed) `sympy`, `lingvo.core.symbolic`, `jax.experimental.sparse.linalg` | imported by modules that hardly use them (`sympy` by `layers.ngrammer`, for one function), together with scipy: a fifth of the import time at start | imported at their first use |
@@ -258,6 +259,18 @@ def _mend_py_utils(module: Any) -> None:
         return original(example, pop)
 
     module.get_enumeration_id = get_enumeration_id
+    split = module.with_sharding_constraint
+
+    @functools.wraps(split)
+    def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
+        from spmd_trainer.sharding import constraints
+
+        mesh = module.pxla.thread_resources.env.physical_mesh
+        if axis_resources is not None and not mesh.empty:
+            axis_resources = constraints.computable(axis_resources, dict(mesh.shape))
+        return split(x, axis_resources)
+
+    module.with_sharding_constraint = with_sharding_constraint
 
 
 def _mend_pax_fiddle(module: Any) -> None:

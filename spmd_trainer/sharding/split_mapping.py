@@ -27,8 +27,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from spmd_trainer.sharding.constraints import constrain, constrain_together
 from spmd_trainer.sharding.messages import count_text, did_you_mean
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, check_divides, check_spec, entry_axes, mesh_shape_of
 from spmd_trainer.sharding.split_dims import MeshAxes, SplitDimsMapping, SplitMapping, axes_names_text, parse_split_dims
@@ -217,10 +218,10 @@ def reshard_inputs(
     if mapping_dict is None:
         return inputs
     specs = jax.tree.leaves(input_partition_specs(mapping_dict, mesh_axis_names, inputs))
-    leaves = [
-        _constrain(path, x, spec, mesh, allow_uneven)
-        for (path, x), spec in zip(named_leaves(inputs), specs, strict=True)
-    ]
+    named = named_leaves(inputs)
+    for (path, x), spec in zip(named, specs, strict=True):
+        _check(path, x, spec, mesh, allow_uneven)
+    leaves = constrain_together([x for _, x in named], specs, mesh)
     return jax.tree.unflatten(jax.tree.structure(inputs), leaves)
 
 
@@ -321,6 +322,11 @@ def _spec_by_rank(
 
 
 def _constrain(path: str, x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None, allow_uneven: bool) -> jax.Array:
+    _check(path, x, spec, mesh, allow_uneven)
+    return constrain(x, spec, mesh)
+
+
+def _check(path: str, x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None, allow_uneven: bool) -> None:
     ambient = jax.sharding.get_abstract_mesh()
     if mesh is None and ambient.empty:
         raise ValueError(
@@ -332,8 +338,6 @@ def _constrain(path: str, x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | Non
     check_spec(name, x.shape, spec, sizes)
     if not allow_uneven:
         check_divides(name, x.shape, spec, sizes)
-    constrained: jax.Array = jax.lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
-    return constrained
 
 
 def _name_key(by_name: Mapping[str, Any], path: str) -> str | None:

@@ -1,0 +1,100 @@
+"""Sharding constraints on the arrays of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_trainer.sharding.specs import AnyMesh, entry_axes, mesh_shape_of
+
+
+def computable(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Returns the spec of an activation with its axes in an order for which XLA computes right products.
+
+    XLA's partitioner (seen in jaxlib 0.10.2, with GSPMD and with Shardy) swaps rows of a product y = x @ w where all of this is so:
+    the rows of x and y are split over several axes, such as ('replica', 'data'); both are also split over 'mdl' along their last
+    dimension; w is split over 'mdl' and 'data'; and 'data' and 'mdl' have the same size. It compares the numbers of pieces, and
+    takes those of 'data' for those of 'mdl'. With 'data' first, as in ('data', 'replica'), it does not.
+
+    Args:
+      spec: the spec.
+      sizes: {axis: size} of the mesh.
+
+    Returns:
+      The spec, in which an entry of several axes has its last axes first if XLA would take them for another axis. The number of
+      pieces stays; other devices hold them.
+    """
+    return PartitionSpec(*(_in_order(entry_axes(entry), sizes) for entry in spec))
+
+
+def _in_order(axes: tuple[str, ...], sizes: Mapping[str, int]) -> str | tuple[str, ...] | None:
+    others = {size for axis, size in sizes.items() if axis not in axes and size > 1}
+    real = [axis for axis in axes if sizes[axis] > 1]
+    for begin in range(1, len(real)):
+        if math.prod(sizes[axis] for axis in real[begin:]) in others:
+            return (*real[begin:], *real[:begin])
+    if len(axes) > 1:
+        return axes
+    return axes[0] if axes else None
+
+
+def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) -> jax.Array:
+    """Splits an activation as a spec says, on a mesh or, if it is None, on the ambient mesh. Under jit; see `computable`."""
+    spec = computable(spec, mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh))
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
+    return constrained
+
+
+def constrain_together(
+    arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: AnyMesh | None
+) -> list[jax.Array]:
+    """Splits the arrays of a batch as their specs say; small ones that are split in the same way move in one collective.
+
+    A batch of tokens is a handful of arrays of a few kilobytes each. A collective of that size costs its latency, so six of them
+    cost six times as much as one. Only arrays of rank 1 and 2 with elements of 4 bytes that are split along the rows are joined,
+    and only where they have to move: a batch arrives split over the whole mesh.
+
+    Args:
+      arrays: the arrays.
+      specs: a PartitionSpec for each.
+      mesh: the mesh; None for the ambient one.
+
+    Returns:
+      The arrays, in order.
+    """
+    sizes = mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh)
+    groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+    for number, (x, spec) in enumerate(zip(arrays, specs, strict=True)):
+        if x.ndim in (1, 2) and x.dtype.itemsize == 4 and not any(spec[1:]):
+            rows_over = entry_axes(spec[0]) if len(spec) else ()
+            if math.prod(sizes[axis] for axis in rows_over) < math.prod(sizes.values()):
+                groups.setdefault((x.shape[0], rows_over), []).append(number)
+    result = list(arrays)
+    for (_, rows_over), members in groups.items():
+        if len(members) > 1:
+            joined = constrain(_joined([arrays[i] for i in members]), PartitionSpec(rows_over or None, None), mesh)
+            for i, x in zip(members, _parted(joined, [arrays[i] for i in members]), strict=True):
+                result[i] = x
+    joined_ones = {i for members in groups.values() if len(members) > 1 for i in members}
+    return [x if i in joined_ones else constrain(x, specs[i], mesh) for i, x in enumerate(result)]
+
+
+def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the columns of all arrays side by side, as int32 with the same bits."""
+    columns = [jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1), jnp.int32) for x in arrays]
+    return jnp.concatenate(columns, axis=1)
+
+
+def _parted(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the arrays that `_joined` was made from."""
+    parts, begin = [], 0
+    for x in like:
+        width = math.prod(x.shape[1:])
+        columns = jax.lax.slice_in_dim(joined, begin, begin + width, axis=1)
+        parts.append(jax.lax.bitcast_convert_type(columns, x.dtype).reshape(x.shape))
+        begin += width
+    return parts
