@@ -70,7 +70,7 @@ format: setup
 bench: setup
 	$(RUN) python -m benchmarks
 
-# Compiles the cloud sizes for TPUs, which needs none: minutes each. The TPU compiler gets an environment of its own.
+# Compiles cloud and Llama sizes for TPUs, which needs none: minutes each. The TPU compiler gets an environment of its own.
 PLAN := UV_PROJECT_ENVIRONMENT=.venv-tpu $(UV) run --frozen --extra tpu
 INSPECT := $(PLAN) spmd-trainer --mode=inspect
 ROWS_512 := --fdl.set='train_datasets[0].batch_size.global_batch_size=512'
@@ -78,6 +78,8 @@ plan: setup
 	$(INSPECT) --exp=lm.cloud.LmCloudSpmd2B --topology=v5e:16x16 --mesh=data:16,mdl:16 $(ROWS_512) --job_log_dir=runs/plan/2B
 	$(INSPECT) --exp=lm.cloud.LmCloudSpmd16B --topology=v5p:8x8x8 --mesh=data:64,mdl:8 $(ROWS_512) --job_log_dir=runs/plan/16B
 	$(INSPECT) --exp=lm.cloud.LmCloudSpmd175B --topology=v5p:8x8x8 --job_log_dir=runs/plan/175B
+	$(INSPECT) --exp=lm.llama.Llama3_1_8B --topology=v5e:4x8 --job_log_dir=runs/plan/llama_8B
+	$(INSPECT) --exp=lm.llama.Llama3_1_70B --topology=v5p:8x8x8 --job_log_dir=runs/plan/llama_70B
 	$(PLAN) python -m benchmarks.plan_baseline
 
 clean:

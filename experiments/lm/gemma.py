@@ -51,7 +51,7 @@ class Gemma2_9B(Gemma2):
     """Gemma 2 9B on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 42, 3584, 14_336, 16, 8
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register

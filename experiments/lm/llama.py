@@ -32,7 +32,7 @@ class Llama2_7B(Llama2):
     """Llama 2 7B on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 11_008, 32, 32
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register
@@ -64,7 +64,7 @@ class Llama3_8B(Llama3):
     """Llama 3 8B on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 14_336, 32, 8
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register
@@ -89,7 +89,7 @@ class Llama3_1_8B(Llama3_1):
     """Llama 3.1 8B on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 14_336, 32, 8
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register

@@ -27,7 +27,7 @@ class Mistral7B(Mistral):
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 14_336, 32, 8
     LAYER_PATTERN = ("local",)
     WINDOW = 4096
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register
@@ -37,7 +37,7 @@ class Mistral7BV3(Mistral):
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 14_336, 32, 8
     VOCAB_SIZE = 32_768
     ROTARY_BASE = 1_000_000.0
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register

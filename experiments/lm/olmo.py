@@ -34,7 +34,7 @@ class Olmo2_7B(Olmo2):
     """OLMo 2 7B on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 11_008, 32, 32
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register

@@ -66,7 +66,7 @@ class Qwen2_5_7B(Qwen2_5):
     """Qwen 2.5 7B on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 28, 3584, 18_944, 28, 4
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register
@@ -135,7 +135,7 @@ class Qwen3_8B(Qwen3):
     """Qwen 3 8B on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 36, 4096, 12_288, 32, 8
-    ICI_MESH_SHAPE = (1, 16, 2)
+    ICI_MESH_SHAPE = (1, 8, 4)
 
 
 @experiment_registry.register
