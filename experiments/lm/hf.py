@@ -44,7 +44,7 @@ class FromFolder(experiment.DecoderExperiment):
       VARIABLE_DTYPE: 'float32', 'bfloat16', or 'stored' for the dtype of the folder's tensors.
       NUM_EVAL_WINDOWS: rows to evaluate on.
       PROMPTS: what to continue with `--mode=decode_once`: text files, of which each file's beginning is a prompt; or files of
-        conversations (*.jsonl), see `inputs.ChatPromptInput`. None: nothing.
+        conversations (*.jsonl, *.parquet), see `inputs.ChatPromptInput`. None: nothing.
       PROMPT_LEN: most tokens of a prompt.
       NUM_PROMPTS: prompts per step.
     """
@@ -119,9 +119,11 @@ class FromFolder(experiment.DecoderExperiment):
             "batch_size": Config(rows_per_process, global_batch_size=self.NUM_PROMPTS),
         }
         paths = [self.PROMPTS] if isinstance(self.PROMPTS, str | os.PathLike) else list(self.PROMPTS)
-        chats = [os.fspath(path).endswith(".jsonl") for path in paths]
+        chats = [os.fspath(path).endswith((".jsonl", ".parquet")) for path in paths]
         if any(chats) and not all(chats):
-            raise UserError(f"PROMPTS={self.PROMPTS!r} has conversations (*.jsonl) and other files; give one kind")
+            raise UserError(
+                f"PROMPTS={self.PROMPTS!r} has conversations (*.jsonl, *.parquet) and other files; give one kind"
+            )
         if any(chats):
             return [Config(chat_prompts.ChatPromptInput, **shared)]
         return [Config(text.PromptInput, start=self.START, **shared)]

@@ -62,6 +62,13 @@ MODES = {
         "inspect_job",
         has_run=False,
     ),
+    "data": Mode(
+        "Print the first rows of each dataset: their text, with the labels that count in the loss in colour (in brackets if the "
+        "output is not a terminal), how long their segments are, and how much is padding.",
+        "show_data",
+        "show_data",
+        has_run=False,
+    ),
     "verify": Mode(
         "Train for a few steps on one device and on the mesh, and compare losses, gradient norms and variables.",
         "verify",

@@ -2,6 +2,7 @@ from .batches import dataset_input_specs as dataset_input_specs
 from .batches import lm_input_specs as lm_input_specs
 from .batches import pad_batch as pad_batch
 from .chat_prompts import ChatPromptInput as ChatPromptInput
+from .chat_text import ChatInput as ChatInput
 from .examples import ArrayInput as ArrayInput
 from .examples import ExamplesInput as ExamplesInput
 from .grain_input import GrainInput as GrainInput

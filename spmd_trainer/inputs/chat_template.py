@@ -6,11 +6,12 @@ files, modules or the interpreter's internals. It sees the same names as in tran
 
 from __future__ import annotations
 
+import contextvars
 import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmd_trainer.errors import UserError, did_you_mean
 
@@ -22,8 +23,43 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 
 
+class Rendering(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+      text: the text.
+      generated: the (start, end) characters of each `{% generation %}` block, in the order of the text.
+    """
+
+    text: str
+    generated: tuple[tuple[int, int], ...]
+
+
+class _Recorder:
+    """Where the `{% generation %}` blocks of a rendering are.
+
+    Attributes:
+      length: characters written so far.
+      blocks: (start, content) of each block.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.blocks: list[tuple[int, str]] = []
+
+
+# Of the rendering under way. All templates share one environment, and so one `Generation` extension.
+_recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("recorder", default=None)
+
+
 class ChatTemplate:
-    """A compiled chat template."""
+    """A compiled chat template.
+
+    Attributes:
+      name: where it is from, for errors.
+      text: the template.
+      has_marks: whether it marks what the assistant wrote, with `{% generation %}...{% endgeneration %}`.
+    """
 
     def __init__(self, text: str, *, name: str = "chat_template", special_tokens: Mapping[str, str] | None = None):
         """Compiles the template.
@@ -39,7 +75,7 @@ class ChatTemplate:
         self.name = name
         self.text = text
         self._special_tokens = dict(special_tokens or {})
-        self._template = _compile(text, name)
+        self._template, self.has_marks = _compile(text, name)
 
     def render(
         self,
@@ -53,7 +89,8 @@ class ChatTemplate:
         """Returns a conversation as text.
 
         Args:
-          messages: [{'role': 'user', 'content': ...}, ...], JSON values.
+          messages: [{'role': 'user', 'content': ...}, ...], JSON values. As in transformers, the template does not see a
+            message's entries that are null.
           add_generation_prompt: end with the beginning of the assistant's answer, if the template can.
           tools: JSON schemas of the functions that the model may call.
           documents: documents for templates that take some.
@@ -65,18 +102,51 @@ class ChatTemplate:
         import jinja2
 
         given = {**self._special_tokens, **variables}
+        recorder = _recorder.get()
+        parts = []
         try:
-            return self._template.render(
-                messages=[_with_reasoning(message) for message in messages],
+            for part in self._template.generate(
+                messages=[_as_templates_expect(message) for message in messages],
                 tools=tools,
                 documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 **given,
-            )
+            ):
+                parts.append(part)
+                if recorder is not None:
+                    recorder.length += len(part)
         except jinja2.exceptions.SecurityError as error:
             raise UserError(f"{self.name} does something that chat templates may not do: {error}") from error
         except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise UserError(f"{self.name} can't render this conversation: {error}") from error
+        return "".join(parts)
+
+    def render_marked(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendering:
+        """Returns a conversation as text, with the position of each `{% generation %}` block.
+
+        Args:
+          messages: see `render`.
+          **variables: the other arguments of `render`.
+
+        Raises:
+          UserError: see `render`; or the position of a block in the text is unknown.
+        """
+        recorder = _Recorder()
+        token = _recorder.set(recorder)
+        try:
+            text = self.render(messages, **variables)
+        finally:
+            _recorder.reset(token)
+        end, spans = 0, []
+        for start, content in recorder.blocks:
+            if start < end or not text.startswith(content, start):
+                raise UserError(
+                    f"{self.name} has {{% generation %}} inside a macro, a filter or a {{% set %}} block, where its position "
+                    "in the text is unknown; move it to where the text is written"
+                )
+            end = start + len(content)
+            spans.append((start, end))
+        return Rendering(text, tuple(spans))
 
 
 def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool, owner: str) -> tuple[str, str]:
@@ -105,21 +175,27 @@ def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool,
     )
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gives a message with reasoning the names under which templates look for it."""
-    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+def _as_templates_expect(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leaves out entries that are null, and gives reasoning the names under which templates look for it."""
+    message = {name: value for name, value in message.items() if value is not None}
+    found = next((message[name] for name in _REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 # Compiling takes milliseconds, and a job builds its inputs several times.
 @functools.lru_cache(maxsize=16)
-def _compile(text: str, name: str) -> jinja2.Template:
+def _compile(text: str, name: str) -> tuple[jinja2.Template, bool]:
+    """Returns the compiled template, and whether it has `{% generation %}`."""
     try:
         import jinja2
     except ImportError as error:
         raise UserError(f"{name} needs jinja2: pip install 'spmd-trainer[hf]'") from error
+    environment = _environment()
     try:
-        return _environment().from_string(text)
+        calls = environment.parse(text).find_all(jinja2.nodes.CallBlock)
+        # No other block of these templates calls an extension.
+        has_marks = any(isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in calls)
+        return environment.from_string(text), has_marks
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{name} is not a chat template: line {error.lineno}: {error.message}") from error
 
@@ -132,7 +208,7 @@ def _environment() -> jinja2.Environment:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}`: marks what the model wrote. The text inside stays as it is."""
+        """`{% generation %}...{% endgeneration %}`: marks what the assistant wrote. The text inside stays as it is."""
 
         tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -142,7 +218,11 @@ def _environment() -> jinja2.Environment:
             return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
         def _content(self, caller: Any) -> str:
-            return caller()
+            content = caller()
+            recorder = _recorder.get()
+            if recorder is not None:
+                recorder.blocks.append((recorder.length, content))
+            return content
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,9 +101,19 @@ class HuggingFaceTokenizer:
     def _tokenizer(self) -> huggingface.Tokenizer:
         return _load(self._content, self.encodes_special_tokens, self.name)
 
+    @functools.cached_property
+    def _exact_tokenizer(self) -> huggingface.Tokenizer:
+        """The tokenizer without its post-processor, which may take a token's spaces out of its offsets."""
+        import tokenizers as huggingface
+
+        found = huggingface.Tokenizer.from_str(self._tokenizer.to_str())
+        found.post_processor = None
+        found.encode_special_tokens = self.encodes_special_tokens
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
         # A copied or pickled `tokenizers.Tokenizer` forgets encode_special_tokens.
-        return {name: value for name, value in self.__dict__.items() if name != "_tokenizer"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_tokenizer", "_exact_tokenizer")}
 
     def __repr__(self) -> str:
         return f"HuggingFaceTokenizer({self.name}, vocab_size={self.vocab_size}, eos_id={self._eos_id})"
@@ -193,6 +203,36 @@ class HuggingFaceTokenizer:
                 "leave the file out of `files`"
             ) from error
         return np.asarray(encoding.ids, np.int32)
+
+    def encode_with_offsets(self, texts: Sequence[str], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the tokens of texts, and which characters each token stands for.
+
+        Args:
+          texts: the texts.
+          wheres: for errors, where each text is from.
+
+        Returns:
+          For each text its tokens, int32 [n], and their (start, end) characters, int64 [n, 2]. Several tokens may stand for one
+          character.
+
+        Raises:
+          UserError: see `encode`.
+        """
+        for text, where in zip(texts, wheres, strict=True):
+            self._refuse_lost_characters(text, where)
+        try:
+            encodings = self._exact_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception:  # the library raises bare Exception
+            for text, where in zip(texts, wheres, strict=True):
+                self.encode(text.encode(), where)  # raises the error of one text
+            raise
+        return [
+            (np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)) for found in encodings
+        ]
+
+    def spell(self, ids: Any) -> str:
+        """Returns the text of ids [n], with special tokens as they are spelled."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def _refuse_lost_characters(self, text: str, path: str) -> None:
         """Raises a UserError if the library would drop characters of the text."""

@@ -24,31 +24,26 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.inputs import batches, indexed, text_base, tokenizers
 
 
-class PackedTextInput(text_base.TokenizedFiles):
-    """Language-model input over the documents in text files, packed into rows (see the module docstring).
+class PackedRows(text_base.TokenizedFiles):
+    """Base of language-model inputs over packed rows.
 
-    Which pieces share a row depends only on the documents and `seq_len`. Training: endless. Each epoch gives every row
-    once, in an order drawn from (input_random_seed, epoch). Otherwise: every row once, then StopIteration until
-    `reset()`. All files are read before the first batch. A batch has the same arrays as one of `TextInput`; segments are
-    numbered from 1 in each row, and padding after the last segment has segment id 0.
+    Training: endless. Each epoch gives every row once, in an order drawn from (input_random_seed, epoch). Otherwise: every
+    row once, then StopIteration until `reset()`. All files are read before the first batch. A batch has the same arrays as one
+    of `TextInput`; segments are numbered from 1 in each row, and padding after the last segment has segment id 0.
+
+    A subclass implements `_table`.
 
     Attributes:
-      files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`.
       seq_len: tokens per row, T.
-      separator: text between the documents of a file, e.g. a newline; None makes each file one document. The separator is
-        not part of a document, and empty documents are left out.
       shuffle: False gives the rows of a training input in the order in which they were packed.
     """
 
     seq_len: int = 0
-    separator: str | None = None
     shuffle: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("seq_len")
-        if self.separator == "":
-            raise self.error("separator=''; set it to what stands between documents, or to None: a file is one")
 
     @property
     def num_rows(self) -> int:
@@ -57,8 +52,13 @@ class PackedTextInput(text_base.TokenizedFiles):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one epoch: those of the documents, including one end-of-text per document."""
+        """Labels of one epoch, without padding."""
         return int(np.count_nonzero(self._table.segment_ids))
+
+    @property
+    def num_counted(self) -> int:
+        """Labels of one epoch that count in the loss."""
+        return self.num_tokens if self._table.counted is None else int(np.count_nonzero(self._table.counted))
 
     @property
     def order(self) -> indexed.ExampleOrder:
@@ -68,21 +68,49 @@ class PackedTextInput(text_base.TokenizedFiles):
         return batches.lm_input_specs(self.batch_size, self.seq_len)
 
     def batch_at(self, position: int) -> NestedMap:
-        rows = self.examples_at(position)
-        segment_ids = self._table.segment_ids[rows].astype(np.int32)
-        weights = (segment_ids > 0).astype(np.float32)
+        rows, table = self.examples_at(position), self._table
+        segment_ids = table.segment_ids[rows].astype(np.int32)
+        inside = segment_ids > 0
         return NestedMap(
-            ids=self._table.ids[rows].astype(np.int32),
-            labels=self._table.labels[rows].astype(np.int32),
-            paddings=1.0 - weights,
-            weights=weights,
+            ids=table.ids[rows].astype(np.int32),
+            labels=table.labels[rows].astype(np.int32),
+            paddings=1.0 - inside.astype(np.float32),
+            weights=(inside if table.counted is None else table.counted[rows]).astype(np.float32),
             segment_ids=segment_ids,
-            segment_pos=self._table.segment_pos[rows].astype(np.int32),
-            eval_sample_weights=weights[:, 0].copy(),
+            segment_pos=table.segment_pos[rows].astype(np.int32),
+            eval_sample_weights=inside[:, 0].astype(np.float32),
         )
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), "seq_len": self.seq_len, "separator": self.separator}
+        return {**super()._fingerprint(), "seq_len": self.seq_len}
+
+    @property
+    def _table(self) -> RowTable:
+        """All rows. A subclass keeps them."""
+        raise NotImplementedError
+
+
+class PackedTextInput(PackedRows):
+    """Language-model input over the documents in text files, packed into rows (see the module docstring).
+
+    Which pieces share a row depends only on the documents and `seq_len`. For batches and epochs see `PackedRows`.
+
+    Attributes:
+      files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`.
+      seq_len, shuffle: see `PackedRows`.
+      separator: text between the documents of a file, e.g. a newline; None makes each file one document. The separator is
+        not part of a document, and empty documents are left out.
+    """
+
+    separator: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.separator == "":
+            raise self.error("separator=''; set it to what stands between documents, or to None: a file is one")
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "separator": self.separator}
 
     def _documents(self) -> Iterator[np.ndarray]:
         separator = None if self.separator is None else self.separator.encode()
@@ -103,29 +131,38 @@ class PackedTextInput(text_base.TokenizedFiles):
 
 
 class RowTable(NamedTuple):
-    """All rows of an input, unsigned integers [rows + 1, T], 0 where there is no token. The last row is empty.
+    """All rows of an input, arrays [rows + 1, T], 0 where there is no token. The last row is empty.
 
     Attributes:
-      ids: the token before each label.
+      ids: the token before each label, unsigned integers, like the next three.
       labels: the tokens.
       segment_ids: from 1 in each row.
       segment_pos: from 0 in each segment.
+      counted: whether a label counts in the loss, bool; None: all do.
     """
 
     ids: np.ndarray
     labels: np.ndarray
     segment_ids: np.ndarray
     segment_pos: np.ndarray
+    counted: np.ndarray | None = None
 
 
-def pack(stream: np.ndarray, lengths: list[int], seq_len: int, first: int) -> RowTable:
+def pack(
+    stream: np.ndarray,
+    lengths: list[int],
+    seq_len: int,
+    first: int | np.ndarray,
+    counted: np.ndarray | None = None,
+) -> RowTable:
     """Packs documents into rows.
 
     Args:
-      stream: the tokens of all documents, each with its end-of-text, unsigned [sum of lengths].
-      lengths: tokens of each document, including end-of-text.
+      stream: the labels of all documents, unsigned [sum of lengths].
+      lengths: labels of each document.
       seq_len: tokens per row.
-      first: the id before the first label of each document.
+      first: the id before the first label of each document, one for all or [documents].
+      counted: whether each label counts in the loss, bool [sum of lengths]; None: all do.
 
     Returns:
       The rows.
@@ -148,6 +185,7 @@ def pack(stream: np.ndarray, lengths: list[int], seq_len: int, first: int) -> Ro
         labels=spread(stream, stream.dtype),
         segment_ids=spread(np.repeat(segments, pieces), small),
         segment_pos=spread(within, small),
+        counted=None if counted is None else spread(counted, np.bool_),
     )
 
 

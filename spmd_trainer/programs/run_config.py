@@ -49,7 +49,7 @@ class RunConfig:
     Attributes:
       experiment: the experiment with the overrides applied.
       job_log_dir: where everything of this run goes.
-      mode: train, eval, decode, decode_once, infer, inspect, verify or export.
+      mode: train, eval, decode, decode_once, infer, inspect, verify, data or export.
       restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
       restore_checkpoint_step: this step instead of the newest.
       eval_on_test: evaluate during training on every evaluation dataset.

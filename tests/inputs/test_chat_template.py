@@ -68,6 +68,50 @@ def test_a_message_that_lacks_what_a_template_needs_is_an_error():
         ChatTemplate("{{ messages[0].content | trim | length + messages[0].weight }}").render(HI)
 
 
+MARKED = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+
+
+def test_marks_are_found_in_the_text():
+    talk = [*HI, {"role": "assistant", "content": "\N{GRINNING FACE}!"}, {"role": "user", "content": ""}]
+    template = ChatTemplate(MARKED)
+    found = template.render_marked(talk)
+    assert found.text == template.render(talk) == "user:Hi;assistant:\N{GRINNING FACE}!;user:;"
+    assert found.generated == ((5, 7), (18, 20), (26, 26))
+    assert template.has_marks
+    assert ChatTemplate("{%- generation -%}{%- endgeneration -%}").has_marks
+    assert not ChatTemplate("{# {% generation %} #}{% raw %}{% generation %}{% endraw %}").has_marks
+    assert not ChatTemplate("{% macro m() %}{{ caller() }}{% endmacro %}{% call m() %}a{% endcall %}").has_marks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% macro m(x) %}a{% generation %}{{ x }}{% endgeneration %}{% endmacro %}{{ m('b') }}",
+        "{% set x %}{% generation %}b{% endgeneration %}{% endset %}a{{ x }}",
+        "a{% filter upper %}{% generation %}b{% endgeneration %}{% endfilter %}",
+        "{% generation %}a{% generation %}a{% endgeneration %}{% endgeneration %}",
+    ],
+)
+def test_marks_whose_position_is_unknown_are_refused(text):
+    template = ChatTemplate(text, name="mine")
+    assert template.render(HI).lower() in ("ab", "aa")
+    with pytest.raises(UserError, match=r"mine has {% generation %} inside a macro, a filter or a {% set %} block"):
+        template.render_marked(HI)
+
+
+def test_two_templates_at_a_time_keep_their_marks_apart():
+    inner, outer = ChatTemplate(MARKED), ChatTemplate("{{ f() }}-" + MARKED)
+    found = outer.render_marked(HI, f=lambda: inner.render_marked(HI).generated)
+    assert found.text == "((5, 7),)-user:Hi;"
+    assert found.generated == ((15, 17),)
+
+
+def test_entries_that_are_null_are_not_there():
+    text = "{{ messages[0].content is defined }} {{ messages[0].reasoning_content is defined }}"
+    null = {"role": "assistant", "content": None, "thinking": None, "reasoning_content": None}
+    assert ChatTemplate(text).render([null]) == "False False"
+
+
 def test_the_choice_of_a_template():
     known = {"default": "a", "tool_use": "b", "rag": "c"}
     assert chat_template.choose(known, None, has_tools=False, owner="x") == ("default", "a")

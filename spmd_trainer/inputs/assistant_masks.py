@@ -1,0 +1,125 @@
+"""Which tokens of a conversation the assistant wrote.
+
+The chat template decides. If it has `{% generation %}...{% endgeneration %}` marks, it is the text between them. Otherwise it is,
+for each message of the assistant, the text after the generation prompt: what `messages[:i + 1]` renders to after what
+`messages[:i]` renders to with `add_generation_prompt`. With marks, the end-of-turn token counts if it is between them. Without
+marks it always counts, together with anything else that the template writes after the message, such as ChatML's newline.
+
+A token counts if one of its characters is the assistant's. With marks, the masks are those of transformers'
+`return_assistant_tokens_mask`, except where transformers does not find a character's token:
+- If several tokens stand for the last character between two marks (an emoji), transformers counts the first of them.
+- If the tokenizer's offsets leave out the first character (a space), it counts nothing from there on; if they leave out the last
+  one, it counts everything from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.chat_template import Rendering
+
+Messages: TypeAlias = Sequence[dict[str, Any]]
+# Renders messages, with or without a generation prompt.
+Render: TypeAlias = Callable[[Messages, bool], Rendering]
+
+ASSISTANT = "assistant"
+ALL, LAST = "all", "last"
+TURNS = (ALL, LAST)
+# Characters that errors show of a text.
+_SHOWN = 30
+_FIX = (
+    "mark the text of the assistant in the template with {% generation %} and {% endgeneration %} (chat_template=PATH)"
+)
+
+
+def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns: str) -> Rendering:
+    """Renders a conversation and finds the text that the assistant wrote.
+
+    Args:
+      messages: the messages, at least one by the assistant.
+      render: renders them.
+      has_marks: whether the template has `{% generation %}`.
+      turns: 'all', or 'last' for the last message of the assistant only.
+
+    Returns:
+      The text, and the assistant's (start, end) characters in it; none of them is empty.
+
+    Raises:
+      UserError: the template fails, or which text the assistant wrote is unknown.
+    """
+    own = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
+    whole = render(messages, False)
+    if not has_marks:
+        spans = _after_prompts(messages, render, whole.text, own[-1:] if turns == LAST else own)
+    elif turns == ALL or len(own) == 1:
+        spans = list(whole.generated)
+    else:
+        spans = _marks_of_last(messages, render, whole, own)
+    return Rendering(whole.text, tuple((start, end) for start, end in spans if start < end))
+
+
+def count_tokens(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Returns which tokens have a character in one of the spans, bool [n].
+
+    Args:
+      offsets: (start, end) characters of each token, int64 [n, 2], in the order of the text.
+      spans: (start, end) characters.
+    """
+    counted = np.zeros(len(offsets), bool)
+    starts, ends = offsets.T
+    for start, end in spans:
+        (inside,) = np.nonzero((starts < end) & (ends > start) & (starts < ends))
+        if len(inside):
+            # The slice also has tokens without characters, between two that have some.
+            counted[inside[0] : inside[-1] + 1] = True
+    return counted
+
+
+def _after_prompts(messages: Messages, render: Render, text: str, own: list[int]) -> list[tuple[int, int]]:
+    """Returns the text of the assistant's messages, by rendering the conversation up to each of them."""
+    spans = []
+    for index in own:
+        try:
+            before = render(messages[:index], True).text
+            through = text if index == len(messages) - 1 else render(messages[: index + 1], False).text
+        except UserError as error:
+            raise UserError(
+                f"message {index + 1} is the assistant's, and the template renders the whole conversation, but not the messages "
+                f"up to this one alone ({error}); {_FIX}"
+            ) from error
+        which = f"message {index + 1}"
+        _require_beginning(before, through, f"the generation prompt before {which} is not how {which} begins")
+        _require_beginning(through, text, f"the template renders {which} differently when other messages follow it")
+        spans.append((len(before), len(through)))
+    return spans
+
+
+def _require_beginning(part: str, text: str, otherwise: str) -> None:
+    if text.startswith(part):
+        return
+    at = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
+    raise UserError(
+        f"{otherwise}: at character {at}, {part[at : at + _SHOWN]!r} becomes {text[at : at + _SHOWN]!r}. So it is unknown which "
+        f"text the assistant wrote; {_FIX}"
+    )
+
+
+def _marks_of_last(messages: Messages, render: Render, whole: Rendering, own: list[int]) -> list[tuple[int, int]]:
+    """Returns the marked text of the assistant's last message."""
+    try:
+        before = render(messages[: own[-1]], False).text
+    except UserError:
+        before = None
+    if before is not None and whole.text.startswith(before):
+        return [span for span in whole.generated if span[0] >= len(before)]
+    if len(whole.generated) == len(own):
+        return [whole.generated[-1]]
+    raise UserError(
+        f"turns='last': the template marks {len(whole.generated)} texts for {len(own)} messages of the assistant, and renders "
+        "the messages before the last one differently if they are alone. So it is unknown which marks are the last one's; use "
+        "turns='all', or write one {% generation %} block for each message"
+    )
