@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "padding": ["--rounds=10"],
     "decode": [],
     "generate": [],
+    "lm_eval": [],
     "shard_map": [],
     "resharding": ["--rounds=3", "--mib=256"],
     "sharding_scale": [],

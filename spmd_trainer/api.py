@@ -153,6 +153,7 @@ def export(
     *,
     dtype: str | None = None,
     use_ema: bool = False,
+    adapter: bool = False,
     overrides: Iterable[str] = (),
     mesh: MeshSizes | None = None,
     restore_checkpoint_dir: Directory | None = None,
@@ -165,13 +166,17 @@ def export(
       export_dir: the folder; new or empty.
       dtype: 'float32', 'bfloat16' or 'float16'; None for that of the variables.
       use_ema: write the moving averages of the variables.
+      adapter: write the adapters of `task.lora` alone, as a folder of PEFT in float32, instead of a model that they are merged
+        into.
 
     Raises:
       UserError: as `train`; there is no checkpoint, the folder is not empty, or transformers has no architecture for the model.
     """
     from spmd_trainer.programs import export as program
 
-    settings = ExportSettings(storage.directory("export_dir", export_dir), dtype, use_ema)
+    if adapter and dtype is not None:
+        raise UserError("adapter=True writes float32; leave dtype out")
+    settings = ExportSettings(storage.directory("export_dir", export_dir), dtype, use_ema, adapter)
     checkpoint = _checkpoint(restore_checkpoint_dir, restore_checkpoint_step)
     with _job("export", exp, job_log_dir, overrides, mesh, export=settings, **checkpoint) as job:
         return program.export(job)

@@ -61,6 +61,41 @@ flags.DEFINE_enum(
     "With --mode=export: the dtype to write; by default, that of the variables.",
 )
 flags.DEFINE_bool("export_use_ema", False, "With --mode=export: write the moving averages of the variables.")
+flags.DEFINE_bool(
+    "export_adapter",
+    False,
+    "With --mode=export: write the adapters alone, in PEFT's format, instead of a merged model.",
+)
+flags.DEFINE_multi_string(
+    "tasks", [], "With --mode=lm_eval: tasks, groups or tags of lm-eval, patterns, or YAML files: a,b. May be repeated."
+)
+flags.DEFINE_string("include_path", None, "With --mode=lm_eval: a directory with tasks of your own, as YAML files.")
+flags.DEFINE_integer("num_fewshot", None, "With --mode=lm_eval: number of examples in the context.", lower_bound=0)
+flags.DEFINE_float(
+    "limit", None, "With --mode=lm_eval: use only the first N examples of each task; below 1, a fraction."
+)
+flags.DEFINE_string(
+    "apply_chat_template",
+    None,
+    "With --mode=lm_eval: true writes prompts with the tokenizer's chat template; or the name of one of its templates.",
+)
+flags.DEFINE_string("system_instruction", None, "With --mode=lm_eval: text of the system message.")
+flags.DEFINE_bool(
+    "fewshot_as_multiturn",
+    None,
+    "With --mode=lm_eval: write few-shot examples as turns of a conversation. Default: as --apply_chat_template.",
+)
+flags.DEFINE_string(
+    "gen_kwargs", None, "With --mode=lm_eval: change how tasks generate text, e.g. max_gen_toks=64,temperature=0.7."
+)
+flags.DEFINE_bool("log_samples", False, "With --mode=lm_eval: also write every example with its answers.")
+flags.DEFINE_bool("confirm_run_unsafe_code", False, "With --mode=lm_eval: allow tasks that run code from the model.")
+flags.DEFINE_string(
+    "model_args",
+    None,
+    "With --mode=lm_eval: how the model is used, e.g. max_length=4096,batch_size=64; also tokenizer, add_bos_token and "
+    "prefix_token_id.",
+)
 flags.DEFINE_integer("verify_steps", 5, "Number of training steps that --mode=verify compares.", lower_bound=1)
 flags.DEFINE_string(
     "topology",

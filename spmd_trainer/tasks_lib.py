@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import lazy_loader
 from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 
+from spmd_trainer.models.base import Model, as_model
+from spmd_trainer.models.lora import Lora, LoraModel
 from spmd_trainer.optim import learner as learner_lib
 from spmd_trainer.optim import optax_bridge, pax_fields
 from spmd_trainer.optim.learner import Learner
@@ -157,6 +159,7 @@ class SingleTask(BaseTask):
       early_stopping_fn: called after each evaluation during training. If it returns True, training saves a checkpoint and
         ends. `metrics.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
         `PaxEarlyStopping`.
+      lora: config of a `models.lora.Lora`: adapters to learn, on a frozen model; None: the model itself learns.
       summary_verbosity: drop layers' `add_summary` calls above this verbosity.
     """
 
@@ -298,8 +301,11 @@ class SingleTask(BaseTask):
     metrics: Any = None
     vn: pax_fiddle.Config[pax_fields.VariationalNoise] = pax_fiddle.template_field(VariationalNoise)
     early_stopping_fn: EarlyStoppingFn | None = None
+    lora: Any = None
     summary_verbosity: int = 3
     _learner: Any = dataclasses.field(init=False, repr=False)
+    # The base's model, and the same with adapters.
+    _lora_model: Any = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -324,6 +330,12 @@ class SingleTask(BaseTask):
             raise ValueError("task.train.learner.loss_name is not set; e.g. 'total_loss' for praxis' language models")
         if isinstance(self.metrics, fdl.Buildable):
             self.metrics = pax_fiddle.build(self.metrics)
+        if isinstance(self.lora, fdl.Buildable):
+            self.lora = pax_fiddle.build(self.lora)
+        if self.lora is not None and not isinstance(self.lora, Lora):
+            raise ValueError(
+                f"task.lora must be the config of a spmd_trainer.models.lora.Lora, not {type(self.lora).__name__}"
+            )
 
     @property
     def learner(self) -> Learner:
@@ -334,6 +346,17 @@ class SingleTask(BaseTask):
     def learners(self) -> Sequence[Learner]:
         """A list with the learner, as in Pax."""
         return [self._learner]
+
+    @property
+    def model_for_steps(self) -> Model:
+        """The model that steps run: `model`, or `model` with the adapters of `lora`."""
+        if self.lora is None:
+            return as_model(self.model)
+        # Kept, because it knows the dimensions of its targets once it has been traced.
+        if self._lora_model is None or self._lora_model[0] is not self.model:
+            wrapped = LoraModel(as_model(self.model), self.lora, self.fprop_dtype)
+            self._lora_model = (self.model, wrapped)
+        return self._lora_model[1]
 
     @property
     def has_ema_decay(self) -> bool:

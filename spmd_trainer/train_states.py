@@ -17,6 +17,14 @@ NestedShapeDtypeStruct: TypeAlias = PyTree  # jax.ShapeDtypeStructs
 NestedPartitionSpec: TypeAlias = PyTree  # PartitionSpecs
 NestedWeightHParams: TypeAlias = PyTree  # praxis WeightHParams
 
+# Where adapters (`task.lora`) are in the variables.
+_ADAPTERS = "params/lora/"
+
+
+def is_adapter(path: str) -> bool:
+    """Returns True for the path of an adapter, with or without 'mdl_vars/' in front."""
+    return path.removeprefix("mdl_vars/").startswith(_ADAPTERS)
+
 
 @struct.dataclass
 class TrainState:

@@ -24,7 +24,7 @@ LAYERS = [
     ["steps"],
     ["metrics", "checkpointing"],
     ["partitioning"],
-    ["interop"],
+    ["interop", "lm_eval"],
     ["callbacks"],
     ["programs"],
     ["pax_names"],

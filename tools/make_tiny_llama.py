@@ -1,4 +1,6 @@
-"""Makes a Hugging Face folder with a tiny Llama of random weights and a tokenizer trained on text files, to try things on.
+"""Makes a Hugging Face folder to try things on: a tiny Llama of random weights, with a tokenizer and a chat template.
+
+The tokenizer is trained on text files.
 
     python tools/make_tiny_llama.py --text 'text/*.txt' models/tiny
 
@@ -22,6 +24,13 @@ from spmd_trainer.models.decoder_spec import DecoderSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
 BOS, EOS = "<s>", "</s>"
+# The marks say which text is the assistant's: what fine-tuning learns.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+)
 STDDEV = 0.05
 
 
@@ -34,7 +43,8 @@ def make_tokenizer(texts: list[str], vocab_size: int, folder: pathlib.Path) -> t
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    names = {"bos_token": BOS, "eos_token": EOS}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
     return tokenizer.get_vocab_size(), bos, eos
 
@@ -82,7 +92,7 @@ def main() -> int:
         parser.error(f"{args.folder} is not empty; give a new folder")
     args.folder.mkdir(parents=True, exist_ok=True)
     make_folder(args.folder, texts, args.seed)
-    print(f"wrote {args.folder}: a Llama with random weights and a tokenizer")
+    print(f"wrote {args.folder}: a Llama with random weights, a tokenizer and a chat template")
     return 0
 
 

@@ -39,6 +39,7 @@ class Run:
       eval_names: names of the evaluation datasets.
       saves: True if the run saves checkpoints.
       summaries: writes scalars; see `SummaryWriters.write`. Process 0 writes, the others drop what they are given.
+      origin: what the run's checkpoints note of where its first variables came from.
       input: the training input; its `state` is its position after the batch of `step`.
       config_lines: the resolved config, one 'path: value' a line.
       began: `time.monotonic()` when the run began.
@@ -69,6 +70,7 @@ class Run:
         self.config_lines = config_lines
         self.saves = saves
         self.eval_names = tuple(eval_names)
+        self.origin: Mapping[str, object] = {}
         self.input: Prefetcher | None = None
         self.num_steps = int(task.train.num_train_steps)
         self.began = time.monotonic()

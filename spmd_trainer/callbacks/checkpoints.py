@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spmd_trainer.callbacks.base import Callback, Run
-from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError
+from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError, frozen_base
 from spmd_trainer.errors import UserError
 
 
@@ -63,6 +63,8 @@ class Checkpoints(Callback):
 def save_state(checkpointer: Checkpointer, run: Run) -> None:
     """Starts to save the run's state with the position of its training input and what the run is.
 
+    A run with adapters saves its state without the frozen base.
+
     Raises:
       UserError: the state holds NaN or infinity.
       CheckpointError: this save could not start, or an earlier one failed.
@@ -72,12 +74,14 @@ def save_state(checkpointer: Checkpointer, run: Run) -> None:
         "mesh": run.partitioner.mesh_shape(),
         "config": list(run.config_lines),
         "num_train_steps": run.num_steps,
+        **run.origin,
     }
+    variables = run.partitioner.metadata.variables
     try:
         checkpointer.save(
             run.step,
-            run.state,
-            run.partitioner.metadata.variables,
+            frozen_base.trained_part(run.state, variables),
+            frozen_base.trained_part(variables, variables),
             input_state={"state": None if run.input is None else run.input.state},
             metadata=metadata,
             force=True,

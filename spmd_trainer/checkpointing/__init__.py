@@ -11,6 +11,8 @@ agreement.py            checks of a step that end alike on all processes
 records.py              the JSON record: logical shapes, mesh, config, versions, input position
 input_states.py         the positions of the input, one for each process
 save_barrier.py         ends a save on all processes if it fails on one
+frozen_base.py          runs with adapters: what they save, and which base they need
+checksums.py            checksums of variables, computed on the devices
 mismatch.py             explains why a checkpoint does not fit a model
 state_checks.py         checks a state before it is saved
 save_times.py           logs how long a save takes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import fiddle as fdl
@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import mismatch, records, rule_matching, sources
+from spmd_trainer.checkpointing import frozen_base, mismatch, records, rule_matching, sources
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 from spmd_trainer.checkpointing.load_report import LEFT, LOADED, SKIPPED, LoadReport, LoadRow
 from spmd_trainer.checkpointing.sources import OpenForeign, Source
 from spmd_trainer.errors import UserError
+from spmd_trainer.train_states import is_adapter
 
 if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
@@ -105,13 +106,22 @@ class ResolvedRules:
 
     def load(self, state: TrainState, variables: TrainState, mesh: Mesh) -> TrainState:
         """Loads the variables. Returns `state` with these replaced; the arguments are those of `init_from_rules`."""
-        specs = records.by_path(variables)
-        leaves = dict(zip(specs, jax.tree.leaves(state), strict=True))
-        for source, saved_paths in self.parts:
-            wanted = {path: specs[path] for path in saved_paths}
-            leaves.update(source.read(wanted, mesh, saved_paths))
+        leaves = dict(zip(records.by_path(variables), jax.tree.leaves(state), strict=True))
+        leaves.update(self.read(variables, mesh))
         loaded: TrainState = jax.tree.unflatten(jax.tree.structure(state), leaves.values())
         return loaded
+
+    def read(self, variables: TrainState, mesh: Mesh) -> dict[str, jax.Array]:
+        """Returns the variables by path; the arguments are those of `init_from_rules`."""
+        specs, arrays = records.by_path(variables), {}
+        for source, saved_paths in self.parts:
+            arrays.update(source.read({path: specs[path] for path in saved_paths}, mesh, saved_paths))
+        return arrays
+
+    def only(self, is_wanted: Callable[[str], bool]) -> ResolvedRules:
+        """Returns what is loaded of the variables whose paths are wanted, without the checkpoints that none is loaded from."""
+        chosen = [(source, {p: q for p, q in paths.items() if is_wanted(p)}) for source, paths in self.parts]
+        return dataclasses.replace(self, parts=tuple((source, paths) for source, paths in chosen if paths))
 
 
 def init_from_rules(
@@ -172,6 +182,7 @@ def resolve_rules(
         path = epath.Path(directory)
         foreign = open_foreign(path, rule.step, variables) if open_foreign is not None else None
         source = sources.open_source(path, rule.step, check_contents) if foreign is None else foreign
+        _check_kind(specs, source)
         warnings += _check_rules(rule, specs, source)
         open_paths = {path: spec for path, spec in specs.items() if rows[path].status != LOADED}
         saved_paths = _resolve_variables(rule, open_paths, source, rows)
@@ -225,6 +236,32 @@ def _check_rules(rule: CheckpointLoadingRules, specs: Mapping[str, VariableSpec]
     return [f"{fault} ({source.name})" for fault in rule_matching.shadowed(rule.load_rules, names)]
 
 
+def _check_kind(specs: Mapping[str, VariableSpec], source: Source) -> None:
+    """Refuses a checkpoint of adapters alone for a model without adapters."""
+    only_adapters = any(map(is_adapter, source.saved)) and not any(map(frozen_base.is_base, source.saved))
+    if only_adapters and not any(map(is_adapter, specs)):
+        raise CheckpointMismatchError(mismatch.adapters_alone(source.name))
+
+
+def for_base(variables: TrainState, rules: RulesByDirectory) -> dict[epath.PathLike, CheckpointLoadingRules]:
+    """Returns the rules from which a run with adapters loads its frozen base, without the step and the optimizer states.
+
+    Args:
+      variables: a TrainState of VariableSpecs.
+      rules: as in `init_from_rules`.
+    """
+    names = [path.removeprefix(_VARS) for path in frozen_base.base_specs(variables)]
+    found = {}
+    for directory, rule in _build(rules).items():
+        ignored = rule.ignore_rules or ()
+        matches = (rule_matching.first_match(rule.load_rules, ignored, name) for name in names)
+        if any(match is not None and match.ignored_by is None for match in matches):
+            found[directory] = dataclasses.replace(
+                rule, load_step=False, load_opt_states=False, partial_load_opt_states=False
+            )
+    return found
+
+
 def _explain(source: Source, faults: Sequence[str], fix: str) -> str:
     lines = [f"init_from_checkpoint_rules cannot be applied to {source.name}:"]
     lines += [f"  {fault}" for fault in faults[:_MAX_LISTED]]
@@ -254,8 +291,13 @@ def _describe(source: Source, saved_path: str, spec: VariableSpec) -> str:
 def _resolve_variables(
     rule: CheckpointLoadingRules, open_paths: Mapping[str, VariableSpec], source: Source, rows: dict[str, LoadRow]
 ) -> dict[str, str]:
-    """Returns {model path: saved path} of variables. Notes in `rows` which ones `ignore_rules` excludes."""
-    saved_paths, faults = {}, []
+    """Returns {model path: saved path} of variables. Notes in `rows` which ones are not loaded, and why.
+
+    In a run with adapters, `LOAD_ALL` names the base and the adapters. A checkpoint that holds only one of them has nothing for
+    the other. A rule for adapters alone must find some.
+    """
+    saved_paths, faults, skipped = {}, [], set()
+    lacking = frozen_base.lacking_kind(open_paths, source.saved)
     for path, spec in open_paths.items():
         if not path.startswith(_VARS):
             continue
@@ -266,12 +308,23 @@ def _resolve_variables(
             rows[path] = LoadRow(path, SKIPPED, f"ignore rule {match.ignored_by!r}")
             continue
         saved_path = _saved_path(match.source, source, rule)
+        if lacking is not None and lacking(path) and lacking(saved_path):
+            rows[path] = LoadRow(path, LEFT, f"{source.name} has {frozen_base.lack_text(path)}")
+            skipped.add(match.rule)
+            continue
         fault = _fault(spec, saved_path, match.source, source)
         if fault:
             by = rule_matching.describe(match.rule, *rule.load_rules[match.rule])
             faults.append(f"{path}, by {by}: {fault}")
         else:
             saved_paths[path] = saved_path
+    for index in sorted(skipped):
+        matched = [path for path in open_paths if re.match(rule.load_rules[index][0], path.removeprefix(_VARS))]
+        if lacking is not None and all(map(lacking, matched)):
+            faults.append(
+                f"{rule_matching.describe(index, *rule.load_rules[index])} matches variables such as {matched[0]}, and the "
+                f"checkpoint has {frozen_base.lack_text(matched[0])}"
+            )
     if faults:
         fix = "narrow load_rules, correct their templates, or add these variables to ignore_rules"
         raise CheckpointMismatchError(_explain(source, faults, fix))

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 
 from spmd_trainer.checkpointing import rule_matching
 from spmd_trainer.checkpointing.records import SavedVariable
+from spmd_trainer.train_states import is_adapter
 
 MAX_LISTED = 20
 _FIX = (
     "Fix: build the model as it was saved (the checkpoint's record holds its config), or load the parts that fit with "
     "task.train.init_from_checkpoint_rules"
 )
+_VARS = "mdl_vars/"
 _NOT_OF_THE_MODEL = ("opt_states/", "extra_state/")
 
 
@@ -53,6 +55,42 @@ def explain(
         or ("the dtype of the variables was changed" if retyped and not reshaped else "another model was saved there")
     )
     return "\n".join([head, *lines, f"Likely cause: {cause}.", f"{fix}."])
+
+
+def explain_adapters(saved: Iterable[str], wanted: Iterable[str], checkpoint: str) -> str | None:
+    """Returns the error message if only one of a checkpoint and a run has adapters on a frozen base; otherwise None.
+
+    Args:
+      saved: the paths of the checkpoint's variables.
+      wanted: the paths that are to be restored: without the base in a run with adapters.
+      checkpoint: names the checkpoint in the message.
+    """
+    saved, wanted = list(saved), list(wanted)
+    has_base = any(path.startswith(_VARS) and not is_adapter(path) for path in saved)
+    if any(map(is_adapter, saved)) and not has_base and not any(map(is_adapter, wanted)):
+        return adapters_alone(checkpoint)
+    if any(map(is_adapter, wanted)) and not any(map(is_adapter, saved)):
+        return whole_model(checkpoint)
+    return None
+
+
+def whole_model(checkpoint: str) -> str:
+    """Returns the message for a checkpoint without adapters that a run with adapters is to continue from."""
+    return (
+        f"{checkpoint} holds a whole model, and this experiment trains adapters on a frozen base (task.lora is set). Fix: to "
+        "train adapters on this model, name its directory in task.train.init_from_checkpoint_rules and choose another "
+        "--job_log_dir; to continue the run that wrote it, set task.lora=None."
+    )
+
+
+def adapters_alone(checkpoint: str) -> str:
+    """Returns the message for a checkpoint of adapters that is loaded into a model without adapters."""
+    return (
+        f"{checkpoint} holds adapters alone, as a run with task.lora saves them, and this experiment's model has none "
+        "(task.lora is None). Fix: use the experiment that trained them, or set its task.lora (the checkpoint's record holds "
+        "its config); or merge the adapters into their base with that experiment and --mode=export --export_dir=DIR, and "
+        "load DIR."
+    )
 
 
 def _nearest_extra(path: str, variable: SavedVariable, extra: list[str], saved: Mapping[str, SavedVariable]) -> str:
@@ -110,6 +148,9 @@ def _other_size(
     if len(sizes) > 1:
         return f"{len(sizes)} sizes changed, among them " + ", ".join(f"{a} to {b}" for a, b in sorted(sizes)[:3])
     before, now = sizes.pop()
+    # Optimizer states have the adapters' paths within theirs.
+    if all("/params/lora/" in path for path in reshaped):
+        return f"the rank of the adapters (task.lora.rank) was {before} when saved and is {now} in the model"
     if {dim for dim, _, _ in changes} == {0} and all(re.search("repeat|stack|scan|layer|block", p) for p in reshaped):
         return f"saved with {before} layers, the model has {now} (dimension 0 of stacked layers)"
     return f"one size was {before} when saved and is {now} in the model (a vocabulary, a width, a number of heads)"

@@ -162,7 +162,8 @@ def _read(
     wanted = records.by_path(variables)
     compared = {path: variable for path, variable in saved.items() if path in wanted} if partial else saved
     in_model = {path: records.SavedVariable.from_spec(spec) for path, spec in wanted.items()}
-    if message := mismatch.explain(compared, in_model, f"Checkpoint step {step} in {directory}"):
+    name = f"Checkpoint step {step} in {directory}"
+    if message := mismatch.explain_adapters(saved, wanted, name) or mismatch.explain(compared, in_model, name):
         raise CheckpointMismatchError(message)
     input_state = input_states.read(step_dir, record) if with_input else None
     try:

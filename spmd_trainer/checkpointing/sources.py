@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
 from absl import logging
@@ -60,11 +60,13 @@ class OwnSource:
       name: names the step in messages.
       step_dir: its directory.
       saved: its variables by path.
+      metadata: what the run noted in its record.
     """
 
     name: str
     step_dir: epath.Path
     saved: dict[str, records.SavedVariable]
+    metadata: dict[str, Any]
 
     def fits(self, path: str, shape: Sequence[int]) -> bool:
         """Returns True if a saved variable has this logical shape."""
@@ -95,8 +97,8 @@ def open_source(directory: epath.Path, step: int | None, check_contents: bool) -
     directory = epath.Path(name)
     step = own_step if own_step is not None else step
     for candidate in steps.agreed_newest_first(directory) if step is None else [step]:
-        saved: dict[str, records.SavedVariable] = {}
-        check = functools.partial(_problem, directory, candidate, check_contents, saved)
+        found: list[records.Record] = []
+        check = functools.partial(_problem, directory, candidate, check_contents, found)
         try:
             problem = agreed_problem(check)
         except CheckpointNotFoundError:
@@ -104,7 +106,9 @@ def open_source(directory: epath.Path, step: int | None, check_contents: bool) -
                 raise
             continue  # deleted since it was listed
         if problem is None:
-            return OwnSource(f"step {candidate} in {directory}", steps.step_dir(directory, candidate), saved)
+            record, name = found[0], f"step {candidate} in {directory}"
+            saved = records.saved_variables(record)
+            return OwnSource(name, steps.step_dir(directory, candidate), saved, record["metadata"])
         if step is not None:
             raise DamagedCheckpointError(
                 f"init_from_checkpoint_rules: step {step} in {directory} is refused: {problem}."
@@ -125,16 +129,14 @@ def _find(directory: epath.Path) -> tuple[str, int | None]:
     return step_files.read(f"looking for checkpoints in {directory}", find)
 
 
-def _problem(
-    directory: epath.Path, step: int, check_contents: bool, saved: dict[str, records.SavedVariable]
-) -> str | None:
-    """Returns what is wrong with the part of a step that this process checks; None if nothing is, and fills `saved`."""
+def _problem(directory: epath.Path, step: int, check_contents: bool, found: list[records.Record]) -> str | None:
+    """Returns what is wrong with the part of a step that this process checks. Appends its record to `found`."""
     step_dir = steps.step_dir(directory, step)
     try:
         # Checksums come first: they say which file is damaged.
-        if check_contents and (found := steps.contents_problem(directory, step)):
-            return found
-        saved.update(records.saved_variables(records.read(step_dir, step)))
+        if check_contents and (problem := steps.contents_problem(directory, step)):
+            return problem
+        found.append(records.read(step_dir, step))
     except DamagedCheckpointError as error:
         return str(error).removesuffix(".")
     return None if check_contents else manifest.quick_problem(step_dir, step)

@@ -80,6 +80,11 @@ MODES = {
         "export",
         "export",
     ),
+    "lm_eval": Mode(
+        "Judge one checkpoint, the newest or --restore_checkpoint_step, on --tasks of EleutherAI's lm-eval harness.",
+        "judging",
+        "judge",
+    ),
     "port": Mode(
         "Print what an experiment file written for paxml (--module=FILE) needs here, and its renamed imports as a diff. "
         "Runs nothing of the file. Exit status 1: it uses something that has no counterpart.",

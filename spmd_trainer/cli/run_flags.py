@@ -12,6 +12,7 @@ from spmd_trainer import sharding, storage
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
+from spmd_trainer.lm_eval import settings as lm_eval_settings
 from spmd_trainer.programs import host_devices
 from spmd_trainer.programs.run_config import ExportSettings, FailurePolicy, RunConfig
 
@@ -20,6 +21,22 @@ MeshSizes: TypeAlias = Sequence[tuple[str, int]]
 
 # The size of an axis in --mesh.
 _SIZE = re.compile(r"-?[0-9]{1,18}")
+# Flags of --mode=lm_eval, named as those of the lm-eval command.
+LM_EVAL_FLAGS = (
+    "tasks",
+    "include_path",
+    "num_fewshot",
+    "limit",
+    "apply_chat_template",
+    "system_instruction",
+    "fewshot_as_multiturn",
+    "gen_kwargs",
+    "log_samples",
+    "confirm_run_unsafe_code",
+    "model_args",
+)
+# Other values of --apply_chat_template are names of templates.
+_TRUTH = {"true": True, "false": False}
 
 
 def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], int]) -> RunConfig:
@@ -35,7 +52,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
     mode = flag_values.mode
     if (flag_values.topology or flag_values.plan) and mode != "inspect":
         raise UserError("--topology and --plan go with --mode=inspect")
-    export = _export_settings(flag_values)
+    export, lm_eval = _export_settings(flag_values), _lm_eval_settings(flag_values)
     mesh = parse_mesh(flag_values.mesh) if flag_values.mesh else None
     restore = flag_values.restore_checkpoint_dir
     directory = storage.directory("--job_log_dir", flag_values.job_log_dir or ".")
@@ -64,20 +81,53 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         failure_policy=FailurePolicy(flag_values.watchdog_seconds, flag_values.stop_on_invalid_step),
         jax_cache_dir=flag_values.jax_cache_dir,
         export=export,
+        lm_eval=lm_eval,
     )
 
 
 def _export_settings(flag_values: flags.FlagValues) -> ExportSettings | None:
     """Returns what to export; None in the other modes."""
     if flag_values.mode != "export":
-        given = [name for name in ("export_dir", "export_dtype", "export_use_ema") if flag_values[name].value]
+        given = [
+            name
+            for name in ("export_dir", "export_dtype", "export_use_ema", "export_adapter")
+            if flag_values[name].value
+        ]
         if given:
             raise UserError(f"--{given[0]} goes with --mode=export")
         return None
     if not flag_values.export_dir:
-        raise UserError("--mode=export needs --export_dir=DIR, the Hugging Face folder to write")
+        raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
+    if flag_values.export_adapter and flag_values.export_dtype:
+        raise UserError("--export_adapter writes float32; leave --export_dtype out")
     directory = storage.directory("--export_dir", flag_values.export_dir)
-    return ExportSettings(directory, flag_values.export_dtype, flag_values.export_use_ema)
+    return ExportSettings(directory, flag_values.export_dtype, flag_values.export_use_ema, flag_values.export_adapter)
+
+
+def _lm_eval_settings(flag_values: flags.FlagValues) -> lm_eval_settings.LmEvalSettings | None:
+    """Returns what to judge the model with; None in the other modes."""
+    if flag_values.mode != "lm_eval":
+        given = [name for name in LM_EVAL_FLAGS if flag_values[name].value not in (None, False, [])]
+        if given:
+            raise UserError(f"--{given[0]} goes with --mode=lm_eval")
+        return None
+    tasks = lm_eval_settings.split_names(flag_values.tasks)
+    if not tasks:
+        raise UserError("--mode=lm_eval needs --tasks=NAME,NAME: tasks of lm-eval, or of --include_path=DIR")
+    template = flag_values.apply_chat_template
+    return lm_eval_settings.LmEvalSettings(
+        tasks=tasks,
+        include_path=flag_values.include_path,
+        num_fewshot=flag_values.num_fewshot,
+        limit=flag_values.limit,
+        apply_chat_template=_TRUTH.get(str(template).lower(), template or False),
+        system_instruction=flag_values.system_instruction,
+        fewshot_as_multiturn=flag_values.fewshot_as_multiturn,
+        gen_kwargs=lm_eval_settings.parse_arguments("--gen_kwargs", flag_values.gen_kwargs),
+        log_samples=flag_values.log_samples,
+        confirm_run_unsafe_code=flag_values.confirm_run_unsafe_code,
+        model_args=lm_eval_settings.model_args(flag_values.model_args),
+    )
 
 
 def parse_mesh(text: str) -> list[tuple[str, int]]:

@@ -11,6 +11,7 @@ from .huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
 from .indexed import ExampleOrder as ExampleOrder
 from .indexed import IndexedInput as IndexedInput
 from .packed_text import PackedTextInput as PackedTextInput
+from .preferences import PreferenceInput as PreferenceInput
 from .prefetch import Prefetcher as Prefetcher
 from .specs import DatasetSpecsProvider as DatasetSpecsProvider
 from .specs import LmInputSpecsProvider as LmInputSpecsProvider

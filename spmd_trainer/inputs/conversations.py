@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import files, text_base
-from spmd_trainer.inputs.chat_template import ChatTemplate, choose
-from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
-from spmd_trainer.storage import reading
-from spmd_trainer.storage.paths import file_or_pattern
+from spmd_trainer.inputs import files, row_files, text_base
+from spmd_trainer.inputs.chat_template import ChatTemplate
+from spmd_trainer.inputs.chat_template_field import template_of
 
 # The lists of a conversation; the template gets them by these names.
 _LISTS = ("messages", "tools", "documents")
 _ENTRIES = (*_LISTS, "chat_template_kwargs", "turns")
-_PARQUET = b"PAR1"
-_PARQUET_SUFFIX = ".parquet"
 _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}]}'
 
 
@@ -87,7 +83,7 @@ class ConversationFiles(text_base.TokenizedFiles):
           UserError: a line or a row is not a conversation; names it.
         """
         for index, path in enumerate(self.paths):
-            for where, row in self._rows(index, path):
+            for row, where in self._rows(index, path):
                 yield self._conversation(row, where)
 
     def template(self, *, has_tools: bool) -> ChatTemplate:
@@ -97,7 +93,7 @@ class ConversationFiles(text_base.TokenizedFiles):
           UserError: there is no such template, or it has a syntax error.
         """
         if has_tools not in self._templates:
-            self._templates[has_tools] = self._make_template(has_tools)
+            self._templates[has_tools] = template_of(self.tokenizer, self.chat_template, has_tools=has_tools)
         return self._templates[has_tools]
 
     def variables(self, found: Conversation, **defaults: Any) -> dict[str, Any]:
@@ -115,45 +111,20 @@ class ConversationFiles(text_base.TokenizedFiles):
             raise self.error(f"{found.where}: {own[0]} is an entry of the line, not a variable of the template")
         return {"tools": found.tools, "documents": found.documents, **variables}
 
-    def _make_template(self, has_tools: bool) -> ChatTemplate:
-        owner = getattr(self.tokenizer, "name", type(self.tokenizer).__name__)
-        known: Mapping[str, str] = getattr(self.tokenizer, "chat_templates", {})
-        given = self.chat_template
-        if given is None or given in known:
-            name, text = choose(known, given, has_tools=has_tools, owner=owner)
-            name = f"the chat template {name!r} of {owner}"
-        elif "{" in given:
-            name, text = "chat_template", given
-        else:
-            name, text = f"the chat template {given}", _read_template(given)
-        tokens = self.tokenizer.special_tokens if isinstance(self.tokenizer, HuggingFaceTokenizer) else {}
-        return ChatTemplate(text, name=name, special_tokens=tokens)
-
     def _refuse_unless_text(self, index: int) -> None:
         path = self.paths[index]
-        is_parquet = self.found.read(index, limit=len(_PARQUET)) == _PARQUET
-        if path.endswith(_PARQUET_SUFFIX) and not is_parquet:
+        is_parquet = self.found.read(index, limit=len(row_files.PARQUET_BEGINNING)) == row_files.PARQUET_BEGINNING
+        if path.endswith(row_files.PARQUET_SUFFIX) and not is_parquet:
             raise UserError(f"{path} is not a Parquet file; write it again, or rename it if it holds JSON lines")
         if not is_parquet:
             super()._refuse_unless_text(index)
 
-    def _rows(self, index: int, path: str) -> Iterator[tuple[str, Any]]:
-        """Yields where each conversation of a file stands, and the conversation."""
-        content = self.found.read(index)
-        if content.startswith(_PARQUET):
-            try:
-                yield from _parquet_rows(content, path)
-            except UserError as error:
-                raise self.error(str(error)) from error
-            return
-        for number, line in enumerate(content.splitlines(), 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                yield where, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise self.error(f"{where} is not JSON: {error}") from error
+    def _rows(self, index: int, path: str) -> Iterator[tuple[Any, str]]:
+        """Yields the conversations of a file, and where each one is."""
+        try:
+            yield from row_files.rows(self.found.read(index), path, _ENTRIES)
+        except UserError as error:
+            raise self.error(str(error)) from error
 
     def _conversation(self, row: Any, where: str) -> Conversation:
         if not isinstance(row, dict) or "messages" not in row:
@@ -212,40 +183,3 @@ def _is_text(content: list[Any]) -> bool:
     return all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     )
-
-
-def _parquet_rows(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[parquet]'") from error
-    number = 0
-    try:
-        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
-        names = table.schema_arrow.names
-        columns = [name for name in names if name in _ENTRIES] if "messages" in names else names
-        for batch in table.iter_batches(columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path} row {number}", _without_nulls(row)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} can't be read as Parquet after row {number}: {error}") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _read_template(path: str) -> str:
-    path = file_or_pattern("chat_template", path)
-    try:
-        return reading.read(path).decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(
-            f"chat_template={path!r} can't be read: {reading.problem(path, error)}{files.beside(path)}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"chat_template={path!r} is not UTF-8: {error}") from error

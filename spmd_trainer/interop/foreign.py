@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from etils import epath
 
 from spmd_trainer.checkpointing.sources import OpenForeign, Source
-from spmd_trainer.interop import flax, hf, pax
+from spmd_trainer.interop import flax, hf, pax, peft
 
 if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
     from spmd_trainer.train_states import TrainState
 
 _OPENERS: tuple[OpenForeign, ...] = (hf.open_source, pax.open_source, flax.open_source)
 
 
-def open_source(directory: epath.Path, step: int | None, variables: TrainState) -> Source | None:
+def open_source(
+    directory: epath.Path, step: int | None, variables: TrainState, *, task: SingleTask | None = None
+) -> Source | None:
     """Opens a checkpoint that something else wrote, for `init_from_checkpoint_rules`. Called by every process.
 
     Args:
-      directory: a Hugging Face folder, or a directory of Pax' or Orbax' checkpoints.
+      directory: a Hugging Face folder, a folder of PEFT, or a directory of Pax' or Orbax' checkpoints.
       step: the step; None for the newest.
       variables: a TrainState of VariableSpecs: the model.
+      task: the task, without which adapters of PEFT are refused.
 
     Returns:
       The source, or None if there is none of these.
@@ -29,7 +34,13 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
     Raises:
       CheckpointError: there is one, and it can't be opened.
     """
-    return next((source for opener in _OPENERS if (source := opener(directory, step, variables))), None)
+    source = next((source for opener in _OPENERS if (source := opener(directory, step, variables))), None)
+    return source or peft.open_source(directory, step, variables, task)
+
+
+def opener(task: SingleTask) -> OpenForeign:
+    """Returns `open_source` for a task."""
+    return functools.partial(open_source, task=task)
 
 
 def open_checkpoints(directory: epath.Path) -> hf.HfCheckpoints | pax.PaxCheckpoints | None:

@@ -11,6 +11,8 @@ from praxis import base_layer, py_utils, trees
 
 from spmd_trainer.sharding.variables import path_str
 
+# A collection of WeightHParams: the variable never changes, so it has no optimizer state and no moving average.
+FROZEN = "_frozen"
 # How a regex writes the index of a list: Pax's `x_layers\[0\]` or `x_layers.0.`, and this project's `x_layers/0`.
 _PAX_INDEX = re.compile(r"\\\[|\[\[\]|(?<!\\)\.\d+\.")
 _OWN_INDEX = re.compile(r"/(?:\d|\\d|\[\d)")
@@ -35,15 +37,20 @@ def get_excluded_var_mask_for_grad(var_weight_hparams: Any, learner: Any) -> Any
 def get_excluded_var_mask_for_opt(var_weight_hparams: Any, learner: Any) -> Any:
     """Returns a tree of bools: True for variables without an optimizer state. With EMA, non-trainable variables have one."""
     if learner.keep_optimizer_state_for_excluded_vars:
-        return jax.tree.map(lambda _: False, var_weight_hparams)
+        return jax.tree.map(is_frozen, var_weight_hparams)
     excluded = _excluded_by_regex(var_weight_hparams, learner)
 
     def is_excluded(p: Any, by_regex: bool) -> bool:
-        if by_regex or base_layer.var_overwrite_with_gradient(p):
+        if by_regex or is_frozen(p) or base_layer.var_overwrite_with_gradient(p):
             return True
         return not learner.optimizer.ema_decay and base_layer.var_not_trainable(p)
 
     return jax.tree.map(is_excluded, var_weight_hparams, excluded)
+
+
+def is_frozen(hparams: Any) -> bool:
+    """Returns True for a variable that never changes."""
+    return FROZEN in hparams.collections
 
 
 def explicitly_excluded(var_weight_hparams: Any, learner: Any) -> Any:

@@ -121,6 +121,11 @@ class ShardMapPartitioner(MeshPartitioner):
         """Returns a VariableSpec for each variable of the model."""
         shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), var_weight_hparams)
         sizes = dict(self.mesh.shape)
+        if task.lora is not None and task.lora.rank_axis is not None:
+            raise ValueError(
+                f"task.lora.rank_axis is {task.lora.rank_axis!r}, and ShardMapPartitioner splits a variable on one dimension "
+                "only, an adapter on that of its weight; set rank_axis=None, or use PjitPartitioner"
+            )
 
         def whole(tree: NestedShapeDtypeStruct, reason: str) -> NestedVariableSpec:
             records = [

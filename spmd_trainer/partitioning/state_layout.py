@@ -16,6 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer import sharding
+from spmd_trainer.errors import did_you_mean
+from spmd_trainer.models import lora
 from spmd_trainer.optim import masks, optax_bridge
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
@@ -108,8 +110,12 @@ class StateMetadata:
 
     def num_params(self) -> int:
         """Returns the number of elements of the trainable variables, at logical shapes."""
-        params = self.variables.mdl_vars.get(base_layer.PARAMS, {})
-        return sum(int(np.prod(v.logical_shape)) for v in jax.tree.leaves(params))
+        params, hparams = (
+            jax.tree.leaves(tree.get(base_layer.PARAMS, {}))
+            for tree in (self.variables.mdl_vars, self.var_weight_hparams)
+        )
+        learning = (v for v, p in zip(params, hparams, strict=True) if not masks.is_frozen(p))
+        return sum(int(np.prod(v.logical_shape)) for v in learning)
 
 
 def build(
@@ -121,7 +127,8 @@ def build(
     """Works out spec, padding and reason for every variable and optimizer state.
 
     A variable has the spec that its layer declares. If the layer declares none, `task.train.sharding_strategy` decides;
-    without a strategy the variable is replicated. Optimizer states follow their variable.
+    without a strategy the variable is replicated. Optimizer states follow their variable, and adapters (`task.lora`) the
+    weight that they are added to.
 
     Args:
       task: the built task.
@@ -133,8 +140,11 @@ def build(
       ValueError: a declared mapping doesn't fit its variable or the mesh, or the strategy is invalid.
     """
     # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
-    hparams = initialization.abstract_hparams(init_variables)
-    hparams, reasons = _planned(task, hparams, mesh, plan)
+    with lora.traced_on(mesh):
+        hparams = initialization.abstract_hparams(init_variables)
+    hparams, reasons = (
+        _planned(task, hparams, mesh, plan) if task.lora is None else _with_adapters(task, hparams, mesh, plan)
+    )
     logical = jax.eval_shape(
         lambda mdl_vars: initialization.create_train_state(task, mdl_vars, hparams),
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
@@ -175,6 +185,24 @@ def _planned(
     planned = sharding.plan_sharding(shapes, task.train.sharding_strategy, mesh)
     _check_rules(task.train.sharding_strategy, shapes)
     return _apply_plan(planned, hparams, reasons, mesh, also_declared=False)
+
+
+def _with_adapters(
+    task: SingleTask, hparams: NestedWeightHParams, mesh: Mesh, plan: Plan | None
+) -> tuple[NestedWeightHParams, PyTree]:
+    """Plans the base as without adapters, and splits each adapter like its weight.
+
+    Raises:
+      ValueError: task.lora.rank_axis is not an axis of the mesh.
+    """
+    axis = task.lora.rank_axis
+    if axis is not None and axis not in mesh.axis_names:
+        names = tuple(map(str, mesh.axis_names))
+        raise ValueError(
+            f"task.lora.rank_axis is {axis!r}, and the mesh has the axes {names}{did_you_mean(axis, names)}"
+        )
+    base, reasons = _planned(task, lora.base_only(hparams), mesh, plan)
+    return lora.split_like_base(task, hparams, base, reasons)
 
 
 def _check_rules(strategy: Strategy, variables: PyTree) -> None:

@@ -20,6 +20,7 @@ from jax import lax
 from praxis import layers, optimizers, pax_fiddle
 from praxis.layers import embedding_softmax, linears
 
+from spmd_trainer.models import lora
 from spmd_trainer.optim.learner import Learner
 from spmd_trainer.partitioning.state_layout import StateMetadata
 from spmd_trainer.partitioning.step_view import StepView
@@ -66,6 +67,8 @@ def step_view(task: SingleTask, metadata: StateMetadata, inputs_shape_dtype: Nes
         return plain
     vocab_size = task.model.lm_tpl.vocab_size
     vocab_variables = _vocab_variables(metadata, vocab_size)
+    if task.lora is not None and vocab_variables.keys() & lora.matrix_dims(task).keys():
+        return plain  # the adapters of these variables have the size of the vocabulary too
     sizes = {variable.padded_shape[dim] for variable, dim in vocab_variables.values()}
     if len(sizes) != 1 or sizes == {vocab_size}:
         return plain

@@ -91,7 +91,11 @@ def say_results(directory: epath.Path) -> None:
         for name in ("checkpoints", "best")
         if (saved := steps.present(directory / name))
     ]
-    parts += [f"{name}/" for name in ("summaries", "eval_out", "decode_out", "profile") if (directory / name).exists()]
+    parts += [
+        f"{name}/"
+        for name in ("summaries", "eval_out", "decode_out", "lm_eval", "profile")
+        if (directory / name).exists()
+    ]
     logging.info("results in %s: %s", directory, ", ".join(parts) or "nothing yet")
     if (directory / "summaries").exists():
         logging.info("  to see the curves:  tensorboard --logdir %s", shlex.quote(str(directory / "summaries")))

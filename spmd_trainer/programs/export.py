@@ -1,33 +1,39 @@
-"""Writes a checkpoint as a Hugging Face folder."""
+"""Writes a checkpoint as a Hugging Face folder, or its adapters as a folder of PEFT."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import os
+from collections.abc import Mapping
+from typing import Any
 
+import jax
 from absl import logging
 from etils import epath
 
 from spmd_trainer import storage
-from spmd_trainer.checkpointing import steps
+from spmd_trainer.checkpointing import records, steps
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
-from spmd_trainer.interop import hf
+from spmd_trainer.interop import hf, peft
 from spmd_trainer.interop.hf.experiment import spec_of_task
 from spmd_trainer.interop.hf.folder import read_model
+from spmd_trainer.models import lora
 from spmd_trainer.programs import checkpoints
+from spmd_trainer.programs.adapter_checkpoints import FOLDER_KEY
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.train_states import TrainState
 
 
 def export(job: Job) -> int:
     """Writes the variables of one checkpoint to `--export_dir`. Called by every process.
 
-    The configs and the tokenizer are those of the folder that the model came from, if it came from one. If the run has
-    checkpoints of its own and `--restore_checkpoint_dir` is a Hugging Face folder, as in the command that trained it, the
-    run's checkpoint is exported.
+    The adapters of a run with `task.lora` are merged into the base or, with `--export_adapter`, written alone. The configs and
+    the tokenizer are those of the folder that the model came from, if it came from one. If the run has checkpoints of its own
+    and `--restore_checkpoint_dir` is a Hugging Face folder, as in the command that trained it, the run's checkpoint is exported.
 
     Args:
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
@@ -41,17 +47,44 @@ def export(job: Job) -> int:
     settings = job.config.export
     if settings is None:
         raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
-    imported_from = _imported_from(job)
+    if settings.adapter and job.task.lora is None:
+        raise UserError("--export_adapter: the experiment has no adapters (task.lora is None); leave the flag out")
     # The processes do what the first one sees.
     own = decided_by_process_0(lambda: prefers_own(job.config))
     source = dataclasses.replace(job, config=config_of_source(job.config, own=own))
-    step, state = checkpoints.restore_for_inference(source, use_ema=settings.use_ema)
-    logging.info("exporting step %d of %s", step, source.config.checkpoint_dir)
-    with Phase(f"writing step {step} to {settings.directory}"):
-        hf.export(state, job, settings.directory, settings.dtype, imported_from=imported_from)
+    restored = checkpoints.restore_with_record(source, use_ema=settings.use_ema)
+    imported_from = _imported_from(job, restored.metadata["metadata"])
+    logging.info("exporting step %d of %s", restored.step, source.config.checkpoint_dir)
+    with Phase(f"writing step {restored.step} to {settings.directory}"):
+        if settings.adapter:
+            peft.export(restored.state, job, settings.directory, base=imported_from)
+        else:
+            state = restored.state if job.task.lora is None else _merged(restored.state, job)
+            hf.export(state, job, settings.directory, settings.dtype, imported_from=imported_from)
     if not storage.is_remote(settings.directory):
-        logging.info("transformers opens it: AutoModelForCausalLM.from_pretrained(%r)", os.fspath(settings.directory))
-    return step
+        opener = "AutoPeftModelForCausalLM" if settings.adapter else "AutoModelForCausalLM"
+        library = "peft" if settings.adapter else "transformers"
+        logging.info("%s opens it: %s.from_pretrained(%r)", library, opener, os.fspath(settings.directory))
+    return restored.step
+
+
+def _merged(state: TrainState, job: Job) -> TrainState:
+    """Returns a state without adapters: they are added to the base. The state is used up."""
+    metadata = job.partitioner.eval_metadata()
+    variables = dataclasses.replace(metadata.variables, mdl_vars=lora.base_only(metadata.variables.mdl_vars))
+    without = dataclasses.replace(metadata, variables=variables)
+    order = list(records.by_path(metadata.variables))
+    leaves = dict(zip(order, jax.tree.leaves(state), strict=True))
+    adapters = {path: leaves.pop(path) for path in list(leaves) if lora.is_adapter(path)}
+
+    def merge(rest: dict[str, jax.Array], adapters: dict[str, jax.Array]) -> TrainState:
+        every = {**rest, **adapters}
+        padded = jax.tree.unflatten(jax.tree.structure(metadata.variables), [every[path] for path in order])
+        logical = metadata.slice(padded)
+        return without.pad(dataclasses.replace(logical, mdl_vars=lora.merged(job.task, logical.mdl_vars)))
+
+    result: TrainState = jax.jit(merge, out_shardings=without.shardings, donate_argnums=0)(leaves, adapters)
+    return result
 
 
 def prefers_own(config: RunConfig) -> bool:
@@ -78,10 +111,16 @@ def config_of_source(config: RunConfig, *, own: bool) -> RunConfig:
     return dataclasses.replace(config, restore_checkpoint_dir=None) if own else config
 
 
-def _imported_from(job: Job) -> epath.Path | None:
-    """Returns the Hugging Face folder that the run began with and whose tokenizer fits the model, or None."""
+def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
+    """Returns the Hugging Face folder that the run began with and whose tokenizer fits the model, or None.
+
+    Args:
+      job: the job.
+      noted: the metadata of the checkpoint, which names the folder if the run began with one.
+    """
+    folder = noted.get(FOLDER_KEY, {}).get("path")
     rules = job.task.train.init_from_checkpoint_rules or {}
-    candidates = [job.config.restore_checkpoint_dir, *map(epath.Path, rules)]
+    candidates = [job.config.restore_checkpoint_dir, *map(epath.Path, filter(None, [folder])), *map(epath.Path, rules)]
     folders = [path for path in candidates if path is not None and hf.find_agreed(path)]
     return next((path for path in folders if decided_by_process_0(functools.partial(_fits, path, job))), None)
 

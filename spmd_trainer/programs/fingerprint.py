@@ -8,17 +8,14 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.steps.checksum import variables_checksum
 from spmd_trainer.train_states import TrainState
 
 # The machines that a job runs on change no result.
 _IRRELEVANT = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes|infeed_host_index): ")
-# Odd multipliers for an element's position along each dimension.
-_MULTIPLIERS = (2654435761, 2246822519, 3266489917, 668265263, 374761393)
 
 
 def fingerprint(config: RunConfig, kind: str, index: int, data: Any, state: TrainState) -> str:
@@ -50,28 +47,3 @@ def _state_of(data: Any) -> str:
         return repr(data.get_state())
     except NotImplementedError:
         return ""
-
-
-@jax.jit
-def variables_checksum(variables: Any) -> jax.Array:
-    """Returns the uint32 sum of all bits of a tree of arrays, each element weighted by its position.
-
-    It is exact, so neither the mesh nor zero padding changes it.
-    """
-    total = jnp.zeros((), jnp.uint32)
-    for leaf in jax.tree.leaves(variables):
-        total = total * jnp.uint32(31) + _weighted_bits(leaf)
-    return total
-
-
-def _weighted_bits(x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        bits = x.astype(jnp.uint32)
-    else:
-        width = min(x.dtype.itemsize, 4)
-        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
-    weights = jnp.ones(bits.shape, jnp.uint32)
-    for dim in range(bits.ndim):
-        multiplier = jnp.uint32(_MULTIPLIERS[dim % len(_MULTIPLIERS)])
-        weights = weights * (lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * multiplier + jnp.uint32(2 * dim + 1))
-    return jnp.sum(bits * weights, dtype=jnp.uint32)

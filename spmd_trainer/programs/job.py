@@ -19,11 +19,12 @@ from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.base_experiment import BaseExperiment, check_overrides
 from spmd_trainer.errors import UserError, first_paragraph, user_code
 from spmd_trainer.inputs.text_base import TokenizedFiles
+from spmd_trainer.models.vocabulary import vocabulary_size
 from spmd_trainer.partitioning import pjit
 from spmd_trainer.partitioning.mesh_choice import choose_mesh
 from spmd_trainer.partitioning.partitioner import Partitioner
 from spmd_trainer.praxis_bridge.installation import installed_version
-from spmd_trainer.programs import config_file
+from spmd_trainer.programs import config_file, reference_files
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.tasks_lib import SingleTask
@@ -158,6 +159,7 @@ class Job:
         except ValueError as error:
             raise UserError(first_paragraph(error)) from error
         _check_vocabulary(built, self.task)
+        reference_files.attach(built, self.config.job_log_dir)
         return built
 
     def settings_lines(self) -> list[str]:
@@ -226,16 +228,6 @@ def _scaled(rows: int, batch: BatchSettings, num_devices: int) -> int:
             "choose another batch size, or 'whole' or 'accumulate'"
         )
     return int(scaled)
-
-
-def vocabulary_size(task: SingleTask) -> int | None:
-    """Returns the size of the model's vocabulary; None for a model without one.
-
-    It is `task.model.lm_tpl.vocab_size`, or `task.model.lm_tpl.spec.vocab_size` of a `tasks.lm.decoder`.
-    """
-    lm_p = getattr(task.model, "lm_tpl", None)
-    vocab_size = getattr(lm_p, "vocab_size", None) or getattr(getattr(lm_p, "spec", None), "vocab_size", None)
-    return vocab_size if isinstance(vocab_size, int) and vocab_size else None
 
 
 def _check_vocabulary(built: Any, task: SingleTask) -> None:

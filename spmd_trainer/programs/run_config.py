@@ -10,6 +10,7 @@ from etils import epath
 
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.callbacks import Callback
+from spmd_trainer.lm_eval.settings import LmEvalSettings
 from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.experiment_config import ResolvedExperiment
 
@@ -32,14 +33,16 @@ class ExportSettings:
     """What `export` writes.
 
     Attributes:
-      directory: the Hugging Face folder to write.
+      directory: the folder to write.
       dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
       use_ema: write the moving averages of the variables.
+      adapter: write the adapters alone, as a folder of PEFT; False: a model that they are merged into.
     """
 
     directory: epath.Path
     dtype: str | None = None
     use_ema: bool = False
+    adapter: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,7 @@ class RunConfig:
     Attributes:
       experiment: the experiment with the overrides applied.
       job_log_dir: where everything of this run goes.
-      mode: train, eval, decode, decode_once, infer, inspect, verify, data or export.
+      mode: train, eval, decode, decode_once, infer, inspect, verify, data, export or lm_eval.
       restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
       restore_checkpoint_step: this step instead of the newest.
       eval_on_test: evaluate during training on every evaluation dataset.
@@ -66,6 +69,7 @@ class RunConfig:
       callbacks: the caller's own, called after those of `task.train.callbacks`.
       jax_cache_dir: see `compile_cache.enable`.
       export: what `export` writes.
+      lm_eval: what `lm_eval` judges the model with.
     """
 
     experiment: ResolvedExperiment
@@ -87,6 +91,7 @@ class RunConfig:
     callbacks: Sequence[Callback] = ()
     jax_cache_dir: str | None = None
     export: ExportSettings | None = None
+    lm_eval: LmEvalSettings | None = None
 
     @property
     def checkpoint_dir(self) -> epath.Path:

@@ -67,6 +67,7 @@ def _settings(config: RunConfig) -> Iterator[str]:
         "exit_after_ondemand_checkpoint",
         "failure_policy",
         "export",
+        "lm_eval",
     ):
         yield f"--{field}: {getattr(config, field)}"
     for name in _JAX_OPTIONS:

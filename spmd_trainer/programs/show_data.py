@@ -14,6 +14,7 @@ import numpy as np
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.packed_text import PackedRows
+from spmd_trainer.programs import reference_files
 from spmd_trainer.programs.job import Job
 from spmd_trainer.sharding.messages import count_text
 
@@ -82,7 +83,7 @@ def show_data(job: Job) -> None:
         )
     style = Style(colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     for input_p in datasets:
-        source = job.build_input(input_p)
+        source = reference_files.attach_zeros(job.build_input(input_p))
         text = "\n".join(describe(source, style))
         if jax.process_index() == 0:
             encoding = sys.stdout.encoding or "utf-8"
@@ -123,7 +124,11 @@ def describe(source: Any, style: Style) -> Iterator[str]:
 
 
 def _rows(batch: Any) -> Iterator[_Row]:
-    """Yields the first rows of a language-model batch; nothing for another kind of batch."""
+    """Yields the first rows of a language-model batch, or of both answers of pairs; nothing for another kind of batch."""
+    if "chosen" in batch and "rejected" in batch:
+        for answer in ("chosen", "rejected"):
+            yield from _rows(batch[answer])
+        return
     if not all(name in batch and np.ndim(batch[name]) == 2 for name in _TOKEN_ARRAYS):
         return
     arrays = [np.asarray(batch[name])[:_ROWS] for name in _TOKEN_ARRAYS]

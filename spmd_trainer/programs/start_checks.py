@@ -170,7 +170,10 @@ def _check_source(config: RunConfig, there: Sequence[int]) -> None:
         checkpoints.require_run(directory)
     if step is not None and there and step not in there:
         raise UserError(f"no step {step} in {directory}; there are {', '.join(map(str, there))}")
-    if config.mode == "train" and config.experiment.task_p.train.init_from_checkpoint_rules:
+    task_p = config.experiment.task_p
+    # A run with adapters loads its frozen base by them.
+    uses_rules = task_p.lora is not None and not hf.is_folder(directory)
+    if config.mode == "train" and task_p.train.init_from_checkpoint_rules and not uses_rules:
         logging.warning(
             "task.train.init_from_checkpoint_rules is not used: the run begins with the whole checkpoint of "
             "--restore_checkpoint_dir=%s",
@@ -194,7 +197,7 @@ def check_training(job: Job) -> None:
     if not checkpoints.resumes(job.config) and rules and job.config.restore_checkpoint_dir is None:
         # The files' contents are checked once, before the arrays are loaded.
         loading_rules.resolve_rules(
-            job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=foreign.open_source
+            job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=foreign.opener(job.task)
         )
 
 

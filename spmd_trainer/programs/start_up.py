@@ -18,7 +18,7 @@ from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
-from spmd_trainer.programs import elastic, first_batch, run_directory
+from spmd_trainer.programs import elastic, first_batch, reference_logps, run_directory
 from spmd_trainer.programs.agreed_input import agree_on_input
 from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.job import Job, vocabulary_size
@@ -65,8 +65,10 @@ def start(
     compiling = None if _seems_finished(job, checkpointer) else pool.submit(compile_train_step, job)
     # Not waited for: an error in the checkpoint or the input is reported before the compiler is done.
     pool.shutdown(wait=False)
-    run.state, saved_input_state = first_state(job, checkpointer)
+    run.state, saved_input_state, run.origin = first_state(job, checkpointer)
     run.step = run.first_step = int(run.state.step)
+    if not checkpointer.holds_steps():  # The run begins here, so its variables are those of the reference.
+        reference_logps.compute(job, run.state)
     if not job.task.train.enable_input_checkpointing:
         saved_input_state = None
     run.input = batches = stack.enter_context(_train_batches(job, saved_input_state))

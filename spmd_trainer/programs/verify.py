@@ -19,6 +19,7 @@ from spmd_trainer.metrics.packing import summary_name
 from spmd_trainer.partitioning import model_mesh, pjit
 from spmd_trainer.partitioning.partitioner import Partitioner
 from spmd_trainer.partitioning.state_layout import StateMetadata
+from spmd_trainer.programs import reference_files
 from spmd_trainer.programs.job import Job
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.steps import step_fns
@@ -178,7 +179,7 @@ def verify(job: Job) -> None:
     """
     if jax.process_count() > 1:
         raise UserError("--mode=verify runs in one process only, because it compares whole variables on the host")
-    source = job.build_train_input()
+    source = reference_files.attach_zeros(job.build_train_input())
     batches = [source.get_next_padded() for _ in range(job.config.verify_steps)]
     tolerance = Tolerance.for_task(job.task)
     reference = run_steps(single_device_partitioner(job.task, job.process_inputs_shape_dtype), batches, job.prng_key)

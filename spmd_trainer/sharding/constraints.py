@@ -15,7 +15,7 @@ from spmd_trainer.sharding.specs import AnyMesh, entry_axes, mesh_shape_of
 def computable(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns the spec of an activation with its axes in an order for which XLA computes right products.
 
-    XLA's partitioner (seen in jaxlib 0.10.2, with GSPMD and with Shardy) swaps rows of a product y = x @ w where all of this is so:
+    XLA's partitioner (seen in jaxlib 0.10.2, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all of this is so:
     the rows of x and y are split over several axes, such as ('replica', 'data'); both are also split over 'mdl' along their last
     dimension; w is split over 'mdl' and 'data'; and 'data' and 'mdl' have the same size. It compares the numbers of pieces, and
     takes those of 'data' for those of 'mdl'. With 'data' first, as in ('data', 'replica'), it does not.

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from praxis import base_layer, optimizers, py_utils
 
-from spmd_trainer.models.base import as_model
 from spmd_trainer.optim import masks
 from spmd_trainer.steps import step_fns
 from spmd_trainer.tasks_lib import SingleTask
@@ -43,7 +42,7 @@ def variables_initialiser(
         # praxis logs a line for each variable here.
         with py_utils.logging_verbosity_level("WARNING"), base_layer.JaxContext.new_context(hparams=context):
             _, inputs = step_fns.to_fprop_dtype(task, {}, inputs, {})
-            mdl_vars = as_model(task.model).init_variables(prng_key, inputs)
+            mdl_vars = task.model_for_steps.init_variables(prng_key, inputs)
         # Axis names of Flax modules' parameters: metadata, not variables.
         mdl_vars.pop("params_axes", None)
         return mdl_vars

@@ -17,7 +17,7 @@ from flax import struct
 from praxis import base_layer
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.models.base import ModuleModel, as_model
+from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.optim import masks
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import (
@@ -193,7 +193,7 @@ def decode_step(
     mdl_vars, inputs = to_fprop_dtype(task, state.mdl_vars, inputs, var_weight_hparams)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=True)):
         key = jax.random.fold_in(prng_key, state.step)
-        outputs, updated = as_model(task.model).decode(mdl_vars, inputs, key, mutable=task.decode.apply_mutable_list)
+        outputs, updated = task.model_for_steps.decode(mdl_vars, inputs, key, mutable=task.decode.apply_mutable_list)
     weighted_scalars, per_example_out, *rest = outputs
     output = StepFnOutput(
         loss=None,
@@ -245,7 +245,7 @@ def forward(
     mutable = task.evaluate.apply_mutable_list if do_eval else task.train.apply_mutable_list
     mdl_vars, inputs = to_fprop_dtype(task, mdl_vars, inputs, var_weight_hparams)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=do_eval)):
-        (weighted_scalars, per_example_out, *rest), updated = as_model(task.model).forward(
+        (weighted_scalars, per_example_out, *rest), updated = task.model_for_steps.forward(
             prepare(mdl_vars), inputs, prng_key, do_eval=do_eval, mutable=mutable
         )
     name, clu_metrics = str(task.learner.loss_name), rest[0] if rest else {}

@@ -16,6 +16,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import tasks_lib
 from spmd_trainer.interop import hf
+from spmd_trainer.models.lora import LoraModel, is_adapter, matrix_dims
 from spmd_trainer.partitioning import pjit
 from spmd_trainer.train_states import TrainState
 
@@ -54,6 +55,22 @@ def lm_batch(ids: np.ndarray) -> NestedMap:
 
 
 @dataclasses.dataclass
+class _Predictions:
+    """A model whose forward pass returns logits and loss."""
+
+    model: Any
+
+    def forward(self, mdl_vars, inputs, key, *, do_eval, mutable):
+        del do_eval, mutable
+        with base_layer.JaxContext.new_context():
+            keys = {"params": key, "random": key}
+            output, _ = self.model.apply(
+                mdl_vars, inputs, method=self.model.compute_predictions, mutable=True, rngs=keys
+            )
+        return (output.logits, output.total_loss), {}
+
+
+@dataclasses.dataclass
 class FolderJob:
     """A folder's model on a mesh: what `hf.load` and `hf.export` need of a job."""
 
@@ -66,16 +83,15 @@ class FolderJob:
         return jax.random.key(0)
 
     def logits_and_loss(self, state: TrainState) -> tuple[np.ndarray, float]:
-        """Runs the model on the batch."""
+        """Runs the model, with its adapters, on the batch."""
 
         def step(task, state, key, inputs, *rest):
             del rest
-            with base_layer.JaxContext.new_context():
-                keys = {"params": key, "random": key}
-                output, _ = task.model.apply(
-                    state.mdl_vars, inputs, method=task.model.compute_predictions, mutable=True, rngs=keys
-                )
-            return None, (output.logits, output.total_loss)
+            model = _Predictions(task.model)
+            if task.lora is not None:
+                model = LoraModel(model, task.lora, task.fprop_dtype, matrix_dims(task))
+            outputs, _ = model.forward(state.mdl_vars, inputs, key, do_eval=True, mutable=())
+            return None, outputs
 
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batch)
         step = self.partitioner.partition(step, shapes, is_eval=True)
@@ -84,12 +100,15 @@ class FolderJob:
         return np.asarray(logits)[: len(self.batch.ids)], float(loss)
 
 
-def make_job(folder: pathlib.Path, mesh: Mesh, *, optimizer: Any = None, **attributes: Any) -> FolderJob:
-    """Builds the model of a folder. Compiles nothing."""
+def make_job(
+    folder: pathlib.Path, mesh: Mesh, *, optimizer: Any = None, lora: Any = None, **attributes: Any
+) -> FolderJob:
+    """Builds the model of a folder, with the adapters of `lora`. Compiles nothing."""
     experiment = hf.experiment_from_folder(folder, ICI_MESH_SHAPE=tuple(mesh.shape.values()), **attributes)()
     task_p = experiment.task()
     if optimizer is not None:
         task_p.train.learner.optimizer = optimizer
+    task_p.lora = lora
     task = tasks_lib.build_task(task_p)
     batch = lm_batch(expected(folder)["ids"])
     partitioner = pjit.PjitPartitioner()
@@ -99,6 +118,8 @@ def make_job(folder: pathlib.Path, mesh: Mesh, *, optimizer: Any = None, **attri
 
 
 def read(folder: pathlib.Path, job: FolderJob) -> TrainState:
-    """Reads a folder without optimizer states. Compiles nothing."""
+    """Reads a folder without optimizer states and adapters. Compiles nothing."""
+    variables = job.partitioner.eval_metadata().variables
+    base = jax.tree.map(lambda spec: None if is_adapter(spec.path) else spec, variables)
     with hf.HfCheckpoints(epath.Path(folder)) as checkpoints:
-        return checkpoints.restore(job.partitioner.eval_metadata().variables, job.partitioner.mesh).state
+        return checkpoints.restore(base, job.partitioner.mesh).state

@@ -1,4 +1,4 @@
-"""`lm.finetune_chat.ChatFromFolder`: training on conversations, and what `--mode=data` prints of them."""
+"""`lm.finetune.ChatFromFolder`: training on conversations, and what `--mode=data` prints of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spmd_trainer.inputs import ChatPromptInput
 from spmd_trainer.programs import experiment_config, host_devices
 from spmd_trainer.programs.run_config import RunConfig
 
-NAME = "lm.finetune_chat.ChatFromFolder"
+NAME = "lm.finetune.ChatFromFolder"
 FOLDER = DATA / "llama_tokenizer"
 ROWS = [
     [("user", "hi there"), ("assistant", "the trainer pads")],

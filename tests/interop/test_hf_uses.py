@@ -29,8 +29,9 @@ def job():
 
 
 def test_training_begins_with_the_folder_and_a_fresh_optimizer(job):
-    state, position = initial_state._restore_from(epath.Path(LLAMA), None, job)
+    state, position, origin = initial_state._restore_from(epath.Path(LLAMA), None, job)
     assert position is None
+    assert origin == {"hugging_face_folder": {"path": str(LLAMA)}}
     assert int(state.step) == 0
     moments = [leaf for leaf in jax.tree.leaves(state.opt_states) if leaf.ndim > 1]
     assert moments
@@ -94,20 +95,32 @@ def test_export_on_the_command_line(tmp_path):
         command("--mode=export")
     with pytest.raises(UserError, match="--export_dir goes with --mode=export"):
         command("--mode=train", f"--export_dir={tmp_path}")
+    assert not config.export.adapter
+    assert command("--mode=export", f"--export_dir={tmp_path / 'out'}", "--export_adapter").export.adapter
+    with pytest.raises(UserError, match="--export_adapter writes float32; leave --export_dtype out"):
+        command("--mode=export", f"--export_dir={tmp_path / 'out'}", "--export_adapter", "--export_dtype=bfloat16")
+    with pytest.raises(UserError, match="--export_adapter goes with --mode=export"):
+        command("--mode=train", "--export_adapter")
 
 
-def test_the_folder_of_another_vocabulary_is_not_copied_into_an_export(job):
+def test_the_folder_of_another_vocabulary_is_not_copied_into_an_export(job, monkeypatch):
     untied = epath.Path(DATA / "llama_untied")
     of_run = types.SimpleNamespace(task=job.task, config=types.SimpleNamespace(restore_checkpoint_dir=untied))
     # The rules of the experiment name the folder that the model came from.
-    assert export._imported_from(of_run) == epath.Path(LLAMA)
+    assert export._imported_from(of_run, {}) == epath.Path(LLAMA)
+    # The folder that the checkpoint names comes before them.
+    noted = {"hugging_face_folder": {"path": str(DATA / "llama_linear_rope")}}
+    monkeypatch.setattr(export, "_fits", lambda *_: True)
+    of_run.config.restore_checkpoint_dir = None
+    assert export._imported_from(of_run, noted) == epath.Path(DATA / "llama_linear_rope")
 
 
 @pytest.mark.parametrize(("directory", "is_opened"), [("out", True), ("s3://bkt/out", False)])
 def test_how_to_open_an_export_is_logged_for_local_ones(job, tmp_path, monkeypatch, caplog, directory, is_opened):
     directory = directory if "://" in directory else str(tmp_path / directory)
     config = command("--mode=export", f"--export_dir={directory}", f"--job_log_dir={tmp_path / 'run'}")
-    monkeypatch.setattr(export.checkpoints, "restore_for_inference", lambda *_, **__: (3, None))
+    restored = types.SimpleNamespace(step=3, state=None, metadata={"metadata": {}})
+    monkeypatch.setattr(export.checkpoints, "restore_with_record", lambda *_, **__: restored)
     monkeypatch.setattr(export.hf, "export", lambda *_, **__: None)
     with caplog.at_level("INFO", logger="absl"):
         assert export.export(Job(config, job.task, job.partitioner, None)) == 3

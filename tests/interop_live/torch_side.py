@@ -1,14 +1,18 @@
-"""What transformers does with folders, in the environment with torch. Imports nothing of this project.
+"""What transformers and PEFT do with folders, in the environment with torch. Imports nothing of this project.
 
 python torch_side.py logits FOLDER IDS.npy LOGITS.npy
 python torch_side.py train FOLDER BATCHES.npy LOSSES.npy     AdamW on batches [steps, rows, length]
+
+FOLDER is a model, or adapters whose adapter_config.json names their base; then the adapters alone are trained.
 """
 
 from __future__ import annotations
 
+import pathlib
 import sys
 
 import numpy as np
+import peft
 import torch
 import transformers
 
@@ -18,6 +22,10 @@ LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-6, 0.1
 
 def load(folder: str) -> torch.nn.Module:
     """Opens a folder as a user does."""
+    if (pathlib.Path(folder) / "adapter_config.json").exists():
+        return peft.AutoPeftModelForCausalLM.from_pretrained(
+            folder, is_trainable=True, attn_implementation="eager", dtype=torch.float32
+        )
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
@@ -33,9 +41,8 @@ def logits(folder: str, ids: np.ndarray) -> np.ndarray:
 def train(folder: str, batches: np.ndarray) -> np.ndarray:
     """Returns the loss of each step."""
     model = load(folder).eval()  # no dropout
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY
-    )
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY)
     losses = []
     for batch in torch.tensor(batches, dtype=torch.long):
         loss = model(batch, labels=batch).loss

@@ -40,6 +40,6 @@ def test_a_run_on_a_full_disk_resumes_if_another_checkpoint_fits(run, monkeypatc
     usage = shutil.disk_usage(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * size))
     with Checkpointer(run / "checkpoints") as checkpoints:
-        state, position = initial_state.first_state(make_job(run), checkpoints)
+        state, position, _ = initial_state.first_state(make_job(run), checkpoints)
     assert int(state.step) == 12
     assert position is not None

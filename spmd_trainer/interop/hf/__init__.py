@@ -10,15 +10,17 @@ folder.py            opens a folder and checks its tensors
 placing.py           reads tensors onto a mesh
 source.py            a folder in `init_from_checkpoint_rules` and in `--restore_checkpoint_dir`
 export_folder.py     writes a folder
+writing.py           how files and folders are written
 experiment.py        `experiment_from_folder` and `load`
 errors.py            the errors
 """
 
 from spmd_trainer.interop.hf.errors import HfDamagedError, HfError, HfMismatchError, HfNotFoundError
 from spmd_trainer.interop.hf.experiment import experiment_from_folder, load, require_model, warn_of_differences
-from spmd_trainer.interop.hf.export_folder import DTYPES, check_directory, export
+from spmd_trainer.interop.hf.export_folder import DTYPES, export
 from spmd_trainer.interop.hf.folder import HfFolder, is_folder, open_folder
 from spmd_trainer.interop.hf.source import HfCheckpoints, HfSource, find_agreed, open_source
+from spmd_trainer.interop.hf.writing import check_directory
 
 __all__ = [
     "DTYPES",

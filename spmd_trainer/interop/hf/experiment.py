@@ -11,7 +11,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import storage
-from spmd_trainer.checkpointing import records
+from spmd_trainer.checkpointing import frozen_base, records
 from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.errors import UserError
 from spmd_trainer.interop.hf import config_json
@@ -25,8 +25,6 @@ from spmd_trainer.train_states import TrainState
 if TYPE_CHECKING:
     from spmd_trainer.base_experiment import BaseExperiment
     from spmd_trainer.partitioning.partitioner import Partitioner
-
-_VARS = "mdl_vars/"
 
 
 class Job(Protocol):
@@ -76,7 +74,8 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
       job: the job; its model is the one that the folder describes.
 
     Returns:
-      The state of step 0, with the folder's variables and fresh optimizer states.
+      The state of step 0, with the folder's variables, fresh optimizer states and fresh adapters (those of DoRA have yet to be
+      fitted to the base by `LoraModel.prepare`).
 
     Raises:
       HfNotFoundError: the directory is no Hugging Face folder.
@@ -91,7 +90,7 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
     require_model(path, job.task)
     metadata = job.partitioner.metadata
     specs = records.by_path(metadata.variables)
-    wanted = {path: spec for path, spec in specs.items() if path.startswith(_VARS)}
+    wanted = frozen_base.base_specs(metadata.variables)
     hf_source.check_variables(source, wanted)
     state = job.partitioner.initialize_train_state(job.prng_key)
     leaves = dict(zip(specs, jax.tree.leaves(state), strict=True))

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, cast
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 from absl import logging
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer import multihost, storage
+from spmd_trainer import storage
 from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.interop.hf import config_json, tensor_names
+from spmd_trainer.interop.hf import config_json, tensor_names, writing
 from spmd_trainer.interop.hf.errors import HfError, HfMismatchError
 from spmd_trainer.interop.hf.experiment import Job, spec_of_task
 from spmd_trainer.interop.hf.families import FAMILIES
 from spmd_trainer.interop.hf.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, read_json
-from spmd_trainer.interop.hf.placing import copy_in_range
-from spmd_trainer.interop.hf.safetensors_file import Described, in_file_order, write
-from spmd_trainer.interop.hf.tensor_names import FUSED, Piece, Variable
 from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.models.lora import is_adapter
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
-from spmd_trainer.storage import access, reading
+from spmd_trainer.storage import reading
 from spmd_trainer.train_states import TrainState
 
 # transformers' own limit. A tensor that is larger gets a file of its own.
@@ -53,20 +43,6 @@ TOKENIZER_FILES = (
 )
 # Jinja templates for further purposes, e.g. tools and retrieval.
 TEMPLATES = "additional_chat_templates"
-_UNFINISHED = ".writing"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """A tensor to write.
-
-    Attributes:
-      described: its name, dtype and shape.
-      parts: the variables that it holds, each with the way from the variable to the tensor.
-    """
-
-    described: Described
-    parts: tuple[tuple[Variable, Piece], ...]
 
 
 def export(
@@ -84,7 +60,8 @@ def export(
     The folder appears under its name when it is whole. In an object store, config.json is written last.
 
     Args:
-      state: a state on the job's mesh, with or without optimizer states.
+      state: a state on the job's mesh, with or without optimizer states. Its adapters, if there are any, are left out: see
+        `models.lora.merged`.
       job: the job; its model is a decoder of `tasks.lm.decoder`.
       directory: the folder; it must not exist, or be empty.
       dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
@@ -106,9 +83,9 @@ def export(
     plans: list[_Plan] = []
     agreed_problem(lambda: plans.append(_plan(state, job, path, dtype, source, architecture, max_file_bytes)))
     plan = plans[0]
-    with _atomically(path) as target:
+    with writing.atomically(path, last=CONFIG) as target:
         for name, tensors in plan.files.items():
-            _write_file(target, name, tensors, plan, state)
+            writing.write_file(target, name, tensors, plan.specs, state)
         if target is not None:
             _write_rest(target, plan, source)
     logging.info("wrote %s tensors in %s files to %s", sum(map(len, plan.files.values())), len(plan.files), path)
@@ -125,7 +102,7 @@ class _Plan:
     """
 
     config: dict[str, Any]
-    files: dict[str, list[_Tensor]]
+    files: dict[str, list[writing.ToWrite]]
     specs: Mapping[str, VariableSpec]
 
 
@@ -145,8 +122,9 @@ def _plan(
     if spec is None:
         raise HfError(f"task.model is a {type(job.task.model).__name__}; only a DecoderLanguageModel can be exported")
     if jax.process_index() == 0:
-        check_directory("export_dir", path)
-    specs = {f"mdl_vars/{name}": leaf for name, leaf in named_leaves(job.partitioner.metadata.variables.mdl_vars)}
+        writing.check_directory("export_dir", path)
+    leaves = named_leaves(job.partitioner.metadata.variables.mdl_vars)
+    specs = {f"mdl_vars/{name}": leaf for name, leaf in leaves if not is_adapter(name)}
     stored = next(iter(specs.values())).dtype if dtype is None else jnp.dtype(dtype)
     config = _config(spec, source, architecture, stored.name)
     variables = tensor_names.variables_of(spec, FAMILIES[config["architectures"][0]])
@@ -154,28 +132,7 @@ def _plan(
         raise HfMismatchError(
             f"the model has variables that {config['architectures'][0]} lacks: {', '.join(surplus[:5])}"
         )
-    return _Plan(config, _files(_tensors(variables, stored), max_file_bytes), specs)
-
-
-def check_directory(name: str, path: epath.Path) -> None:
-    """Makes sure that a folder can be written to a directory. What a killed export left there does not count.
-
-    Args:
-      name: what the directory was given as, for messages.
-      path: the directory.
-
-    Raises:
-      UserError: it can't be written; says why and what to do.
-      HfError: it is not empty.
-    """
-    access.check_readable(name, path)
-    access.check_writable(name, path)
-    if path.exists() and not all(_is_unfinished(entry.name) for entry in path.iterdir()):
-        raise HfError(f"{name}={path} is not empty; give a new directory")
-
-
-def _is_unfinished(name: str) -> bool:
-    return name.startswith(".") and name.endswith(_UNFINISHED)
+    return _Plan(config, _files(writing.tensors_of(variables, stored), max_file_bytes), specs)
 
 
 def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | None, dtype: str) -> dict[str, Any]:
@@ -226,18 +183,9 @@ def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
         return config_json.config_of(spec)
 
 
-def _tensors(variables: Mapping[str, Variable], dtype: np.dtype[Any]) -> list[_Tensor]:
-    """Returns the tensors in the order of the variables. Fused ones have several parts."""
-    parts: dict[str, list[tuple[Variable, Piece]]] = {}
-    for variable in variables.values():
-        for piece in variable.pieces:
-            parts.setdefault(piece.name, []).append((variable, piece))
-    return [_Tensor(Described(name, dtype, found[0][1].shape), tuple(found)) for name, found in parts.items()]
-
-
-def _files(tensors: list[_Tensor], max_file_bytes: int) -> dict[str, list[_Tensor]]:
+def _files(tensors: list[writing.ToWrite], max_file_bytes: int) -> dict[str, list[writing.ToWrite]]:
     """Distributes tensors over files, in the order of the model's layers."""
-    groups: list[list[_Tensor]] = [[]]
+    groups: list[list[writing.ToWrite]] = [[]]
     size = 0
     for tensor in sorted(tensors, key=lambda tensor: _by_layer(tensor.described.name)):
         if groups[-1] and size + tensor.described.nbytes > max_file_bytes:
@@ -257,112 +205,6 @@ def _by_layer(name: str) -> tuple[int, int, str]:
     return (0 if is_embedding else 2 if number is None else 1, number or 0, name)
 
 
-@contextlib.contextmanager
-def _atomically(path: epath.Path) -> Iterator[epath.Path | None]:
-    """Yields the folder to write to on process 0, and None on the others. It gets its name at the end."""
-    if jax.process_index() != 0:
-        yield None
-        multihost.barrier("the export is written")
-        return
-    if storage.is_remote(path):
-        yield path
-    else:
-        with _under_another_name(epath.Path(os.path.realpath(path))) as unfinished:
-            yield unfinished
-    multihost.barrier("the export is written")
-
-
-@contextlib.contextmanager
-def _under_another_name(path: epath.Path) -> Iterator[epath.Path]:
-    """Yields a new folder whose content is moved to a path at the end, and deleted if the block fails.
-
-    Args:
-      path: a directory without links in its name. It is new, or empty: then it may be a mount point, and stays.
-    """
-    exists = path.exists()
-    parent = path if exists else path.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    unfinished = epath.Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_UNFINISHED, dir=parent))
-    try:
-        # mkdtemp lets the owner alone read it.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(unfinished, 0o777 & ~umask)
-        yield unfinished
-        if exists:
-            for name in sorted(os.listdir(unfinished), key=lambda name: name == CONFIG):
-                os.replace(unfinished / name, path / name)
-            unfinished.rmdir()
-        else:
-            os.rename(unfinished, path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def _write_file(target: epath.Path | None, name: str, tensors: list[_Tensor], plan: _Plan, state: TrainState) -> None:
-    """Writes a file. The other processes bring their parts of the arrays."""
-    by_name = {tensor.described.name: tensor for tensor in tensors}
-    order = in_file_order([tensor.described for tensor in tensors])
-    arrays = _contents([by_name[described.name] for described in order], plan.specs, state)
-    if target is None:
-        for _ in arrays:
-            pass
-        return
-    with (target / name).open("wb") as file:
-        write(cast(BinaryIO, file), order, arrays)
-        if not storage.is_remote(target):
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _contents(
-    tensors: list[_Tensor], specs: Mapping[str, VariableSpec], state: TrainState
-) -> Iterator[npt.NDArray[Any]]:
-    """Yields the content of each tensor; one is in memory at a time."""
-    leaves = {f"mdl_vars/{path}": leaf for path, leaf in named_leaves(state.mdl_vars)}
-    for tensor in tensors:
-        content = np.empty(tensor.described.shape, tensor.described.dtype)
-        for variable, piece in tensor.parts:
-            part = _logical(leaves[variable.path], specs[variable.path], piece.leading)
-            _copy_into(content, part, piece, tensor.described.name)
-        yield content
-
-
-def _logical(array: jax.Array, spec: VariableSpec, leading: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Returns one index of a variable's leading dimensions on the host, without padding. Called by every process."""
-    part = array
-    if leading or not array.is_fully_addressable:
-        part = _slicer(array.sharding, len(leading), array.is_fully_addressable)(array, leading)
-    return np.asarray(part)[tuple(slice(0, size) for size in spec.logical_shape[len(leading) :])]
-
-
-@functools.cache
-def _slicer(sharding: NamedSharding, depth: int, is_local: bool) -> Callable[..., jax.Array]:
-    """Returns a jitted (array, index) -> array[index], so that one layer at a time leaves the devices.
-
-    The result is split like the array. If other processes hold parts of it, every process gets all of it.
-    """
-    spec = PartitionSpec(*sharding.spec[depth:]) if is_local else PartitionSpec()
-
-    def take(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
-        for i in index:
-            array = jax.lax.dynamic_index_in_dim(array, i, keepdims=False)
-        return array
-
-    return jax.jit(take, out_shardings=NamedSharding(sharding.mesh, spec))
-
-
-def _copy_into(content: npt.NDArray[Any], part: npt.NDArray[Any], piece: Piece, name: str) -> None:
-    letters = [letter for group in piece.groups for letter in group]
-    view = content.reshape([piece.sizes[letter] for letter in letters])
-    if FUSED in letters:
-        axis = letters.index(FUSED)
-        view = view[(slice(None),) * axis + (piece.part,)]
-        letters.remove(FUSED)
-    copy_in_range(view.transpose([letters.index(letter) for letter in piece.order]), part, name)
-
-
 def _write_rest(target: epath.Path, plan: _Plan, source: epath.Path | None) -> None:
     """Writes the index, the tokenizer and the configs; config.json, which makes the folder one, comes last."""
     if SINGLE not in plan.files:
@@ -370,15 +212,15 @@ def _write_rest(target: epath.Path, plan: _Plan, source: epath.Path | None) -> N
         total = sum(tensor.described.nbytes for tensors in plan.files.values() for tensor in tensors)
         count = total // next(iter(plan.files.values()))[0].described.dtype.itemsize
         metadata = {"total_parameters": count, "total_size": total}
-        _write_json(target / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+        writing.write_json(target / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
     generation = None if source is None else read_json(source, GENERATION_CONFIG)
     if generation is None:
         tokens = {key: plan.config[key] for key in config_json.TOKENS if plan.config.get(key) is not None}
         generation = {"_from_model_config": True, **tokens}
-    _write_json(target / GENERATION_CONFIG, generation)
+    writing.write_json(target / GENERATION_CONFIG, generation)
     if source is not None:
         _copy_tokenizer(os.fspath(source), target)
-    _write_json(target / CONFIG, plan.config)
+    writing.write_json(target / CONFIG, plan.config)
 
 
 def _copy_tokenizer(source: str, target: epath.Path) -> None:
@@ -393,7 +235,3 @@ def _copy_tokenizer(source: str, target: epath.Path) -> None:
         for name in reading.names(templates):
             if name.endswith(".jinja"):
                 (target / TEMPLATES / name).write_bytes(reading.read(os.path.join(templates, name)))
-
-
-def _write_json(path: epath.Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,176 @@
+"""Fine-tuning the model of a Hugging Face folder: with adapters (LoRA, DoRA), on conversations, on preferences (DPO).
+
+    spmd-trainer --exp=lm.finetune.LoraFromFolder --job_log_dir=runs/lora --fdl.FOLDER=models/llama --fdl.FILES='my/*.txt'
+    spmd-trainer --exp=lm.finetune.ChatFromFolder --job_log_dir=runs/chat --fdl.FOLDER=models/llama --fdl.FILES=chats.jsonl
+    spmd-trainer --exp=lm.finetune.DpoFromFolder --job_log_dir=runs/dpo --fdl.FOLDER=models/llama --fdl.FILES=pairs.jsonl
+
+`--fdl.LORA_TARGETS=all-linear` gives the last two adapters too; without, all variables learn. With the same flags,
+`--mode=export --export_dir=DIR` writes a folder that transformers opens, with the adapters merged; `--export_adapter` writes the
+adapters alone, which PEFT opens. `--mode=data` shows which tokens count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from praxis.pax_fiddle import Config
+
+from spmd_trainer import experiment_registry, tasks_lib
+from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm.cloud import rows_per_process
+from spmd_trainer.experiments.lm.hf import FromFolder
+from spmd_trainer.inputs import chat_text, preferences
+from spmd_trainer.models.lora import Lora
+from spmd_trainer.tasks.lm.preferences.loss import PreferenceLoss
+from spmd_trainer.tasks.lm.preferences.model import PreferenceModel
+
+
+class TunedFromFolder(FromFolder):
+    """The model of a Hugging Face folder (FOLDER), with adapters beside the frozen model if there are targets for some.
+
+    Attributes:
+      LORA_TARGETS: regexes of the variables that get adapters, or 'all-linear'; see `models.lora.Lora`. None: no adapters, all
+        variables learn.
+      LORA_RANK: the adapters' rank.
+      LORA_ALPHA: the adapters' product is multiplied by LORA_ALPHA / LORA_RANK.
+      LORA_DROPOUT: dropout of the adapters' input.
+      DORA: learn the norm of each output's weights separately.
+    """
+
+    LORA_TARGETS: str | Sequence[str] | None = None
+    LORA_RANK = 16
+    LORA_ALPHA = 32.0
+    LORA_DROPOUT = 0.0
+    DORA = False
+
+    def task(self) -> Config[tasks_lib.SingleTask]:
+        """Returns the task of `FromFolder`, with adapters if there are targets."""
+        task_p = super().task()
+        if self.LORA_TARGETS is not None:
+            task_p.lora = Config(
+                Lora,
+                targets=self.LORA_TARGETS,
+                rank=self.LORA_RANK,
+                alpha=self.LORA_ALPHA,
+                dropout=self.LORA_DROPOUT,
+                dora=self.DORA,
+            )
+        return task_p
+
+
+@experiment_registry.register(tags=["needs_folder"])
+class LoraFromFolder(TunedFromFolder):
+    """Trains adapters on text files (FILES) beside the frozen model of a Hugging Face folder (FOLDER)."""
+
+    LORA_TARGETS = "all-linear"
+    VARIABLE_DTYPE = "stored"
+    LEARNING_RATE = 2e-4
+    WARMUP_STEPS = 10
+
+
+@experiment_registry.register(tags=["needs_folder"])
+class ChatFromFolder(TunedFromFolder):
+    """Fine-tunes the model of a Hugging Face folder (FOLDER) on conversations (FILES): on what the assistant wrote.
+
+    Attributes:
+      FILES, EVAL_FILES: conversations to train and to evaluate on, *.jsonl or *.parquet; see `inputs.ChatInput`.
+      CHAT_TEMPLATE, TEMPLATE_VARIABLES, TURNS, TOO_LONG, DATE: the fields of `ChatInput` with these names. A CHAT_TEMPLATE of
+        None is the folder's.
+      LORA_TARGETS, LORA_RANK, ...: see `TunedFromFolder`.
+    """
+
+    CHAT_TEMPLATE: str | None = None
+    TEMPLATE_VARIABLES: Any = None
+    TURNS = "all"
+    TOO_LONG = "error"
+    DATE: str | None = None
+
+    def datasets(self) -> list[Any]:
+        """Returns the conversations to train on, and those to evaluate on if there are some."""
+        if self.FILES is None:
+            raise UserError("lm.finetune.ChatFromFolder needs conversations: --fdl.FILES='chats/*.jsonl'")
+        shared = {
+            "tokenizer": self.TOKENIZER or self._folder(),
+            "chat_template": self.CHAT_TEMPLATE,
+            "template_variables": self.TEMPLATE_VARIABLES,
+            "turns": self.TURNS,
+            "too_long": self.TOO_LONG,
+            "date": self.DATE,
+            "seq_len": self.SEQ_LEN,
+            "batch_size": Config(rows_per_process, global_batch_size=self.GLOBAL_BATCH_SIZE),
+        }
+        train = {"name": "train", "files": self.FILES, "is_training": True, "input_random_seed": 17}
+        heldout = {"name": "heldout", "files": self.EVAL_FILES, "is_training": False}
+        used = [train] if self.EVAL_FILES is None else [train, heldout]
+        return [Config(chat_text.ChatInput, **own, **shared) for own in used]
+
+    def decode_datasets(self) -> list[Any]:
+        """Returns the prompts, if there are some. Conversations get the same template."""
+        found = super().decode_datasets()
+        for prompts in found:
+            if hasattr(prompts.cls, "chat_template"):
+                prompts.set(chat_template=self.CHAT_TEMPLATE, template_variables=self.TEMPLATE_VARIABLES)
+        return found
+
+
+@experiment_registry.register(tags=["needs_folder"])
+class DpoFromFolder(TunedFromFolder):
+    """Trains the model of a Hugging Face folder (FOLDER) on pairs of answers (FILES); a batch has GLOBAL_BATCH_SIZE pairs.
+
+    Attributes:
+      FILES, EVAL_FILES: pairs, *.jsonl or *.parquet; see `inputs.PreferenceInput`. Without EVAL_FILES, nothing is evaluated.
+      REFERENCE: 'file' computes the reference's log-probabilities when the run begins, and keeps them in its job_log_dir; 'live'
+        computes them in each step with the frozen base of the adapters.
+      LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN: see `tasks.lm.preferences.loss.PreferenceLoss`.
+      CHAT_TEMPLATE: the chat template; None: the folder's.
+      TOO_LONG: what to do with pairs that don't fit into SEQ_LEN: 'error' or 'drop'.
+      LORA_TARGETS, LORA_RANK, ...: see `TunedFromFolder`.
+    """
+
+    REFERENCE = "file"
+    LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN = "sigmoid", 0.1, 0.0, 0.0
+    CHAT_TEMPLATE: str | None = None
+    TOO_LONG = "error"
+    LEARNING_RATE = 1e-6
+
+    def datasets(self) -> list[Any]:
+        """Returns the pairs to train on, and those to evaluate on if there are some."""
+        if self.FILES is None:
+            raise UserError("lm.finetune.DpoFromFolder needs pairs: --fdl.FILES='pairs/*.jsonl'")
+        train = Config(
+            preferences.PreferenceInput, name="train", files=self.FILES, is_training=True, input_random_seed=17
+        )
+        train.set(chat_template=self.CHAT_TEMPLATE, too_long=self.TOO_LONG, start=self.START, seq_len=self.SEQ_LEN)
+        train.tokenizer, train.reference = self.TOKENIZER or self._folder(), self._reference()
+        train.batch_size = Config(rows_per_process, global_batch_size=self.GLOBAL_BATCH_SIZE)
+        if self.EVAL_FILES is None:
+            return [train]
+        return [
+            train,
+            train.clone().set(name="heldout", files=self.EVAL_FILES, is_training=False, input_random_seed=None),
+        ]
+
+    def task(self) -> Config[tasks_lib.SingleTask]:
+        """Returns the task of `TunedFromFolder`, in which a live reference is the adapters' base."""
+        task_p = super().task()
+        if task_p.lora is not None:
+            task_p.lora.reference = self.REFERENCE == "live" and self.LOSS != "simpo"
+        return task_p
+
+    def model(self) -> Config[PreferenceModel]:
+        """Returns the model of `FromFolder`, which learns from pairs."""
+        plain = super().model()
+        model_p = Config(PreferenceModel, **{name: getattr(plain, name) for name in plain.__arguments__})
+        fields = {"loss": self.LOSS, "beta": self.BETA, "label_smoothing": self.LABEL_SMOOTHING}
+        return model_p.set(preference=Config(PreferenceLoss, target_margin=self.TARGET_MARGIN, **fields))
+
+    def _reference(self) -> str | None:
+        if self.REFERENCE not in ("file", "live"):
+            raise UserError(f"REFERENCE={self.REFERENCE!r}; give 'file' or 'live'")
+        if self.REFERENCE == "live" and self.LORA_TARGETS is None and self.LOSS != "simpo":
+            raise UserError(
+                "REFERENCE='live' needs adapters, whose frozen base is the reference: --fdl.LORA_TARGETS=all-linear. Without "
+                "them, use REFERENCE='file'"
+            )
+        return "file" if self.REFERENCE == "file" and self.LOSS != "simpo" else None

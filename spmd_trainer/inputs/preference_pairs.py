@@ -1,0 +1,189 @@
+"""Pairs of answers in JSON lines and Parquet files, in the forms that TRL reads.
+
+A row has `prompt`, `chosen` and `rejected`, all texts or all lists of messages:
+
+    {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
+    {"prompt": [{"role": "user", "content": "Which colour is the sky?"}],
+     "chosen": [{"role": "assistant", "content": "Blue."}], "rejected": [{"role": "assistant", "content": "Green."}]}
+
+Without `prompt`, the common beginning of `chosen` and `rejected` is the prompt. A row of messages may also have `tools` and
+`chat_template_kwargs` (further variables of the template). Other entries are not read, and neither are empty lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs import files, row_files
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_SIDES = ("chosen", "rejected")
+_ENTRIES = ("prompt", *_SIDES, "tools", "chat_template_kwargs")
+# Entries of a message that hold what the assistant wrote.
+_WRITTEN = ("content", "tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
+_SHOWN = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A pair of answers to one prompt: three texts, or three lists of messages.
+
+    Attributes:
+      where: file and line, for errors.
+      prompt: what both answers answer.
+      chosen: the preferred answer.
+      rejected: the other one.
+      tools: JSON schemas of the functions that the model may call, for the chat template.
+      variables: further variables of the chat template.
+    """
+
+    where: str
+    prompt: str | Messages
+    chosen: str | Messages
+    rejected: str | Messages
+    tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_text(self) -> bool:
+        """True for texts, False for messages."""
+        return isinstance(self.prompt, str)
+
+
+def read(content: bytes, path: str) -> Iterator[Pair]:
+    """Yields the pairs of a file.
+
+    Args:
+      content: what the file holds: Parquet or JSON lines.
+      path: the file, for errors.
+
+    Raises:
+      UserError: the file can't be read, or a row is not a usable pair; names the file and the line.
+    """
+    return (parse(row, where) for row, where in row_files.rows(content, path, _ENTRIES))
+
+
+def parse(row: object, where: str) -> Pair:
+    """Returns the pair that a row describes.
+
+    Args:
+      row: the row, JSON values.
+      where: file and line, for errors.
+
+    Raises:
+      UserError: the row is not a pair with a prompt and two different answers.
+    """
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is not a pair: {_shown(row)}; give an object with `prompt`, `chosen` and `rejected`")
+    for side in _SIDES:
+        if side not in row:
+            names = [str(name) for name in row]
+            near = did_you_mean(side, names)
+            has = near if near.startswith("; did you mean") else f"; it has {files.listed(names)}"
+            raise UserError(f"{where}: the pair has no {side} answer: there is no `{side}`{has}")
+        if row[side] in (None, "", []):
+            raise UserError(f"{where}: the pair has no {side} answer: `{side}` is {_shown(row[side])}")
+    prompt, chosen, rejected = _one_kind(row, where)
+    if chosen == rejected:
+        raise UserError(f"{where}: the chosen and the rejected answer are equal: {_shown(chosen)}; take the pair out")
+    if prompt is None:
+        prompt, chosen, rejected = _without_common_beginning(chosen, rejected, where)
+    if not prompt:
+        raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
+    if not isinstance(prompt, str):
+        _check_turns(prompt, {"chosen": chosen, "rejected": rejected}, where)
+    tools, variables = _tools(row.get("tools"), where), row.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise UserError(f"{where}: `chat_template_kwargs` is {_shown(variables)}; give an object")
+    return Pair(where, prompt, chosen, rejected, tools, variables)
+
+
+def _one_kind(row: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
+    """Returns prompt (None if there is none), chosen and rejected. They are all texts or all lists of messages."""
+    given = {name: row[name] for name in ("prompt", *_SIDES) if row.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, str | list):
+            raise UserError(f"{where}: `{name}` is {_shown(value)}; give a text or a list of messages")
+        if isinstance(value, list):
+            _check_messages(name, value, where)
+    texts = [name for name, value in given.items() if isinstance(value, str)]
+    if texts and len(texts) < len(given):
+        messages = [name for name in given if name not in texts]
+        raise UserError(
+            f"{where}: `{texts[0]}` is a text and `{messages[0]}` is a list of messages; give all of them in one form. Where "
+            "`chosen` and `rejected` are whole conversations, leave `prompt` out"
+        )
+    return given.get("prompt"), given["chosen"], given["rejected"]
+
+
+def _check_messages(name: str, messages: list[Any], where: str) -> None:
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise UserError(f"{where}: message {number} of `{name}` is {_shown(message)}; give an object with a `role`")
+        role = message.get("role")
+        if role not in ROLES:
+            raise UserError(
+                f"{where}: message {number} of `{name}` has the role {role!r}; give one of {', '.join(ROLES)}"
+                f"{did_you_mean(str(role), ROLES)}"
+            )
+
+
+def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
+    """Refuses empty prompts and answers, and answers with messages that the assistant did not write: all of them count."""
+    if not any(message.get("content") for message in prompt):
+        raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
+    if prompt[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: the prompt ends with a message of the assistant; end it with the message that is answered"
+        )
+    for side, messages in answers.items():
+        for message in messages:
+            if message["role"] != "assistant":
+                raise UserError(
+                    f"{where}: the {side} answer has a message of the role {message['role']!r}, and the loss counts all of an "
+                    "answer; answers may only have messages of the assistant"
+                )
+        if not any(message.get(entry) for message in messages for entry in _WRITTEN):
+            raise UserError(f"{where}: the pair has no {side} answer: its messages are empty")
+
+
+def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
+    """Returns the common beginning of two answers, and what follows it in each. A space before a text belongs to the text."""
+    same = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
+    size = sum(1 for _ in same)
+    if isinstance(chosen, str) and size < min(len(chosen), len(rejected)) and chosen[size - 1 : size] == " ":
+        size -= 1
+    if size == 0:
+        raise UserError(
+            f"{where}: there is no `prompt`, and `chosen` and `rejected` have no common beginning; give a prompt"
+        )
+    for side, answer in (("chosen", chosen), ("rejected", rejected)):
+        if len(answer) == size:
+            raise UserError(
+                f"{where}: the pair has no {side} answer: there is no `prompt`, and the other answer begins with all of "
+                f"`{side}`; give a prompt"
+            )
+    return chosen[:size], chosen[size:], rejected[size:]
+
+
+def _tools(given: Any, where: str) -> list[dict[str, Any]] | None:
+    if isinstance(given, str):  # Parquet files hold them as JSON: schemas of one column must have the same fields
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise UserError(f"{where}: `tools` is not JSON: {error}") from error
+    if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
+        raise UserError(f"{where}: `tools` is {_shown(given)}; give a list of objects")
+    return given or None
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

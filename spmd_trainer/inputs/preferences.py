@@ -1,0 +1,318 @@
+"""Pairs of answers, one preferred over the other, as batches for `tasks.lm.preferences`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import indexed, preference_pairs, row_files, text_base
+from spmd_trainer.inputs.chat_template import ChatTemplate
+from spmd_trainer.inputs.chat_template_field import template_of
+from spmd_trainer.inputs.preference_pairs import Pair
+
+_SIDES = ("chosen", "rejected")
+_REFERENCE = "reference_logps"
+_FILE = "file"
+_ERROR, _DROP = "error", "drop"
+
+
+class PreferenceInput(text_base.TokenizedFiles):
+    """Pairs of answers to a prompt, from JSON lines or Parquet files (`preference_pairs` has the forms of a row).
+
+    Messages become text by a chat template, which writes all special tokens. A text gets the token of `start` before it, if there
+    is one, and end-of-text after it, if it doesn't end with that. As in TRL, prompt and answer are encoded together, and the
+    answer begins at the first token that differs from the encoded prompt.
+
+    A batch has `chosen` and `rejected`, each with `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T], and `paddings`,
+    `weights` float32 [B, T]: one row for prompt and answer, with weight 1 on the labels of the answer; and `eval_sample_weights`
+    float32 [B]. With `reference='file'`, both also have `reference_logps`, log-probabilities as the bits of float32 in int32 [B]:
+    a step that computes in bfloat16 would round floats.
+
+    Training: endless, each epoch in an order drawn from (input_random_seed, epoch). Otherwise: each pair once. The first batch
+    reads and encodes all files.
+
+    Attributes:
+      files, tokenizer, eos_id, start: see `text_base.TokenizedFiles`. `start` is for texts only.
+      seq_len: tokens per row, T.
+      chat_template: None takes the tokenizer's ('tool_use' for conversations with tools if it has one of this name). Otherwise
+        the name of one of the tokenizer's templates, the path of a .jinja file, or a template's text.
+      template_variables: variables for the template, e.g. {'enable_thinking': False}. Those of a row take precedence.
+      too_long: what to do with a pair whose prompt and answer have more than T + 1 tokens. 'error': refuse it. 'drop': leave it
+        out, and log how many. Answers are never cut: a cut one is no longer the answer that was compared.
+      shuffle: False gives the pairs of a training input in the order of the files.
+      reference: 'file' adds log-probabilities that the trainer has computed once and keeps in the job_log_dir. None: batches have
+        none, because the model needs no reference or computes it itself.
+    """
+
+    seq_len: int = 0
+    chat_template: str | None = None
+    template_variables: Any = None
+    too_long: str = _ERROR
+    shuffle: bool = True
+    reference: str | None = None
+    _logps: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("seq_len")
+        if self.too_long not in (_ERROR, _DROP):
+            raise self.error(f"too_long={self.too_long!r}; set it to {_ERROR!r} or {_DROP!r}")
+        if self.reference not in (None, _FILE):
+            raise self.error(f"reference={self.reference!r}; set it to {_FILE!r} or None")
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of one epoch."""
+        return len(self._table.starts)
+
+    @property
+    def order(self) -> indexed.ExampleOrder:
+        return indexed.ExampleOrder(self.num_pairs, self.is_training, self.shuffle and self.is_training, self.seed)
+
+    @functools.cached_property
+    def pairs_checksum(self) -> str:
+        """Identifies the tokens of all pairs and where the answers begin: what log-probabilities depend on besides the model."""
+        found = hashlib.sha256()
+        for array in self._table:
+            found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()[:32]
+
+    @property
+    def lacks_reference(self) -> bool:
+        """True if batches need a reference that was not set yet."""
+        return self.reference is not None and self._logps is None
+
+    def use_reference(self, logps: np.ndarray) -> None:
+        """Sets the log-probabilities of the answers by the reference model.
+
+        Args:
+          logps: float32 [num_pairs, 2], of the chosen and the rejected answer of each pair, in the order of the files.
+        """
+        if logps.shape != (self.num_pairs, 2):
+            raise ValueError(
+                f"reference log-probabilities have shape {logps.shape}, and there are {self.num_pairs} pairs"
+            )
+        self._logps = np.asarray(logps, np.float32)
+
+    def input_specs(self) -> NestedMap:
+        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.batch_size, *shape), dtype)
+
+        def row() -> NestedMap:
+            tokens, floats = spec(np.int32, self.seq_len), spec(np.float32, self.seq_len)
+            found = NestedMap(
+                ids=tokens, labels=tokens, paddings=floats, weights=floats, segment_ids=tokens, segment_pos=tokens
+            )
+            if self.reference:
+                found[_REFERENCE] = spec(np.int32)
+            return found
+
+        return NestedMap(chosen=row(), rejected=row(), eval_sample_weights=spec(np.float32))
+
+    def batch_at(self, position: int) -> NestedMap:
+        if self.lacks_reference:
+            raise self.error(
+                "there are no reference log-probabilities of these pairs. Training computes them when a run begins, and keeps "
+                "them in its job_log_dir: give that of a training run. If it is one, the pairs, the tokenizer or the chat "
+                "template have changed since it began: put them back, or begin a new run"
+            )
+        pairs = self.examples_at(position)
+        batch = NestedMap({side: self._rows(pairs, column) for column, side in enumerate(_SIDES)})
+        batch.eval_sample_weights = (pairs < self.num_pairs).astype(np.float32)
+        return batch
+
+    def _rows(self, pairs: np.ndarray, column: int) -> NestedMap:
+        """Returns the rows of one side of these pairs; a row after the last pair is padding."""
+        table, shape = self._table, (len(pairs), self.seq_len)
+        ids, labels, weights = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        lengths = np.zeros(len(pairs), np.int64)
+        for row in np.flatnonzero(pairs < self.num_pairs):
+            pair = int(pairs[row])
+            begin, end = table.offsets[2 * pair + column : 2 * pair + column + 2]
+            tokens = table.tokens[begin:end]
+            length = lengths[row] = len(tokens) - 1
+            ids[row, :length], labels[row, :length] = tokens[:-1], tokens[1:]
+            weights[row, table.starts[pair] - 1 : length] = 1
+        inside = np.arange(self.seq_len) < lengths[:, None]
+        rows = NestedMap(
+            ids=ids,
+            labels=labels,
+            paddings=1.0 - inside.astype(np.float32),
+            weights=weights,
+            segment_ids=inside.astype(np.int32),
+            segment_pos=(np.arange(self.seq_len) * inside).astype(np.int32),
+        )
+        if self.reference:
+            logps = self._logps[np.minimum(pairs, self.num_pairs - 1), column]
+            rows[_REFERENCE] = np.ascontiguousarray(logps).view(np.int32)
+        return rows
+
+    @functools.cached_property
+    def _table(self) -> PairTable:
+        tokens: list[np.ndarray] = []
+        starts: list[int] = []
+        left_out, diverging, where = 0, 0, ""
+        for index, path in enumerate(self.paths):
+            for pair in self._pairs(index, path):
+                where = pair.where
+                found = self._encode(pair)
+                if (longest := max(map(len, found.sides)) - 1) > self.seq_len:
+                    if self.too_long == _ERROR:
+                        raise self.error(
+                            f"{pair.where}: prompt and answer have {longest + 1} tokens, and rows of seq_len={self.seq_len} "
+                            f"hold {self.seq_len + 1}; raise seq_len, shorten the pair, or leave such pairs out with "
+                            f"too_long={_DROP!r}"
+                        )
+                    left_out += 1
+                    continue
+                diverging += found.diverges
+                tokens += [np.array(side, self.token_dtype) for side in found.sides]
+                starts.append(found.start)
+        if left_out:
+            logging.warning(
+                "%s %r leaves out %d of %d pairs, which are too long for seq_len=%d",
+                type(self).__name__,
+                self.name,
+                left_out,
+                left_out + len(starts),
+                self.seq_len,
+            )
+        if not starts:
+            raise self.error(f"the files hold no pair{' that fits' if where else ''}; the first is {self.paths[0]}")
+        if diverging:
+            logging.warning(
+                "%s %r: in %d of %d pairs, the prompt has other tokens at its end when an answer follows. The answer begins at "
+                "the first of these, so that the model learns to continue another text than it will see when it generates",
+                type(self).__name__,
+                self.name,
+                diverging,
+                len(starts),
+            )
+        return PairTable(
+            np.concatenate(tokens),
+            np.concatenate([[0], np.cumsum([len(side) for side in tokens])]),
+            np.array(starts, np.int64),
+        )
+
+    def _pairs(self, index: int, path: str) -> Iterator[Pair]:
+        try:
+            yield from preference_pairs.read(self.found.read(index), path)
+        except UserError as error:
+            raise self.error(str(error)) from error
+
+    def _encode(self, pair: Pair) -> _Encoded:
+        """Returns the tokens of both conversations, with the token that comes before the first label."""
+        prompt, *answered = self._texts(pair)
+        before = [self.start_id] if pair.is_text and self.start_id is not None else []
+        after = [self.tokenizer.eos_id] if pair.is_text else []
+        alone = self._tokens(prompt, pair.where)
+        sides = [self._tokens(text, pair.where) for text in answered]
+        start = min(_common(alone, side) for side in sides)
+        if start + len(before) == 0:
+            raise self.error(
+                f"{pair.where}: the prompt has no token, so that nothing comes before the answer's first token"
+            )
+        for side, tokens in zip(_SIDES, sides, strict=True):
+            if len(tokens) <= start:
+                raise self.error(f"{pair.where}: the {side} answer has no token")
+        whole = [[*before, *tokens, *(after if tokens[-1] not in after else [])] for tokens in sides]
+        if whole[0] == whole[1]:
+            raise self.error(
+                f"{pair.where}: the chosen and the rejected answer have the same tokens; take the pair out"
+            )
+        return _Encoded(whole, start + len(before), start < len(alone))
+
+    def _texts(self, pair: Pair) -> tuple[str, str, str]:
+        """Returns the prompt, and the prompt followed by each answer."""
+        if isinstance(pair.prompt, str):
+            return pair.prompt, f"{pair.prompt}{pair.chosen}", f"{pair.prompt}{pair.rejected}"
+        if getattr(self.tokenizer, "encodes_special_tokens", False):
+            raise self.error(
+                f"{pair.where}: the tokenizer has encode_special_tokens=True, so that the special tokens of the chat template "
+                "would be read as plain text; use a tokenizer without it"
+            )
+        prompt = self._render(pair, pair.prompt, add_generation_prompt=True)
+        answered = [
+            self._render(pair, [*pair.prompt, *answer], add_generation_prompt=False)
+            for answer in (pair.chosen, pair.rejected)
+        ]
+        if not all(text.startswith(prompt) for text in answered):
+            # Some templates end the prompt alone with text that they leave out before an answer, e.g. an empty thought.
+            plain = self._render(pair, pair.prompt, add_generation_prompt=False)
+            if not all(text.startswith(plain) for text in answered):
+                raise self.error(
+                    f"{pair.where}: the chat template writes the prompt in another way when an answer follows, so that nobody "
+                    "can tell where the answer begins; use another chat_template"
+                )
+        return prompt, answered[0], answered[1]
+
+    def _render(self, pair: Pair, messages: Any, **generation: bool) -> str:
+        variables: dict[str, Any] = {**(self.template_variables or {}), **pair.variables, **generation}
+        if own := sorted({"messages", "tools", "documents"} & variables.keys()):
+            raise self.error(f"{pair.where}: {own[0]!r} can't be a variable of the template")
+        try:
+            return self._template(has_tools=bool(pair.tools)).render(messages, tools=pair.tools, **variables)
+        except UserError as error:
+            raise self.error(f"{pair.where}: {error}") from error
+
+    def _template(self, *, has_tools: bool) -> ChatTemplate:
+        return template_of(self.tokenizer, self.chat_template, has_tools=has_tools)
+
+    def _tokens(self, text: str, where: str) -> list[int]:
+        try:
+            tokens = self.tokenizer.encode(text.encode(), where)
+        except UnicodeEncodeError as error:
+            raise self.error(f"{where}: the text has half of a surrogate pair: {error}") from error
+        self.refuse_unknown_ids(tokens, where)
+        found: list[int] = tokens.tolist()
+        return found
+
+    def _refuse_unless_text(self, index: int) -> None:
+        path = self.paths[index]
+        is_parquet = self.found.read(index, limit=len(row_files.PARQUET_BEGINNING)) == row_files.PARQUET_BEGINNING
+        if path.endswith(row_files.PARQUET_SUFFIX) and not is_parquet:
+            raise UserError(f"{path} is not a Parquet file; write it again, or rename it if it holds JSON lines")
+        if not is_parquet:
+            super()._refuse_unless_text(index)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        # The checksum says more than the sizes of the files.
+        return {**super()._fingerprint(), "seq_len": self.seq_len, "pairs": self.pairs_checksum}
+
+
+class PairTable(NamedTuple):
+    """The tokens of all pairs.
+
+    Attributes:
+      tokens: unsigned [sum of lengths]: chosen of pair 0, rejected of pair 0, chosen of pair 1, ..., each with its prompt.
+      offsets: int64 [2 * pairs + 1], where each begins.
+      starts: int64 [pairs], index of the answer's first token in both.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    starts: np.ndarray
+
+
+class _Encoded(NamedTuple):
+    """A pair as tokens: both sides, where the answers begin, and whether the prompt alone ends with other tokens."""
+
+    sides: list[list[int]]
+    start: int
+    diverges: bool
+
+
+def _common(tokens: list[int], other: list[int]) -> int:
+    """Returns the number of equal tokens at the beginning."""
+    same = itertools.takewhile(lambda both: both[0] == both[1], zip(tokens, other, strict=False))
+    return sum(1 for _ in same)

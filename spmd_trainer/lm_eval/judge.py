@@ -1,0 +1,366 @@
+"""Runs the harness on train states: loads tasks, collects results, writes them as lm-eval does, and as metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+from spmd_trainer.inputs.tokenizers import Tokenizer
+from spmd_trainer.lm_eval.answers import Answers, request_key
+from spmd_trainer.lm_eval.requests import Progress, Requests, Source
+from spmd_trainer.lm_eval.settings import BOOTSTRAP_ITERS, LmEvalSettings
+from spmd_trainer.lm_eval.texts import Texts
+from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
+from spmd_trainer.models.vocabulary import vocabulary_size
+from spmd_trainer.partitioning.partitioner import Partitioner
+from spmd_trainer.steps.checksum import variables_checksum
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import PyTree, TrainState
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+# What lm-eval's results say of the model.
+_MODEL = "spmd-trainer"
+_OLDEST = (0, 4, 13)
+_YAML = (".yaml", ".yml")
+# Machines and memory addresses change no answer.
+_IRRELEVANT = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes): ")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def check_installed() -> None:
+    """Makes sure that lm-eval can be imported.
+
+    Raises:
+      UserError: it is missing or too old; says how to install it.
+    """
+    fix = "pip install 'spmd-trainer[lm-eval]'"
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(f"judging with tasks needs EleutherAI's lm-eval, which is not installed: {fix}")
+    found = importlib.metadata.version("lm-eval")
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < _OLDEST:
+        raise UserError(
+            f"lm-eval {found} is installed, and {'.'.join(map(str, _OLDEST))} or newer is needed: {fix} --upgrade"
+        )
+
+
+class Tasks:
+    """The tasks of lm-eval that settings name."""
+
+    def __init__(self, settings: LmEvalSettings):
+        """Finds the tasks by name, and loads none yet.
+
+        Raises:
+          UserError: lm-eval is missing, `include_path` is no directory, or there is no such task.
+        """
+        check_installed()
+        include = settings.include_path
+        if include is not None and not os.path.isdir(include):
+            raise UserError(f"--include_path={include}: there is no such directory; give one with tasks as YAML files")
+        self._include = None if include is None else os.path.abspath(include)
+        self._manager: TaskManager = self._find(with_own=False)
+        # It takes lm-eval 20 s to find its own tasks.
+        if not all(_matching(given, self._manager) for given in settings.tasks):
+            self._manager = self._find(with_own=True)
+        found = [name for given in settings.tasks for name in _matching(given, self._manager)]
+        for given in settings.tasks:
+            if not _matching(given, self._manager):
+                raise self._unknown(given)
+        self.names = tuple(dict.fromkeys(found))
+
+    def load(self) -> list[Any]:
+        """Loads the tasks and their datasets.
+
+        Returns:
+          Tasks and groups of lm-eval, for one evaluation: it keeps the requests in them.
+
+        Raises:
+          UserError: a task can't be loaded; names it.
+        """
+        loaded: list[Any] = []
+        for name in self.names:
+            try:
+                found = self._load(name)
+            except Exception as error:  # whatever a task's YAML, its code or its dataset raises
+                raise UserError(
+                    f"--tasks: {name} can't be loaded: {type(error).__name__}: {first_paragraph(error)}"
+                ) from error
+            group = found.get("groups", {}).get(name)
+            loaded += found["tasks"].values() if group is None else [group]
+        return loaded
+
+    def _load(self, name: str) -> Mapping[str, Any]:
+        try:
+            return self._manager.load([name])
+        except KeyError:
+            if self._has_own:
+                raise
+        # A group of one's own may have tasks of lm-eval.
+        self._manager = self._find(with_own=True)
+        return self._manager.load([name])
+
+    def _find(self, *, with_own: bool) -> TaskManager:
+        from lm_eval.tasks import TaskManager
+
+        self._has_own = with_own
+        return TaskManager(include_path=self._include, include_defaults=with_own)
+
+    def _unknown(self, given: str) -> UserError:
+        if given.endswith(_YAML):
+            return UserError(f"--tasks: there is no file {given}")
+        # Of thousands of names, only similar ones: a list of all would hide them.
+        similar = difflib.get_close_matches(given, self._manager.all_tasks, n=5, cutoff=0.6)
+        where = "" if self._include is None else f" and {self._include}"
+        return UserError(
+            f"--tasks: lm-eval{where} has no task {given!r}{did_you_mean(given, similar) if similar else ''}; `lm-eval ls tasks` "
+            "lists its own, and --include_path=DIR adds a directory with tasks as YAML files"
+        )
+
+
+def _matching(given: str, manager: TaskManager) -> list[str]:
+    """Returns the names of the tasks that a part of --tasks means; the path of a YAML file is its own name."""
+    if given.endswith(_YAML):
+        return [os.path.abspath(given)] if os.path.isfile(given) else []
+    found: list[str] = manager.match_tasks([given])
+    return found
+
+
+class Judge:
+    """Evaluates train states on tasks. Steps are compiled once, at the first state.
+
+    Attributes:
+      requests: runs requests on the mesh.
+    """
+
+    def __init__(
+        self,
+        settings: LmEvalSettings,
+        task: SingleTask,
+        partitioner: Partitioner,
+        *,
+        tokenizer: Tokenizer,
+        start_id: int | None,
+        batch: PyTree,
+        config_lines: Sequence[str],
+        experiment: str,
+        tasks: Tasks | None = None,
+        progress: Progress | None = None,
+    ):
+        """Finds the tasks. Compiles nothing.
+
+        Args:
+          settings: what to judge with.
+          task, partitioner: of the job, set up.
+          tokenizer: the tokenizer.
+          start_id: the token before each text in training; None: there is none.
+          batch: ShapeDtypeStructs of the global training batch.
+          config_lines: the resolved config, one 'path: value' a line.
+          experiment: its name, for the results.
+          tasks: the tasks, if they were found before.
+          progress: makes the context of a series of batches, see `requests.Source`; None reports nothing.
+
+        Raises:
+          UserError: lm-eval is missing, there is no such task or chat template, or the model's rows are too short.
+        """
+        self._settings = settings
+        self._tasks = tasks or Tasks(settings)
+        self._config_lines = config_lines
+        self._progress = progress or (lambda what, total: contextlib.nullcontext(_Silent()))
+        arguments = settings.model_args
+        vocab_size = vocabulary_size(task)
+        texts = Texts(
+            tokenizer, start_id, arguments=arguments, vocab_size=vocab_size, chat_template=settings.apply_chat_template
+        )
+        rows, length = _training_rows(batch)
+        max_positions = getattr(getattr(getattr(task.model, "lm_tpl", None), "spec", None), "max_positions", 0)
+        self.requests = Requests(
+            task,
+            partitioner,
+            tokens_per_batch=rows * length // partitioner.num_minibatches,
+            max_length=arguments.max_length or max_positions or length,
+            batch_size=arguments.batch_size,
+            tokenizer=tokenizer,
+        )
+        from spmd_trainer.lm_eval.model import HarnessModel
+
+        info = {
+            "model_num_parameters": partitioner.metadata.num_params(),
+            "model_dtype": np.dtype(task.fprop_dtype).name,
+        }
+        self._model = HarnessModel(self.requests, texts, getattr(task.model, "generation", None), info)
+        self._experiment = experiment
+
+    def run(
+        self,
+        state: TrainState,
+        step: int,
+        job_log_dir: epath.Path,
+        writers: SummaryWriters,
+        between_batches: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Evaluates a state on all tasks. Requests that an earlier run finished with the same variables are not run again.
+
+        Args:
+          state: a state without optimizer states.
+          step: its step.
+          job_log_dir: the run's directory; files go to `lm_eval/step_N`.
+          writers: get the metrics, as `lm_eval_TASK`.
+          between_batches: called before each batch; what it raises ends the evaluation.
+
+        Returns:
+          {'TASK/metric': value}.
+
+        Raises:
+          UserError: a task can't be loaded or run.
+        """
+        directory, writes = job_log_dir / "lm_eval" / f"step_{step}", jax.process_index() == 0
+        answers = Answers(directory) if writes else None
+        identity = self._identity(state)
+        self._model.source = Source(state, identity, answers, self._progress, between_batches)
+        results, tracker = self._evaluate()
+        metrics = scalars(results)
+        if writes:
+            results["config"] |= {"model": _MODEL, "model_args": self._described(step)}
+            tracker.general_config_tracker.model_source = _MODEL
+            tracker.general_config_tracker.model_name = self._experiment
+            _write_results(results, tracker, directory, samples=self._settings.log_samples)
+            for name, values in metrics.items():
+                written = read_metrics(job_log_dir, f"lm_eval_{name}").get(step, {})
+                if not written.items() >= values.items():  # an earlier run may have written them
+                    writers.write(f"lm_eval_{name}", step, values, {"identity": identity})
+            _say(results, step, directory)
+        return {f"{name}/{metric}": value for name, values in metrics.items() for metric, value in values.items()}
+
+    def _identity(self, state: TrainState) -> str:
+        """Returns a text that is equal only for equal variables and equal settings of the model, on any mesh."""
+        lines = [_ADDRESS.sub("", line) for line in self._config_lines if line.startswith("task.model")]
+        settings = [line for line in lines if not _IRRELEVANT.search(line)]
+        return request_key(settings, int(state.step), int(jax.device_get(variables_checksum(state.mdl_vars))))
+
+    def _described(self, step: int) -> dict[str, Any]:
+        given = {key: value for key, value in vars(self._settings.model_args).items() if value is not None}
+        return {"experiment": self._experiment, "step": step, **given}
+
+    def _evaluate(self) -> tuple[dict[str, Any], Any]:
+        """Returns lm-eval's results, and its tracker, which knows the settings of the evaluation."""
+        from lm_eval import evaluator
+        from lm_eval.loggers import EvaluationTracker
+
+        settings, tracker = self._settings, EvaluationTracker()
+        multiturn = settings.fewshot_as_multiturn
+        with _harness_settings():
+            results = evaluator.simple_evaluate(
+                model=self._model,
+                tasks=self._tasks.load(),
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                # The other processes' results are dropped.
+                bootstrap_iters=BOOTSTRAP_ITERS if jax.process_index() == 0 else 0,
+                log_samples=True,
+                evaluation_tracker=tracker,
+                system_instruction=settings.system_instruction,
+                apply_chat_template=settings.apply_chat_template,
+                fewshot_as_multiturn=bool(settings.apply_chat_template) if multiturn is None else multiturn,
+                gen_kwargs=dict(settings.gen_kwargs) or None,
+                confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+            )
+        assert results is not None
+        return dict(results), tracker
+
+
+class _Silent:
+    """Progress that nobody sees."""
+
+    def advance(self) -> None:
+        """Does nothing."""
+
+
+def _training_rows(batch: PyTree) -> tuple[int, int]:
+    """Returns the rows of a training batch and their tokens."""
+    ids = batch.get("ids") if isinstance(batch, Mapping) else None
+    if ids is None or len(ids.shape) != 2:
+        raise UserError(
+            "judging needs a language model: its training batch has token ids [batch, time] as `ids`, and this experiment's has "
+            f"{', '.join(map(str, batch)) if isinstance(batch, Mapping) else 'none'}"
+        )
+    return int(ids.shape[0]), int(ids.shape[1])
+
+
+@contextlib.contextmanager
+def _harness_settings() -> Iterator[None]:
+    """Lets lm-eval seed Python's and NumPy's random numbers, print, and resample without forking, and undoes it."""
+    before = random.getstate(), np.random.get_state(), os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        if before[2] is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before[2]
+
+
+def scalars(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns {task or group: {metric: value}} of lm-eval's results.
+
+    Names of metrics are those of lm-eval, 'acc' and 'acc_stderr'; with a filter, 'exact_match/strict-match'.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, entries in {**results["results"], **results.get("groups", {})}.items():
+        values = {}
+        for key, value in entries.items():
+            metric, comma, filter_name = key.partition(",")
+            if comma and isinstance(value, int | float) and not isinstance(value, bool):
+                values[metric if filter_name == "none" else f"{metric}/{filter_name}"] = float(value)
+        if values:
+            found[name] = values
+    return found
+
+
+def _write_results(results: dict[str, Any], tracker: Any, directory: epath.Path, *, samples: bool) -> None:
+    """Writes `results_DATE.json`, and `samples_TASK_DATE.jsonl` if asked, with lm-eval's own writer.
+
+    It writes only to local files, and only logs what fails.
+    """
+    examples = results.pop("samples", {})
+    with tempfile.TemporaryDirectory() as folder:
+        tracker.output_path = os.path.join(folder, "results.json")
+        tracker.save_results_aggregated(results=results, samples=examples)
+        for name in results["configs"] if samples else ():
+            tracker.save_results_samples(task_name=name, samples=examples[name])
+        written = sorted(pathlib.Path(folder).iterdir())
+        if len(written) != 1 + (len(results["configs"]) if samples else 0):
+            raise UserError("lm-eval could not write its results; the log says why")
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in written:
+            (directory / path.name).write_bytes(path.read_bytes())
+
+
+def _say(results: dict[str, Any], step: int, directory: epath.Path) -> None:
+    """Prints lm-eval's table, and logs where the files are."""
+    from lm_eval.utils import make_table
+
+    tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
+    sys.stdout.write(f"step {step}\n" + "\n".join(tables) + "\n")
+    sys.stdout.flush()
+    logging.info("results of lm-eval: %s", directory)

@@ -1,0 +1,420 @@
+"""Runs requests on the mesh: scores of continuations, and continuations of prompts, both as tokens.
+
+Each request runs once: equal ones share an answer, and answers on disk are used again. Only sums of log-probabilities, one bool
+per row and generated tokens leave the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from praxis.py_utils import NestedMap
+
+from spmd_trainer import multihost
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.token_bytes import token_bytes
+from spmd_trainer.inputs.tokenizers import Tokenizer
+from spmd_trainer.lm_eval import shapes as shapes_lib
+from spmd_trainer.lm_eval.answers import Answers, request_key
+from spmd_trainer.lm_eval.shapes import Shape
+from spmd_trainer.partitioning.partitioner import PartitionedStep, Partitioner
+from spmd_trainer.steps import step_fns
+from spmd_trainer.tasks.lm.generation.decode import tokenizer_of_texts
+from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import NestedWeightHParams, TrainState
+
+# What a model must give for each row, or all of it as logits.
+_NEEDED = ("per_example_argmax", "per_sequence_xent")
+# Bytes of answers that process 0 sends to the others at once.
+_MESSAGE_BYTES = 2**19
+
+# (activity, number of batches) -> context manager with `advance()`
+Progress = Callable[[str, int], Any]
+
+
+class Scored(NamedTuple):
+    """A row to score.
+
+    Attributes:
+      tokens: context and continuation.
+      scored: how many of the last tokens are the continuation.
+    """
+
+    tokens: tuple[int, ...]
+    scored: int
+
+
+class Prompt(NamedTuple):
+    """A row to continue.
+
+    Attributes:
+      tokens: the prompt.
+      occurrence: which of the equal prompts it is. They get different random numbers.
+    """
+
+    tokens: tuple[int, ...]
+    occurrence: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The model state that answers requests, and where its answers are kept.
+
+    Attributes:
+      state: a state without optimizer states.
+      identity: identifies the variables and the settings that an answer depends on.
+      answers: the answers on disk; None on all processes but the first.
+      progress: makes the context of a series of batches.
+      between_batches: called before each batch; what it raises ends the run.
+    """
+
+    state: TrainState
+    identity: str
+    answers: Answers | None
+    progress: Progress
+    between_batches: Callable[[], None] = lambda: None
+
+
+class Requests:
+    """Runs requests with one task on one mesh. Each shape is compiled once, whatever the number of states.
+
+    Attributes:
+      max_length: the longest row in tokens.
+      compiled: number of steps made so far, one for each shape (and each way of generating).
+      computed: number of requests that ran on the devices so far.
+    """
+
+    def __init__(
+        self,
+        task: SingleTask,
+        partitioner: Partitioner,
+        *,
+        tokens_per_batch: int,
+        max_length: int,
+        batch_size: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        """Compiles nothing yet.
+
+        Args:
+          task: the task.
+          partitioner: the partitioner, set up.
+          tokens_per_batch: tokens of a full batch.
+          max_length: the longest row in tokens.
+          batch_size: rows of a full batch, whatever their length; None: as `tokens_per_batch` says.
+          tokenizer: for stop strings.
+        """
+        self.max_length = max_length
+        self.computed = 0
+        self._task = task
+        self._partitioner = partitioner
+        self._tokens_per_batch = tokens_per_batch
+        self._batch_size = batch_size
+        self._tokenizer = tokenizer
+        self._steps: dict[Any, PartitionedStep] = {}
+
+    @property
+    def compiled(self) -> int:
+        """Number of steps made so far."""
+        return len(self._steps)
+
+    def scores(self, rows: Sequence[Scored], source: Source) -> list[tuple[float, bool]]:
+        """Scores continuations.
+
+        Args:
+          rows: the rows; at most `max_length` + 1 tokens, of which the first is not scored.
+          source: the model state.
+
+        Returns:
+          For each row the sum of the log-probabilities of its continuation, and whether each of its tokens is the most likely
+          one after those before it.
+        """
+        keys = [request_key(source.identity, "score", row.tokens, row.scored) for row in rows]
+        distinct = dict(zip(keys, rows, strict=True))
+        run = _Run(
+            what="requests for a likelihood",
+            lengths={key: len(row.tokens) - 1 for key, row in distinct.items()},
+            arrays=lambda batch_keys, shape: _score_arrays([distinct[key] for key in batch_keys], shape),
+            step=lambda arrays, shape: self._step(("score", shape), score_step, arrays),
+            answer=lambda outputs, row: [float(outputs[0][row]), bool(outputs[1][row])],
+            limit=self.max_length,
+        )
+        found = self._answers(run, source)
+        return [(found[key][0], found[key][1]) for key in keys]
+
+    def continuations(self, prompts: Sequence[Prompt], settings: GenerationSettings, source: Source) -> list[list[int]]:
+        """Continues prompts.
+
+        Args:
+          prompts: the prompts, at most `max_length` - `settings.max_tokens` tokens each.
+          settings: how to continue them; one sample each.
+          source: the model state.
+
+        Returns:
+          The generated tokens of each prompt, with the one that ended it.
+
+        Raises:
+          UserError: the model has no generation settings.
+        """
+        if not hasattr(self._task.model, "generation"):
+            raise UserError(
+                f"tasks of the kind generate_until set how text is generated, and a {type(self._task.model).__name__} has no "
+                "settings for it, as a DecoderLanguageModel has; choose tasks with likelihoods (multiple_choice, "
+                "loglikelihood, loglikelihood_rolling)"
+            )
+        settings = self._with_known_stops(settings)
+        described = repr(settings)
+        keys = [request_key(source.identity, described, prompt.tokens, prompt.occurrence) for prompt in prompts]
+        distinct = dict(zip(keys, prompts, strict=True))
+        step_fn = functools.partial(generate_step, settings=settings, tokenizer=self._tokenizer)
+        run = _Run(
+            what="requests to generate text",
+            lengths={key: len(prompt.tokens) for key, prompt in distinct.items()},
+            arrays=lambda batch_keys, shape: _prompt_arrays(batch_keys, [distinct[key] for key in batch_keys], shape),
+            step=lambda arrays, shape: self._step((described, shape), step_fn, arrays),
+            answer=lambda outputs, row: outputs[0][row, : outputs[1][row]].tolist(),
+            limit=self.max_length - settings.max_tokens,
+        )
+        found = self._answers(run, source)
+        return [found[key] for key in keys]
+
+    def shapes(self, lengths: Sequence[int], limit: int | None = None) -> list[Shape]:
+        """Returns the shapes of the batches for rows of these lengths, at most `limit` (`max_length`) tokens each."""
+        return shapes_lib.choose_shapes(
+            lengths,
+            limit=self.max_length if limit is None else limit,
+            rows_of=self._rows_of,
+            num_devices=self._partitioner.mesh.size,
+        )
+
+    def _rows_of(self, width: int) -> int:
+        devices = self._partitioner.mesh.size
+        wanted = self._batch_size or self._tokens_per_batch // width
+        return max(devices, -(-wanted // devices) * devices if self._batch_size else wanted // devices * devices)
+
+    def _with_known_stops(self, settings: GenerationSettings) -> GenerationSettings:
+        """Leaves out stop strings that can't be found while text is generated; the text is cut at them afterwards anyway."""
+        if not settings.stop or self._tokenizer is None:
+            return dataclasses.replace(settings, stop=())
+        try:
+            token_bytes(self._tokenizer)
+        except UserError as error:
+            logging.log_first_n(logging.WARNING, "%s. Rows go on to max_gen_toks, and are cut afterwards", 1, error)
+            return dataclasses.replace(settings, stop=())
+        return settings
+
+    def _step(self, name: tuple[Any, ...], step_fn: Callable[..., Any], arrays: NestedMap) -> PartitionedStep:
+        if name not in self._steps:
+            declared = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+            self._steps[name] = self._partitioner.partition(step_fn, declared, is_eval=True)
+        return self._steps[name]
+
+    def _answers(self, run: _Run, source: Source) -> dict[str, Any]:
+        """Returns the answer to each request: from disk, or computed now."""
+        multihost.agree(f"the {run.what}", request_key(list(run.lengths)))
+        found = _from_process_0(None if source.answers is None else source.answers.known(run.lengths))
+        # The shapes are those for all requests, so that a job that goes on compiles the same ones.
+        shapes = self.shapes(list(run.lengths.values()), run.limit)
+        todo = [key for key in run.lengths if key not in found]
+        batches = shapes_lib.batches([run.lengths[key] for key in todo], shapes)
+        if found:
+            logging.info("%s: %d of %d were already answered", run.what, len(found), len(run.lengths))
+        waiting: tuple[list[str], Any] | None = None
+        with source.progress(f"{len(todo):,} {run.what}", len(batches)) as progress:
+            for batch in batches:
+                source.between_batches()
+                keys = [todo[index] for index in batch.requests]
+                dispatched = (keys, self._dispatch(run, keys, batch.shape, source.state))
+                # The host reads a batch while the devices run the next one.
+                if waiting is not None:
+                    found |= self._read(run, *waiting, source)
+                    progress.advance()
+                waiting = dispatched
+            if waiting is not None:
+                found |= self._read(run, *waiting, source)
+                progress.advance()
+        if source.answers is not None:
+            source.answers.flush()
+        return found
+
+    def _dispatch(self, run: _Run, keys: list[str], shape: Shape, state: TrainState) -> Any:
+        arrays = run.arrays(keys, shape)
+        step = run.step(arrays, shape)
+        own = shape.rows // jax.process_count()
+        rows = slice(jax.process_index() * own, (jax.process_index() + 1) * own)
+        placed = self._partitioner.preprocess_inputs(
+            jax.tree.map(lambda x: x[rows], arrays), step.inputs_partition_spec
+        )
+        return step.fn(state, jax.random.key(self._task.decode.random_seed), placed)[1]
+
+    def _read(self, run: _Run, keys: list[str], outputs: Any, source: Source) -> dict[str, Any]:
+        *values, row_index = jax.device_get(outputs)
+        # With several processes, rows come back in the order of the devices.
+        place = {int(index): row for row, index in enumerate(row_index)}
+        answers = {key: run.answer(values, place[number]) for number, key in enumerate(keys)}
+        self.computed += len(answers)
+        if source.answers is not None:
+            source.answers.add(answers)
+        return answers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The requests of one call.
+
+    Attributes:
+      what: for the log.
+      lengths: tokens of each distinct request, by key.
+      arrays: (keys, shape) -> a batch of numpy arrays.
+      step: (batch, shape) -> the step for it.
+      answer: (outputs on the host, row) -> the row's answer, a JSON value.
+      limit: no row is longer.
+    """
+
+    what: str
+    lengths: Mapping[str, int]
+    arrays: Callable[[list[str], Shape], NestedMap]
+    step: Callable[[NestedMap, Shape], PartitionedStep]
+    answer: Callable[[Sequence[np.ndarray], int], Any]
+    limit: int
+
+
+def score_step(
+    task: SingleTask,
+    state: TrainState,
+    key: jax.Array,
+    inputs: NestedMap,
+    var_weight_hparams: NestedWeightHParams,
+    *rest: Any,
+) -> tuple[None, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Scores the labels of a batch whose weights are not 0. A step for `Partitioner.partition`.
+
+    Args:
+      task, state, key, var_weight_hparams: as in `step_fns.eval_step`.
+      inputs: the batch; `row_index` int32 [B] is returned as it is.
+      *rest: what a partitioner adds; not used, so that the compiler splits the step.
+
+    Returns:
+      float32 [B], the sum of the log-probabilities; bool [B], whether every scored label is the most likely token; `row_index`.
+
+    Raises:
+      UserError: the model gives neither logits nor what is needed of them.
+    """
+    del rest
+    if hasattr(task.model, "return_predictions"):
+        task = dataclasses.replace(task, model=task.model.clone(return_predictions=True))
+    output = step_fns.evaluate(task, state.mdl_vars, key, inputs, var_weight_hparams)
+    xent, argmax = _of_labels(output.per_example_out, inputs)
+    is_greedy = jnp.all((argmax == inputs.labels) | (inputs.weights == 0), axis=-1)
+    return None, (-xent.astype(jnp.float32), is_greedy, inputs.row_index)
+
+
+def _of_labels(outputs: Any, inputs: NestedMap) -> tuple[jax.Array, jax.Array]:
+    """Returns the cross entropy of each row's scored labels, [B], and the most likely tokens, int [B, T]."""
+    if all(name in outputs for name in _NEEDED):
+        return outputs["per_sequence_xent"], outputs["per_example_argmax"]
+    if "logits" not in outputs:
+        has = ", ".join(outputs) or "nothing"
+        raise UserError(
+            "scoring texts needs the model's logits: a language model of praxis or of spmd_trainer.tasks.lm.decoder, or "
+            "task.model.per_example that returns {'logits': [batch, time, vocabulary]}; the model returns "
+            f"{has} per example"
+        )
+    logits = outputs["logits"].astype(jnp.float32)
+    own = jnp.take_along_axis(jax.nn.log_softmax(logits), inputs.labels[..., None], axis=-1)[..., 0]
+    return -jnp.sum(own * inputs.weights, axis=-1), jnp.argmax(logits, axis=-1)
+
+
+def generate_step(
+    task: SingleTask,
+    state: TrainState,
+    key: jax.Array,
+    inputs: NestedMap,
+    var_weight_hparams: NestedWeightHParams,
+    *rest: Any,
+    settings: GenerationSettings,
+    tokenizer: Tokenizer | None,
+) -> tuple[None, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Continues the prompts of a batch. A step for `Partitioner.partition`.
+
+    Args:
+      task, state, key, inputs, var_weight_hparams, *rest: as in `score_step`.
+      settings: how to continue them.
+      tokenizer: of stop strings and the end-of-text.
+
+    Returns:
+      int32 [B, N], the generated tokens; int32 [B], their number; `row_index`.
+    """
+    del rest
+    task = dataclasses.replace(task, model=task.model.clone(generation=settings))
+    with tokenizer_of_texts(tokenizer):
+        _, output = step_fns.decode_step(task, state, key, inputs, var_weight_hparams)
+    found = output.per_example_out
+    lengths = found.prefix_lengths
+    index = lengths[:, None] + jnp.arange(settings.max_tokens)
+    tokens = jnp.take_along_axis(found.output_ids[:, 0], index, axis=1)
+    return None, (tokens, found.decode_lengths[:, 0] - lengths, inputs.row_index)
+
+
+def _score_arrays(rows: Sequence[Scored], shape: Shape) -> NestedMap:
+    """Returns a batch like those of `TextInput`; rows beyond the given ones have no weight."""
+    size = (shape.rows, shape.width)
+    batch = NestedMap(
+        ids=np.zeros(size, np.int32),
+        labels=np.zeros(size, np.int32),
+        paddings=np.ones(size, np.float32),
+        weights=np.zeros(size, np.float32),
+        segment_ids=np.zeros(size, np.int32),
+        segment_pos=np.tile(np.arange(shape.width, dtype=np.int32), (shape.rows, 1)),
+        eval_sample_weights=(np.arange(shape.rows) < len(rows)).astype(np.float32),
+        row_index=np.arange(shape.rows, dtype=np.int32),
+    )
+    for index, (tokens, scored) in enumerate(rows):
+        length = len(tokens) - 1
+        batch.ids[index, :length], batch.labels[index, :length] = tokens[:-1], tokens[1:]
+        batch.paddings[index, :length], batch.segment_ids[index, :length] = 0, 1
+        batch.weights[index, length - scored : length] = 1
+    return batch
+
+
+def _prompt_arrays(keys: Sequence[str], prompts: Sequence[Prompt], shape: Shape) -> NestedMap:
+    """Returns a batch like those of `PromptInput`. Random numbers depend on the request, not on its row."""
+    batch = NestedMap(
+        ids=np.zeros((shape.rows, shape.width), np.int32),
+        prefix_lengths=np.ones(shape.rows, np.int32),
+        eval_sample_weights=(np.arange(shape.rows) < len(prompts)).astype(np.float32),
+        prompt_index=np.zeros(shape.rows, np.int32),
+        row_index=np.arange(shape.rows, dtype=np.int32),
+    )
+    for index, (key, prompt) in enumerate(zip(keys, prompts, strict=True)):
+        batch.ids[index, : len(prompt.tokens)] = prompt.tokens
+        batch.prefix_lengths[index] = len(prompt.tokens)
+        batch.prompt_index[index] = int(key[:7], 16)
+    return batch
+
+
+def _from_process_0(answers: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns process 0's answers on every process."""
+    if jax.process_count() == 1:
+        return dict(answers or {})
+    parts: list[dict[str, Any]] = [{}]
+    size = 0
+    for key, answer in (answers or {}).items():
+        size += len(json.dumps([key, answer]))
+        if size > _MESSAGE_BYTES:
+            parts.append({})
+            size = 0
+        parts[-1][key] = answer
+    found: dict[str, Any] = {}
+    for index in range(multihost.from_process_0(len(parts))):
+        found |= multihost.broadcast(parts[index] if index < len(parts) else {}, name="answers")
+    return found

@@ -1,0 +1,190 @@
+"""How operations move, cut and merge the dimensions of a weight before a matrix product reads it.
+
+The dimensions of a weight have names, which stay with them through transpositions, slices and reshapes. So it is known at the
+matrix product which dimension of the variable each dimension is, and the adapters can be cut in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+
+Name: TypeAlias = Hashable
+# Operations that change neither the shape nor which element is where.
+_SAME_DIMENSIONS = frozenset({"copy", "copy_p", "sharding_constraint", "name", "pvary", "reshard", "mesh_cast"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """A dimension of a weight.
+
+    Attributes:
+      name: unique among the weight's dimensions.
+      origins: the dimensions of the variable that it consists of; none for one of size 1 that was added.
+    """
+
+    name: Name
+    origins: frozenset[int]
+
+
+Dims: TypeAlias = tuple[Dim, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """An edit: a part of the dimension `name`. A `start` of None is the operation's operand of the dimension `operand`."""
+
+    name: Name
+    start: int | None
+    size: int
+    stride: int = 1
+    operand: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Squeeze:
+    """An edit: the dimension `name`, of size 1, is removed."""
+
+    name: Name
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape:
+    """An edit: the dimensions `old`, in this order, become the dimensions `new` of these sizes."""
+
+    old: tuple[Name, ...]
+    new: tuple[Name, ...]
+    sizes: tuple[int, ...]
+
+
+Edit: TypeAlias = Slice | Squeeze | Reshape
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What an operation does to a weight's dimensions.
+
+    Attributes:
+      dims: the dimensions of the result.
+      edits: what to do to arrays that have some of the dimensions, in order.
+    """
+
+    dims: Dims
+    edits: tuple[Edit, ...] = ()
+
+
+def of_variable(rank: int) -> Dims:
+    """Returns the dimensions of a variable of this rank."""
+    return tuple(Dim(i, frozenset({i})) for i in range(rank))
+
+
+def origins(dims: Sequence[Dim]) -> frozenset[int]:
+    """Returns the variable's dimensions that these consist of."""
+    return frozenset().union(*(dim.origins for dim in dims))
+
+
+def moves(eqn: Any, dims: Dims) -> list[Move] | None:
+    """Returns what an operation does to its first operand's dimensions, for each result; None if that can't be followed.
+
+    Args:
+      eqn: the operation, an equation of a jaxpr.
+      dims: the operand's dimensions.
+    """
+    if eqn.primitive.name == "split":
+        name, ends = dims[eqn.params["axis"]].name, list(itertools.accumulate(eqn.params["sizes"]))
+        return [Move(dims, (Slice(name, end - n, n),)) for n, end in zip(eqn.params["sizes"], ends, strict=True)]
+    found = _move(eqn, dims)
+    return None if found is None else [found]
+
+
+def _move(eqn: Any, dims: Dims) -> Move | None:
+    name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
+    if name in _SAME_DIMENSIONS:
+        return Move(dims)
+    if name == "convert_element_type":
+        return Move(dims) if jnp.issubdtype(params["new_dtype"], jnp.floating) else None
+    if name == "transpose":
+        return Move(tuple(dims[i] for i in params["permutation"]))
+    if name == "squeeze":
+        gone = {i % len(dims) for i in params["dimensions"]}
+        kept = tuple(dim for i, dim in enumerate(dims) if i not in gone)
+        return Move(kept, tuple(Squeeze(dims[i].name) for i in sorted(gone)))
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(dims)
+        bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+        cuts = [Slice(dim.name, b, e - b, s) for dim, (b, e, s) in zip(dims, bounds, strict=True)]
+        return Move(dims, _real_cuts(cuts, shape))
+    if name == "dynamic_slice":
+        sizes = enumerate(zip(dims, params["slice_sizes"], strict=True))
+        return Move(dims, _real_cuts([Slice(dim.name, None, n, operand=i) for i, (dim, n) in sizes], shape))
+    if name == "broadcast_in_dim":
+        return _broadcast(dims, shape, params["shape"], params["broadcast_dimensions"])
+    if name == "reshape" and params["dimensions"] is None:
+        return _reshape(dims, shape, params["new_sizes"])
+    return None
+
+
+def _real_cuts(cuts: Sequence[Slice], shape: Sequence[int]) -> tuple[Slice, ...]:
+    return tuple(cut for cut, n in zip(cuts, shape, strict=True) if cut.size != n or cut.stride != 1)
+
+
+def _broadcast(dims: Dims, shape: Sequence[int], new: Sequence[int], places: Sequence[int]) -> Move | None:
+    """Dimensions of size 1 may be added; a weight that is repeated can't be followed."""
+    found = dict(zip(places, range(len(dims)), strict=True))
+    if any(new[place] != (shape[found[place]] if place in found else 1) for place in range(len(new))):
+        return None
+    names = {dim.name for dim in dims}
+    return Move(tuple(dims[found[i]] if i in found else _added(names) for i in range(len(new))))
+
+
+def _reshape(dims: Dims, shape: Sequence[int], new: Sequence[int]) -> Move | None:
+    """Splits both shapes into the smallest groups of dimensions with as many elements."""
+    names: set[Name] = {dim.name for dim in dims}
+    result: list[Dim] = []
+    edits: list[Edit] = []
+    i = j = 0
+    while i < len(shape) or j < len(new):
+        old_size, new_size = (s[k] if k < len(s) else None for s, k in ((shape, i), (new, j)))
+        if old_size == new_size:
+            result.append(dims[i])
+            i, j = i + 1, j + 1
+        elif new_size == 1:
+            result.append(_added(names))
+            j += 1
+        elif old_size == 1:
+            edits.append(Squeeze(dims[i].name))
+            i += 1
+        else:
+            last, end = _group(shape, new, i, j)
+            if last is None:
+                return None
+            group = dims[i:last]
+            made = tuple(Dim((tuple(d.name for d in group), k), origins(group)) for k in range(end - j))
+            edits.append(Reshape(tuple(d.name for d in group), tuple(d.name for d in made), tuple(new[j:end])))
+            result.extend(made)
+            i, j = last, end
+    return Move(tuple(result), tuple(edits))
+
+
+def _group(old: Sequence[int], new: Sequence[int], i: int, j: int) -> tuple[int | None, int]:
+    """Returns the ends of the smallest groups, from i and j on, with as many elements."""
+    last, end = i + 1, j + 1
+    while (have := math.prod(old[i:last])) != (want := math.prod(new[j:end])):
+        if have < want:
+            last += 1
+        else:
+            end += 1
+        if last > len(old) or end > len(new):
+            return None, end
+    return last, end
+
+
+def _added(names: set[Name]) -> Dim:
+    name = ("added", len(names))
+    names.add(name)
+    return Dim(name, frozenset())

@@ -1,0 +1,88 @@
+"""The settings of adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from spmd_trainer.errors import UserError
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters beside a model's weights: LoRA (arXiv:2106.09685) or DoRA (arXiv:2402.09353).
+
+        task_p.lora = Config(lora.Lora, targets=["attention/(query|value)/w"], rank=8, alpha=16.0)
+
+    All variables of the model are frozen; only the adapters learn.
+
+    Attributes:
+      targets: regexes; a variable gets adapters if one of them is found in its path (`re.search`, e.g. in
+        'params/lm/layers/sub/layer_0/attention/query/w'). 'all-linear': every variable that the model uses in matrix products
+        only, except lookups by one-hot vectors, and those whose products no other weight reads, such as the output layer.
+      rank: size of the inner dimension.
+      alpha: the adapters' product is multiplied by alpha / rank.
+      dropout: probability with which an element of the adapters' input is set to 0 in training.
+      rslora: multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA, arXiv:2312.03732).
+      dora: learn the norm of each output's weights separately from their direction.
+      rank_axis: mesh axis that splits the rank dimension, padded if it doesn't divide; None: not split. An adapter's other
+        dimensions are split as those of its weight. An axis that they use already does not split the rank too.
+      dtype: dtype of the adapters.
+      adapters: names of several adapters on the same targets. Each row of a batch chooses one by `adapter`, int32 [rows], an
+        index into these names; -1 is the base alone. None: one adapter, for all rows.
+      reference: the base alone, in evaluation and without gradient, is the reference of a model that learns from preferences:
+        its method `with_reference` adds the log-probabilities to each batch that has none.
+    """
+
+    targets: str | Sequence[str] = ALL_LINEAR
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rslora: bool = False
+    dora: bool = False
+    rank_axis: str | None = None
+    dtype: Any = jnp.float32
+    adapters: Sequence[str] | None = None
+    reference: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
+            raise UserError(
+                f"task.lora.targets is {self.targets!r}; give a list of regexes, e.g. [{self.targets!r}], or {ALL_LINEAR!r}"
+            )
+        if not self.targets:
+            raise UserError(f"task.lora.targets is empty; give a list of regexes, or {ALL_LINEAR!r}")
+        for regex in self.regexes:
+            try:
+                re.compile(regex)
+            except (re.error, TypeError) as error:
+                raise UserError(f"task.lora.targets: {regex!r} is not a valid regex: {error}") from error
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise UserError(f"task.lora.rank is {self.rank!r}; it must be an integer of at least 1, e.g. 8")
+        if not (isinstance(self.alpha, int | float) and math.isfinite(self.alpha) and self.alpha > 0):
+            raise UserError(f"task.lora.alpha is {self.alpha!r}; it must be a positive number, e.g. {2 * self.rank}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"task.lora.dropout is {self.dropout!r}; it must be at least 0 and less than 1")
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise UserError(f"task.lora.dtype is {self.dtype!r}; it must be a dtype of floats, e.g. float32")
+        if self.adapters is not None and (not self.adapters or len(set(self.adapters)) != len(self.adapters)):
+            raise UserError(
+                f"task.lora.adapters is {list(self.adapters)}; give different names, at least one, or None for one adapter"
+            )
+
+    @property
+    def regexes(self) -> tuple[str, ...]:
+        """The regexes of the targets; none for 'all-linear'."""
+        return () if isinstance(self.targets, str) else tuple(self.targets)
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' product is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

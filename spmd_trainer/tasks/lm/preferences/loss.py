@@ -1,0 +1,132 @@
+"""DPO and related losses on pairs of answers to one prompt.
+
+The log-ratio of an answer is r = log p(answer | prompt) - log p_reference(answer | prompt), where p is the model that is trained.
+Log-probabilities are sums over the answer's n tokens. With c for the chosen and r for the rejected answer, b for `beta`, e for
+`label_smoothing` and L(h) = -log sigmoid(h), the loss of a pair is:
+
+| `loss` | of a pair | source |
+|---|---|---|
+| sigmoid | (1 - e) L(h) + e L(-h), h = b (r_c - r_r) | DPO (arXiv:2305.18290); with e > 0 conservative DPO (Mitchell, 2023) |
+| sigmoid_norm | the same, h = b (r_c / n_c - r_r / n_r) | length-normalised DPO, as Tulu 3 uses it (arXiv:2411.15124) |
+| robust | ((1 - e) L(h) - e L(-h)) / (1 - 2 e), h as sigmoid's | robust DPO (arXiv:2403.00409) |
+| ipo | (r_c / n_c - r_r / n_r - 1 / (2 b))^2 | IPO (arXiv:2310.12036), per token as its authors use it |
+| simpo | as sigmoid, h = b (log p_c / n_c - log p_r / n_r) - target_margin | SimPO (arXiv:2405.14734); no reference |
+
+The names are TRL's. TRL's 'sigmoid' and 'sigmoid_norm' ignore its label smoothing; here it applies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spmd_trainer.errors import UserError, did_you_mean
+
+LOSSES = ("sigmoid", "sigmoid_norm", "robust", "ipo", "simpo")
+_NAME = "task.model.preference"
+
+
+class PairLosses(NamedTuple):
+    """Results for each pair.
+
+    Attributes:
+      loss: float32 [pairs].
+      rewards: float32 [pairs, 2] of the chosen and the rejected answer: beta times the log-ratio ('simpo': beta times the mean
+        log-probability of a token).
+    """
+
+    loss: jax.Array
+    rewards: jax.Array
+
+
+@dataclasses.dataclass
+class PreferenceLoss:
+    """The loss on pairs of answers; see the module's table.
+
+    Attributes:
+      loss: one of `LOSSES`.
+      beta: how strongly the model is held to the reference (IPO's tau); greater than 0. SimPO's authors use 2 to 2.5.
+      label_smoothing: the share of pairs assumed to be labelled the wrong way round, from 0 to below 0.5. Not for 'ipo'.
+      target_margin: the margin that SimPO's rewards should differ by (its gamma); 0 or more. Only for 'simpo'.
+    """
+
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    target_margin: float = 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss compares with a reference model."""
+        return self.loss != "simpo"
+
+    def check(self) -> None:
+        """Checks every field.
+
+        Raises:
+          UserError: a field has a value that can't be used; names the field, the value and what is allowed.
+        """
+        if self.loss not in LOSSES:
+            raise UserError(
+                f"{_NAME}.loss={self.loss!r}; set it to one of {', '.join(LOSSES)}{did_you_mean(str(self.loss), LOSSES)}"
+            )
+        for name in ("beta", "label_smoothing", "target_margin"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise UserError(f"{_NAME}.{name}={value!r}; set it to a number")
+        if self.beta <= 0:
+            raise UserError(f"{_NAME}.beta={self.beta}; set it above 0, e.g. 0.1")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise UserError(f"{_NAME}.label_smoothing={self.label_smoothing}; set it to 0 or more, below 0.5")
+        if self.label_smoothing and self.loss == "ipo":
+            raise UserError(f"{_NAME}.label_smoothing={self.label_smoothing}: the loss 'ipo' has none; set it to 0")
+        if self.target_margin < 0 or (self.target_margin and self.loss != "simpo"):
+            raise UserError(
+                f"{_NAME}.target_margin={self.target_margin} with the loss {self.loss!r}; set it to 0, or to 0 or more for "
+                "'simpo'"
+            )
+
+    def __call__(self, logps: jax.Array, lengths: jax.Array, reference_logps: jax.Array | None = None) -> PairLosses:
+        """Computes the loss of each pair.
+
+        Args:
+          logps: float32 [pairs, 2], log-probabilities of the chosen and the rejected answer.
+          lengths: [pairs, 2], tokens of the answers. An answer of a row that only fills a batch may have none.
+          reference_logps: float32 [pairs, 2], those of the reference. Not used by 'simpo'.
+
+        Returns:
+          The losses and rewards. The rewards have no gradient.
+        """
+        lengths = jnp.maximum(lengths, 1).astype(logps.dtype)
+        if not self.needs_reference:
+            rewards = self.beta * logps / lengths
+            return PairLosses(self._smoothed(_difference(rewards) - self.target_margin), jax.lax.stop_gradient(rewards))
+        assert reference_logps is not None
+        # The log-probabilities may be in the hundreds and their differences small: subtracting these two first keeps the digits.
+        ratios = logps - jax.lax.stop_gradient(reference_logps)
+        if self.loss == "ipo":
+            loss = jnp.square(_difference(ratios / lengths) - 1 / (2 * self.beta))
+        else:
+            margin = self.beta * _difference(ratios / lengths if self.loss == "sigmoid_norm" else ratios)
+            loss = self._unbiased(margin) if self.loss == "robust" else self._smoothed(margin)
+        return PairLosses(loss, jax.lax.stop_gradient(self.beta * ratios))
+
+    def _smoothed(self, margin: jax.Array) -> jax.Array:
+        loss = -jax.nn.log_sigmoid(margin)
+        if not self.label_smoothing:
+            return loss
+        return (1 - self.label_smoothing) * loss - self.label_smoothing * jax.nn.log_sigmoid(-margin)
+
+    def _unbiased(self, margin: jax.Array) -> jax.Array:
+        share = self.label_smoothing
+        loss, flipped = -jax.nn.log_sigmoid(margin), -jax.nn.log_sigmoid(-margin)
+        return ((1 - share) * loss - share * flipped) / (1 - 2 * share)
+
+
+def _difference(pairs: jax.Array) -> jax.Array:
+    """Returns chosen - rejected of an array [pairs, 2]."""
+    return pairs[:, 0] - pairs[:, 1]

@@ -1,0 +1,222 @@
+"""`--mode=lm_eval` gives the answers of lm-eval's own `hf` backend, request by request, runs each once, and survives a kill.
+
+`lm_eval_tasks/answers.json` has what the `hf` backend answered; tests/interop_live/test_live_lm_eval.py asks it again.
+"""
+
+import functools
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import lm_eval_helpers as helpers
+import numpy as np
+import pytest
+from etils import epath
+from praxis.pax_fiddle import Config
+from safetensors.numpy import load_file, save_file
+from trained_helpers import TINY, make_job, read_lines
+
+from spmd_trainer.callbacks.lm_eval import LmEval
+from spmd_trainer.errors import UserError
+from spmd_trainer.lm_eval.judge import Judge
+from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs
+from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
+from spmd_trainer.programs import checkpoints, judging, train
+
+helpers.stay_offline()
+pytest.importorskip("lm_eval", reason="lm-eval is an extra of its own: pip install 'spmd-trainer[lm-eval]'")
+
+# Meshes on which heads, key/value heads, rows or the vocabulary are uneven.
+MESHES = {"plain": (1, 2, 3), "bos": (1, 4, 2), "chat": (2, 4, 1)}
+
+
+@functools.cache
+def golden():
+    return json.loads((helpers.TASKS / "answers.json").read_text())
+
+
+def settings_of(tmp_path, variant="plain", names=helpers.NAMES, **options):
+    tasks = helpers.write_tasks(tmp_path / "tasks")
+    given = {"include_path": tasks, "log_samples": True, **helpers.VARIANTS[variant], **options}
+    return LmEvalSettings(tuple(names), **given)
+
+
+def job_on_folder(tmp_path, settings, *, variant="plain", mesh=(1, 4, 2), directory="run"):
+    folder = tmp_path / "folder"
+    if not folder.exists():
+        helpers.write_folder(folder, variant)
+    return make_job(
+        tmp_path / directory,
+        mesh=mesh,
+        exp="lm.hf.FromFolder",
+        fields=(f"FOLDER={str(folder)!r}", "SEQ_LEN=64"),
+        mode="lm_eval",
+        restore_checkpoint_dir=epath.Path(folder),
+        lm_eval=settings,
+    )
+
+
+@pytest.mark.parametrize("variant", helpers.VARIANTS)
+def test_answers_are_those_of_the_hf_backend(variant, tmp_path, capsys):
+    settings = settings_of(tmp_path, variant)
+    metrics = judging.judge(job_on_folder(tmp_path, settings, variant=variant, mesh=MESHES[variant]))
+    directory = epath.Path(tmp_path / "run/lm_eval/step_0")
+    found = helpers.results_in(directory)
+    helpers.compare(found, golden()[variant])
+    for task in helpers.NAMES:
+        written = read_metrics(tmp_path / "run", f"lm_eval_{task}")[0]
+        for metric in (key for key in metrics if key.startswith(f"{task}/")):
+            assert written[metric.partition("/")[2]] == metrics[metric]
+    assert f"|{helpers.NAMES[0]}" in capsys.readouterr().out
+    keys = [line["key"] for line in read_lines(directory / "answers.jsonl")]
+    assert len(keys) == len(set(keys))
+
+
+class Killed(BaseException):
+    """What ends an evaluation between two batches."""
+
+
+def test_a_killed_evaluation_goes_on_and_runs_each_request_once(tmp_path):
+    settings = settings_of(tmp_path, model_args=ModelArgs(batch_size=4))
+    job = job_on_folder(tmp_path, settings, mesh=(1, 2, 2))
+    step, state = checkpoints.restore_for_inference(job, use_ema=False)
+    directory = epath.Path(tmp_path / "run/lm_eval/step_0")
+    starts, computed, shapes = 0, 0, set()
+
+    def evaluate(*, batches):
+        left = iter(range(batches))
+
+        def between_batches():
+            if next(left, None) is None:
+                raise Killed
+
+        tokenizer, start_id = judging.tokenizer_of(job.config.experiment, settings)
+        judge = Judge(
+            settings,
+            job.task,
+            job.partitioner,
+            tokenizer=tokenizer,
+            start_id=start_id,
+            batch=job.inputs_shape_dtype,
+            config_lines=job.config.experiment.lines(),
+            experiment="test",
+        )
+        writers = SummaryWriters(tmp_path / "run")
+        try:
+            judge.run(state, step, epath.Path(tmp_path / "run"), writers, between_batches)
+            return judge, True
+        except Killed:
+            return judge, False
+        finally:
+            writers.close()
+
+    complete = False
+    while not complete:
+        if starts == 1:  # the process was killed while it wrote a line
+            with (directory / "answers.jsonl").open("a") as file:
+                file.write('{"key": "5a3')
+        judge, complete = evaluate(batches=7)
+        starts, computed = starts + 1, computed + judge.requests.computed
+        shapes.add(judge.requests.compiled)
+    assert starts > 2
+    helpers.compare(helpers.results_in(directory), golden()["plain"])
+    keys = [json.loads(line)["key"] for line in (directory / "answers.jsonl").read_text().splitlines() if "}" in line]
+    assert len(keys) == len(set(keys)) == computed
+    judge, _ = evaluate(batches=0)  # nothing is left to run
+    assert judge.requests.computed == judge.requests.compiled == 0
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_goes_on(tmp_path):
+    folder = helpers.write_folder(tmp_path / "folder", "plain")
+    command = [
+        *(sys.executable, "-m", "spmd_trainer.main", "--exp=lm.hf.FromFolder", "--mode=lm_eval", "--mesh=data:4,mdl:2"),
+        *(
+            f"--fdl.FOLDER={folder}",
+            "--fdl.SEQ_LEN=64",
+            f"--restore_checkpoint_dir={folder}",
+            "--model_args=batch_size=8",
+        ),
+        *(f"--tasks={','.join(helpers.NAMES)}", f"--include_path={helpers.write_tasks(tmp_path / 'tasks')}"),
+        *(f"--job_log_dir={tmp_path / 'run'}", "--log_samples"),
+    ]
+    answers, log = tmp_path / "run/lm_eval/step_0/answers.jsonl", (tmp_path / "log.txt").open("w")
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    while process.poll() is None and not (answers.exists() and answers.read_text()):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, (tmp_path / "log.txt").read_text()
+    before = len(read_lines(answers))
+    subprocess.run(command, stdout=log, stderr=log, check=True)
+    keys = [line["key"] for line in read_lines(answers)]
+    assert 0 < before < len(keys) == len(set(keys))
+    helpers.compare(helpers.results_in(answers.parent), golden()["plain"])
+
+
+def test_other_variables_are_judged_anew(tmp_path):
+    settings = settings_of(tmp_path, names=["tiny_choice"])
+    job = job_on_folder(tmp_path, settings, mesh=(1, 1, 1))
+    judging.judge(job)
+    lines = read_lines(epath.Path(tmp_path / "run/lm_eval/step_0/answers.jsonl"))
+    weights = load_file(tmp_path / "folder/model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, tmp_path / "folder/model.safetensors", metadata={"format": "pt"})
+    judging.judge(job_on_folder(tmp_path, settings, mesh=(1, 1, 1)))
+    again = read_lines(epath.Path(tmp_path / "run/lm_eval/step_0/answers.jsonl"))
+    assert len(again) == 2 * len(lines)
+    assert len({line["key"] for line in again}) == len(again)
+
+
+def test_during_training_every_n_steps(tmp_path):
+    tasks = helpers.write_tasks(tmp_path / "tasks")
+
+    def add_callback(config):
+        callback = Config(LmEval, tasks="tiny_perplexity", every_steps=2, include_path=tasks, start="eos")
+        config.task.train.callbacks = [callback]
+        config.task.train.num_train_steps = 5
+
+    job = make_job(tmp_path / "run", fields=("task.train.save_interval_steps=2",), customize=add_callback)
+    train.train(job)
+    written = read_metrics(tmp_path / "run", "lm_eval_tiny_perplexity")
+    assert sorted(written) == [2, 4, 5]
+    assert written[5]["bits_per_byte"] < written[2]["bits_per_byte"], "the model learns to spell"
+    # The same checkpoint, judged afterwards, gives the same numbers.
+    settings = LmEvalSettings(("tiny_perplexity",), include_path=tasks)
+    later = make_job(
+        tmp_path / "later",
+        mode="lm_eval",
+        restore_checkpoint_dir=epath.Path(tmp_path / "run/checkpoints"),
+        lm_eval=settings,
+    )
+    metrics = judging.judge(later)
+    for metric in ("word_perplexity", "bits_per_byte"):
+        np.testing.assert_allclose(metrics[f"tiny_perplexity/{metric}"], written[5][metric], rtol=1e-6)
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no task 'tiny_choise'; did you mean .*tiny_choice"):
+        judging.judge(job_on_folder(tmp_path, settings_of(tmp_path, names=["tiny_choise"])))
+    with pytest.raises(UserError, match="--include_path=nowhere: there is no such directory"):
+        judging.judge(job_on_folder(tmp_path, settings_of(tmp_path, include_path="nowhere")))
+    broken = tmp_path / "tasks/tiny_generate.yaml"
+    helpers.write_tasks(tmp_path / "tasks")
+    broken.write_text(broken.read_text().replace("prompts.jsonl", "no_such_file.jsonl"))
+    settings = LmEvalSettings(("tiny_generate",), include_path=str(tmp_path / "tasks"))
+    with pytest.raises(UserError, match=r"tiny_generate can't be loaded: .*no_such_file.jsonl"):
+        judging.judge(job_on_folder(tmp_path, settings))
+    text_only = make_job(tmp_path / "b", mode="lm_eval", lm_eval=settings_of(tmp_path, "chat"))
+    with pytest.raises(UserError, match="ByteTokenizer has no chat template"):
+        judging.judge(text_only)
+
+
+def test_a_model_without_generation_settings_says_what_it_can_do(tmp_path):
+    def no_steps(config):
+        config.task.train.num_train_steps = 1
+
+    train.train(make_job(tmp_path / "run", customize=no_steps))
+    settings = settings_of(tmp_path, names=["tiny_generate"], gen_kwargs={"max_gen_toks": 4})
+    job = make_job(tmp_path / "run", exp=TINY, mode="lm_eval", customize=no_steps, lm_eval=settings)
+    with pytest.raises(UserError, match=r"generate_until .* LanguageModel has no settings"):
+        judging.judge(job)
