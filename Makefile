@@ -44,7 +44,7 @@ test-installed: setup
 # INTEROP_TESTS: files to run.
 TORCH ?= torch==2.13.0
 INTEROP_DIR := .venv-interop
-INTEROP_TESTS ?= tests/interop_live
+INTEROP_TESTS ?= tests/interop_live tests/interop/test_finetune_runs.py
 interop: setup $(INTEROP_DIR)/.synced
 	SPMD_INTEROP_PYTHON=$(INTEROP_DIR)/bin/python $(RUN) pytest -m slow $(INTEROP_TESTS)
 

@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "steady_step": [],
     "nnx_step": [],
     "llama_step": [],
+    "lora_step": [],
     "first_step": [],
     "growth": [],
     "input_rate": [],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -75,8 +76,8 @@ def batch() -> NestedMap:
     )
 
 
-def trainer_step(mesh: jax.sharding.Mesh) -> tuple[turns.Program, Any]:
-    """Returns the trainer's step, and the initial parameters."""
+def trainer_step(mesh: jax.sharding.Mesh, lora: Any = None) -> tuple[turns.Program, Any]:
+    """Returns the trainer's step, with adapters if `lora` is their config, and the initial parameters."""
     spec_p = pax_fiddle.Config(DecoderSpec, norm_epsilon=EPSILON, rotary_base=ROTARY_BASE, **SIZES)
     model_p = pax_fiddle.Config(lm.DecoderLanguageModel, name="lm", lm_tpl=pax_fiddle.Config(lm.DecoderLm, spec=spec_p))
     task_p = pax_fiddle.Config(tasks_lib.SingleTask, name="llama_step", model=model_p)
@@ -84,6 +85,7 @@ def trainer_step(mesh: jax.sharding.Mesh) -> tuple[turns.Program, Any]:
     task_p.train.learner.loss_name = "total_loss"
     task_p.train.learner.optimizer = OPTIMIZER
     task_p.train.variable_norm_summary = False
+    task_p.lora = lora
     task = tasks_lib.build_task(task_p)
     rows = batch()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
@@ -92,7 +94,7 @@ def trainer_step(mesh: jax.sharding.Mesh) -> tuple[turns.Program, Any]:
     step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
     inputs = partitioner.preprocess_inputs(rows, step.inputs_partition_spec)
     held = {"state": partitioner.initialize_train_state(KEY)}
-    initial = jax.tree.map(np.asarray, held["state"].mdl_vars["params"]["lm"])
+    initial = jax.tree.map(np.asarray, held["state"].mdl_vars["params"])
 
     def take() -> None:
         held["state"], held["output"] = step.fn(held["state"], KEY, inputs)
@@ -102,6 +104,7 @@ def trainer_step(mesh: jax.sharding.Mesh) -> tuple[turns.Program, Any]:
 
 def hand_written_parameters(initial: Any) -> Any:
     """Returns the trainer's initial parameters in the hand-written program's structure."""
+    initial = initial["lm"]
     layer = initial["layers"]["sub"]["layer_0"]
     attention, mlp = layer["attention"], layer["mlp"]
     return {
@@ -128,8 +131,13 @@ def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
 
-def hand_written_loss(mesh: jax.sharding.Mesh, params: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean cross entropy of a Llama in plain JAX, and the share of tokens that it predicts."""
+def hand_written_loss(
+    mesh: jax.sharding.Mesh, params: Any, rows: Any, multiply: Callable[..., jax.Array] = jnp.einsum
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean cross entropy of a Llama in plain JAX, and the share of tokens that it predicts.
+
+    `multiply(equation, x, w)` is the product with a layer's weights.
+    """
 
     def split(x: jax.Array, *axes: Any) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
@@ -144,7 +152,7 @@ def hand_written_loss(mesh: jax.sharding.Mesh, params: Any, rows: Any) -> tuple[
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         y = rms_norm(x, w["attention_norm"])
         q, k, v = (
-            split(jnp.einsum("btd,dnh->btnh", y, w[name]), "data", None, "mdl", None)
+            split(multiply("btd,dnh->btnh", y, w[name]), "data", None, "mdl", None)
             for name in ("query", "key", "value")
         )
         q, k = rotate(q, sine, cosine), rotate(k, sine, cosine)
@@ -153,10 +161,11 @@ def hand_written_loss(mesh: jax.sharding.Mesh, params: Any, rows: Any) -> tuple[
         weights = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -1e30))
         heads = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(ROWS, LENGTH, SIZES["num_heads"], -1)
         heads = split(heads, "data", None, "mdl", None)
-        x = x + split(jnp.einsum("btnh,nhd->btd", heads, w["output"]), "data", None, None)
+        x = x + split(multiply("btnh,nhd->btd", heads, w["output"]), "data", None, None)
         y = rms_norm(x, w["mlp_norm"])
-        hidden = split(jax.nn.silu(y @ w["gate"]) * (y @ w["up"]), "data", None, "mdl")
-        return x + split(hidden @ w["down"], "data", None, None), None
+        gate, up = (multiply("btd,df->btf", y, w[name]) for name in ("gate", "up"))
+        hidden = split(jax.nn.silu(gate) * up, "data", None, "mdl")
+        return x + split(multiply("btf,fd->btd", hidden, w["down"]), "data", None, None), None
 
     x = split(split(params["embedding"], "mdl", None)[rows["ids"]], "data", None, None)
     layer = jax.checkpoint(layer, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)

@@ -11,52 +11,38 @@ adapters alone, which PEFT opens. `--mode=data` shows which tokens count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from praxis.pax_fiddle import Config
 
 from spmd_trainer import experiment_registry, tasks_lib
 from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm.adapters import WithAdapters
 from spmd_trainer.experiments.lm.cloud import rows_per_process
 from spmd_trainer.experiments.lm.hf import FromFolder
 from spmd_trainer.inputs import chat_text, preferences
-from spmd_trainer.models.lora import Lora
 from spmd_trainer.tasks.lm.preferences.loss import PreferenceLoss
 from spmd_trainer.tasks.lm.preferences.model import PreferenceModel
 
 
-class TunedFromFolder(FromFolder):
-    """The model of a Hugging Face folder (FOLDER), with adapters beside the frozen model if there are targets for some.
+class TunedFromFolder(WithAdapters, FromFolder):
+    """The model of a Hugging Face folder (FOLDER); with adapters beside the frozen model if LORA_TARGETS are given.
 
     Attributes:
-      LORA_TARGETS: regexes of the variables that get adapters, or 'all-linear'; see `models.lora.Lora`. None: no adapters, all
-        variables learn.
-      LORA_RANK: the adapters' rank.
-      LORA_ALPHA: the adapters' product is multiplied by LORA_ALPHA / LORA_RANK.
-      LORA_DROPOUT: dropout of the adapters' input.
-      DORA: learn the norm of each output's weights separately.
+      CHAT_TEMPLATE, TEMPLATE_VARIABLES: the fields `chat_template` and `template_variables` of inputs of conversations, those to
+        train on and those to decode. A CHAT_TEMPLATE of None is the folder's.
     """
 
-    LORA_TARGETS: str | Sequence[str] | None = None
-    LORA_RANK = 16
-    LORA_ALPHA = 32.0
-    LORA_DROPOUT = 0.0
-    DORA = False
+    CHAT_TEMPLATE: str | None = None
+    TEMPLATE_VARIABLES: Any = None
 
-    def task(self) -> Config[tasks_lib.SingleTask]:
-        """Returns the task of `FromFolder`, with adapters if there are targets."""
-        task_p = super().task()
-        if self.LORA_TARGETS is not None:
-            task_p.lora = Config(
-                Lora,
-                targets=self.LORA_TARGETS,
-                rank=self.LORA_RANK,
-                alpha=self.LORA_ALPHA,
-                dropout=self.LORA_DROPOUT,
-                dora=self.DORA,
-            )
-        return task_p
+    def decode_datasets(self) -> list[Any]:
+        """Returns the prompts, if there are some. Conversations get the chat template that the training data has."""
+        found = super().decode_datasets()
+        for prompts in found:
+            if hasattr(prompts.cls, "chat_template"):
+                prompts.set(chat_template=self.CHAT_TEMPLATE, template_variables=self.TEMPLATE_VARIABLES)
+        return found
 
 
 @experiment_registry.register(tags=["needs_folder"])
@@ -75,13 +61,10 @@ class ChatFromFolder(TunedFromFolder):
 
     Attributes:
       FILES, EVAL_FILES: conversations to train and to evaluate on, *.jsonl or *.parquet; see `inputs.ChatInput`.
-      CHAT_TEMPLATE, TEMPLATE_VARIABLES, TURNS, TOO_LONG, DATE: the fields of `ChatInput` with these names. A CHAT_TEMPLATE of
-        None is the folder's.
-      LORA_TARGETS, LORA_RANK, ...: see `TunedFromFolder`.
+      CHAT_TEMPLATE, TEMPLATE_VARIABLES, TURNS, TOO_LONG, DATE: the fields of `ChatInput` with these names.
+      LORA_TARGETS, LORA_RANK, ...: see `adapters.WithAdapters`.
     """
 
-    CHAT_TEMPLATE: str | None = None
-    TEMPLATE_VARIABLES: Any = None
     TURNS = "all"
     TOO_LONG = "error"
     DATE: str | None = None
@@ -105,14 +88,6 @@ class ChatFromFolder(TunedFromFolder):
         used = [train] if self.EVAL_FILES is None else [train, heldout]
         return [Config(chat_text.ChatInput, **own, **shared) for own in used]
 
-    def decode_datasets(self) -> list[Any]:
-        """Returns the prompts, if there are some. Conversations get the same template."""
-        found = super().decode_datasets()
-        for prompts in found:
-            if hasattr(prompts.cls, "chat_template"):
-                prompts.set(chat_template=self.CHAT_TEMPLATE, template_variables=self.TEMPLATE_VARIABLES)
-        return found
-
 
 @experiment_registry.register(tags=["needs_folder"])
 class DpoFromFolder(TunedFromFolder):
@@ -123,15 +98,14 @@ class DpoFromFolder(TunedFromFolder):
       REFERENCE: 'file' computes the reference's log-probabilities when the run begins, and keeps them in its job_log_dir; 'live'
         computes them in each step with the frozen base of the adapters.
       LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN: see `tasks.lm.preferences.loss.PreferenceLoss`.
-      CHAT_TEMPLATE: the chat template; None: the folder's.
-      TOO_LONG: what to do with pairs that don't fit into SEQ_LEN: 'error' or 'drop'.
-      LORA_TARGETS, LORA_RANK, ...: see `TunedFromFolder`.
+      CHAT_TEMPLATE, TEMPLATE_VARIABLES, TOO_LONG, DATE: the fields of `PreferenceInput` with these names.
+      LORA_TARGETS, LORA_RANK, ...: see `adapters.WithAdapters`.
     """
 
     REFERENCE = "file"
     LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN = "sigmoid", 0.1, 0.0, 0.0
-    CHAT_TEMPLATE: str | None = None
     TOO_LONG = "error"
+    DATE: str | None = None
     LEARNING_RATE = 1e-6
 
     def datasets(self) -> list[Any]:
@@ -141,7 +115,8 @@ class DpoFromFolder(TunedFromFolder):
         train = Config(
             preferences.PreferenceInput, name="train", files=self.FILES, is_training=True, input_random_seed=17
         )
-        train.set(chat_template=self.CHAT_TEMPLATE, too_long=self.TOO_LONG, start=self.START, seq_len=self.SEQ_LEN)
+        train.set(chat_template=self.CHAT_TEMPLATE, template_variables=self.TEMPLATE_VARIABLES, date=self.DATE)
+        train.set(too_long=self.TOO_LONG, start=self.START, seq_len=self.SEQ_LEN)
         train.tokenizer, train.reference = self.TOKENIZER or self._folder(), self._reference()
         train.batch_size = Config(rows_per_process, global_batch_size=self.GLOBAL_BATCH_SIZE)
         if self.EVAL_FILES is None:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+from praxis.pax_fiddle import Config
+
 from spmd_trainer import experiment_registry
+from spmd_trainer.experiments.lm.adapters import WithAdapters
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, TinySizes
 from spmd_trainer.models.decoder_spec import RotaryScaling
+from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
 
 
 class Llama(SyntheticDecoder):
@@ -98,6 +103,30 @@ class Llama3_1_70B(Llama3_1):
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 80, 8192, 28_672, 64, 8
     ICI_MESH_SHAPE = (1, 64, 8)
+
+
+class Lora(WithAdapters):
+    """Adapters on all linear layers beside a frozen model in bfloat16."""
+
+    LORA_TARGETS = "all-linear"
+
+    def model(self) -> Config[DecoderLanguageModel]:
+        """Returns the model with variables in bfloat16."""
+        return super().model().set(dtype=jnp.bfloat16)
+
+
+@experiment_registry.register
+class Llama3_1_8BLora(Lora, Llama3_1_8B):
+    """Llama 3.1 8B with adapters on 8 chips."""
+
+    ICI_MESH_SHAPE = (1, 4, 2)
+
+
+@experiment_registry.register
+class Llama3_1_70BLora(Lora, Llama3_1_70B):
+    """Llama 3.1 70B with adapters on 64 chips."""
+
+    ICI_MESH_SHAPE = (1, 8, 8)
 
 
 class Llama3_2(Llama3_1):

@@ -66,11 +66,11 @@ def peak_flops(device_kind: str, count: int) -> float | None:
     return None if known is None else known.peak_flops * count
 
 
-def model_flops(num_params: int, tokens: int) -> float:
+def model_flops(num_params: int, tokens: int, *, num_frozen: int = 0) -> float:
     """Returns a training step's FLOPs as 6 * parameters * tokens (Kaplan et al. 2020, arXiv:2001.08361).
 
-    It counts the forward and the backward pass, but neither attention's own matrix products nor rematerialisation. All
-    parameters count, also those of experts that a token does not use. The compiler's count is not used, because it counts a
-    loop's body once.
+    Frozen parameters (`num_frozen`) count 4 * parameters * tokens: they have no gradient of their own. It counts the forward and
+    the backward pass, but neither attention's own matrix products nor rematerialisation. All parameters count, also those of
+    experts that a token does not use. The compiler's count is not used, because it counts a loop's body once.
     """
-    return 6.0 * num_params * tokens
+    return (6.0 * num_params + 4.0 * num_frozen) * tokens

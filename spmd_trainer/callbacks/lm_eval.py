@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.tokenizer_field import make_tokenizer, start_token
+from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, start_token
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.judge import Judge, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
@@ -22,8 +23,10 @@ class LmEval(Callback):
 
         task_p.train.callbacks = [Config(LmEval, tasks="my_task", every_steps=500, tokenizer="models/llama")]
 
-    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` of the run. A run that was killed goes on with the
-    requests that are not answered yet when it comes to the same step again.
+    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` of the run. The evaluation of a step runs before that
+    step is saved, and the run's steps per second include its time. A run that is killed during an evaluation continues from its
+    last checkpoint; when it gets to the same step with the same variables, it runs only the requests that have no answer yet. If
+    the run starts at a checkpoint whose evaluation is due and has no results, that step is evaluated before training continues.
 
     Attributes:
       metrics: {'TASK/metric': value} of the last evaluation.
@@ -35,7 +38,7 @@ class LmEval(Callback):
         *,
         every_steps: int,
         tokenizer: Any = None,
-        start: str = "tokenizer",
+        start: str | None = None,
         settings: LmEvalSettings | None = None,
         **options: Any,
     ):
@@ -45,7 +48,8 @@ class LmEval(Callback):
           tasks: names of tasks, 'a,b' or a tuple.
           every_steps: steps between two evaluations.
           tokenizer: as the `tokenizer` of text inputs: a path, a tokenizer or its config; None reads by byte.
-          start: the token before each text, as the `start` of text inputs.
+          start: the token before each text, as the `start` of text inputs; None is 'tokenizer' for a Hugging Face tokenizer and
+            'eos' for others.
           settings: all settings, instead of `tasks` and `options`.
           **options: further fields of `LmEvalSettings`.
 
@@ -63,21 +67,36 @@ class LmEval(Callback):
         self._judge: Judge | None = None
 
     def on_open(self, run: Run) -> None:
-        """Finds the tasks and the tokenizer, so that a wrong name ends the run before it begins.
+        """Loads the tasks and the tokenizer and builds the judge, so that wrong settings end the run before it trains.
 
         Raises:
-          UserError: lm-eval is missing, or there is no such task or tokenizer.
+          UserError: lm-eval is missing, there is no such task, tokenizer or chat template, a task can't be loaded, or the
+            model's rows are too short.
         """
-        del run
         self._tasks = Tasks(self._settings)
-        given = self._settings.model_args.tokenizer or self._tokenizer
-        tokenizer = make_tokenizer(given)
-        self._texts: tuple[Tokenizer, int | None] = (tokenizer, start_token(tokenizer, self._start))
+        tokenizer = make_tokenizer(self._settings.model_args.tokenizer or self._tokenizer)
+        start = default_start(tokenizer) if self._start is None else self._start
+        self._texts: tuple[Tokenizer, int | None] = (tokenizer, start_token(tokenizer, start))
+        self._judge = self._make(run)
+        self._tasks.load()
+
+    def on_start(self, run: Run) -> None:
+        """Evaluates the restored state if that is due and there are no results of its step."""
+        if run.first_step and self._due(run, run.first_step):
+            directory = run.job_log_dir / "lm_eval" / f"step_{run.first_step}"
+            if not decided_by_process_0(lambda: any(directory.glob("results_*.json"))):
+                self._evaluate(run, run.first_step)
 
     def after_dispatch(self, run: Run, step: int) -> None:
         """Evaluates the state where that is due."""
-        if step % self._every_steps and step != run.num_steps:
-            return
+        if self._due(run, step):
+            self._evaluate(run, step)
+            run.begin(f"training step {step + 1}")
+
+    def _due(self, run: Run, step: int) -> bool:
+        return step % self._every_steps == 0 or step == run.num_steps
+
+    def _evaluate(self, run: Run, step: int) -> None:
         if self._judge is None or self._partitioner is not run.partitioner:
             self._judge = self._make(run)
         run.begin(f"lm_eval at step {step}")
@@ -86,7 +105,6 @@ class LmEval(Callback):
             state = dataclasses.replace(state, mdl_vars=extract_ema(run.state.opt_states, run.state.mdl_vars))
         with jax.transfer_guard_device_to_host("allow"):
             self.metrics = self._judge.run(state, step, run.job_log_dir, run.summaries)
-        run.begin(f"training step {step + 1}")
 
     def _make(self, run: Run) -> Judge:
         self._partitioner = run.partitioner

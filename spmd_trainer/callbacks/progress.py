@@ -47,7 +47,9 @@ def _items_per_step(run: Run) -> tuple[int, str]:
 def _make_progress(run: Run) -> Progress:
     items, unit = _items_per_step(run)
     train_p = run.task.train
-    flops = chips.model_flops(run.partitioner.metadata.num_params(), 1) if unit == "tokens" else None
+    metadata, flops = run.partitioner.metadata, None
+    if unit == "tokens":
+        flops = chips.model_flops(metadata.num_params(), 1, num_frozen=metadata.num_frozen_params())
     return Progress(
         num_steps=run.num_steps,
         items_per_step=items,

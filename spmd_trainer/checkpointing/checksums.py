@@ -4,8 +4,10 @@ A variable is a sequence of unsigned 32-bit words: each element is one word (nar
 bits, two words, the low one first. A word has the indices of its element, and as a last index its number within the element. With
 all arithmetic modulo 2**32, half s (0 or 1) of the checksum is
 
-    sum over all words of  mix(word XOR sum over d of index[d] * factor(s, d))
+    sum over all words that are not 0 of  mix(word XOR sum over d of index[d] * factor(s, d))
     factor(s, d) = mix(16 * s + d + 1) OR 1
+
+So padding with zeros changes nothing.
 
 `mix` is the finaliser of MurmurHash3. A sum does not depend on the order of its terms, so it does not matter which device holds
 which part. The index makes equal words at different positions count differently. The checksum is written as 16 hexadecimal
@@ -15,6 +17,8 @@ digits, half 0 first. It finds accidental differences; it is no protection again
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -25,7 +29,8 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.sharding.variables import VariableSpec, named_leaves
+from spmd_trainer.train_states import PyTree
 
 _Words = TypeVar("_Words", jax.Array, npt.NDArray[Any])
 
@@ -33,19 +38,26 @@ _HALVES = 2
 _WORDS: Mapping[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}
 
 
-def checksums(arrays: Mapping[str, jax.Array], specs: Mapping[str, VariableSpec]) -> dict[str, str]:
+def checksums(arrays: Mapping[str, jax.Array], specs: Mapping[str, VariableSpec] | None = None) -> dict[str, str]:
     """Returns the checksum of each variable. Called by every process; all of them get the same result.
 
     Args:
       arrays: arrays at padded shapes by path.
-      specs: their VariableSpecs. Padding is left out.
+      specs: their VariableSpecs; what is in the padding does not count. None: the padding is zero, or there is none.
 
     Returns:
       {path: 16 hexadecimal digits}.
     """
+    shapes = {path: x.shape if specs is None else specs[path].logical_shape for path, x in arrays.items()}
     # All sums are dispatched before the first is waited for.
-    sums = {path: _summing(specs[path].logical_shape, x.sharding)(x) for path, x in arrays.items()}
+    sums = {path: _summing(shapes[path], x.sharding)(x) for path, x in arrays.items()}
     return {path: "".join(f"{half:08x}" for half in np.asarray(both).tolist()) for path, both in sums.items()}
+
+
+def checksum(tree: PyTree) -> str:
+    """Returns one checksum of all arrays of a tree and of their paths, 16 hexadecimal digits; as `checksums` without specs."""
+    parts = checksums({path: jnp.asarray(leaf) for path, leaf in named_leaves(tree)})
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,10 +94,8 @@ def _half(words: jax.Array, half: int, inside: jax.Array | None) -> jax.Array:
     for dim in range(words.ndim):
         factor = _mix(np.array([16 * half + dim + 1], np.uint32))[0] | np.uint32(1)
         position = position + lax.broadcasted_iota(jnp.uint32, words.shape, dim) * factor
-    mixed = _mix(words ^ position)
-    if inside is not None:
-        mixed = jnp.where(inside, mixed, jnp.uint32(0))
-    return jnp.sum(mixed, dtype=jnp.uint32)
+    counts = words != 0 if inside is None else (words != 0) & inside
+    return jnp.sum(jnp.where(counts, _mix(words ^ position), jnp.uint32(0)), dtype=jnp.uint32)
 
 
 def _mix(x: _Words) -> _Words:

@@ -107,7 +107,11 @@ def require_settings(saved: Mapping[str, Any], lora: Lora, source: str) -> None:
       CheckpointMismatchError: they differ; says which, and what to set.
     """
     here = settings(lora)
-    if differing := [name for name, value in here.items() if saved.get(name, value) != value]:
+    if not here.keys() <= saved.keys():
+        raise CheckpointMismatchError(
+            f"The checkpoint of {source} does not say with which settings its adapters were trained, such as alpha"
+        )
+    if differing := [name for name, value in here.items() if saved[name] != value]:
         there = ", ".join(f"{name}={saved[name]!r}" for name in differing)
         now = ", ".join(f"{name}={here[name]!r}" for name in differing)
         fix = "; ".join(f"task.lora.{name}={saved[name]!r}" for name in differing)

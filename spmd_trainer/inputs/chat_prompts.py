@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import conversations, prompts
+from spmd_trainer.inputs.messages import readable_messages
 
 
 class ChatPromptInput(conversations.ConversationFiles, prompts.PromptRows):
@@ -48,10 +49,10 @@ class ChatPromptInput(conversations.ConversationFiles, prompts.PromptRows):
           UserError: a line is not a conversation, or the template can't render it; names the file and the line.
         """
         found = self._conversations[index]
-        variables = self.variables(found, add_generation_prompt=self.add_generation_prompt)
         try:
+            variables = self.variables(found, add_generation_prompt=self.add_generation_prompt)
             template = self.template(has_tools=bool(found.tools))
-            messages = conversations.readable_messages(found.messages, template, **variables)
+            messages = readable_messages(found.messages, template, **variables)
             return template.render(messages, **variables)
         except UserError as error:
             raise self.error(f"{found.where}: {error}") from error

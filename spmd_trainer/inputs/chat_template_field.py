@@ -1,8 +1,10 @@
-"""Makes a chat template from the `chat_template` field of an input."""
+"""Makes a chat template, and the date that it sees, from the fields of an input."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmd_trainer.errors import UserError
@@ -35,6 +37,32 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool) -> ChatTe
         name, text = f"the chat template {given}", _read(given)
     tokens = tokenizer.special_tokens if isinstance(tokenizer, HuggingFaceTokenizer) else {}
     return ChatTemplate(text, name=name, special_tokens=tokens)
+
+
+def clock_of(date: str | None) -> Callable[[str], str]:
+    """Returns `strftime_now` for the templates of a training input: a function that formats a fixed date.
+
+    With today's date, a run that is resumed tomorrow would have other tokens. So the function raises UserError if `date` is None.
+
+    Args:
+      date: the `date` field, e.g. '2024-07-26'.
+
+    Raises:
+      UserError: `date` is not a date.
+    """
+    try:
+        return functools.partial(_formatted, None if date is None else datetime.datetime.fromisoformat(date))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"date={date!r}; write it as year-month-day, e.g. '2024-07-26'") from error
+
+
+def _formatted(now: datetime.datetime | None, form: str) -> str:
+    if now is None:
+        raise UserError(
+            "the template writes the current date, so a run that is resumed tomorrow would have other tokens; set date, "
+            "e.g. '2024-07-26', or the variable that the template takes instead (template_variables)"
+        )
+    return now.strftime(form)
 
 
 def _read(path: str) -> str:

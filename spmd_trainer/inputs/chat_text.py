@@ -15,7 +15,6 @@ Example, T = 8, '<user>hi<assistant>yes<end>' with one token for each of the fiv
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 import zlib
@@ -29,14 +28,13 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import assistant_masks, conversations, files, packed_text
 from spmd_trainer.inputs.assistant_masks import ASSISTANT, TURNS
 from spmd_trainer.inputs.chat_template import Rendering
+from spmd_trainer.inputs.chat_template_field import clock_of
 from spmd_trainer.inputs.conversations import Conversation
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
+from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, readable_messages, text_of_content
 
-ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
 # Roles whose messages may be empty: what a tool returned.
 _RETURNED = ("tool", "function", "ipython")
-# Entries that an assistant's message may have instead of content.
-_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
 _ERROR, _CUT, _DROP = "error", "cut", "drop"
 _TOO_LONG = (_ERROR, _CUT, _DROP)
 # Conversations that the tokenizer encodes at a time, on all cores.
@@ -74,7 +72,7 @@ class ChatInput(conversations.ConversationFiles, packed_text.PackedRows):
         own, which takes precedence.
       too_long: what to do with a conversation of more than seq_len + 1 tokens. 'error': refuse it. 'drop': leave it out. 'cut':
         keep its first seq_len + 1 tokens, and refuse it if none of the assistant's is left. Both log how many.
-      other_roles: roles that the template knows besides `ROLES`.
+      other_roles: roles that the template knows besides `messages.ROLES`.
       date: what the template sees as the current date, e.g. '2024-07-26'. Required if the template writes the date: with today's,
         a run that is resumed tomorrow would have other tokens.
     """
@@ -97,9 +95,9 @@ class ChatInput(conversations.ConversationFiles, packed_text.PackedRows):
         if "add_generation_prompt" in (self.template_variables or {}):
             raise self.error("template_variables has add_generation_prompt, which is for prompts, not for training")
         try:
-            self._now = None if self.date is None else datetime.datetime.fromisoformat(self.date)
-        except (ValueError, TypeError) as error:
-            raise self.error(f"date={self.date!r}; write it as year-month-day, e.g. '2024-07-26'") from error
+            self._clock = clock_of(self.date)
+        except UserError as error:
+            raise self.error(str(error)) from error
 
     def encoded(self) -> Iterator[Encoded]:
         """Yields every conversation of the files as tokens, whatever its length.
@@ -149,14 +147,12 @@ class ChatInput(conversations.ConversationFiles, packed_text.PackedRows):
             self._check(found)
             turns = self.turns if found.turns is None else found.turns
             template = self.template(has_tools=bool(found.tools))
-            variables = self.variables(found, strftime_now=self._time)
+            variables = self.variables(found, strftime_now=self._clock)
             if "add_generation_prompt" in variables:
                 raise UserError(
                     "chat_template_kwargs has add_generation_prompt, which is for prompts, not for training"
                 )
-            messages = conversations.readable_messages(
-                found.messages, template, add_generation_prompt=False, **variables
-            )
+            messages = readable_messages(found.messages, template, add_generation_prompt=False, **variables)
 
             def render(some: assistant_masks.Messages, prompt: bool) -> Rendering:
                 return template.render_marked(some, add_generation_prompt=prompt, **variables)
@@ -192,12 +188,8 @@ class ChatInput(conversations.ConversationFiles, packed_text.PackedRows):
             )
 
     def _check_content(self, message: dict[str, Any], which: str) -> None:
-        content = conversations.text_of_content(message.get("content"))
-        if not isinstance(content, str | None):
-            raise UserError(
-                f"the content of {which} is {str(content)[:80]}; give a string or a list of {{'type': 'text', 'text': '...'}}"
-            )
-        has_other = message["role"] == ASSISTANT and any(message.get(name) for name in _INSTEAD_OF_CONTENT)
+        content = text_of_content(message.get("content"), which)
+        has_other = message["role"] == ASSISTANT and any(message.get(name) for name in INSTEAD_OF_CONTENT)
         may_be_empty = has_other or (content is not None and message["role"] in _RETURNED)
         if not may_be_empty and not (content and content.strip()):
             raise UserError(f"{which} has no content; give it some, or leave the message out")
@@ -240,15 +232,6 @@ class ChatInput(conversations.ConversationFiles, packed_text.PackedRows):
                 *(type(self).__name__, self.name, did, len(longer), total, room),
                 *(max(size for _, size in longer), files.listed([where for where, _ in longer])),
             )
-
-    def _time(self, form: str) -> str:
-        """`strftime_now` of the templates."""
-        if self._now is None:
-            raise UserError(
-                "the template writes the current date, so a run that is resumed tomorrow would have other tokens; set date, "
-                "e.g. '2024-07-26', or the variable that the template takes instead (template_variables)"
-            )
-        return self._now.strftime(form)
 
 
 def _choices(field: str, value: object, values: Sequence[str]) -> str:

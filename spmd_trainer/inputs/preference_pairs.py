@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files, row_files
+from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, parse_tools, shown, text_of_content
 
 Messages: TypeAlias = list[dict[str, Any]]
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SIDES = ("chosen", "rejected")
 _ENTRIES = ("prompt", *_SIDES, "tools", "chat_template_kwargs")
-# Entries of a message that hold what the assistant wrote.
-_WRITTEN = ("content", "tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
-_SHOWN = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,31 +53,33 @@ class Pair:
         return isinstance(self.prompt, str)
 
 
-def read(content: bytes, path: str) -> Iterator[Pair]:
+def read(content: bytes, path: str, other_roles: Sequence[str] = ()) -> Iterator[Pair]:
     """Yields the pairs of a file.
 
     Args:
       content: what the file holds: Parquet or JSON lines.
       path: the file, for errors.
+      other_roles: roles that messages may have besides `messages.ROLES`.
 
     Raises:
       UserError: the file can't be read, or a row is not a usable pair; names the file and the line.
     """
-    return (parse(row, where) for row, where in row_files.rows(content, path, _ENTRIES))
+    return (parse(row, where, other_roles) for row, where in row_files.rows(content, path, _ENTRIES))
 
 
-def parse(row: object, where: str) -> Pair:
+def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
     """Returns the pair that a row describes.
 
     Args:
       row: the row, JSON values.
       where: file and line, for errors.
+      other_roles: see `read`.
 
     Raises:
       UserError: the row is not a pair with a prompt and two different answers.
     """
     if not isinstance(row, dict):
-        raise UserError(f"{where} is not a pair: {_shown(row)}; give an object with `prompt`, `chosen` and `rejected`")
+        raise UserError(f"{where} is not a pair: {shown(row)}; give an object with `prompt`, `chosen` and `rejected`")
     for side in _SIDES:
         if side not in row:
             names = [str(name) for name in row]
@@ -89,30 +87,30 @@ def parse(row: object, where: str) -> Pair:
             has = near if near.startswith("; did you mean") else f"; it has {files.listed(names)}"
             raise UserError(f"{where}: the pair has no {side} answer: there is no `{side}`{has}")
         if row[side] in (None, "", []):
-            raise UserError(f"{where}: the pair has no {side} answer: `{side}` is {_shown(row[side])}")
-    prompt, chosen, rejected = _one_kind(row, where)
+            raise UserError(f"{where}: the pair has no {side} answer: `{side}` is {shown(row[side])}")
+    prompt, chosen, rejected = _one_kind(row, where, (*ROLES, *other_roles))
     if chosen == rejected:
-        raise UserError(f"{where}: the chosen and the rejected answer are equal: {_shown(chosen)}; take the pair out")
+        raise UserError(f"{where}: the chosen and the rejected answer are equal: {shown(chosen)}; take the pair out")
     if prompt is None:
         prompt, chosen, rejected = _without_common_beginning(chosen, rejected, where)
     if not prompt:
         raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
     if not isinstance(prompt, str):
         _check_turns(prompt, {"chosen": chosen, "rejected": rejected}, where)
-    tools, variables = _tools(row.get("tools"), where), row.get("chat_template_kwargs") or {}
+    tools, variables = parse_tools(row.get("tools"), where) or None, row.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
-        raise UserError(f"{where}: `chat_template_kwargs` is {_shown(variables)}; give an object")
+        raise UserError(f"{where}: `chat_template_kwargs` is {shown(variables)}; give an object")
     return Pair(where, prompt, chosen, rejected, tools, variables)
 
 
-def _one_kind(row: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
+def _one_kind(row: dict[str, Any], where: str, roles: Sequence[str]) -> tuple[Any, Any, Any]:
     """Returns prompt (None if there is none), chosen and rejected. They are all texts or all lists of messages."""
     given = {name: row[name] for name in ("prompt", *_SIDES) if row.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, str | list):
-            raise UserError(f"{where}: `{name}` is {_shown(value)}; give a text or a list of messages")
+            raise UserError(f"{where}: `{name}` is {shown(value)}; give a text or a list of messages")
         if isinstance(value, list):
-            _check_messages(name, value, where)
+            _check_messages(name, value, where, roles)
     texts = [name for name, value in given.items() if isinstance(value, str)]
     if texts and len(texts) < len(given):
         messages = [name for name in given if name not in texts]
@@ -123,21 +121,25 @@ def _one_kind(row: dict[str, Any], where: str) -> tuple[Any, Any, Any]:
     return given.get("prompt"), given["chosen"], given["rejected"]
 
 
-def _check_messages(name: str, messages: list[Any], where: str) -> None:
+def _check_messages(name: str, messages: list[Any], where: str, roles: Sequence[str]) -> None:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise UserError(f"{where}: message {number} of `{name}` is {_shown(message)}; give an object with a `role`")
+            raise UserError(f"{where}: message {number} of `{name}` is {shown(message)}; give an object with a `role`")
         role = message.get("role")
-        if role not in ROLES:
+        if role not in roles:
             raise UserError(
-                f"{where}: message {number} of `{name}` has the role {role!r}; give one of {', '.join(ROLES)}"
-                f"{did_you_mean(str(role), ROLES)}"
+                f"{where}: message {number} of `{name}` has the role {role!r}; give one of {', '.join(roles)} "
+                f"(other_roles=[...] adds roles that the template knows){did_you_mean(str(role), roles)}"
             )
+        try:
+            text_of_content(message.get("content"), f"message {number} of `{name}`")
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
 
 
 def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
     """Refuses empty prompts and answers, and answers with messages that the assistant did not write: all of them count."""
-    if not any(message.get("content") for message in prompt):
+    if not any(text_of_content(message.get("content"), "the prompt") for message in prompt):
         raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
     if prompt[-1]["role"] == "assistant":
         raise UserError(
@@ -150,8 +152,14 @@ def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
                     f"{where}: the {side} answer has a message of the role {message['role']!r}, and the loss counts all of an "
                     "answer; answers may only have messages of the assistant"
                 )
-        if not any(message.get(entry) for message in messages for entry in _WRITTEN):
+        if not any(_is_written(message) for message in messages):
             raise UserError(f"{where}: the pair has no {side} answer: its messages are empty")
+
+
+def _is_written(message: dict[str, Any]) -> bool:
+    """True if the assistant wrote something in this message."""
+    text = text_of_content(message.get("content"), "the answer")
+    return bool(text) or any(message.get(entry) for entry in INSTEAD_OF_CONTENT)
 
 
 def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
@@ -171,19 +179,3 @@ def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[A
                 f"`{side}`; give a prompt"
             )
     return chosen[:size], chosen[size:], rejected[size:]
-
-
-def _tools(given: Any, where: str) -> list[dict[str, Any]] | None:
-    if isinstance(given, str):  # Parquet files hold them as JSON: schemas of one column must have the same fields
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise UserError(f"{where}: `tools` is not JSON: {error}") from error
-    if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
-        raise UserError(f"{where}: `tools` is {_shown(given)}; give a list of objects")
-    return given or None
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

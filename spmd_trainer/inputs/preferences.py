@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +15,11 @@ from absl import logging
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import indexed, preference_pairs, row_files, text_base
-from spmd_trainer.inputs.chat_template import ChatTemplate
-from spmd_trainer.inputs.chat_template_field import template_of
-from spmd_trainer.inputs.preference_pairs import Pair
+from spmd_trainer.inputs import indexed, preference_pairs
+from spmd_trainer.inputs.chat_template_field import clock_of
+from spmd_trainer.inputs.messages import readable_messages
+from spmd_trainer.inputs.preference_pairs import Messages, Pair
+from spmd_trainer.inputs.templated_files import TemplatedFiles
 
 _SIDES = ("chosen", "rejected")
 _REFERENCE = "reference_logps"
@@ -26,7 +27,7 @@ _FILE = "file"
 _ERROR, _DROP = "error", "drop"
 
 
-class PreferenceInput(text_base.TokenizedFiles):
+class PreferenceInput(TemplatedFiles):
     """Pairs of answers to a prompt, from JSON lines or Parquet files (`preference_pairs` has the forms of a row).
 
     Messages become text by a chat template, which writes all special tokens. A text gets the token of `start` before it, if there
@@ -34,9 +35,10 @@ class PreferenceInput(text_base.TokenizedFiles):
     answer begins at the first token that differs from the encoded prompt.
 
     A batch has `chosen` and `rejected`, each with `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T], and `paddings`,
-    `weights` float32 [B, T]: one row for prompt and answer, with weight 1 on the labels of the answer; and `eval_sample_weights`
-    float32 [B]. With `reference='file'`, both also have `reference_logps`, log-probabilities as the bits of float32 in int32 [B]:
-    a step that computes in bfloat16 would round floats.
+    `weights` float32 [B, T]: one row for prompt and answer, with weight 1 on the labels of the answer; `pair_index` int32 [B],
+    the number of the pair among `num_pairs`, -1 in rows that fill up the last batch; and `eval_sample_weights` float32 [B]. With
+    `reference='file'`, both sides also have `reference_logps`, log-probabilities as the bits of float32 in int32 [B]: a step that
+    computes in bfloat16 would round floats.
 
     Training: endless, each epoch in an order drawn from (input_random_seed, epoch). Otherwise: each pair once. The first batch
     reads and encodes all files.
@@ -44,9 +46,10 @@ class PreferenceInput(text_base.TokenizedFiles):
     Attributes:
       files, tokenizer, eos_id, start: see `text_base.TokenizedFiles`. `start` is for texts only.
       seq_len: tokens per row, T.
-      chat_template: None takes the tokenizer's ('tool_use' for conversations with tools if it has one of this name). Otherwise
-        the name of one of the tokenizer's templates, the path of a .jinja file, or a template's text.
-      template_variables: variables for the template, e.g. {'enable_thinking': False}. Those of a row take precedence.
+      chat_template, template_variables: see `templated_files.TemplatedFiles`.
+      other_roles: roles that the template knows besides `messages.ROLES`.
+      date: what the template sees as the current date, e.g. '2024-07-26'. Required if the template writes the date: with today's,
+        a run that is resumed tomorrow would have other tokens.
       too_long: what to do with a pair whose prompt and answer have more than T + 1 tokens. 'error': refuse it. 'drop': leave it
         out, and log how many. Answers are never cut: a cut one is no longer the answer that was compared.
       shuffle: False gives the pairs of a training input in the order of the files.
@@ -55,8 +58,8 @@ class PreferenceInput(text_base.TokenizedFiles):
     """
 
     seq_len: int = 0
-    chat_template: str | None = None
-    template_variables: Any = None
+    other_roles: Sequence[str] = ()
+    date: str | None = None
     too_long: str = _ERROR
     shuffle: bool = True
     reference: str | None = None
@@ -69,6 +72,10 @@ class PreferenceInput(text_base.TokenizedFiles):
             raise self.error(f"too_long={self.too_long!r}; set it to {_ERROR!r} or {_DROP!r}")
         if self.reference not in (None, _FILE):
             raise self.error(f"reference={self.reference!r}; set it to {_FILE!r} or None")
+        try:
+            self._clock = clock_of(self.date)
+        except UserError as error:
+            raise self.error(str(error)) from error
 
     @property
     def num_pairs(self) -> int:
@@ -117,7 +124,7 @@ class PreferenceInput(text_base.TokenizedFiles):
                 found[_REFERENCE] = spec(np.int32)
             return found
 
-        return NestedMap(chosen=row(), rejected=row(), eval_sample_weights=spec(np.float32))
+        return NestedMap(chosen=row(), rejected=row(), pair_index=spec(np.int32), eval_sample_weights=spec(np.float32))
 
     def batch_at(self, position: int) -> NestedMap:
         if self.lacks_reference:
@@ -128,7 +135,9 @@ class PreferenceInput(text_base.TokenizedFiles):
             )
         pairs = self.examples_at(position)
         batch = NestedMap({side: self._rows(pairs, column) for column, side in enumerate(_SIDES)})
-        batch.eval_sample_weights = (pairs < self.num_pairs).astype(np.float32)
+        real = pairs < self.num_pairs
+        batch.pair_index = np.where(real, pairs, -1).astype(np.int32)
+        batch.eval_sample_weights = real.astype(np.float32)
         return batch
 
     def _rows(self, pairs: np.ndarray, column: int) -> NestedMap:
@@ -206,7 +215,7 @@ class PreferenceInput(text_base.TokenizedFiles):
 
     def _pairs(self, index: int, path: str) -> Iterator[Pair]:
         try:
-            yield from preference_pairs.read(self.found.read(index), path)
+            yield from preference_pairs.read(self.found.read(index), path, self.other_roles)
         except UserError as error:
             raise self.error(str(error)) from error
 
@@ -236,11 +245,6 @@ class PreferenceInput(text_base.TokenizedFiles):
         """Returns the prompt, and the prompt followed by each answer."""
         if isinstance(pair.prompt, str):
             return pair.prompt, f"{pair.prompt}{pair.chosen}", f"{pair.prompt}{pair.rejected}"
-        if getattr(self.tokenizer, "encodes_special_tokens", False):
-            raise self.error(
-                f"{pair.where}: the tokenizer has encode_special_tokens=True, so that the special tokens of the chat template "
-                "would be read as plain text; use a tokenizer without it"
-            )
         prompt = self._render(pair, pair.prompt, add_generation_prompt=True)
         answered = [
             self._render(pair, [*pair.prompt, *answer], add_generation_prompt=False)
@@ -256,17 +260,15 @@ class PreferenceInput(text_base.TokenizedFiles):
                 )
         return prompt, answered[0], answered[1]
 
-    def _render(self, pair: Pair, messages: Any, **generation: bool) -> str:
-        variables: dict[str, Any] = {**(self.template_variables or {}), **pair.variables, **generation}
-        if own := sorted({"messages", "tools", "documents"} & variables.keys()):
-            raise self.error(f"{pair.where}: {own[0]!r} can't be a variable of the template")
+    def _render(self, pair: Pair, messages: Messages, *, add_generation_prompt: bool) -> str:
         try:
-            return self._template(has_tools=bool(pair.tools)).render(messages, tools=pair.tools, **variables)
+            self.check_tokenizer()
+            variables = self.variables_of(pair.variables, strftime_now=self._clock)
+            variables |= {"tools": pair.tools, "add_generation_prompt": add_generation_prompt}
+            template = self.template(has_tools=bool(pair.tools))
+            return template.render(readable_messages(messages, template, **variables), **variables)
         except UserError as error:
             raise self.error(f"{pair.where}: {error}") from error
-
-    def _template(self, *, has_tools: bool) -> ChatTemplate:
-        return template_of(self.tokenizer, self.chat_template, has_tools=has_tools)
 
     def _tokens(self, text: str, where: str) -> list[int]:
         try:
@@ -276,14 +278,6 @@ class PreferenceInput(text_base.TokenizedFiles):
         self.refuse_unknown_ids(tokens, where)
         found: list[int] = tokens.tolist()
         return found
-
-    def _refuse_unless_text(self, index: int) -> None:
-        path = self.paths[index]
-        is_parquet = self.found.read(index, limit=len(row_files.PARQUET_BEGINNING)) == row_files.PARQUET_BEGINNING
-        if path.endswith(row_files.PARQUET_SUFFIX) and not is_parquet:
-            raise UserError(f"{path} is not a Parquet file; write it again, or rename it if it holds JSON lines")
-        if not is_parquet:
-            super()._refuse_unless_text(index)
 
     def _fingerprint(self) -> dict[str, Any]:
         # The checksum says more than the sizes of the files.

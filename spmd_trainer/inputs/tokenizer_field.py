@@ -94,6 +94,11 @@ def start_token(tokenizer: tokenizers.Tokenizer, start: str) -> int | None:
     return bos_id
 
 
+def default_start(tokenizer: tokenizers.Tokenizer) -> str:
+    """Returns the `start` of texts for which none is given: 'tokenizer' for a Hugging Face tokenizer, otherwise 'eos'."""
+    return "tokenizer" if isinstance(tokenizer, HuggingFaceTokenizer) else "eos"
+
+
 def _is_sentencepiece(path: str) -> bool:
     """Returns whether to read a path as a SentencePiece model: any file that is not JSON.
 

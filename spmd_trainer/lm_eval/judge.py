@@ -20,6 +20,8 @@ import numpy as np
 from absl import logging
 from etils import epath
 
+from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.answers import Answers, request_key
@@ -29,7 +31,6 @@ from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.models.vocabulary import vocabulary_size
 from spmd_trainer.partitioning.partitioner import Partitioner
-from spmd_trainer.steps.checksum import variables_checksum
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 
@@ -201,7 +202,7 @@ class Judge:
         from spmd_trainer.lm_eval.model import HarnessModel
 
         info = {
-            "model_num_parameters": partitioner.metadata.num_params(),
+            "model_num_parameters": partitioner.metadata.num_params() + partitioner.metadata.num_frozen_params(),
             "model_dtype": np.dtype(task.fprop_dtype).name,
         }
         self._model = HarnessModel(self.requests, texts, getattr(task.model, "generation", None), info)
@@ -225,18 +226,21 @@ class Judge:
           between_batches: called before each batch; what it raises ends the evaluation.
 
         Returns:
-          {'TASK/metric': value}.
+          {'TASK/metric': value}, the same on every process.
 
         Raises:
-          UserError: a task can't be loaded or run.
+          UserError: a task can't be loaded or run, or the results can't be written.
+          CheckpointError: another process could not load the tasks or write the results; has its message.
         """
-        directory, writes = job_log_dir / "lm_eval" / f"step_{step}", jax.process_index() == 0
-        answers = Answers(directory) if writes else None
+        directory = job_log_dir / "lm_eval" / f"step_{step}"
+        opened: list[Answers] = []
+        decided_by_process_0(lambda: opened.append(Answers(directory)))
         identity = self._identity(state)
-        self._model.source = Source(state, identity, answers, self._progress, between_batches)
+        self._model.source = Source(state, identity, next(iter(opened), None), self._progress, between_batches)
         results, tracker = self._evaluate()
-        metrics = scalars(results)
-        if writes:
+
+        def write() -> dict[str, dict[str, float]]:
+            metrics = scalars(results)
             results["config"] |= {"model": _MODEL, "model_args": self._described(step)}
             tracker.general_config_tracker.model_source = _MODEL
             tracker.general_config_tracker.model_name = self._experiment
@@ -246,13 +250,17 @@ class Judge:
                 if not written.items() >= values.items():  # an earlier run may have written them
                     writers.write(f"lm_eval_{name}", step, values, {"identity": identity})
             _say(results, step, directory)
+            return metrics
+
+        # The other processes have no bootstrapped standard errors.
+        metrics = decided_by_process_0(write)
         return {f"{name}/{metric}": value for name, values in metrics.items() for metric, value in values.items()}
 
     def _identity(self, state: TrainState) -> str:
         """Returns a text that is equal only for equal variables and equal settings of the model, on any mesh."""
-        lines = [_ADDRESS.sub("", line) for line in self._config_lines if line.startswith("task.model")]
+        lines = [_ADDRESS.sub("", line) for line in self._config_lines if line.startswith(("task.model", "task.lora"))]
         settings = [line for line in lines if not _IRRELEVANT.search(line)]
-        return request_key(settings, int(state.step), int(jax.device_get(variables_checksum(state.mdl_vars))))
+        return request_key(settings, int(state.step), checksum(state.mdl_vars))
 
     def _described(self, step: int) -> dict[str, Any]:
         given = {key: value for key, value in vars(self._settings.model_args).items() if value is not None}
@@ -265,10 +273,12 @@ class Judge:
 
         settings, tracker = self._settings, EvaluationTracker()
         multiturn = settings.fewshot_as_multiturn
+        tasks: list[Any] = []
+        agreed_problem(lambda: tasks.extend(self._tasks.load()))
         with _harness_settings():
             results = evaluator.simple_evaluate(
                 model=self._model,
-                tasks=self._tasks.load(),
+                tasks=tasks,
                 num_fewshot=settings.num_fewshot,
                 limit=settings.limit,
                 # The other processes' results are dropped.
@@ -293,14 +303,18 @@ class _Silent:
 
 
 def _training_rows(batch: PyTree) -> tuple[int, int]:
-    """Returns the rows of a training batch and their tokens."""
-    ids = batch.get("ids") if isinstance(batch, Mapping) else None
+    """Returns the number of rows that a training batch gives the model, and their number of tokens."""
+    chosen = batch.get("chosen") if isinstance(batch, Mapping) else None
+    # The model reads a batch of pairs as one batch of the chosen and the rejected answers.
+    rows, answers = (chosen, 2) if isinstance(chosen, Mapping) else (batch, 1)
+    ids = rows.get("ids") if isinstance(rows, Mapping) else None
     if ids is None or len(ids.shape) != 2:
         raise UserError(
-            "judging needs a language model: its training batch has token ids [batch, time] as `ids`, and this experiment's has "
+            "judging needs a language model: its training batch has token ids [batch, time] as `ids`, or as `chosen.ids` for "
+            "pairs of answers, and this experiment's has "
             f"{', '.join(map(str, batch)) if isinstance(batch, Mapping) else 'none'}"
         )
-    return int(ids.shape[0]), int(ids.shape[1])
+    return answers * int(ids.shape[0]), int(ids.shape[1])
 
 
 @contextlib.contextmanager

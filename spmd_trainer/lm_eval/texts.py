@@ -11,6 +11,7 @@ from absl import logging
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.chat_template import ChatTemplate, choose
+from spmd_trainer.inputs.chat_template_field import template_of
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.settings import ModelArgs
@@ -167,8 +168,8 @@ def _up_to_last_message(text: str, last: str) -> str:
 
 
 def _template(tokenizer: Tokenizer, chosen: bool | str) -> ChatTemplate:
-    owner = str(getattr(tokenizer, "name", type(tokenizer).__name__))
-    known: Mapping[str, str] = getattr(tokenizer, "chat_templates", {})
-    name, text = choose(known, chosen if isinstance(chosen, str) else None, has_tools=False, owner=owner)
-    tokens = tokenizer.special_tokens if isinstance(tokenizer, HuggingFaceTokenizer) else {}
-    return ChatTemplate(text, name=f"the chat template {name!r} of {owner}", special_tokens=tokens)
+    """Returns the tokenizer's usual template (True) or the one with a name; unlike an input's field, it takes no path or text."""
+    if isinstance(chosen, str):
+        owner = str(getattr(tokenizer, "name", type(tokenizer).__name__))
+        choose(getattr(tokenizer, "chat_templates", {}), chosen, has_tools=False, owner=owner)
+    return template_of(tokenizer, chosen if isinstance(chosen, str) else None, has_tools=False)

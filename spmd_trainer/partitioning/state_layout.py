@@ -110,12 +110,19 @@ class StateMetadata:
 
     def num_params(self) -> int:
         """Returns the number of elements of the trainable variables, at logical shapes."""
+        return self._num_elements(frozen=False)
+
+    def num_frozen_params(self) -> int:
+        """Returns the number of elements of the parameters that adapters leave as they are, at logical shapes."""
+        return self._num_elements(frozen=True)
+
+    def _num_elements(self, *, frozen: bool) -> int:
         params, hparams = (
             jax.tree.leaves(tree.get(base_layer.PARAMS, {}))
             for tree in (self.variables.mdl_vars, self.var_weight_hparams)
         )
-        learning = (v for v, p in zip(params, hparams, strict=True) if not masks.is_frozen(p))
-        return sum(int(np.prod(v.logical_shape)) for v in learning)
+        counted = (v for v, p in zip(params, hparams, strict=True) if masks.is_frozen(p) == frozen)
+        return sum(int(np.prod(v.logical_shape)) for v in counted)
 
 
 def build(

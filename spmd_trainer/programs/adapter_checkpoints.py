@@ -92,7 +92,11 @@ def begin(
             leaves.update(resolved.read(variables, metadata.mesh))
     structure: Any = jax.tree.structure(state)
     origin: dict[str, Any] = {}
-    folders = [s.folder.path for s, _ in (resolved.parts if resolved else ()) if isinstance(s, hf.HfSource)]
+    sources = [source for source, _ in (resolved.parts if resolved else ())]
+    folders = [source.folder.path for source in sources if isinstance(source, hf.HfSource)]
+    folders += [
+        s.metadata[FOLDER_KEY]["path"] for s in sources if isinstance(s, OwnSource) and FOLDER_KEY in s.metadata
+    ]
     if folder := restored_from or next(iter(folders), None):
         origin[FOLDER_KEY] = {"path": folder}
     if frozen_base.has_adapters(variables):
@@ -227,6 +231,11 @@ def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[d
     restored_from = recorded.restored_from
     if restored_from is not None and hf.find_agreed(epath.Path(restored_from)):
         rules = {restored_from: _ALL}
+    elif restored_from is not None and not rules:
+        raise CheckpointMismatchError(
+            f"The frozen base was loaded from {restored_from}, which is no Hugging Face folder any more; put it back, or name "
+            "its new place in task.train.init_from_checkpoint_rules"
+        )
     else:
         restored_from = None
     variables = variables.to_eval_state()

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.run_config import RunConfig
-from spmd_trainer.steps.checksum import variables_checksum
 from spmd_trainer.train_states import TrainState
 
 # The machines that a job runs on change no result.
@@ -30,14 +30,14 @@ def fingerprint(config: RunConfig, kind: str, index: int, data: Any, state: Trai
     """
     settings = "evaluate" if kind == "eval" else "decode"
     seeds = ("task.infer",) if config.mode == "infer" else ()
-    wanted = ("task.model", "task.metrics", f"task.{settings}", f"{kind}_datasets[{index}]", *seeds)
+    wanted = ("task.model", "task.lora", "task.metrics", f"task.{settings}", f"{kind}_datasets[{index}]", *seeds)
     lines = [experiment_config.without_addresses(line) for line in config.experiment.lines() if line.startswith(wanted)]
     parts = [
         *(line for line in lines if not _IRRELEVANT.search(line)),
         _state_of(data),
         f"processes {jax.process_count()}",
         f"step {int(state.step)}",
-        f"variables {int(variables_checksum(state.mdl_vars))}",
+        f"variables {checksum(state.mdl_vars)}",
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

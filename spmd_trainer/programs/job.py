@@ -23,6 +23,7 @@ from spmd_trainer.models.vocabulary import vocabulary_size
 from spmd_trainer.partitioning import pjit
 from spmd_trainer.partitioning.mesh_choice import choose_mesh
 from spmd_trainer.partitioning.partitioner import Partitioner
+from spmd_trainer.partitioning.state_layout import StateMetadata
 from spmd_trainer.praxis_bridge.installation import installed_version
 from spmd_trainer.programs import config_file, reference_files
 from spmd_trainer.programs.run_config import RunConfig
@@ -82,7 +83,7 @@ class Job:
             _use_mesh(config, task, partitioner, devices)
             job = cls(config, task, partitioner, shapes)
             partitioner.setup(task, job.inputs_shape_dtype)
-        logging.info("%s parameters", f"{partitioner.metadata.num_params():,}")
+        logging.info("%s", _parameters_text(partitioner.metadata))
         return job
 
     def on_mesh(self, mesh: Mesh, batch: BatchSettings) -> Job:
@@ -228,6 +229,11 @@ def _scaled(rows: int, batch: BatchSettings, num_devices: int) -> int:
             "choose another batch size, or 'whole' or 'accumulate'"
         )
     return int(scaled)
+
+
+def _parameters_text(metadata: StateMetadata) -> str:
+    frozen = metadata.num_frozen_params()
+    return f"{metadata.num_params():,} parameters" + (f" learn, {frozen:,} are frozen" if frozen else "")
 
 
 def _check_vocabulary(built: Any, task: SingleTask) -> None:

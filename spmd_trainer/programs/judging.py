@@ -10,7 +10,7 @@ import jax
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.text_base import TokenizedFiles
-from spmd_trainer.inputs.tokenizer_field import make_tokenizer, start_token
+from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, start_token
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.judge import Judge, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
@@ -82,7 +82,7 @@ def tokenizer_of(experiment: ResolvedExperiment, settings: LmEvalSettings) -> tu
         )
     if of_texts is None:
         tokenizer = make_tokenizer(given)
-        return tokenizer, start_token(tokenizer, "tokenizer" if hasattr(tokenizer, "adds_bos") else "eos")
+        return tokenizer, start_token(tokenizer, default_start(tokenizer))
     tokenizer = make_tokenizer(given) if given else make_tokenizer(of_texts.tokenizer, of_texts.eos_id)
     return tokenizer, start_token(tokenizer, of_texts.start)
 

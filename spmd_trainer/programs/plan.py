@@ -21,6 +21,7 @@ from absl import logging
 from spmd_trainer.analysis import hlo_collectives, hlo_liveness
 from spmd_trainer.analysis.chips import BY_TOPOLOGY, GIB, model_flops
 from spmd_trainer.errors import UserError
+from spmd_trainer.partitioning.state_layout import StateMetadata
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_directory import report_directory
 from spmd_trainer.sharding.messages import bytes_text, mesh_text
@@ -136,8 +137,8 @@ def plan(job: Job) -> Plan:
         mesh=dict(mesh),
         padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
         memory=BY_TOPOLOGY[topology.partition(":")[0]].memory * GIB if topology else None,
-        num_params=metadata.num_params(),
-        model_flops=model_flops(metadata.num_params(), tokens) / chips if tokens else None,
+        num_params=metadata.num_params() + metadata.num_frozen_params(),
+        model_flops=_model_flops(metadata, tokens) / chips if tokens else None,
         compiler_flops=cost.get("flops"),
         collectives=_collectives(text, mesh),
         largest=_largest(text),
@@ -147,6 +148,10 @@ def plan(job: Job) -> Plan:
 
 def _whole(variable: Any) -> int:
     return int(variable.logical_bytes() + variable.padding_bytes())
+
+
+def _model_flops(metadata: StateMetadata, tokens: int) -> float:
+    return model_flops(metadata.num_params(), tokens, num_frozen=metadata.num_frozen_params())
 
 
 def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -13,26 +13,28 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.dataset_batches import FiniteDataset, proceed
-from spmd_trainer.programs.fingerprint import variables_checksum
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.reference_files import ReferenceFiles
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.steps import step_fns
-from spmd_trainer.train_states import TrainState
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import NestedJTensor, TrainState
 
 # Values are written when they are this old, or the dataset has ended.
 _SECONDS_BETWEEN_PARTS = 20.0
 # The settings that log-probabilities depend on, and those of them that only say which devices compute.
-_MODEL = ("task.model.lm_tpl", "task.model.fprop_dtype", "task.model.model_type")
+_MODEL = ("task.lora", "task.model.lm_tpl", "task.model.fprop_dtype", "task.model.model_type")
 _DEVICES = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes): ")
 
 
@@ -92,11 +94,11 @@ class _Dataset(FiniteDataset):
             return
         key, batches_done, written = jax.random.key(0), done // self.num_rows, time.monotonic()
         ready: list[np.ndarray] = []
-        for number, batch in self.each_batch(f"reference log-probabilities of {self.name}", proceed, done=batches_done):
-            _, found = self._step.fn(state, key, self.place(batch, self._step))
-            first = number * self.num_rows
-            ready.append(np.asarray(found)[max(0, done - first) : self._num_pairs - first])
-            done = min(first + self.num_rows, self._num_pairs)
+        for _, batch in self.each_batch(f"reference log-probabilities of {self.name}", proceed, done=batches_done):
+            _, output = self._step.fn(state, key, self.place(batch, self._step))
+            found = _in_order(*map(np.asarray, output), first=done)
+            ready.append(found)
+            done += len(found)
             if time.monotonic() - written > _SECONDS_BETWEEN_PARTS or done == self._num_pairs:
                 self._files.write(np.concatenate(ready), end=done)
                 ready, written = [], time.monotonic()
@@ -104,11 +106,33 @@ class _Dataset(FiniteDataset):
         logging.info("wrote the reference log-probabilities of %s to %s", count_text(done, "pair"), where)
 
 
-def _logps_step(*args: Any) -> tuple[None, jax.Array]:
-    """Returns the log-probabilities of the answers of a batch, float32 [B, 2]. Arguments as for `step_fns.eval_step`."""
-    _, output = step_fns.eval_step(*args)
-    logps: jax.Array = output.per_example_out["logps"]
-    return None, logps
+def _logps_step(
+    task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedJTensor, *rest: Any
+) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    """Evaluates the model on a batch. Arguments as for `step_fns.eval_step`.
+
+    Returns:
+      None, and (numbers of the pairs int32 [B], -1 for rows that fill up the batch; log-probabilities of their answers float32
+      [B, 2]).
+    """
+    _, output = step_fns.eval_step(task, state, key, inputs, *rest)
+    pairs = jnp.where(inputs["eval_sample_weights"] > 0, inputs["pair_index"], -1)
+    return None, (pairs, output.per_example_out["logps"])
+
+
+def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray:
+    """Returns the log-probabilities of the pairs of a batch from pair `first` on, in the order of the pairs.
+
+    With several processes, the rows of a batch are in the order of the mesh's devices, and those of a process need not be
+    adjacent.
+
+    Args:
+      pairs: numbers of the pairs [B], -1 for rows that fill up the batch.
+      logps: their log-probabilities [B, 2].
+      first: the first pair that is wanted.
+    """
+    order = np.argsort(pairs)
+    return logps[order[pairs[order] >= first]]
 
 
 def _reads_file(input_p: Any) -> bool:
@@ -123,5 +147,5 @@ def _model_text(job: Job, state: TrainState) -> str:
         for line in job.config.experiment.lines()
         if line.startswith(_MODEL) and not _DEVICES.search(line)
     ]
-    text = json.dumps([*lines, int(variables_checksum(state.mdl_vars))])
+    text = json.dumps([*lines, checksum(state.mdl_vars)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +30,29 @@ def computable(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
       The spec, in which an entry of several axes has its last axes first if XLA would take them for another axis. The number of
       pieces stays; other devices hold them.
     """
-    return PartitionSpec(*(_in_order(entry_axes(entry), sizes) for entry in spec))
+    return PartitionSpec(*(_in_order(entry, sizes) for entry in spec))
 
 
-def _in_order(axes: tuple[str, ...], sizes: Mapping[str, int]) -> str | tuple[str, ...] | None:
+def _in_order(entry: Any, sizes: Mapping[str, int]) -> Any:
+    if not isinstance(entry, tuple):
+        return entry
+    axes = tuple(axis for axis in entry if axis in sizes)
+    if len(axes) < len(entry):
+        return entry  # JAX says what is wrong with it
     others = {size for axis, size in sizes.items() if axis not in axes and size > 1}
-    real = [axis for axis in axes if sizes[axis] > 1]
-    for begin in range(1, len(real)):
-        if math.prod(sizes[axis] for axis in real[begin:]) in others:
-            return (*real[begin:], *real[:begin])
-    if len(axes) > 1:
-        return axes
-    return axes[0] if axes else None
+    real = tuple(axis for axis in axes if sizes[axis] > 1)
+
+    def confused(order: tuple[str, ...]) -> int:
+        """How many of the last axes XLA would take for another axis; 0 if none."""
+        ends = range(1, len(order))
+        return next((n for n in ends if math.prod(sizes[axis] for axis in order[-n:]) in others), 0)
+
+    count = confused(real)
+    if not count:
+        return entry
+    # If every order can be confused, the last axes, which are those that split weights, come first.
+    orders = itertools.permutations(real)
+    return next((order for order in orders if not confused(order)), (*real[-count:], *real[:-count]))
 
 
 def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) -> jax.Array:
@@ -85,7 +98,7 @@ def constrain_together(
 
 def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the columns of all arrays side by side, as int32 with the same bits."""
-    columns = [jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1), jnp.int32) for x in arrays]
+    columns = [jax.lax.bitcast_convert_type(x.reshape(x.shape[0], math.prod(x.shape[1:])), jnp.int32) for x in arrays]
     return jnp.concatenate(columns, axis=1)
 
 

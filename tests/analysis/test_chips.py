@@ -54,6 +54,10 @@ def test_the_line_says_the_utilization_of_known_chips(caplog):
     assert "MFU 15.2%" in said
 
 
+def test_frozen_parameters_have_no_gradient_of_their_own():
+    assert chips.model_flops(10, 3, num_frozen=100) == 6 * 10 * 3 + 4 * 100 * 3
+
+
 def test_the_line_of_unknown_chips_is_what_it_was(caplog):
     said, timing = line(caplog, flops_per_item=6e9, peak_flops=None)
     assert "MFU" not in said

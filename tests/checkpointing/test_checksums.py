@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd_trainer.checkpointing.checksums import checksum as tree_checksum
 from spmd_trainer.checkpointing.checksums import checksums
 from spmd_trainer.sharding.variables import make_variable_spec
 
@@ -46,7 +47,7 @@ def by_formula(array):
         total = 0
         for index in np.ndindex(array.shape):
             position = sum(i * factor for i, factor in zip(index, factors, strict=True)) % 2**32
-            total += mixed(int(words[index]) ^ position)
+            total += mixed(int(words[index]) ^ position) if words[index] else 0
         text += f"{total % 2**32:08x}"
     return text
 
@@ -69,6 +70,19 @@ def test_one_bit_and_one_exchange_are_found():
     negative[array == array[1, 2, 3]] *= -1
     found = {checksum(x) for x in (array, flipped, exchanged, negative, np.zeros_like(array), -np.zeros_like(array))}
     assert len(found) == 6
+
+
+def test_padding_with_zeros_needs_no_spec():
+    array = values(np.float32)
+    padded = np.pad(array, ((0, 3), (0, 0), (0, 1)))
+    assert checksums({"w": jnp.asarray(padded)}) == checksums({"w": jnp.asarray(array)}) == {"w": by_formula(array)}
+
+
+def test_a_tree_has_one_checksum():
+    array = values(np.float32)
+    trees = [{"a": array}, {"b": array}, {"a": array, "b": array}, {"a": array + 1}]
+    assert len({tree_checksum(tree) for tree in trees}) == len(trees)
+    assert tree_checksum({"a": jnp.asarray(np.pad(array, ((0, 2), (0, 0), (0, 0))))}) == tree_checksum(trees[0])
 
 
 def test_scalars_empty_arrays_and_prng_keys():

@@ -93,6 +93,7 @@ def test_batches_are_rows_of_a_language_model(tmp_path, folder):
     for batch in (first, last):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == specs
     assert last.eval_sample_weights.tolist() == [1, 1, 0]
+    assert (first.pair_index.tolist(), last.pair_index.tolist()) == ([0, 1, 2], [3, 4, -1])
     assert [rows.weights[2].sum() for rows in (last.chosen, last.rejected)] == [0, 0]
     rows = first.rejected
     for row in range(3):
@@ -179,6 +180,43 @@ def test_a_template_that_ends_the_prompt_in_another_way(tmp_path, folder, caplog
         drain(make(path, folder, chat_template=other))
 
 
+def test_contents_that_are_lists_of_texts(tmp_path, folder):
+    def parts(*texts):
+        return [{"type": "text", "text": text} for text in texts]
+
+    row = {
+        "prompt": [{"role": "user", "content": parts("Hi")}],
+        "chosen": said(parts("Hello", "you")),
+        "rejected": said("No."),
+    }
+    (batch,) = drain(make(write(tmp_path, [row]), folder))
+    first = f"{SYSTEM}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert counted(batch.chosen, 0) == (f"{first}Hello\nyou<|im_end|>\n", "Hello\nyou<|im_end|>\n")
+    assert counted(batch.rejected, 0) == (f"{first}No.<|im_end|>\n", "No.<|im_end|>\n")
+    # A template that reads lists gets them.
+    reads = (
+        "{% for m in messages %}{{ m.role }}{{ m.content if m.content is string else m.content[0].text }};{% endfor %}"
+    )
+    (batch,) = drain(make(write(tmp_path, [row]), folder, chat_template=reads))
+    assert counted(batch.chosen, 0) == ("userHi;assistantHello;", "assistantHello;")
+
+
+def test_the_date_is_that_of_the_settings(tmp_path, folder):
+    template = f"{{{{ strftime_now('%d %b %Y') }}}}{CHATML}"
+    (batch,) = drain(make(write(tmp_path, TALKS[:1]), folder, chat_template=template, date="2024-07-26"))
+    assert counted(batch.chosen, 0)[0].startswith(f"26 Jul 2024{SYSTEM}")
+
+
+def test_roles_that_the_template_knows(tmp_path, folder):
+    path = write(tmp_path, [{**TALKS[0], "prompt": [{"role": "critic", "content": "Hi"}]}])
+    with pytest.raises(
+        UserError, match=r"the role 'critic'; .*\(other_roles=\[...\] adds roles that the template knows\)"
+    ):
+        drain(make(path, folder))
+    (batch,) = drain(make(path, folder, other_roles=["critic"]))
+    assert "<|im_start|>critic\nHi<|im_end|>" in counted(batch.chosen, 0)[0]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -186,8 +224,11 @@ def test_a_template_that_ends_the_prompt_in_another_way(tmp_path, folder, caplog
         ({"prompt": "p", "chosen": "a", "rejected": "a</s>"}, "have the same tokens; take the pair out"),
         ({"prompt": HI, "chosen": said("a"), "rejected": [{"role": "boss", "content": "b"}]}, "the role 'boss'"),
         ({"prompt": "p", "chosen": "\ud83d", "rejected": "b"}, "the text has half of a surrogate pair"),
-        ({**TALKS[0], "chat_template_kwargs": {"messages": []}}, "'messages' can't be a variable of the template"),
-        ({**TALKS[0], "prompt": [{"role": "user", "content": {"a": 1}}]}, "can't render this conversation"),
+        (
+            {**TALKS[0], "chat_template_kwargs": {"messages": []}},
+            "messages is an entry of the line, not a variable of the template",
+        ),
+        ({**TALKS[0], "prompt": [{"role": "user", "content": {"a": 1}}]}, "the content of message 1 of `prompt` is"),
     ],
 )
 def test_a_pair_that_can_t_be_used_is_named(row, message, tmp_path, folder):
@@ -202,6 +243,11 @@ def test_a_pair_that_can_t_be_used_is_named(row, message, tmp_path, folder):
         ({"too_long": "cut"}, "too_long='cut'; set it to 'error' or 'drop'"),
         ({"reference": "live"}, "reference='live'; set it to 'file' or None"),
         ({"chat_template": "{{"}, "is not a chat template"),
+        ({"date": "26 Jul"}, "date='26 Jul'; write it as year-month-day"),
+        (
+            {"chat_template": f"{{{{ strftime_now('%Y') }}}}{CHATML}"},
+            r"pairs\.jsonl:1: .*the template writes the current date, .*; set date",
+        ),
     ],
 )
 def test_settings_that_are_refused(kwargs, message, tmp_path, folder):

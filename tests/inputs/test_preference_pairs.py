@@ -104,6 +104,18 @@ def test_lines_are_counted_with_empty_ones():
         ({**without(""), "prompt": [{"content": "a"}]}, "message 1 of `prompt` has the role None"),
         ({**without(""), "prompt": USER + BLUE}, "the prompt ends with a message of the assistant"),
         ({**without(""), "rejected": GREEN + USER}, "the rejected answer has a message of the role 'user'"),
+        (
+            {**without(""), "prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            r"the content of message 1 of `prompt` is \[.*image.*; give a string or a list",
+        ),
+        (
+            {**without(""), "chosen": [{"role": "assistant", "content": 3}]},
+            "the content of message 1 of `chosen` is 3; give a string or a list",
+        ),
+        (
+            {**without(""), "chosen": [{"role": "assistant", "content": [{"type": "text", "text": ""}]}]},
+            "the pair has no chosen answer: its messages are empty",
+        ),
         ({**without(""), "tools": "{"}, "`tools` is not JSON"),
         ({**without(""), "tools": [3]}, r"`tools` is \[3\]; give a list of objects"),
         ({**without(""), "chat_template_kwargs": [3]}, r"`chat_template_kwargs` is \[3\]; give an object"),

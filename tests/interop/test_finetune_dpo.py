@@ -12,6 +12,7 @@ from hf_models import DATA
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import ChatPromptInput
 from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.partitioning import pjit
@@ -56,6 +57,16 @@ def test_the_datasets_and_the_loss(pairs):
     preference = model_p.preference
     assert (preference.loss, preference.beta, preference.label_smoothing) == ("sigmoid_norm", 2.0, 0.1)
     assert resolved(pairs, "LOSS=simpo", "TARGET_MARGIN=0.5").config.train_datasets[0].reference is None
+
+
+def test_pairs_and_prompts_get_the_same_template(pairs):
+    given = ["CHAT_TEMPLATE=other.jinja", "TEMPLATE_VARIABLES={'brief': True}", "DATE=2024-07-26", f"PROMPTS={pairs}"]
+    config = resolved(pairs, *given, f"EVAL_FILES={pairs}").config
+    (prompts_p,) = config.decode_datasets
+    assert prompts_p.cls is ChatPromptInput
+    for input_p in (*config.train_datasets, *config.eval_datasets, prompts_p):
+        assert (input_p.chat_template, input_p.template_variables) == ("other.jinja", {"brief": True})
+    assert [input_p.date for input_p in (*config.train_datasets, *config.eval_datasets)] == ["2024-07-26"] * 2
 
 
 @pytest.mark.parametrize(

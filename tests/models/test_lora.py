@@ -409,6 +409,21 @@ def test_an_operation_that_can_not_be_followed_gets_the_merged_weight(caplog):
     assert len([r for r in caplog.records if "params/w is read by" in r.getMessage()]) == 1
 
 
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [lambda w: jnp.sum(jnp.ravel(w) ** 2), lambda w: jnp.sum(w[None] * 2), lambda w: w.reshape(4, 16)[0, :8]],
+    ids=["flattened", "with another dimension", "joined"],
+)
+def test_a_target_that_the_model_also_reads_in_another_form(read, dora):
+    def apply(params, x):
+        return x @ params["w"] + read(params["w"])
+
+    model = Config(models.FunctionModel, init=lambda key: {"w": jax.random.normal(key, (8, 8))}, apply=apply)
+    task = lora_task(model, targets=["w$"], dora=dora)
+    same_as_merged(task, variables(task))
+
+
 def test_bfloat16_base_with_float32_adapters():
     def low(key):
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16), init(key))
@@ -444,7 +459,9 @@ def gather_params(key):
         ({"alpha": -1}, "alpha is -1; it must be a positive number"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
         ({"dtype": jnp.int32}, "must be a dtype of floats"),
-        ({"adapters": ["x", "x"]}, "give different names"),
+        ({"adapters": ["x", "x"]}, "give a list of different names"),
+        ({"adapters": "poet"}, "adapters is 'poet'; give a list of different names"),
+        ({"adapters": ["../poet"]}, "give a list of different names of letters"),
     ],
     ids=str,
 )

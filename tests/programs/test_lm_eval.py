@@ -18,11 +18,14 @@ from praxis.pax_fiddle import Config
 from safetensors.numpy import load_file, save_file
 from trained_helpers import TINY, make_job, read_lines
 
+from spmd_trainer import multihost
 from spmd_trainer.callbacks.lm_eval import LmEval
+from spmd_trainer.checkpointing.errors import CheckpointError
 from spmd_trainer.errors import UserError
 from spmd_trainer.lm_eval.judge import Judge
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
+from spmd_trainer.models.lora import Lora
 from spmd_trainer.programs import checkpoints, judging, train
 
 helpers.stay_offline()
@@ -43,18 +46,29 @@ def settings_of(tmp_path, variant="plain", names=helpers.NAMES, **options):
     return LmEvalSettings(tuple(names), **given)
 
 
-def job_on_folder(tmp_path, settings, *, variant="plain", mesh=(1, 4, 2), directory="run"):
+def job_on_folder(
+    tmp_path,
+    settings,
+    *,
+    variant="plain",
+    mesh=(1, 4, 2),
+    directory="run",
+    exp="lm.hf.FromFolder",
+    fields=(),
+    **options,
+):
     folder = tmp_path / "folder"
     if not folder.exists():
         helpers.write_folder(folder, variant)
     return make_job(
         tmp_path / directory,
         mesh=mesh,
-        exp="lm.hf.FromFolder",
-        fields=(f"FOLDER={str(folder)!r}", "SEQ_LEN=64"),
+        exp=exp,
+        fields=(f"FOLDER={str(folder)!r}", "SEQ_LEN=64", *fields),
         mode="lm_eval",
         restore_checkpoint_dir=epath.Path(folder),
         lm_eval=settings,
+        **options,
     )
 
 
@@ -72,6 +86,72 @@ def test_answers_are_those_of_the_hf_backend(variant, tmp_path, capsys):
     assert f"|{helpers.NAMES[0]}" in capsys.readouterr().out
     keys = [line["key"] for line in read_lines(directory / "answers.jsonl")]
     assert len(keys) == len(set(keys))
+
+
+def write_pairs(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": f"def f{i}(x):", "chosen": " return x", "rejected": " pass"} for i in range(8)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+def test_an_experiment_on_pairs_gives_the_same_answers(tmp_path):
+    fields = (f"FILES={str(write_pairs(tmp_path))!r}",)
+    job = job_on_folder(tmp_path, settings_of(tmp_path), exp="lm.finetune.DpoFromFolder", fields=fields)
+    judging.judge(job)
+    directory = epath.Path(tmp_path / "run/lm_eval/step_0")
+    helpers.compare(helpers.results_in(directory), golden()["plain"])
+
+
+def test_results_count_frozen_parameters(tmp_path):
+    def parameters(rank):
+        def add_adapters(config):
+            config.task.lora = Config(Lora, targets="all-linear", rank=rank) if rank else None
+
+        job = job_on_folder(tmp_path, settings, customize=add_adapters)
+        tokenizer, start_id = judging.tokenizer_of(job.config.experiment, settings)
+        judge = Judge(
+            settings,
+            job.task,
+            job.partitioner,
+            tokenizer=tokenizer,
+            start_id=start_id,
+            batch=job.inputs_shape_dtype,
+            config_lines=job.config.experiment.lines(),
+            experiment="test",
+        )
+        return judge._model.get_model_info()["model_num_parameters"]
+
+    settings = settings_of(tmp_path)
+    base, first, second = (parameters(rank) for rank in (None, 1, 2))
+    assert base < first < second
+    assert first - base == second - first, "adapters of rank 2 have twice as many parameters"
+
+
+def test_every_process_gets_the_results_or_the_error_of_process_0(tmp_path, monkeypatch):
+    """This process stands for process 1: what process 0 says when it has evaluated is put into the messages."""
+    job = job_on_folder(tmp_path, settings_of(tmp_path, names=["tiny_choice"]), mesh=(1, 1, 1))
+    gather, broadcast = multihost.gather, multihost.broadcast
+    said = {"gather": None, "broadcast": None}
+    results = tmp_path / "run/lm_eval/step_0"
+
+    def from_gather(name, value, **options):
+        values = gather(name, value, **options)
+        return [said["gather"], *values] if said["gather"] and list(results.glob("results_*.json")) else values
+
+    def from_broadcast(value, **options):
+        value = broadcast(value, **options)
+        return said["broadcast"] if value and said["broadcast"] and list(results.glob("results_*.json")) else value
+
+    monkeypatch.setattr(multihost, "gather", from_gather)
+    monkeypatch.setattr(multihost, "broadcast", from_broadcast)
+    said["broadcast"] = [{"tiny_choice": {"acc": 0.25, "acc_stderr": 0.125}}]
+    assert judging.judge(job) == {"tiny_choice/acc": 0.25, "tiny_choice/acc_stderr": 0.125}
+    for path in results.glob("results_*.json"):
+        path.unlink()
+    said.update(broadcast=None, gather={"problem": None, "kind": "other", "error": "OSError: no space"})
+    with pytest.raises(CheckpointError, match="process 0 failed: OSError: no space"):
+        judging.judge(job)
 
 
 class Killed(BaseException):
@@ -173,7 +253,7 @@ def test_during_training_every_n_steps(tmp_path):
     tasks = helpers.write_tasks(tmp_path / "tasks")
 
     def add_callback(config):
-        callback = Config(LmEval, tasks="tiny_perplexity", every_steps=2, include_path=tasks, start="eos")
+        callback = Config(LmEval, tasks="tiny_perplexity", every_steps=2, include_path=tasks)
         config.task.train.callbacks = [callback]
         config.task.train.num_train_steps = 5
 
@@ -182,6 +262,17 @@ def test_during_training_every_n_steps(tmp_path):
     written = read_metrics(tmp_path / "run", "lm_eval_tiny_perplexity")
     assert sorted(written) == [2, 4, 5]
     assert written[5]["bits_per_byte"] < written[2]["bits_per_byte"], "the model learns to spell"
+    # A start at a step without results makes up for them, from the answers that are there.
+    directory = tmp_path / "run/lm_eval/step_5"
+    (results,) = directory.glob("results_*.json")
+    results.unlink()
+    answers = (directory / "answers.jsonl").read_text()
+    for _ in range(2):
+        train.train(make_job(tmp_path / "run", fields=("task.train.save_interval_steps=2",), customize=add_callback))
+        (results_again,) = directory.glob("results_*.json")
+    scores = json.loads(results_again.read_text())["results"]["tiny_perplexity"]
+    assert scores["bits_per_byte,none"] == pytest.approx(written[5]["bits_per_byte"], rel=1e-6)
+    assert (directory / "answers.jsonl").read_text() == answers
     # The same checkpoint, judged afterwards, gives the same numbers.
     settings = LmEvalSettings(("tiny_perplexity",), include_path=tasks)
     later = make_job(
@@ -193,6 +284,28 @@ def test_during_training_every_n_steps(tmp_path):
     metrics = judging.judge(later)
     for metric in ("word_perplexity", "bits_per_byte"):
         np.testing.assert_allclose(metrics[f"tiny_perplexity/{metric}"], written[5][metric], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"apply_chat_template": True}, "ByteTokenizer has no chat template"),
+        ({"tasks": "tiny_generate"}, r"tiny_generate can't be loaded: .*no_such_file.jsonl"),
+    ],
+)
+def test_a_callback_with_wrong_settings_ends_the_run_before_it_trains(options, message, tmp_path):
+    tasks = helpers.write_tasks(tmp_path / "tasks")
+    broken = tmp_path / "tasks/tiny_generate.yaml"
+    broken.write_text(broken.read_text().replace("prompts.jsonl", "no_such_file.jsonl"))
+
+    def add_callback(config):
+        given = {"tasks": "tiny_perplexity", "every_steps": 2, "include_path": tasks, **options}
+        config.task.train.callbacks = [Config(LmEval, **given)]
+
+    with pytest.raises(UserError, match=message):
+        train.train(make_job(tmp_path / "run", customize=add_callback))
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert not read_metrics(tmp_path / "run", "train")
 
 
 def test_what_is_refused(tmp_path):

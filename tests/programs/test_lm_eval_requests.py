@@ -19,11 +19,13 @@ from spmd_trainer import main
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
+from spmd_trainer.inputs.tokenizer_field import default_start
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 from spmd_trainer.lm_eval import judge, shapes
 from spmd_trainer.lm_eval.answers import Answers, request_key
-from spmd_trainer.lm_eval.requests import Requests, Scored, Source, _score_arrays, score_step
+from spmd_trainer.lm_eval.requests import Requests, Scored, Source, _score_arrays
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs, model_args, parse_arguments, split_names
+from spmd_trainer.lm_eval.steps import score_step
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.programs import judging
 from spmd_trainer.programs.phases import Phase
@@ -148,6 +150,14 @@ def test_rows_of_a_batch():
     assert [shape.rows for shape in requests_of(job).shapes([32] * 3)] == [8]
 
 
+def test_a_batch_of_pairs_has_two_rows_for_each_pair():
+    ids = jax.ShapeDtypeStruct((6, 10), np.int32)
+    assert judge._training_rows({"ids": ids}) == (6, 10)
+    assert judge._training_rows({"chosen": {"ids": ids}, "rejected": {"ids": ids}}) == (12, 10)
+    with pytest.raises(UserError, match="this experiment's has images"):
+        judge._training_rows({"images": ids})
+
+
 def test_texts_begin_as_in_training():
     begin, end = 1, 2
     plain = Texts(HuggingFaceTokenizer(FOLDER), None, vocab_size=211)
@@ -256,6 +266,11 @@ def test_the_tokenizer_is_that_of_the_training_input(tmp_path):
         judging.tokenizer_of(job.config.experiment, settings)
     tokenizer, start_id = judging.tokenizer_of(job.config.experiment, other)
     assert start_id is None
+
+
+def test_texts_start_as_their_tokenizer_says_if_no_start_is_given():
+    assert default_start(ByteTokenizer()) == "eos"
+    assert default_start(HuggingFaceTokenizer(FOLDER)) == "tokenizer"
 
 
 class WithoutPredictions(layers.LanguageModel):

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 
+import jax
 import numpy as np
 import pytest
 import trained_helpers
@@ -142,6 +143,25 @@ def test_any_mesh_gives_the_same_values(tmp_path, pairs):
         found.append(values(tmp_path / str(number))[0])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
     np.testing.assert_allclose(found[2], found[0], rtol=1e-5)
+
+
+def test_the_order_of_a_batch_s_rows_doesn_t_matter(tmp_path, pairs, monkeypatch):
+    """With several processes, the rows are in the order of the mesh's devices."""
+    computed(make_job(tmp_path / "whole", pairs))
+    place = reference_logps.FiniteDataset.place
+
+    def shuffled(self, batch, step):
+        return place(self, jax.tree.map(lambda x: np.roll(x, 1, axis=0), batch), step)
+
+    monkeypatch.setattr(reference_logps.FiniteDataset, "place", shuffled)
+    monkeypatch.setattr(reference_logps, "_SECONDS_BETWEEN_PARTS", -1.0)
+    computed(make_job(tmp_path / "shuffled", pairs))
+    np.testing.assert_allclose(values(tmp_path / "shuffled")[0], values(tmp_path / "whole")[0], rtol=1e-6)
+    # A start that was killed continues within a batch.
+    for path in values(tmp_path / "shuffled")[1][2:]:
+        path.unlink()
+    computed(make_job(tmp_path / "shuffled", pairs, "train_datasets[0].batch_size=4"))
+    np.testing.assert_allclose(values(tmp_path / "shuffled")[0], values(tmp_path / "whole")[0], rtol=1e-5)
 
 
 def test_values_of_another_model_are_computed_again(tmp_path, pairs, caplog):

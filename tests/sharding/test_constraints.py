@@ -74,11 +74,27 @@ def test_what_is_split_in_another_way_moves_by_itself(mesh):
         (PartitionSpec(("one", "data"), None), PartitionSpec(("one", "data"), None)),
         (PartitionSpec("data", None), PartitionSpec("data", None)),
         (PartitionSpec(), PartitionSpec()),
+        (PartitionSpec(PartitionSpec.UNCONSTRAINED, "mdl"), PartitionSpec(PartitionSpec.UNCONSTRAINED, "mdl")),
+        (PartitionSpec(("replica", "unknown")), PartitionSpec(("replica", "unknown"))),
     ],
 )
 def test_axes_that_xla_would_confuse_come_first(spec, expected):
     sizes = {"one": 1, "replica": 4, "data": 2, "seq": 3, "mdl": 2}
     assert computable(spec, sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((4, 2, 2, 2), ("d", "f", "r")),
+        ((4, 2, 3, 6), ("d", "r", "f")),
+        ((2, 4, 2, 4), ("r", "d", "f")),
+        ((2, 2, 2, 2), ("f", "r", "d")),  # every order ends in an axis of m's size
+    ],
+)
+def test_three_axes_of_a_batch(sizes, expected):
+    spec = PartitionSpec(("r", "d", "f"), "m")
+    assert computable(spec, dict(zip("rdfm", sizes, strict=True)))[0] == expected
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])

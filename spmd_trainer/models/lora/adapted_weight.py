@@ -119,6 +119,18 @@ class AdaptedWeight:
     roles: MatrixDims = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
 
+    def follows(self, move: dims_lib.Move) -> bool:
+        """Returns True if each adapter can be edited by itself: no reshape joins its dimensions with others."""
+        for factor in (self.a, self.b, self.magnitude, self.gain):
+            names = set(() if factor is None else factor.names)
+            for edit in move.edits:
+                if isinstance(edit, dims_lib.Reshape):
+                    inside = names.intersection(edit.old)
+                    if inside and inside != set(edit.old):
+                        return False
+                    names |= set(edit.new) if inside else set()
+        return True
+
     def moved(self, w: jax.Array, move: dims_lib.Move, starts: Sequence[Any] = ()) -> AdaptedWeight:
         """Returns the weight after an operation that made `w` of its array and does `move` to its dimensions."""
         inputs = {dim.name for dim in self.dims if dim.origins & frozenset(self.roles.inputs)}
@@ -226,9 +238,12 @@ def merge(weight: AdaptedWeight) -> jax.Array:
     letters = _letters([RANK, *names])
     a, b = weight.a, weight.b
     equation = ",".join("".join(letters[name] for name in factor.names) for factor in (a, b))
-    equation += "->" + "".join(letters[dim.name] for dim in weight.dims)
+    # The others were added by the model, and have size 1.
+    own = [name for name in names if name in a.names or name in b.names]
+    equation += "->" + "".join(letters[name] for name in own)
     highest = lax.Precision.HIGHEST
     delta = jnp.einsum(equation, a.array.astype(jnp.float32), b.array.astype(jnp.float32), precision=highest)
+    delta = jnp.expand_dims(delta, [axis for axis, name in enumerate(names) if name not in own])
     total = weight.w.astype(jnp.float32) + weight.scale * delta
     gain = with_gain(weight).gain
     if gain is not None:

@@ -97,7 +97,7 @@ class Interpreter:
         weight, *others = values
         if is_adapted(weight) and not any(map(is_adapted, others)):
             moves = [dims.Move(weight.dims)] if is_gather(eqn) else dims.moves(eqn, weight.dims)
-            if moves is not None:
+            if moves is not None and all(map(weight.follows, moves)):
                 arrays = _bind(eqn, [weight.w, *others])
                 return [weight.moved(w, move, others) for w, move in zip(arrays, moves, strict=True)]
         return _bind(eqn, self._merged(values, eqn.primitive.name))

@@ -132,12 +132,6 @@ class LoraModel:
         found: DecodeResult = self._run(run, mdl_vars, inputs, key, dropping=False)
         return found
 
-    def forward_base(
-        self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
-    ) -> ForwardResult:
-        """Runs the base alone; arguments as for `forward`."""
-        return self.base.forward(variables.base_only(mdl_vars), inputs, key, do_eval=do_eval, mutable=mutable)
-
     def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
         """Returns the variables for the start of a run on a loaded base: with DoRA, the magnitudes are its norms.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from spmd_trainer.errors import UserError
 
 ALL_LINEAR = "all-linear"
+_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +73,18 @@ class Lora:
             raise UserError(f"task.lora.dropout is {self.dropout!r}; it must be at least 0 and less than 1")
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise UserError(f"task.lora.dtype is {self.dtype!r}; it must be a dtype of floats, e.g. float32")
-        if self.adapters is not None and (not self.adapters or len(set(self.adapters)) != len(self.adapters)):
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        names = self.adapters
+        if names is None:
+            return
+        # They are names of directories too.
+        valid = not isinstance(names, str) and all(isinstance(x, str) and _NAME.fullmatch(x) for x in names)
+        if not (valid and names and len(set(names)) == len(names)):
             raise UserError(
-                f"task.lora.adapters is {list(self.adapters)}; give different names, at least one, or None for one adapter"
+                f"task.lora.adapters is {names!r}; give a list of different names of letters, digits, '_', '-' and '.', at least "
+                "one, or None for one adapter"
             )
 
     @property

@@ -9,6 +9,7 @@ answers. A batch is a NestedMap with B pairs of `inputs.PreferenceInput`:
                          prompt and answer as a row of a language model, with weight 1 on the answer's labels and 0 on all
                          others; and `reference_logps` [B], log-probability of the answer by the reference model
     eval_sample_weights  [B], the weight of each pair; optional
+    pair_index           [B], the pair's number in its files; not read
 
 The model runs on the 2 B rows in the order chosen 0, rejected 0, chosen 1, ..., so that no row leaves its device. A batch without
 `chosen` is one of a language model, and gives praxis' loss and metrics.

@@ -1,0 +1,44 @@
+"""Adapters (LoRA, DoRA) for the experiments of decoder families, by class attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from praxis.pax_fiddle import Config
+
+from spmd_trainer import tasks_lib
+from spmd_trainer.models.lora import Lora
+from spmd_trainer.tasks.lm.decoder import experiment
+
+
+class WithAdapters(experiment.DecoderExperiment):
+    """A decoder with adapters beside its frozen variables, if there are targets for some. Comes first among the base classes.
+
+    Attributes:
+      LORA_TARGETS: regexes of the variables that get adapters, or 'all-linear'; see `models.lora.Lora`. None: no adapters, all
+        variables learn.
+      LORA_RANK: the adapters' rank.
+      LORA_ALPHA: the adapters' product is multiplied by LORA_ALPHA / LORA_RANK.
+      LORA_DROPOUT: dropout of the adapters' input.
+      DORA: learn the norm of each output's weights separately.
+    """
+
+    LORA_TARGETS: str | Sequence[str] | None = None
+    LORA_RANK = 16
+    LORA_ALPHA = 32.0
+    LORA_DROPOUT = 0.0
+    DORA = False
+
+    def task(self) -> Config[tasks_lib.SingleTask]:
+        """Returns the task, with adapters if there are targets."""
+        task_p = super().task()
+        if self.LORA_TARGETS is not None:
+            task_p.lora = Config(
+                Lora,
+                targets=self.LORA_TARGETS,
+                rank=self.LORA_RANK,
+                alpha=self.LORA_ALPHA,
+                dropout=self.LORA_DROPOUT,
+                dora=self.DORA,
+            )
+        return task_p

@@ -1,0 +1,74 @@
+"""Base of the inputs that write conversations as text by a chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import row_files, text_base
+from spmd_trainer.inputs.chat_template import ChatTemplate
+from spmd_trainer.inputs.chat_template_field import template_of
+
+# The template gets these entries of a row by their names.
+_ENTRIES = {"messages", "tools", "documents"}
+
+
+class TemplatedFiles(text_base.TokenizedFiles):
+    """Base of inputs over JSON lines and Parquet files whose rows hold messages.
+
+    Attributes:
+      chat_template: None takes the tokenizer's ('tool_use' for conversations with tools if it has one of this name). Otherwise
+        the name of one of the tokenizer's templates, the path of a .jinja file, or a template's text.
+      template_variables: variables for the template, e.g. {'enable_thinking': False}. Those of a row take precedence.
+    """
+
+    chat_template: str | None = None
+    template_variables: Any = None
+    # By `has_tools`.
+    _templates: dict[bool, ChatTemplate] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def template(self, *, has_tools: bool) -> ChatTemplate:
+        """Returns the chat template for conversations with or without tools.
+
+        Raises:
+          UserError: there is no such template, or it has a syntax error.
+        """
+        if has_tools not in self._templates:
+            self._templates[has_tools] = template_of(self.tokenizer, self.chat_template, has_tools=has_tools)
+        return self._templates[has_tools]
+
+    def variables_of(self, row: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+        """Returns the variables of the template for a row.
+
+        Args:
+          row: the variables that the row sets.
+          **defaults: variables that `template_variables` and the row may set otherwise.
+
+        Raises:
+          UserError: a variable has the name of an entry of a row.
+        """
+        variables = {**defaults, **(self.template_variables or {}), **row}
+        if own := sorted(_ENTRIES & variables.keys()):
+            raise UserError(f"{own[0]} is an entry of the line, not a variable of the template")
+        return variables
+
+    def check_tokenizer(self) -> None:
+        """Refuses a tokenizer that can't encode what a chat template writes.
+
+        Raises:
+          UserError: the tokenizer reads special tokens as plain text.
+        """
+        if getattr(self.tokenizer, "encodes_special_tokens", False):
+            raise UserError(
+                "the tokenizer has encode_special_tokens=True, so that the special tokens of the chat template would be read as "
+                "plain text; use a tokenizer without it"
+            )
+
+    def _refuse_unless_text(self, index: int) -> None:
+        path = self.paths[index]
+        is_parquet = self.found.read(index, limit=len(row_files.PARQUET_BEGINNING)) == row_files.PARQUET_BEGINNING
+        if path.endswith(row_files.PARQUET_SUFFIX) and not is_parquet:
+            raise UserError(f"{path} is not a Parquet file; write it again, or rename it if it holds JSON lines")
+        if not is_parquet:
+            super()._refuse_unless_text(index)
