@@ -32,7 +32,7 @@ def test_the_kind_of_prompts(prompts, kind):
 
 
 def test_prompts_of_two_kinds_are_refused():
-    with pytest.raises(UserError, match=r"conversations \(\*.jsonl\) and other files; give one kind"):
+    with pytest.raises(UserError, match=r"conversations \(\*.jsonl, \*.parquet\) and other files; give one kind"):
         resolved("PROMPTS=['a.jsonl', 'b.txt']")
 
 
