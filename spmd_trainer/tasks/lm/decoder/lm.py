@@ -39,6 +39,7 @@ from spmd_trainer.tasks.lm.decoder.embeddings import Embedding, Logits
 from spmd_trainer.tasks.lm.decoder.layers import DecoderBlock, DecoderLayer
 from spmd_trainer.tasks.lm.decoder.norms import Norm
 from spmd_trainer.tasks.lm.generation import decode as generation_decode
+from spmd_trainer.tasks.lm.generation import sampling
 from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
 
 
@@ -188,7 +189,7 @@ class DecoderLm(SpecLayer):
         # A sum instead of a lookup: the vocabulary is split over the mesh.
         is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == labels.class_ids[..., None]
         output.per_example_xent = -jnp.sum(jnp.where(is_label, log_probs, 0.0), axis=-1)
-        output.per_example_argmax = jnp.argmax(logits, axis=-1)
+        output.per_example_argmax = sampling.most_likely(logits)
         output.per_token_xent = output.per_example_xent * weights
         output.per_sequence_xent = jnp.sum(output.per_token_xent, axis=-1)
         output.total_xent, output.total_weight = jnp.sum(output.per_token_xent), jnp.sum(weights)

@@ -51,7 +51,7 @@ def next_tokens(
 
 
 def most_likely(logits: jax.Array) -> jax.Array:
-    """Returns the first of the largest logits [B, V] of each row, int32 [B].
+    """Returns the index of the first of the largest logits [..., V], int32 [...].
 
     For a vocabulary that is split over devices, XLA makes one reduction each of the maximum (which the log-probability needs
     too) and of the minimum. For argmax, it gathers values and indices.
