@@ -29,6 +29,7 @@ from spmd_trainer.lm_eval.requests import Progress, Requests, Source
 from spmd_trainer.lm_eval.settings import BOOTSTRAP_ITERS, LmEvalSettings
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
+from spmd_trainer.models.config_lines import lines_of
 from spmd_trainer.models.vocabulary import vocabulary_size
 from spmd_trainer.partitioning.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 _MODEL = "spmd-trainer"
 _OLDEST = (0, 4, 13)
 _YAML = (".yaml", ".yml")
-# Machines and memory addresses change no answer.
-_IRRELEVANT = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes): ")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def check_installed() -> None:
@@ -258,8 +256,7 @@ class Judge:
 
     def _identity(self, state: TrainState) -> str:
         """Returns a text that is equal only for equal variables and equal settings of the model, on any mesh."""
-        lines = [_ADDRESS.sub("", line) for line in self._config_lines if line.startswith(("task.model", "task.lora"))]
-        settings = [line for line in lines if not _IRRELEVANT.search(line)]
+        settings = lines_of(self._config_lines, ("task.model", "task.lora"))
         return request_key(settings, int(state.step), checksum(state.mdl_vars))
 
     def _described(self, step: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 from etils import epath
 
-from spmd_trainer.programs import experiment_config
+from spmd_trainer.models import config_lines
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.storage.files import write_atomically
 
@@ -128,7 +128,7 @@ def _settings(lines: Sequence[str]) -> dict[str, str]:
     settings: dict[str, str] = {}
     path = ""
     for line in lines:
-        start, separator, value = experiment_config.without_addresses(line).partition(": ")
+        start, separator, value = config_lines.without_addresses(line).partition(": ")
         if separator:
             path = start
             settings[path] = value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,13 +17,13 @@ from praxis import pax_fiddle
 from spmd_trainer import experiment_registry, sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph, user_code
+from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.partitioning import model_mesh
 from spmd_trainer.programs import class_overrides
 
 # Longer values are abbreviated.
 _MAX_CHARS = 2000
 # Memory addresses in reprs differ from run to run and are not settings.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclasses.dataclass
@@ -189,11 +188,6 @@ def _task_config(experiment: BaseExperiment) -> Any:
     if not isinstance(task_p, fdl.Buildable):
         raise TypeError(f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask")
     return task_p
-
-
-def without_addresses(text: str) -> str:
-    """Removes memory addresses from the text of a setting."""
-    return _ADDRESS.sub("", text)
 
 
 def _add_datasets(experiment: BaseExperiment, config: Any) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from typing import Any
 
 import jax
 
 from spmd_trainer.checkpointing.checksums import checksum
-from spmd_trainer.programs import experiment_config
+from spmd_trainer.models import config_lines
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.train_states import TrainState
-
-# The machines that a job runs on change no result.
-_IRRELEVANT = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes|infeed_host_index): ")
 
 
 def fingerprint(config: RunConfig, kind: str, index: int, data: Any, state: TrainState) -> str:
@@ -31,9 +27,8 @@ def fingerprint(config: RunConfig, kind: str, index: int, data: Any, state: Trai
     settings = "evaluate" if kind == "eval" else "decode"
     seeds = ("task.infer",) if config.mode == "infer" else ()
     wanted = ("task.model", "task.lora", "task.metrics", f"task.{settings}", f"{kind}_datasets[{index}]", *seeds)
-    lines = [experiment_config.without_addresses(line) for line in config.experiment.lines() if line.startswith(wanted)]
     parts = [
-        *(line for line in lines if not _IRRELEVANT.search(line)),
+        *config_lines.lines_of(config.experiment.lines(), wanted),
         _state_of(data),
         f"processes {jax.process_count()}",
         f"step {int(state.step)}",

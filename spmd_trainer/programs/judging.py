@@ -39,9 +39,30 @@ def judge(job: Job) -> dict[str, float]:
         raise UserError("--mode=lm_eval needs --tasks=NAME,NAME")
     with Phase("finding the tasks of lm-eval", announce_after=2.0):
         tasks = Tasks(settings)
+    harness = judge_of(job, settings, tasks)
+    step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
+    directory = job.config.job_log_dir
+    with contextlib.closing(SummaryWriters(directory, enabled=jax.process_index() == 0)) as writers:
+        results = harness.run(state, step, directory, writers)
+        writers.flush()
+        say_results(directory)
+    return results
+
+
+def judge_of(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) -> Judge:
+    """Returns the judge of a job's model.
+
+    Args:
+      job: the job.
+      settings: the settings.
+      tasks: the tasks, if they were found before.
+
+    Raises:
+      UserError: see `tokenizer_of` and `Judge`.
+    """
     experiment = job.config.experiment
     tokenizer, start_id = tokenizer_of(experiment, settings)
-    harness = Judge(
+    return Judge(
         settings,
         job.task,
         job.partitioner,
@@ -53,13 +74,6 @@ def judge(job: Job) -> dict[str, float]:
         tasks=tasks,
         progress=lambda what, total: Phase(what, announce_after=2.0, total=total),
     )
-    step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
-    directory = job.config.job_log_dir
-    with contextlib.closing(SummaryWriters(directory, enabled=jax.process_index() == 0)) as writers:
-        results = harness.run(state, step, directory, writers)
-        writers.flush()
-        say_results(directory)
-    return results
 
 
 def tokenizer_of(experiment: ResolvedExperiment, settings: LmEvalSettings) -> tuple[Tokenizer, int | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.preferences import PreferenceInput
-from spmd_trainer.programs import experiment_config
+from spmd_trainer.models import config_lines
 from spmd_trainer.programs.dataset_batches import FiniteDataset, proceed
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.reference_files import ReferenceFiles
@@ -33,9 +32,14 @@ from spmd_trainer.train_states import NestedJTensor, TrainState
 
 # Values are written when they are this old, or the dataset has ended.
 _SECONDS_BETWEEN_PARTS = 20.0
-# The settings that log-probabilities depend on, and those of them that only say which devices compute.
+# The settings that log-probabilities depend on.
 _MODEL = ("task.lora", "task.model.lm_tpl", "task.model.fprop_dtype", "task.model.model_type")
-_DEVICES = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes): ")
+
+
+def inputs_of(job: Job) -> list[Any]:
+    """Returns the configs of the inputs that read reference log-probabilities from the run's files."""
+    config = job.config.experiment.config
+    return [input_p for input_p in (*config.train_datasets[:1], *config.eval_datasets) if _reads_file(input_p)]
 
 
 def compute(job: Job, state: TrainState) -> None:
@@ -48,9 +52,7 @@ def compute(job: Job, state: TrainState) -> None:
     Raises:
       UserError: a dataset has `reference='file'`, and the model doesn't learn from pairs.
     """
-    config = job.config.experiment.config
-    datasets = [*config.train_datasets[:1], *config.eval_datasets]
-    wanted = [input_p for input_p in datasets if _reads_file(input_p)]
+    wanted = inputs_of(job)
     if not wanted:
         return
     if not hasattr(job.task.model, "with_reference"):
@@ -142,10 +144,6 @@ def _reads_file(input_p: Any) -> bool:
 
 def _model_text(job: Job, state: TrainState) -> str:
     """Identifies a model: its settings and the bits of its variables, on any mesh."""
-    lines = [
-        experiment_config.without_addresses(line)
-        for line in job.config.experiment.lines()
-        if line.startswith(_MODEL) and not _DEVICES.search(line)
-    ]
+    lines = config_lines.lines_of(job.config.experiment.lines(), _MODEL)
     text = json.dumps([*lines, checksum(state.mdl_vars)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]

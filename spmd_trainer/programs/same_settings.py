@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.multihost import gather, joined
 from spmd_trainer.praxis_bridge.installation import installed_version
-from spmd_trainer.programs.experiment_config import without_addresses
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.sharding.messages import mesh_text
 

@@ -67,7 +67,8 @@ def start(
     pool.shutdown(wait=False)
     run.state, saved_input_state, run.origin = first_state(job, checkpointer)
     run.step = run.first_step = int(run.state.step)
-    if not checkpointer.holds_steps():  # The run begins here, so its variables are those of the reference.
+    # A run that begins here has the variables of the reference. Others are not asked: it takes a listing of the directory.
+    if reference_logps.inputs_of(job) and not checkpointer.holds_steps():
         reference_logps.compute(job, run.state)
     if not job.task.train.enable_input_checkpointing:
         saved_input_state = None

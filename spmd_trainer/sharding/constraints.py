@@ -86,14 +86,13 @@ def constrain_together(
             rows_over = entry_axes(spec[0]) if len(spec) else ()
             if math.prod(sizes[axis] for axis in rows_over) < math.prod(sizes.values()):
                 groups.setdefault((x.shape[0], rows_over), []).append(number)
-    result = list(arrays)
+    moved: dict[int, jax.Array] = {}
     for (_, rows_over), members in groups.items():
         if len(members) > 1:
-            joined = constrain(_joined([arrays[i] for i in members]), PartitionSpec(rows_over or None, None), mesh)
-            for i, x in zip(members, _parted(joined, [arrays[i] for i in members]), strict=True):
-                result[i] = x
-    joined_ones = {i for members in groups.values() if len(members) > 1 for i in members}
-    return [x if i in joined_ones else constrain(x, specs[i], mesh) for i, x in enumerate(result)]
+            small = [arrays[i] for i in members]
+            joined = constrain(_joined(small), PartitionSpec(rows_over or None, None), mesh)
+            moved.update(zip(members, _parted(joined, small), strict=True))
+    return [moved[i] if i in moved else constrain(x, specs[i], mesh) for i, x in enumerate(arrays)]
 
 
 def _joined(arrays: Sequence[jax.Array]) -> jax.Array:

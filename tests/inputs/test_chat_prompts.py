@@ -4,15 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, LLAMA_3
+from chat_folders import chat_folder, tokenizer
+from chat_templates import LLAMA_3
 from input_helpers import assert_same, drain, stack_processes, take
 from praxis import base_hyperparams, pax_fiddle
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ChatPromptInput, huggingface_tokenizer
 
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TALK = [
     {"messages": [{"role": "user", "content": "Hi"}], "id": 7},
     {"messages": [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "2"}]},
@@ -20,24 +19,9 @@ TALK = [
 ]
 
 
-def tokenizer():
-    """Every byte is a token, and so is every special token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    found = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens(SPECIAL)
-    return found
-
-
 @pytest.fixture
 def folder(tmp_path):
-    directory = tmp_path / "model"
-    directory.mkdir()
-    tokenizer().save(str(directory / "tokenizer.json"))
-    stated = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}
-    (directory / "tokenizer_config.json").write_text(json.dumps(stated))
-    return directory
+    return chat_folder(tmp_path / "model")
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import json
 import jax
 import numpy as np
 import pytest
+from chat_folders import chat_folder, tokenizer
 from chat_templates import CHATML
 from input_helpers import drain, take
 from praxis import base_hyperparams, pax_fiddle
-from test_chat_prompts import tokenizer
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import huggingface_tokenizer
@@ -34,12 +34,7 @@ TALKS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    directory = tmp_path / "model"
-    directory.mkdir()
-    tokenizer().save(str(directory / "tokenizer.json"))
-    stated = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}
-    (directory / "tokenizer_config.json").write_text(json.dumps(stated))
-    return str(directory)
+    return str(chat_folder(tmp_path / "model"))
 
 
 def write(tmp_path, rows):

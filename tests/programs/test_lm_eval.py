@@ -22,7 +22,6 @@ from spmd_trainer import multihost
 from spmd_trainer.callbacks.lm_eval import LmEval
 from spmd_trainer.checkpointing.errors import CheckpointError
 from spmd_trainer.errors import UserError
-from spmd_trainer.lm_eval.judge import Judge
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.models.lora import Lora
@@ -109,17 +108,7 @@ def test_results_count_frozen_parameters(tmp_path):
             config.task.lora = Config(Lora, targets="all-linear", rank=rank) if rank else None
 
         job = job_on_folder(tmp_path, settings, customize=add_adapters)
-        tokenizer, start_id = judging.tokenizer_of(job.config.experiment, settings)
-        judge = Judge(
-            settings,
-            job.task,
-            job.partitioner,
-            tokenizer=tokenizer,
-            start_id=start_id,
-            batch=job.inputs_shape_dtype,
-            config_lines=job.config.experiment.lines(),
-            experiment="test",
-        )
+        judge = judging.judge_of(job, settings)
         return judge._model.get_model_info()["model_num_parameters"]
 
     settings = settings_of(tmp_path)
@@ -172,17 +161,7 @@ def test_a_killed_evaluation_goes_on_and_runs_each_request_once(tmp_path):
             if next(left, None) is None:
                 raise Killed
 
-        tokenizer, start_id = judging.tokenizer_of(job.config.experiment, settings)
-        judge = Judge(
-            settings,
-            job.task,
-            job.partitioner,
-            tokenizer=tokenizer,
-            start_id=start_id,
-            batch=job.inputs_shape_dtype,
-            config_lines=job.config.experiment.lines(),
-            experiment="test",
-        )
+        judge = judging.judge_of(job, settings)
         writers = SummaryWriters(tmp_path / "run")
         try:
             judge.run(state, step, epath.Path(tmp_path / "run"), writers, between_batches)

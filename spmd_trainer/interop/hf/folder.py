@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from spmd_trainer.interop.hf import config_json, tensor_names
 from spmd_trainer.interop.hf.errors import HfDamagedError, HfMismatchError, HfNotFoundError
 from spmd_trainer.interop.hf.families import Family
 from spmd_trainer.interop.hf.safetensors_file import Tensor, read_header
-from spmd_trainer.interop.hf.tensor_names import Variable
+from spmd_trainer.interop.hf.tensor_names import Piece, Variable
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.storage import reading
 
@@ -167,20 +167,9 @@ def _files(path: str) -> list[str]:
 def _check_tensors(folder: HfFolder) -> None:
     """Compares the stored tensors with those that the config asks for."""
     wanted = {piece.name: piece for variable in folder.variables.values() for piece in variable.pieces}
-    missing = [name for name in wanted if name not in folder.tensors]
-    surplus = [name for name in folder.tensors if name not in wanted]
-    lines = [f"  missing: {name} {wanted[name].shape}{_nearest(name, surplus)}" for name in missing]
-    lines += [f"  surplus: {name} {folder.tensors[name].shape}" for name in surplus]
-    for name, piece in wanted.items():
-        stored = folder.tensors.get(name)
-        if stored is not None and stored.shape != piece.shape:
-            lines.append(f"  misshapen: {name}, stored {stored.shape}, by {CONFIG} {piece.shape}")
-        if stored is not None and stored.dtype.name not in _FLOATS:
-            lines.append(f"  dtype: {name} is {stored.dtype.name}; {', '.join(_FLOATS)} are supported")
+    lines = differences(wanted, folder.tensors, _FLOATS, CONFIG)
     if not lines:
         return
-    if len(lines) > _MAX_LISTED:
-        lines[_MAX_LISTED:] = [f"  ... and {len(lines) - _MAX_LISTED} more"]
     raise HfMismatchError(
         "\n".join(
             [
@@ -190,6 +179,32 @@ def _check_tensors(folder: HfFolder) -> None:
             ]
         )
     )
+
+
+def differences(
+    wanted: Mapping[str, Piece], stored: Mapping[str, Tensor], dtypes: Sequence[str], described_by: str
+) -> list[str]:
+    """Returns how stored tensors differ from those of a model, a line for each; of many, the first ones.
+
+    Args:
+      wanted: the pieces of the model's variables, by the names of their tensors.
+      stored: the stored tensors by name.
+      dtypes: names of the dtypes that stored tensors may have.
+      described_by: what says which shapes the model has, for the lines.
+    """
+    missing = [name for name in wanted if name not in stored]
+    surplus = [name for name in stored if name not in wanted]
+    lines = [f"  missing: {name} {wanted[name].shape}{_nearest(name, surplus)}" for name in missing]
+    lines += [f"  surplus: {name} {stored[name].shape}" for name in surplus]
+    for name, piece in wanted.items():
+        found = stored.get(name)
+        if found is not None and found.shape != piece.shape:
+            lines.append(f"  misshapen: {name}, stored {found.shape}, by {described_by} {piece.shape}")
+        if found is not None and found.dtype.name not in dtypes:
+            lines.append(f"  dtype: {name} is {found.dtype.name}; {', '.join(dtypes)} are supported")
+    if len(lines) > _MAX_LISTED:
+        lines[_MAX_LISTED:] = [f"  ... and {len(lines) - _MAX_LISTED} more"]
+    return lines
 
 
 def _nearest(name: str, surplus: list[str]) -> str:

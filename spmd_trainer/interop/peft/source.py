@@ -31,7 +31,6 @@ from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
 
 _FLOATS = ("float32", "float16", "bfloat16")
-_MAX_LISTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,19 +194,10 @@ def _forget_copies(tensors: dict[str, Tensor]) -> None:
 def _check(folder: str, adapters: Mapping[str, Variable], tensors: Mapping[str, Tensor]) -> None:
     """Compares the stored tensors with those of the model's adapters."""
     wanted = {piece.name: piece for variable in adapters.values() for piece in variable.pieces}
-    lines = [f"  missing: {name} {piece.shape}" for name, piece in wanted.items() if name not in tensors]
-    lines += [f"  surplus: {name} {tensor.shape}" for name, tensor in tensors.items() if name not in wanted]
-    for name, piece in wanted.items():
-        stored = tensors.get(name)
-        if stored is not None and stored.shape != piece.shape:
-            lines.append(f"  misshapen: {name}, stored {stored.shape}, by task.lora and the model {piece.shape}")
-        if stored is not None and stored.dtype.name not in _FLOATS:
-            lines.append(f"  dtype: {name} is {stored.dtype.name}; {', '.join(_FLOATS)} are supported")
+    lines = hf_folder.differences(wanted, tensors, _FLOATS, "task.lora and the model")
     if not lines:
         return
     modules = sorted({tensor_names.module_of(name).rpartition(".")[2] for name in tensors if ".lora_" in name})
-    if len(lines) > _MAX_LISTED:
-        lines[_MAX_LISTED:] = [f"  ... and {len(lines) - _MAX_LISTED} more"]
     raise HfMismatchError(
         "\n".join(
             [
