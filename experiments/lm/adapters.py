@@ -20,6 +20,7 @@ class WithAdapters(experiment.DecoderExperiment):
       LORA_RANK: the adapters' rank.
       LORA_ALPHA: the adapters' product is multiplied by LORA_ALPHA / LORA_RANK.
       LORA_DROPOUT: dropout of the adapters' input.
+      LORA_RANK_AXIS: mesh axes that may split the rank dimension, each where no other dimension uses it; None: not split.
       DORA: learn the norm of each output's weights separately.
     """
 
@@ -27,6 +28,7 @@ class WithAdapters(experiment.DecoderExperiment):
     LORA_RANK = 16
     LORA_ALPHA = 32.0
     LORA_DROPOUT = 0.0
+    LORA_RANK_AXIS: str | Sequence[str] | None = None
     DORA = False
 
     def task(self) -> Config[tasks_lib.SingleTask]:
@@ -39,6 +41,7 @@ class WithAdapters(experiment.DecoderExperiment):
                 rank=self.LORA_RANK,
                 alpha=self.LORA_ALPHA,
                 dropout=self.LORA_DROPOUT,
+                rank_axis=self.LORA_RANK_AXIS,
                 dora=self.DORA,
             )
         return task_p

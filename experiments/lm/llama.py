@@ -109,6 +109,7 @@ class Lora(WithAdapters):
     """Adapters on all linear layers beside a frozen model in bfloat16."""
 
     LORA_TARGETS = "all-linear"
+    LORA_RANK_AXIS = ("data", "mdl")
 
     def model(self) -> Config[DecoderLanguageModel]:
         """Returns the model with variables in bfloat16."""

@@ -200,14 +200,14 @@ def _with_adapters(
     """Plans the base as without adapters, and splits each adapter like its weight.
 
     Raises:
-      ValueError: task.lora.rank_axis is not an axis of the mesh.
+      ValueError: task.lora.rank_axis names no axis of the mesh.
     """
-    axis = task.lora.rank_axis
-    if axis is not None and axis not in mesh.axis_names:
-        names = tuple(map(str, mesh.axis_names))
-        raise ValueError(
-            f"task.lora.rank_axis is {axis!r}, and the mesh has the axes {names}{did_you_mean(axis, names)}"
-        )
+    names = tuple(map(str, mesh.axis_names))
+    for axis in task.lora.rank_axes:
+        if axis not in names:
+            raise ValueError(
+                f"task.lora.rank_axis is {axis!r}, and the mesh has the axes {names}{did_you_mean(axis, names)}"
+            )
     base, reasons = _planned(task, lora.base_only(hparams), mesh, plan)
     return lora.split_like_base(task, hparams, base, reasons)
 

@@ -78,7 +78,7 @@ def test_what_is_exported_opens_in_peft(name, folders, torch_side, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_twenty_steps_of_training(name, folders, torch_side, tmp_path):
+def test_twenty_steps_of_training_and_a_base_unchanged_after_a_hundred(name, folders, torch_side, tmp_path):
     folder = folders / name
     rows, length = expected(folder)["ids"].shape
     vocab = expected(folder)["logits"].shape[-1]
@@ -96,6 +96,11 @@ def test_twenty_steps_of_training(name, folders, torch_side, tmp_path):
         state, output = step.fn(state, job.prng_key, batch)
         losses.append(float(output.loss))
     np.testing.assert_allclose(losses, np.load(tmp_path / "losses.npy"), rtol=0, atol=1e-3)
+    for ids in [*batches] * 4:  # 100 steps in all
+        batch = job.partitioner.preprocess_inputs(lm_batch(ids), step.inputs_partition_spec)
+        state, output = step.fn(state, job.prng_key, batch)
+        float(output.loss)
+    assert int(state.step) == 100
     after = _base_of(job, state)
     for path, values in before.items():
         np.testing.assert_array_equal(after[path], values, err_msg=path)

@@ -196,7 +196,7 @@ def test_there_are_no_moving_averages_of_the_base():
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 3)], ids=str)
-@pytest.mark.parametrize("settings", [{"dropout": 0.3, "rank_axis": "mdl"}, {"dora": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"dropout": 0.3, "rank_axis": ("data", "mdl")}, {"dora": True}], ids=str)
 def test_any_mesh_gives_the_numbers_of_one_device(settings, sizes):
     strategy = [("w$", 'fsdp(axis="data", min_size_to_shard_mb=0, allow_uneven=True)')]
     assert not failing_steps(lora_task(model_p("function"), strategy=strategy, **settings), sizes)
@@ -261,7 +261,7 @@ def test_adapters_are_split_like_their_weight():
         return tuple(record.spec), record.padded_shape, record.reason
 
     up, stack = "follows params/up/w", "follows params/stack/w"
-    split, whole = "; rank split over 'mdl'", "; rank whole: 'mdl' splits another dimension"
+    split, whole = "; rank split over 'mdl'", "; rank whole: other dimensions use 'mdl'"
     assert layout("up/w/a") == (("data", "mdl"), (8, 4), up + split)
     assert layout("up/w/b") == ((None, "mdl"), (3, 6), up + whole)
     assert layout("up/w/magnitude") == (("mdl",), (6,), up)
@@ -271,6 +271,12 @@ def test_adapters_are_split_like_their_weight():
     moments = {v.path: v for v in records.values() if "opt_states" in v.path and v.path.endswith("stack/w/a")}
     assert moments
     assert all(tuple(v.spec) == (None, "data", "mdl") for v in moments.values())
+    settings = {"rank_axis": ("data", "mdl"), "dora": True, "targets": ["(up|stack)/w"]}
+    task = lora_task(model_p("function"), strategy=strategy, **settings)
+    records = {v.path: v for v in snapshots(task, (4, 2), steps=1)[1].metadata.records()}
+    assert layout("up/w/a") == (("data", "mdl"), (8, 4), up + split)
+    assert layout("up/w/b") == (("data", "mdl"), (4, 6), up + "; rank split over 'data'")
+    assert layout("stack/w/b")[:2] == ((None, ("data", "mdl"), None), (2, 8, 6))
 
 
 def test_a_mask_of_dropout_differs_by_layer_and_step():

@@ -33,8 +33,8 @@ class Lora:
       dropout: probability with which an element of the adapters' input is set to 0 in training.
       rslora: multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA, arXiv:2312.03732).
       dora: learn the norm of each output's weights separately from their direction.
-      rank_axis: mesh axis that splits the rank dimension, padded if it doesn't divide; None: not split. An adapter's other
-        dimensions are split as those of its weight. An axis that they use already does not split the rank too.
+      rank_axis: mesh axis, or axes, that split the rank dimension, padded if it doesn't divide; None: not split. An adapter's
+        other dimensions are split as those of its weight. An axis that they use already does not split the rank too.
       dtype: dtype of the adapters.
       adapters: names of several adapters on the same targets. Each row of a batch chooses one by `adapter`, int32 [rows], an
         index into these names; -1 is the base alone. None: one adapter, for all rows.
@@ -48,7 +48,7 @@ class Lora:
     dropout: float = 0.0
     rslora: bool = False
     dora: bool = False
-    rank_axis: str | None = None
+    rank_axis: str | Sequence[str] | None = None
     dtype: Any = jnp.float32
     adapters: Sequence[str] | None = None
     reference: bool = False
@@ -91,6 +91,11 @@ class Lora:
     def regexes(self) -> tuple[str, ...]:
         """The regexes of the targets; none for 'all-linear'."""
         return () if isinstance(self.targets, str) else tuple(self.targets)
+
+    @property
+    def rank_axes(self) -> tuple[str, ...]:
+        """The mesh axes that may split the rank dimension."""
+        return (self.rank_axis,) if isinstance(self.rank_axis, str) else tuple(self.rank_axis or ())
 
     @property
     def scale(self) -> float:

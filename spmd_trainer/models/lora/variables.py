@@ -114,13 +114,14 @@ def split_like_base(
     reason = f"follows {path}"
     dims = factor_dims(roles, name)
     entries = [None if dim == RANK or mapping[dim] == -1 else mapping[dim] for dim in dims]
-    if settings.rank_axis is not None and RANK in dims:
+    if settings.rank_axes and RANK in dims:
         used = {axis for entry in entries for axis in ([entry] if isinstance(entry, str) else entry or ())}
-        if settings.rank_axis in used:
-            reason += f"; rank whole: {settings.rank_axis!r} splits another dimension"
+        free = tuple(axis for axis in settings.rank_axes if axis not in used)
+        if free:
+            entries[dims.index(RANK)] = free[0] if len(free) == 1 else free
+            reason += f"; rank split over {', '.join(map(repr, free))}"
         else:
-            entries[dims.index(RANK)] = settings.rank_axis
-            reason += f"; rank split over {settings.rank_axis!r}"
+            reason += f"; rank whole: other dimensions use {', '.join(map(repr, settings.rank_axes))}"
     if settings.adapters is not None:
         entries = [None, *entries]
     repeats = len(adapter.repeat_prefix or ())
