@@ -184,6 +184,18 @@ class Callback:
           metrics: {'DATASET/metric': mean over the dataset}.
         """
 
+    def asks_for_pause(self, run: Run, step: int) -> bool:
+        """Returns True if training should pause after `step`. With several processes, all must return the same."""
+        del run, step
+        return False
+
+    def on_pause(self, run: Run, step: int) -> None:
+        """Called in each pause, after the step's save, evaluation and decode: the moment for long work.
+
+        Training pauses where one of these is due or a callback asks for it. The devices have finished `step`, and the time of
+        the pause does not count in the steps per second.
+        """
+
     def after_pause(self, run: Run, step: int) -> None:
         """Called when training goes on after a pause: the start, an evaluation, a decode, a save, a change of devices."""
 
@@ -220,7 +232,7 @@ class CallbackList:
             hook: [c for c in callbacks if getattr(type(c), hook) is not getattr(Callback, hook)] for hook in _HOOKS
         }
 
-    def call(self, hook: str, run: Run, *args: object) -> None:
+    def call(self, hook: str, run: Run, *args: object) -> list[object]:
         """Calls one method of every callback that overrides it.
 
         Args:
@@ -228,16 +240,21 @@ class CallbackList:
           run: the run.
           *args: what the method takes besides.
 
+        Returns:
+          What they returned.
+
         Raises:
           CallbackError: an experiment's or a caller's callback raised an exception.
         """
+        results = []
         for callback in self._overriding[hook]:
             try:
-                getattr(callback, hook)(run, *args)
+                results.append(getattr(callback, hook)(run, *args))
             except Exception as error:
                 if _is_own(callback):  # The trainer's own errors say what is wrong.
                     raise
                 raise CallbackError(_explain(callback, hook, run, args, error)) from error
+        return results
 
     def fail(self, run: Run, error: BaseException) -> None:
         """Calls `on_failure` of every callback. What one of them raises is logged: the first error is the one to report."""

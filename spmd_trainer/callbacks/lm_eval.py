@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from spmd_trainer.callbacks.base import Callback, Run
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
@@ -23,10 +21,11 @@ class LmEval(Callback):
 
         task_p.train.callbacks = [Config(LmEval, tasks="my_task", every_steps=500, tokenizer="models/llama")]
 
-    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` of the run. The evaluation of a step runs before that
-    step is saved, and the run's steps per second include its time. A run that is killed during an evaluation continues from its
-    last checkpoint; when it gets to the same step with the same variables, it runs only the requests that have no answer yet. If
-    the run starts at a checkpoint whose evaluation is due and has no results, that step is evaluated before training continues.
+    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` of the run. Training waits for the evaluation, whose
+    time the steps per second don't include. A step that is due to be saved is saved first. A run that is killed during an
+    evaluation continues from its last checkpoint; when it gets to the same step with the same variables, it runs only the
+    requests that have no answer yet. If the run starts at a checkpoint whose evaluation is due and has no results, that step is
+    evaluated before training continues.
 
     Attributes:
       metrics: {'TASK/metric': value} of the last evaluation.
@@ -87,11 +86,14 @@ class LmEval(Callback):
             if not decided_by_process_0(lambda: any(directory.glob("results_*.json"))):
                 self._evaluate(run, run.first_step)
 
-    def after_dispatch(self, run: Run, step: int) -> None:
+    def asks_for_pause(self, run: Run, step: int) -> bool:
+        """Returns True where an evaluation is due."""
+        return self._due(run, step)
+
+    def on_pause(self, run: Run, step: int) -> None:
         """Evaluates the state where that is due."""
         if self._due(run, step):
             self._evaluate(run, step)
-            run.begin(f"training step {step + 1}")
 
     def _due(self, run: Run, step: int) -> bool:
         return step % self._every_steps == 0 or step == run.num_steps
@@ -103,8 +105,7 @@ class LmEval(Callback):
         state = run.state.to_eval_state()
         if run.task.train.eval_use_ema_states and has_ema(run.task.learner):
             state = dataclasses.replace(state, mdl_vars=extract_ema(run.state.opt_states, run.state.mdl_vars))
-        with jax.transfer_guard_device_to_host("allow"):
-            self.metrics = self._judge.run(state, step, run.job_log_dir, run.summaries)
+        self.metrics = self._judge.run(state, step, run.job_log_dir, run.summaries)
 
     def _make(self, run: Run) -> Judge:
         self._partitioner = run.partitioner

@@ -19,7 +19,7 @@ class StepsInFlight:
       last: the scalars of the last step handed out, or None.
     """
 
-    def __init__(self, keep: int, report: Callable[[int, Scalars], None]):
+    def __init__(self, keep: int, report: Callable[[int, Scalars], object]):
         """Starts empty.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 
@@ -73,7 +74,7 @@ def train(job: Job) -> TrainResult:
         run, callbacks, checkpoints = stack.enter_context(_open_run(job))
         work = PeriodicWork(job, run, callbacks)
         in_flight = StepsInFlight(
-            job.task.train.max_inflight_steps, lambda step, scalars: callbacks.call("after_step", run, step, scalars)
+            job.task.train.max_inflight_steps, functools.partial(callbacks.call, "after_step", run)
         )
         compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, stack)
         batch, leave = None, bool(run.stop_reason)
@@ -111,13 +112,12 @@ def train(job: Job) -> TrainResult:
                 asked = _take_request(request, run)
                 leave = request.leaving or bool(run.stop_reason)
                 due = schedule.due(checkpoints.checkpointer, run.step, asked=asked, leaves=leave)
-                if due.any:
-                    with jax.transfer_guard_device_to_host("allow"):
-                        in_flight.drain()
+                if due.any or (not leave and any(callbacks.call("asks_for_pause", run, run.step))):
+                    in_flight.drain()
+                    with _pause(run, callbacks):
                         if due.save:
                             _save(run, callbacks, checkpoints)
                         work.do(due, batches, batch)
-                        callbacks.call("after_pause", run, run.step)
                     leave = bool(run.stop_reason)
                 _report_saved(run, callbacks, checkpoints)
 
@@ -127,6 +127,15 @@ def train(job: Job) -> TrainResult:
         if complete := run.step >= num_steps or bool(run.stop_reason):
             work.complete(schedule, request, batches, batch)
         return _end(job, run, callbacks, checkpoints, work, in_flight.metrics(), complete=complete)
+
+
+@contextlib.contextmanager
+def _pause(run: Run, callbacks: CallbackList) -> Iterator[None]:
+    """A pause between two steps, for what the trainer does in it and then for the callbacks' own work."""
+    with jax.transfer_guard_device_to_host("allow"):
+        yield
+        callbacks.call("on_pause", run, run.step)
+        callbacks.call("after_pause", run, run.step)
 
 
 @contextlib.contextmanager

@@ -107,6 +107,34 @@ def test_every_method_is_called_at_its_moment(tmp_path):
     assert [call for call in again.calls if call[0] != "after_eval"] == [("on_open", 0), ("on_start", 5), ("on_end", 5)]
 
 
+class Pauses(Recorder):
+    """Asks for a pause after step 1, and at the last step."""
+
+    def asks_for_pause(self, run, step):
+        return step in (1, 5)
+
+    def on_pause(self, run, step):
+        assert int(run.state.step) == step
+        assert jax.config.jax_transfer_guard_device_to_host != "disallow"
+        self.calls.append(("on_pause", step))
+
+    def after_pause(self, run, step):
+        self.calls.append(("after_pause", step))
+
+
+def test_a_callback_works_in_a_pause_after_the_save(tmp_path):
+    recorder = Pauses()
+    trained(tmp_path / "run", recorder)
+    # 2, 4 and 5 are saved, 3 is evaluated.
+    assert recorder.of("on_pause") == [1, 2, 3, 4, 5]
+    assert recorder.of("after_pause") == [0, 1, 2, 3, 4, 5]
+    calls = recorder.calls
+    for step in (2, 4, 5):
+        assert calls.index(("before_save", step)) < calls.index(("on_pause", step)) < calls.index(("after_pause", step))
+    assert calls.index(("after_step", 1)) < calls.index(("on_pause", 1)) < calls.index(("after_dispatch", 2))
+    assert calls.index(("after_eval", 3)) < calls.index(("on_pause", 3))
+
+
 class StopsAt(Callback):
     """Ends training where the loss of a step is known."""
 
