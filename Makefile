@@ -45,8 +45,13 @@ test-installed: setup
 TORCH ?= torch==2.13.0
 INTEROP_DIR := .venv-interop
 INTEROP_TESTS ?= tests/interop_live tests/interop/test_finetune_runs.py
+# These need the extra lm-eval, which `make test` does not install; elsewhere they are skipped.
+LM_EVAL_DIR := .venv-lm-eval
+LM_EVAL_TESTS := tests/interop_live/test_live_lm_eval.py tests/programs/test_lm_eval.py
 interop: setup $(INTEROP_DIR)/.synced
 	SPMD_INTEROP_PYTHON=$(INTEROP_DIR)/bin/python $(RUN) pytest -m slow $(INTEROP_TESTS)
+	SPMD_INTEROP_PYTHON=$(INTEROP_DIR)/bin/python UV_PROJECT_ENVIRONMENT=$(LM_EVAL_DIR) $(UV) run --frozen --extra lm-eval pytest \
+		-m "slow or not slow" $(LM_EVAL_TESTS)
 
 $(INTEROP_DIR)/.synced: tests/interop_live/requirements.txt
 	$(PYTHON) -m venv $(INTEROP_DIR)
@@ -83,4 +88,4 @@ plan: setup
 	$(PLAN) python -m benchmarks.plan_baseline
 
 clean:
-	rm -rf .venv .venv-tpu $(INTEROP_DIR) $(UV_DIR) runs
+	rm -rf .venv .venv-tpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(UV_DIR) runs
