@@ -89,12 +89,12 @@ def baseline_step(case: plan_baseline.Case, devices: Sequence[Any]) -> Callable[
     return step
 
 
-def trainer_step(case: plan_baseline.Case, devices: Sequence[Any]) -> tuple[Callable[[], Any], int]:
+def trainer_step(case: plan_baseline.Case) -> tuple[Callable[[], Any], int]:
     """Returns a function that takes one step of the trainer, and the number of parameters."""
     from spmd_trainer.programs import start_up
 
     with tempfile.TemporaryDirectory() as directory:
-        job = plan_baseline.trainer_job(case, devices, directory)
+        job = plan_baseline.trainer_job(case, directory)
     fn = start_up.compile_train_step(job).fn
     state = job.partitioner.initialize_train_state(job.prng_key)
     padded = job.partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
@@ -123,7 +123,7 @@ def window(step: Callable[[], Any]) -> float:
 
 def measure(report: reporting.Report, case: plan_baseline.Case, device: Any, windows: int) -> None:
     """Times both programs and reports the results."""
-    trainer, num_params = trainer_step(case, [device])
+    trainer, num_params = trainer_step(case)
     steps = {"trainer": trainer, "baseline": baseline_step(case, [device])}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():

@@ -48,6 +48,7 @@ class Case:
       dtype: dtype of the computation.
       attention_cap: tanh limit of the attention logits; 0 for no limit.
       fused_attention: attention through `jax.nn.dot_product_attention`, by cuDNN on a GPU; for `benchmarks.gpu`.
+      packed: rows hold several segments, which attention keeps apart; if not, fused attention is causal without a mask.
     """
 
     exp: str
@@ -63,6 +64,7 @@ class Case:
     dtype: Any = jnp.bfloat16
     attention_cap: float = 50.0
     fused_attention: bool = False
+    packed: bool = True
 
     def padded(self, size: int) -> int:
         """Returns the next size that the mdl axis divides."""
@@ -132,8 +134,13 @@ def positions(case: Case, where: jax.Array) -> jax.Array:
 def attend(case: Case, seen: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Returns attention outputs [rows, seq, heads, head]; q, k, v have the same shape, and q is already scaled."""
     if case.fused_attention:
-        kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
-        return jax.nn.dot_product_attention(q, k, v, mask=seen, scale=1.0, implementation=kernel)
+        # The mesh's devices may be those of a topology.
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        kernel: Any = "cudnn" if device is not None and device.platform == "gpu" else "xla"
+        mask = seen if case.packed else None
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=not case.packed, scale=1.0, implementation=kernel
+        )
     logits = jnp.einsum("btnh,bsnh->bnts", q, k)
     if case.attention_cap:
         logits = case.attention_cap * jnp.tanh(logits / case.attention_cap)

@@ -193,8 +193,10 @@ def inspect(
     Raises:
       UserError: as `train`.
     """
+    from spmd_trainer.programs import attention_kernels
+
     with _job("inspect", exp, ".", overrides, mesh) as job:
-        return job.sharding_report()
+        return job.sharding_report(attention_kernels.of_forward_pass(job))
 
 
 def plan(
@@ -209,8 +211,9 @@ def plan(
 
     Args:
       exp, overrides, mesh: see `train`.
-      topology: chips that aren't here, e.g. 'v5e:16x16' (extra `tpu`); None for the devices that are here.
-      num_slices: number of slices of `topology`.
+      topology: chips that aren't here, e.g. 'v5e:16x16' (extra `tpu`) or 'h100:32x8', 32 hosts with 8 GPUs each (extra `cuda12`
+        or `cuda13`); None for the devices that are here.
+      num_slices: number of slices of `topology`; for GPUs it multiplies the hosts.
 
     Raises:
       UserError: as `train`; an unknown topology, or the step does not fit.

@@ -100,10 +100,21 @@ flags.DEFINE_integer("verify_steps", 5, "Number of training steps that --mode=ve
 flags.DEFINE_string(
     "topology",
     None,
-    "With --mode=inspect: also compile the train step for this TPU topology, e.g. v5e:16x16, and print the plan: memory, "
-    "collectives, FLOPs. Needs no TPU.",
+    "With --mode=inspect: also compile the train step for these chips, and print the plan: memory, time, collectives, FLOPs. "
+    "With --mode=plan: the chips to search for. They need not be here. E.g. v5e:16x16 for a TPU slice, h100:32x8 for 32 hosts "
+    "with 8 GPUs each.",
 )
-flags.DEFINE_integer("num_slices", 1, "Number of slices of --topology.", lower_bound=1)
+flags.DEFINE_integer(
+    "num_slices", 1, "Number of slices of --topology; for GPUs it multiplies the hosts.", lower_bound=1
+)
+flags.DEFINE_list("search", ["mesh"], "With --mode=plan: what to search, of mesh, remat, minibatches and batch.")
+flags.DEFINE_string("budget", "20m", "With --mode=plan: how long to compile candidates, e.g. 90s, 20m or 1h.")
+flags.DEFINE_integer(
+    "num_minibatches",
+    None,
+    "Parts that training divides its batch into, one after the other, instead of the partitioner's num_minibatches.",
+    lower_bound=1,
+)
 flags.DEFINE_bool(
     "plan",
     False,

@@ -1,6 +1,7 @@
-"""Reads compiled programs: their collectives and the arrays that are live at peak memory. Also describes chips.
+"""Reads compiled programs: collectives, the arrays that are live at peak memory, and how long they take. Describes chips.
 
-Start with `hlo_collectives.py`, which finds a program's collectives and the mesh axes that each one crosses.
-`hlo_liveness.py` lists the arrays that are live at the peak. `chips.py` has the memory and peak FLOP/s of chips. Nothing here
-needs praxis or the trainer.
+`hlo_text.py` parses a program's text. `hlo_collectives.py` finds its collectives and the mesh axes that each crosses,
+`hlo_liveness.py` the arrays that are live at the peak, `hlo_costs.py` the FLOPs and bytes of each instruction. With the
+bandwidths in `links.py`, `roofline.py` estimates how long the program takes. `chips.py` has the memory and peak FLOP/s of chips,
+`topologies.py` makes devices of chips that are not here. Nothing here needs praxis or the trainer.
 """

@@ -11,21 +11,62 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What XLA's compiler asks of an NVIDIA GPU.
+
+    Attributes:
+      name: the whole `jax.Device.device_kind`.
+      compute_capability: major and minor version.
+      multiprocessors: number of streaming multiprocessors.
+      lanes: float32 units of a multiprocessor.
+      clock_ghz: highest clock of the multiprocessors.
+      memory_bytes: memory that CUDA reports, which is less than the data sheet's.
+      bandwidth: of the memory, in bytes per second.
+      l2_bytes: size of the L2 cache.
+      shared_bytes: shared memory of a multiprocessor. A block may use all but 1 KiB of it.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    lanes: int
+    clock_ghz: float
+    memory_bytes: int
+    bandwidth: int
+    l2_bytes: int
+    shared_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """One JAX device (for TPU v2, v3 and 7x, half a chip).
 
     Attributes:
       kind: beginning of `jax.Device.device_kind`.
       peak_flops: peak bfloat16 FLOP/s without sparsity.
-      memory: device memory in GiB.
-      topology: the chip's name in a TPU topology such as v5e:16x16; None if the trainer makes no plans for it.
+      memory: device memory in GiB, as the data sheet says.
+      topology: the chip's name in a topology such as v5e:16x16 or h100:32x8; None if the trainer makes no plans for it.
+      gpu: what the compiler asks of an NVIDIA GPU; None for TPUs, and for GPUs without `topology`.
     """
 
     kind: str
     peak_flops: float
     memory: int
     topology: str | None = None
+    gpu: Gpu | None = None
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of device memory that programs can use."""
+        return self.memory * GIB if self.gpu is None else self.gpu.memory_bytes
+
+
+# What CUDA's device queries return, as XLA publishes it (xla/backends/gpu/target_config/specs/). Names are nvidia-smi's.
+_A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 85_100_068_864, 2_039_040_000_000, 41_943_040, 167_936)
+_H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 84_942_979_072, 3_352_320_000_000, 52_428_800, 233_472)
+_H200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 151_397_597_184, 4_800_000_000_000, 52_428_800, 233_472)
+_B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000, 132_644_864, 233_472)
+_GB200 = Gpu("NVIDIA GB200", (10, 0), 152, 128, 2.062, 197_897_748_480, 7_928_064_000_000, 135_528_448, 233_472)
 
 # TPUs: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm. GPUs: NVIDIA's data sheets, halved if they assume
 # sparsity. The first entry whose kind begins the device's name applies.
@@ -39,16 +80,40 @@ CHIPS = (
     Chip("TPU v6", 918e12, 32, "v6e"),
     Chip("TPU7x", 1153.5e12, 96),
     Chip("NVIDIA A100 80GB", 312e12, 80),
-    Chip("NVIDIA A100-SXM4-80GB", 312e12, 80),
+    Chip("NVIDIA A100-SXM4-80GB", 312e12, 80, "a100", _A100),
     Chip("NVIDIA A100", 312e12, 40),
     Chip("NVIDIA H100 PCIe", 756e12, 80),
     Chip("NVIDIA H100 NVL", 835e12, 94),
-    Chip("NVIDIA H100", 989e12, 80),
+    Chip("NVIDIA H100", 989e12, 80, "h100", _H100),
     Chip("NVIDIA H200 NVL", 835e12, 141),
-    Chip("NVIDIA H200", 989e12, 141),
-    Chip("NVIDIA B200", 2250e12, 180),
+    Chip("NVIDIA H200", 989e12, 141, "h200", _H200),
+    Chip("NVIDIA B200", 2250e12, 180, "b200", _B200),
+    Chip("NVIDIA GB200", 2500e12, 186, "gb200", _GB200),
 )
 BY_TOPOLOGY = {chip.topology: chip for chip in CHIPS if chip.topology}
+# Compute capabilities by the beginning of the device's name: https://developer.nvidia.com/cuda-gpus. The first entry applies.
+_CAPABILITIES = {
+    "Tesla V100": (7, 0),
+    "Tesla T4": (7, 5),
+    "NVIDIA A100": (8, 0),
+    "NVIDIA A30": (8, 0),
+    "NVIDIA A10": (8, 6),
+    "NVIDIA A40": (8, 6),
+    "NVIDIA RTX A": (8, 6),
+    "NVIDIA GeForce RTX 30": (8, 6),
+    "NVIDIA L4": (8, 9),
+    "NVIDIA RTX 6000 Ada": (8, 9),
+    "NVIDIA GeForce RTX 40": (8, 9),
+    "NVIDIA H100": (9, 0),
+    "NVIDIA H20": (9, 0),
+    "NVIDIA GH200": (9, 0),
+    "NVIDIA B200": (10, 0),
+    "NVIDIA GB200": (10, 0),
+    "NVIDIA B300": (10, 3),
+    "NVIDIA GB300": (10, 3),
+    "NVIDIA RTX PRO": (12, 0),
+    "NVIDIA GeForce RTX 50": (12, 0),
+}
 # An inference chip with another peak, whose name begins like v4's.
 _UNKNOWN = ("TPU v4 lite",)
 
@@ -58,6 +123,11 @@ def chip(device_kind: str) -> Chip | None:
     if device_kind in _UNKNOWN:
         return None
     return next((c for c in CHIPS if device_kind.startswith(c.kind)), None)
+
+
+def compute_capability(device_kind: str) -> tuple[int, int] | None:
+    """Returns the compute capability of an NVIDIA GPU with this `device_kind`, e.g. (9, 0); None for other and unknown chips."""
+    return next((version for kind, version in _CAPABILITIES.items() if device_kind.startswith(kind)), None)
 
 
 def peak_flops(device_kind: str, count: int) -> float | None:

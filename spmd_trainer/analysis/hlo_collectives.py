@@ -6,23 +6,28 @@ Collectives in loops are multiplied by the trip count, which XLA writes into the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-_ITEM_BITS = re.compile(r"\d+")
+from spmd_trainer.analysis import hlo_text
+
 _COLLECTIVE = re.compile(
-    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(-start)?\("
 )
-_BODY = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 # Groups of device positions: either a list of lists, or the shape of an array and how to compute it from all positions.
 _GROUPS = re.compile(r"replica_groups=(?:\{(\{[\d,{}]*\})\}|\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?)")
-_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
-_CALLED = re.compile(
-    r" (?:call|conditional|fusion|async-start)\(.*?(?:to_apply|calls|branch_computations)=\{?%?([\w.-]+)"
+# The same in terms of a mesh: its axes, the order of the devices on it if not row-major, and the axes of each group, each a
+# whole axis or, as 'axis':(N)SIZE, the part of size SIZE that has N devices before it.
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
 )
+_MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
+_GROUP_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 
 @dataclasses.dataclass
@@ -71,35 +76,25 @@ class Collective:
         return tuple(axis for axis, across in zip(mesh_shape, crossed, strict=True) if across)
 
 
-def computations(hlo: str) -> tuple[dict[str, str], str | None]:
-    """Returns {name: instructions as text} of a program's computations, and the name of the entry computation."""
-    found = _BODY.findall(hlo)
-    entry = next((name for is_entry, name, _ in found if is_entry), None)
-    return {name: body for _, name, body in found}, entry
-
-
 def find_collectives(hlo: str) -> Iterator[Collective]:
     """Yields each collective of a compiled program (`jax.stages.Compiled.as_text()`)."""
-    bodies, entry = computations(hlo)
+    bodies, entry = hlo_text.computations(hlo)
     channels: set[str] = set()
-    pending = [(entry, 1, False)] if entry else []
-    while pending:
-        name, times, in_fusion = pending.pop()
-        for line in bodies.get(name, "").splitlines():
+    for execution in hlo_text.executions(bodies, entry):
+        for line in bodies.get(execution.name, "").splitlines():
             found = _COLLECTIVE.search(line)
+            if not found:
+                continue
             channel = re.search(r"channel_id=(\d+)", line)
             # TPU programs repeat an asynchronous collective in several fusions: its start, its steps and its end.
-            repeated = in_fusion and channel is not None and channel[1] in channels
-            if found and not repeated:
-                if in_fusion and channel:
-                    channels.add(channel[1])
-                groups = _groups(line)
-                members = groups.shape[-1] if found[2] == "reduce-scatter" and groups.size else 1
-                yield Collective(found[2], times, array_bytes(found[1]) * members, groups)
-            loop = re.search(r" while\(.*body=%?([\w.-]+)", line)
-            if loop:
-                pending.append((loop[1], times * _trips(line, bodies), in_fusion))
-            pending += [(called, times, in_fusion or " fusion(" in line) for called in _CALLED.findall(line)]
+            if execution.in_fusion and channel:
+                if channel[1] in channels:
+                    continue
+                channels.add(channel[1])
+            groups = _groups(line)
+            members = groups.shape[-1] if found[2] == "reduce-scatter" and groups.size else 1
+            result = _result(found[2], found[1], is_start=bool(found[3]))
+            yield Collective(found[2], execution.times, hlo_text.array_bytes(result) * members, groups)
 
 
 def count_collectives(hlo: str) -> dict[str, CollectiveTotals]:
@@ -116,27 +111,12 @@ def collectives_text(hlo: str) -> str:
     return ", ".join(f"{t.count} {kind} {t.num_bytes / 2**20:.2f} MiB" for kind, t in totals) or "no collectives"
 
 
-def _trips(line: str, bodies: Mapping[str, str]) -> int:
-    """Returns a loop's trip count: XLA's annotation, else the upper bound in its condition, else 1."""
-    noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-    if noted:
-        return int(noted[1])
-    condition = re.search(r"condition=%?([\w.-]+)", line)
-    body = bodies.get(condition[1], "") if condition else ""
-    bounds = re.findall(r" constant\((\d+)\)", body)
-    return int(bounds[0]) if len(bounds) == 1 and "direction=LT" in body else 1
-
-
-def array_bytes(result: str) -> int:
-    """Returns the bytes of an array or a tuple of arrays in XLA's notation, e.g. 'f32[8,128]{1,0}'."""
-    arrays = re.findall(r"\b(\w+)\[([\d,]*)\]", result)
-    return sum(_item_bytes(kind) * math.prod(int(n) for n in sizes.split(",") if n) for kind, sizes in arrays)
-
-
-def _item_bytes(kind: str) -> int:
-    """Returns the bytes of one element of an XLA type such as f32, bf16, s8, pred or f8e4m3fn."""
-    bits = _ITEM_BITS.search(kind)
-    return 1 if bits is None else max(1, int(bits[0]) // 8)
+def _result(kind: str, shape: str, *, is_start: bool) -> str:
+    """Returns the shape of a collective's result; that of most asynchronous starts is (operands, results, ...)."""
+    if not is_start or (kind == "all-reduce" and not shape.startswith("((")):
+        return shape
+    elements = hlo_text.tuple_elements(shape)
+    return elements[1] if len(elements) > 1 else shape
 
 
 def _groups(line: str) -> np.ndarray:
@@ -144,12 +124,41 @@ def _groups(line: str) -> np.ndarray:
     found = _GROUPS.search(line)
     if found and found[2]:
         shape = [int(n) for n in found[4].split(",")]
-        order = np.arange(math.prod(shape)).reshape(shape)
-        if found[5]:
-            order = order.transpose([int(n) for n in found[5].split(",")])
-        return order.reshape(int(found[2]), int(found[3]))
+        return _order(shape, found[5]).reshape(int(found[2]), int(found[3]))
+    mesh = _MESH_GROUPS.search(line)
+    if mesh:
+        return _mesh_groups(mesh)
     listed = found or _PAIRS.search(line)
     if not listed:
         return np.zeros((0, 0), int)
     groups = [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
     return np.array(groups) if len({len(group) for group in groups}) == 1 else np.zeros((0, 0), int)
+
+
+def _order(shape: Sequence[int], permutation: str | None) -> np.ndarray:
+    """Returns all positions, counted in an array of this shape whose dimensions are then permuted."""
+    order = np.arange(math.prod(shape)).reshape(shape)
+    return order.transpose([int(n) for n in permutation.split(",")]) if permutation else order
+
+
+def _mesh_groups(found: re.Match[str]) -> np.ndarray:
+    """Returns the groups that an XLA mesh and some of its axes describe, [number of groups, members]."""
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found[1])}
+    order = np.arange(math.prod(sizes.values()))
+    if found[2]:
+        order = _order([int(n) for n in found[2].split(",")], found[3])
+    shape: list[int] = []
+    members: list[int] = []
+    chosen = [
+        (name, int(before or 1), int(size or sizes[name])) for name, before, size in _GROUP_AXIS.findall(found[4])
+    ]
+    for name, whole in sizes.items():
+        # Each axis is cut where a chosen part of it begins or ends.
+        cuts = {1, whole} | {cut for axis, before, size in chosen if axis == name for cut in (before, before * size)}
+        for low, high in itertools.pairwise(sorted(cuts)):
+            if any(axis == name and before <= low and high <= before * size for axis, before, size in chosen):
+                members.append(len(shape))
+            shape.append(high // low)
+    others = [dim for dim in range(len(shape)) if dim not in members]
+    count = math.prod(shape[dim] for dim in members)
+    return order.reshape(shape).transpose(others + members).reshape(-1, count)

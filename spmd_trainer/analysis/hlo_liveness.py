@@ -12,17 +12,15 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from spmd_trainer.analysis import hlo_collectives
+from spmd_trainer.analysis import hlo_text
+from spmd_trainer.analysis.hlo_text import Instruction
 
-_INSTRUCTION = re.compile(r"^  (ROOT )?%?([\w.-]+) = (.*)$")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _CALLED = re.compile(
     r"(?:body|to_apply|branch_computations|true_computation|false_computation)=\{?((?:%?[\w.-]+(?:, )?)+)"
 )
 # A memory space other than the device's main memory: a core's own memory, or the host's.
 _ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
-# Each array in a shape, with its layout.
-_LEAF = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _IN_PLACE = frozenset({"bitcast", "optimization-barrier", "while", "add-dependency"})
 _HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all", "create-token"})
 # Operations that can't overwrite an operand of the same shape: they read and write elements in different orders.
@@ -69,21 +67,6 @@ class LiveArray:
     is_argument: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    rest: str
-    is_root: bool
-
-    @property
-    def made_by(self) -> str:
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
-
-
 def live_at_peak(hlo: str) -> list[LiveArray]:
     """Returns the arrays that are live at the peak of a compiled program, largest first.
 
@@ -93,48 +76,13 @@ def live_at_peak(hlo: str) -> list[LiveArray]:
     Returns:
       The arrays; an empty list if the program's instructions are not in execution order.
     """
-    bodies, entry = hlo_collectives.computations(hlo)
+    bodies, entry = hlo_text.computations(hlo)
     header = hlo.partition("\n")[0]
     if entry is None or "is_scheduled=true" not in header:
         return []
-    computations = {name: list(_instructions(body)) for name, body in bodies.items()}
+    computations = {name: list(hlo_text.instructions(body)) for name, body in bodies.items()}
     aliased = {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
     return sorted(_Peaks(computations).of_entry(entry, aliased), key=lambda array: -array.num_bytes)
-
-
-def _instructions(body: str) -> Iterator[_Instruction]:
-    for line in body.splitlines():
-        found = _INSTRUCTION.match(line)
-        if not found:
-            continue
-        shape, rest = _split_shape(found[3])
-        opcode, _, after = rest.partition("(")
-        yield _Instruction(
-            found[2], shape, opcode, tuple(re.findall(r"%([\w.-]+)", _arguments(after))), after, bool(found[1])
-        )
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    """Splits '(f32[2], s32[]) while(...' into the shape and the rest."""
-    if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
-    end = _closing(text, 0)
-    return text[: end + 1], text[end + 2 :]
-
-
-def _closing(text: str, begin: int) -> int:
-    depth = 0
-    for place in range(begin, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
-        if not depth:
-            return place
-    return len(text) - 1
-
-
-def _arguments(after: str) -> str:
-    """Returns the text within an instruction's parentheses."""
-    return after[: _closing("(" + after, 0) - 1]
 
 
 @dataclasses.dataclass
@@ -163,7 +111,7 @@ class _Value:
 class _Peaks:
     """The arrays live at the peak of each computation; each is computed once."""
 
-    def __init__(self, computations: dict[str, list[_Instruction]]):
+    def __init__(self, computations: dict[str, list[Instruction]]):
         self._computations = computations
         self._known: dict[str, list[LiveArray]] = {}
 
@@ -178,7 +126,7 @@ class _Peaks:
             self._known[name] = self._scan(instructions, _buffers(instructions, set(), is_entry=False))
         return self._known[name]
 
-    def _scan(self, instructions: Sequence[_Instruction], buffers: Sequence[_Buffer]) -> list[LiveArray]:
+    def _scan(self, instructions: Sequence[Instruction], buffers: Sequence[_Buffer]) -> list[LiveArray]:
         begins: dict[int, list[int]] = collections.defaultdict(list)
         ends: dict[int, list[int]] = collections.defaultdict(list)
         for number, buffer in enumerate(buffers):
@@ -199,7 +147,7 @@ class _Peaks:
                 size -= buffers[number].array.num_bytes
         return [array for array in at_peak if array.num_bytes]
 
-    def _called(self, instruction: _Instruction) -> list[str]:
+    def _called(self, instruction: Instruction) -> list[str]:
         if instruction.opcode not in ("while", "call", "conditional"):
             return []
         names = [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
@@ -210,7 +158,7 @@ def _total(arrays: Sequence[LiveArray]) -> int:
     return sum(array.num_bytes for array in arrays)
 
 
-def _buffers(instructions: Sequence[_Instruction], aliased_outputs: set[int], *, is_entry: bool) -> list[_Buffer]:
+def _buffers(instructions: Sequence[Instruction], aliased_outputs: set[int], *, is_entry: bool) -> list[_Buffer]:
     """Returns the buffers of one computation; a result that overwrites an operand shares its buffer."""
     buffers: list[_Buffer] = []
     held: dict[str, _Value] = {}
@@ -240,7 +188,7 @@ def _buffers(instructions: Sequence[_Instruction], aliased_outputs: set[int], *,
 
 
 def _results(
-    place: int, instruction: _Instruction, operands: Sequence[_Value], buffers: list[_Buffer], *, is_entry: bool
+    place: int, instruction: Instruction, operands: Sequence[_Value], buffers: list[_Buffer], *, is_entry: bool
 ) -> Iterator[int]:
     """Yields the index of each result array's buffer, and adds the instruction's new buffers to `buffers`."""
     opcode = instruction.opcode
@@ -253,7 +201,7 @@ def _results(
         yield from _element(instruction, operands[0])
     else:
         aliased = _aliased_operands(instruction)
-        for position, leaf in enumerate(_LEAF.findall(instruction.shape)):
+        for position, leaf in enumerate(hlo_text.arrays(instruction.shape)):
             same = [number for number in flat if buffers[number].leaf == leaf]
             if position in aliased:
                 yield operands[aliased[position]].numbers[0]
@@ -269,45 +217,34 @@ def _results(
                 yield len(buffers) - 1
 
 
-def _aliased_operands(instruction: _Instruction) -> dict[int, int]:
+def _aliased_operands(instruction: Instruction) -> dict[int, int]:
     """Maps each result index to the operand that it aliases (`output_to_operand_aliasing`); operands are arrays."""
     _, _, text = instruction.rest.partition("output_to_operand_aliasing=")
     return {int(output or 0): int(operand) for output, operand in _ALIAS.findall(text.partition(")}")[0] + ")")}
 
 
-def _new_buffer(leaf: str, place: int, instruction: _Instruction, *, is_entry: bool) -> _Buffer:
+def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bool) -> _Buffer:
     is_argument = instruction.opcode == "parameter"
     here = instruction.opcode not in _HOLDS_NOTHING and not _ELSEWHERE.search(leaf)
     counts = here and (is_entry or not is_argument)
     shape = leaf.partition("{")[0]
-    array = LiveArray(hlo_collectives.array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)
+    array = LiveArray(hlo_text.array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)
     # The program holds its own arguments to its end.
     last = _AT_THE_END if is_argument and is_entry else place
     return _Buffer(leaf, array, _BEFORE if is_argument else place, last)
 
 
-def _element(instruction: _Instruction, operand: _Value) -> Sequence[int]:
+def _element(instruction: Instruction, operand: _Value) -> Sequence[int]:
     """Returns the indices of the buffers of one element of a tuple."""
     found = re.search(r"\bindex=(\d+)", instruction.rest)
-    sizes = [len(_LEAF.findall(element)) for element in _tuple_elements(operand.shape)]
+    sizes = [len(hlo_text.arrays(element)) for element in hlo_text.tuple_elements(operand.shape)]
     index = int(found[1]) if found else 0
     begin = sum(sizes[:index])
     return operand.numbers[begin : begin + sizes[index]]
 
 
-def _tuple_elements(shape: str) -> list[str]:
-    """Returns the elements of a tuple's shape, which are tuples or arrays."""
-    elements, depth, begin = [], 0, 1
-    for place, character in enumerate(shape):
-        depth += (character in "({[") - (character in ")}]")
-        if (character == "," and depth == 1) or (depth == 0 and place):
-            elements.append(shape[begin:place])
-            begin = place + 1
-    return elements
-
-
 def _without_reused(
-    instructions: Sequence[_Instruction], held: dict[str, _Value], buffers: list[_Buffer]
+    instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[_Buffer]
 ) -> list[_Buffer]:
     """Lets each result reuse the buffer of an operand with the same type and shape whose last reader it is."""
     lies_in = list(range(len(buffers)))

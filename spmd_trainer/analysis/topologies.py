@@ -1,4 +1,4 @@
-"""Devices of TPU topologies that are not here: programs can be compiled for them, but not run."""
+"""Devices of TPU and GPU topologies that are not here: programs can be compiled for them, but not run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from spmd_trainer.analysis.chips import BY_TOPOLOGY
+from spmd_trainer.analysis.nvidia import gpu_devices
 from spmd_trainer.errors import UserError
 
 _ENVIRONMENT = {
@@ -18,25 +19,44 @@ _ENVIRONMENT = {
     # Only the compiler is used, so another process on this machine may keep its TPU chips.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+_SHAPE, _GPU_SHAPE = re.compile(r"\d+(x\d+)+"), re.compile(r"[1-9]\d*x[1-9]\d*")
+
+
+def run_on_host() -> None:
+    """Lets JAX run on the CPU in this process, which only compiles: it takes no memory of an accelerator, nor waits for one.
+
+    Call it before any device is touched.
+    """
+    jax.config.update("jax_platforms", "cpu")
 
 
 def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
-    """Returns the devices of a TPU topology.
+    """Returns the devices of a topology.
 
     Args:
-      topology: chip and shape, e.g. 'v5e:16x16' or 'v5p:8x8x8'.
-      num_slices: number of slices of this shape, connected by the data-center network.
+      topology: chip and shape. For TPUs, e.g. 'v5e:16x16' or 'v5p:8x8x8'; for NVIDIA GPUs, hosts x GPUs of a host, e.g.
+        'h100:32x8'.
+      num_slices: number of slices of this shape, connected by the data-center network. For GPUs it multiplies the hosts.
 
     Raises:
-      UserError: an unknown chip or shape, or the `tpu` extra is not installed.
+      UserError: an unknown chip or shape, or the extra with its compiler is not installed.
     """
+    name, _, shape = topology.partition(":")
+    chip = BY_TOPOLOGY.get(name)
+    if chip is None or not (_GPU_SHAPE if chip.gpu else _SHAPE).fullmatch(shape):
+        raise UserError(
+            f"--topology={topology} is not of the form CHIP:SHAPE, e.g. v5e:16x16, or h100:32x8 for 32 hosts with 8 GPUs "
+            f"each; known chips: {', '.join(BY_TOPOLOGY)}"
+        )
+    if chip.gpu is not None:
+        hosts, gpus = map(int, shape.split("x"))
+        return gpu_devices(chip.gpu, num_slices, hosts, gpus)
+    return _tpu_devices(topology, num_slices)
+
+
+def _tpu_devices(topology: str, num_slices: int) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
-    chip, _, shape = topology.partition(":")
-    if chip not in BY_TOPOLOGY or not re.fullmatch(r"\d+(x\d+)+", shape):
-        raise UserError(
-            f"--topology={topology} is not of the form CHIP:SHAPE, e.g. v5e:16x16; known chips: {', '.join(BY_TOPOLOGY)}"
-        )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options = {"num_slices": num_slices} if num_slices > 1 else {}

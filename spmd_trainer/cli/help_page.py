@@ -43,6 +43,7 @@ GROUPS = {
     "During training": (
         "eval_on_test",
         "decode_during_train",
+        "num_minibatches=N",
         "stop_on_invalid_step",
         "watchdog_seconds=SECONDS",
         "jax_profiler_port=PORT",
@@ -55,7 +56,15 @@ GROUPS = {
         "process_id=N",
         "heartbeat_seconds=SECONDS",
     ),
-    "Checking and planning": ("verify_steps=N", "plan", "topology=CHIP:SHAPE", "num_slices=N", "module=FILE"),
+    "Checking and planning": (
+        "verify_steps=N",
+        "plan",
+        "topology=CHIP:SHAPE",
+        "num_slices=N",
+        "search=mesh,remat,...",
+        "budget=20m",
+        "module=FILE",
+    ),
 }
 # The help of --noNAME, for flags that are on by default.
 _SWITCHED_OFF = {

@@ -62,6 +62,13 @@ MODES = {
         "inspect_job",
         has_run=False,
     ),
+    "plan": Mode(
+        "Search the meshes (and, with --search, rematerialisation, minibatches and batch) for --topology: compile the most "
+        "promising ones, and print their estimated step, their bytes per chip and the flags of the best. Needs no such chips.",
+        "plan_search",
+        "search",
+        has_run=False,
+    ),
     "data": Mode(
         "Print the first rows of each dataset: their text, with the labels that count in the loss in colour (in brackets if the "
         "output is not a terminal), how long their segments are, and how much is padding.",

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from absl import flags
 
 from spmd_trainer import sharding, storage
+from spmd_trainer.analysis import topologies
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
@@ -50,8 +51,13 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
       UserError: a missing or unreadable flag, or an experiment that contradicts itself.
     """
     mode = flag_values.mode
-    if (flag_values.topology or flag_values.plan) and mode != "inspect":
-        raise UserError("--topology and --plan go with --mode=inspect")
+    if flag_values.topology and mode not in ("inspect", "plan"):
+        raise UserError("--topology goes with --mode=inspect and --mode=plan")
+    if flag_values.plan and mode != "inspect":
+        raise UserError("--plan goes with --mode=inspect; --mode=plan searches for a topology")
+    _check_search(flag_values)
+    if flag_values.topology:
+        topologies.run_on_host()
     export, lm_eval = _export_settings(flag_values), _lm_eval_settings(flag_values)
     mesh = parse_mesh(flag_values.mesh) if flag_values.mesh else None
     restore = flag_values.restore_checkpoint_dir
@@ -76,6 +82,9 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         plan=flag_values.plan,
         topology=flag_values.topology,
         num_slices=flag_values.num_slices,
+        search=tuple(flag_values.search),
+        budget=flag_values.budget,
+        num_minibatches=flag_values.num_minibatches,
         writes_reports=bool(flag_values.job_log_dir),
         mesh=mesh,
         failure_policy=FailurePolicy(flag_values.watchdog_seconds, flag_values.stop_on_invalid_step),
@@ -83,6 +92,14 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         export=export,
         lm_eval=lm_eval,
     )
+
+
+def _check_search(flag_values: flags.FlagValues) -> None:
+    given = [name for name in ("search", "budget") if flag_values[name].present]
+    if given and flag_values.mode != "plan":
+        raise UserError(f"--{given[0]} goes with --mode=plan")
+    if flag_values.mode == "plan" and not flag_values.topology:
+        raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")
 
 
 def _export_settings(flag_values: flags.FlagValues) -> ExportSettings | None:

@@ -74,7 +74,7 @@ def choose_mesh(
             f"{type(experiment).__name__}.adapt_mesh returns the mesh ({mesh_text(adapted)}), which needs "
             f"{math.prod(adapted.values())} devices; there {_are(count)}. Return sizes whose product is {count}"
         )
-    mesh = sharding.create_device_mesh(list(adapted.items()), devices=devices)
+    mesh = mesh_over_slices(adapted, devices)
     return MeshChoice(mesh, f"adapted from the declared ({mesh_text(declared)}), which needs {_needed(declared)}")
 
 
@@ -105,7 +105,35 @@ def _given_mesh(
         raise UserError(
             f"--mesh={mesh_flag(sizes.items())} needs {_needed(sizes)}, and there {_are(count)}. This one fits: --mesh={fits}"
         )
-    return sharding.create_device_mesh(list(sizes.items()), devices=devices)
+    return mesh_over_slices(sizes, devices)
+
+
+def mesh_over_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Makes a mesh. On several TPU slices, only its outermost axis that is larger than 1 crosses them.
+
+    Args:
+      sizes: size of each axis, outermost first. One size may be -1: the rest of the devices.
+      devices: the devices, all of which are used; None for all available devices.
+
+    Raises:
+      UserError: the number of slices does not divide the outermost axis.
+      ValueError: see `create_device_mesh`.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}) or 1
+    if slices == 1:
+        return sharding.create_device_mesh(list(sizes.items()), devices=devices)
+    rest = len(devices) // math.prod(size for size in sizes.values() if size != -1)
+    whole = {name: rest if size == -1 else size for name, size in sizes.items()}
+    outermost = next(name for name, size in whole.items() if size > 1)
+    if whole[outermost] % slices:
+        raise UserError(
+            f"--mesh={mesh_flag(sizes.items())} on {slices} slices: the slices are divided over the outermost axis, and "
+            f"{outermost!r} has size {whole[outermost]}; give it a multiple of {slices}"
+        )
+    across = [slices if name == outermost else 1 for name in whole]
+    inside = [size // count for size, count in zip(whole.values(), across, strict=True)]
+    return sharding.create_hybrid_mesh(inside, across, tuple(whole), devices)
 
 
 def _fixed_text(name: str, declared: Mapping[str, int], count: int) -> str:

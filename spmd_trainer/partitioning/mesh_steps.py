@@ -186,7 +186,16 @@ class _InMesh(CompiledStep):
         with jax.set_mesh(self._mesh):
             return self._jitted(state, prng_key, inputs)
 
-    def lower(self, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, /) -> jax.stages.Lowered:
+    def lower(
+        self, state: TrainState, prng_key: jax.Array | jax.ShapeDtypeStruct, inputs: NestedJTensor, /
+    ) -> jax.stages.Lowered:
         """As `jax.jit(f).lower`."""
         with jax.set_mesh(self._mesh):
             return self._jitted.lower(state, prng_key, inputs)
+
+    def trace(
+        self, state: TrainState, prng_key: jax.Array | jax.ShapeDtypeStruct, inputs: NestedJTensor, /
+    ) -> jax.stages.Traced:
+        """As `jax.jit(f).trace`."""
+        with jax.set_mesh(self._mesh):
+            return self._jitted.trace(state, prng_key, inputs)

@@ -33,8 +33,15 @@ class CompiledStep(Protocol):
     def __call__(self, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, /) -> tuple[Any, Any]:
         """Returns (new state or None, outputs); dispatches asynchronously."""
 
-    def lower(self, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, /) -> jax.stages.Lowered:
+    def lower(
+        self, state: TrainState, prng_key: jax.Array | jax.ShapeDtypeStruct, inputs: NestedJTensor, /
+    ) -> jax.stages.Lowered:
         """Lowers the step for arrays or ShapeDtypeStructs, as `jax.jit(f).lower`."""
+
+    def trace(
+        self, state: TrainState, prng_key: jax.Array | jax.ShapeDtypeStruct, inputs: NestedJTensor, /
+    ) -> jax.stages.Traced:
+        """Traces the step for arrays or ShapeDtypeStructs, as `jax.jit(f).trace`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,6 +80,8 @@ class Job:
             task = tasks_lib.build_task(config.experiment.task_p)
             devices = topology_devices(config.topology, config.num_slices) if config.topology else None
             partitioner = make_partitioner(config.experiment.experiment)
+            if config.num_minibatches is not None:
+                partitioner.num_minibatches = config.num_minibatches
             _use_mesh(config, task, partitioner, devices)
             job = cls(config, task, partitioner, shapes)
             partitioner.setup(task, job.inputs_shape_dtype)
@@ -109,6 +111,12 @@ class Job:
     def prng_key(self) -> jax.Array:
         """The run's one key, from `task.train.random_seed`."""
         return jax.random.key(self.task.train.random_seed)
+
+    @property
+    def abstract_prng_key(self) -> jax.ShapeDtypeStruct:
+        """The key's ShapeDtypeStruct, for compilation: the mesh's devices may not be here."""
+        key: jax.ShapeDtypeStruct = jax.eval_shape(lambda: self.prng_key)
+        return key
 
     @property
     def inputs_shape_dtype(self) -> PyTree:
@@ -168,13 +176,18 @@ class Job:
         about = config_file.run_lines(self.partitioner.mesh_shape(), jax.process_count(), self.num_rows)
         return [*self.config.experiment.lines(), *about]
 
-    def sharding_report(self) -> sharding.ShardingReport:
-        """Returns where every variable lives, headed by what this job is."""
+    def sharding_report(self, attention: Sequence[str] = ()) -> sharding.ShardingReport:
+        """Returns where every variable lives, headed by what this job is.
+
+        Args:
+          attention: lines of `attention.choices.lines`, for the header.
+        """
         about = {
             "experiment": self.config.experiment.name,
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "spmd-trainer": installed_version("spmd-trainer") or "from its source tree",
             "praxis": installed_version("praxis") or "from its source tree",
+            **{name: kernel for name, _, kernel in (line.partition(": ") for line in attention)},
         }
         return sharding.ShardingReport(self.partitioner.metadata.records(), self.partitioner.mesh, about=about)
 

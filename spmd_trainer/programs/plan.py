@@ -1,7 +1,7 @@
 """Plans a train step: compiles it ahead of time and reports bytes per chip, collectives and FLOPs.
 
-With a TPU topology this works on a CPU machine; it needs the `tpu` extra, whose libtpu is the compiler. Bytes and collectives are
-read from the compiled program, not computed by a formula.
+With a topology this works on a CPU machine; it needs the extra with the compiler: `tpu`, `cuda12` or `cuda13`. Bytes and
+collectives are read from the compiled program, not computed by a formula.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import html
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -18,8 +19,8 @@ from typing import Any
 import jax
 from absl import logging
 
-from spmd_trainer.analysis import hlo_collectives, hlo_liveness
-from spmd_trainer.analysis.chips import BY_TOPOLOGY, GIB, model_flops
+from spmd_trainer.analysis import hlo_collectives, hlo_liveness, roofline
+from spmd_trainer.analysis.chips import BY_TOPOLOGY, GIB, chip, model_flops
 from spmd_trainer.errors import UserError
 from spmd_trainer.partitioning.state_layout import StateMetadata
 from spmd_trainer.programs.job import Job
@@ -27,6 +28,10 @@ from spmd_trainer.programs.run_directory import report_directory
 from spmd_trainer.sharding.messages import bytes_text, mesh_text
 
 _LARGEST = 8
+# Share of a GPU's memory that JAX takes if nothing else is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
+_GPU_SHARE = 0.75
+# Where XLA merges operations, one name lists those of all of them: 'scope/(a/mul:b/add)'.
+_MERGED = re.compile(r"\(([^():]*):[^()]*\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Plan(ChipBytes):
 
     Attributes:
       chips: number of chips.
+      kind: their `jax.Device.device_kind`.
       mesh: mesh axis sizes by name.
       padding: bytes of the state that are padding.
       memory: memory of one chip, or None if unknown.
@@ -78,12 +84,15 @@ class Plan(ChipBytes):
         al. 2020). None for models whose batch has no tokens.
       compiler_flops: the compiler's estimate per chip, which counts loop bodies once; None if it gives none.
       collectives: rows of kind, axes, count and bytes per step.
+      estimate: how long the step takes; None if the chip's bandwidths are unknown.
+      attention: the kernels of the attention layers and why others can't be used, a line for each choice.
       largest: the largest arrays live at the peak, without arguments, each with its count and the operation that makes it. These
         are what to shrink if the step doesn't fit. `hlo_liveness` says how accurate they are.
       seconds: compile time.
     """
 
     chips: int
+    kind: str
     mesh: dict[str, int]
     padding: int
     memory: int | None
@@ -91,6 +100,8 @@ class Plan(ChipBytes):
     model_flops: float | None
     compiler_flops: float | None
     collectives: list[dict[str, Any]]
+    estimate: roofline.Estimate | None
+    attention: list[str]
     largest: list[dict[str, Any]]
     seconds: float
 
@@ -120,11 +131,12 @@ def plan(job: Job) -> Plan:
     topology = job.config.topology
     started = time.monotonic()
     try:
-        compiled = start_up.compile_train_step(job).fn
+        step = start_up.compile_train_step(job)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"the train step doesn't fit: {_shortened(str(error))}") from error
+    compiled = step.fn
     text = compiled.as_text()
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
     chips = job.partitioner.mesh.size
@@ -134,13 +146,16 @@ def plan(job: Job) -> Plan:
     return Plan(
         **vars(chip_bytes(compiled, topology)),
         chips=chips,
+        kind=job.partitioner.mesh.devices.flat[0].device_kind,
         mesh=dict(mesh),
         padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
-        memory=BY_TOPOLOGY[topology.partition(":")[0]].memory * GIB if topology else None,
+        memory=BY_TOPOLOGY[topology.partition(":")[0]].memory_bytes if topology else None,
         num_params=metadata.num_params() + metadata.num_frozen_params(),
         model_flops=_model_flops(metadata, tokens) / chips if tokens else None,
         compiler_flops=cost.get("flops"),
         collectives=_collectives(text, mesh),
+        estimate=roofline.estimate(text, job.partitioner.mesh.devices.flatten().tolist(), mesh),
+        attention=list(step.attention),
         largest=_largest(text),
         seconds=time.monotonic() - started,
     )
@@ -171,7 +186,12 @@ def _largest(text: str) -> list[dict[str, Any]]:
     counts = collections.Counter(array for array in hlo_liveness.live_at_peak(text) if not array.is_argument)
     largest = sorted(counts.items(), key=lambda item: -item[0].num_bytes * item[1])[:_LARGEST]
     return [
-        {"bytes": array.num_bytes * count, "count": count, "array": array.array, "made_by": array.made_by}
+        {
+            "bytes": array.num_bytes * count,
+            "count": count,
+            "array": array.array,
+            "made_by": _MERGED.sub(r"\1 and others", array.made_by),
+        }
         for array, count in largest
     ]
 
@@ -185,8 +205,9 @@ def plan_text(result: Plan) -> str:
     """Formats the plan as text."""
     mesh = mesh_text(result.mesh)
     lines = [
-        f"train step on {result.chips} chips, mesh {mesh}; compiled in {result.seconds:.0f} s",
+        f"train step on {result.chips} chips ({result.kind}), mesh {mesh}; compiled in {result.seconds:.0f} s",
         f"  {result.num_params:,} parameters",
+        *(f"  {line}" for line in result.attention),
         "bytes per chip",
         f"  state and batch   {bytes_text(result.arguments):>10}   including {bytes_text(result.padding)} of padding",
         f"  temporaries       {bytes_text(result.temporaries):>10}",
@@ -197,8 +218,15 @@ def plan_text(result: Plan) -> str:
         lines.append(
             f"  live at the peak  {bytes_text(result.peak):>10}   the rest of the total is gaps between buffers"
         )
+    known = chip(result.kind)
+    if known and known.gpu and result.memory and _GPU_SHARE * result.memory < result.total <= result.memory:
+        lines.append(
+            f"  set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes only {_GPU_SHARE:.0%} of a GPU's memory by default"
+        )
     if result.model_flops:
         lines.append(f"FLOPs per chip and step: {result.model_flops:.3e} (6 * parameters * tokens; without attention)")
+    if result.estimate:
+        lines.append(roofline.estimate_text(result.estimate))
     lines.append("collectives per step and chip")
     for row in result.collectives:
         axes = ", ".join(row["axes"]) or "one device"
@@ -233,6 +261,13 @@ def write_plan(job: Job) -> None:
     if not job.config.writes_reports:
         return
     path = report_directory(job.config.job_log_dir) / "plan.json"
-    record = {**dataclasses.asdict(result), "total": result.total, "fits": result.fits, "topology": job.config.topology}
+    estimate = result.estimate.record() if result.estimate else None
+    record = {
+        **dataclasses.asdict(result),
+        "total": result.total,
+        "fits": result.fits,
+        "topology": job.config.topology,
+        "estimate": estimate,
+    }
     path.write_text(json.dumps(record, indent=1) + "\n")
     logging.info("wrote %s", path)

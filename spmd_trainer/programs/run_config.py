@@ -52,7 +52,7 @@ class RunConfig:
     Attributes:
       experiment: the experiment with the overrides applied.
       job_log_dir: where everything of this run goes.
-      mode: train, eval, decode, decode_once, infer, inspect, verify, data, export or lm_eval.
+      mode: train, eval, decode, decode_once, infer, inspect, plan, verify, data, export or lm_eval.
       restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
       restore_checkpoint_step: this step instead of the newest.
       eval_on_test: evaluate during training on every evaluation dataset.
@@ -61,8 +61,11 @@ class RunConfig:
       exit_after_ondemand_checkpoint: leave after the checkpoint that a signal asked for.
       verify_steps: steps that `verify` takes.
       plan: `inspect` also compiles the train step and says what it needs.
-      topology: the same for TPUs of this topology, e.g. 'v5e:16x16', instead of the devices that are here.
+      topology: the same for chips that aren't here, e.g. 'v5e:16x16' or 'h100:32x8'; see `analysis.topologies`.
       num_slices: number of slices of `topology`.
+      search: what `plan` searches; see `plan_candidates.DIMENSIONS`.
+      budget: how long `plan` searches, e.g. '20m'.
+      num_minibatches: replaces the partitioner's own; None: as the experiment sets it.
       writes_reports: whether `inspect` and plans write files into `job_log_dir`, besides printing.
       mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)); declared axes that it leaves out get size 1.
       failure_policy: what training does when something goes wrong.
@@ -85,6 +88,9 @@ class RunConfig:
     plan: bool = False
     topology: str | None = None
     num_slices: int = 1
+    search: Sequence[str] = ("mesh",)
+    budget: str = "20m"
+    num_minibatches: int | None = None
     writes_reports: bool = True
     mesh: Sequence[tuple[str, int]] | None = None
     failure_policy: FailurePolicy = FailurePolicy()

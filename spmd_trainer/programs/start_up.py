@@ -12,6 +12,7 @@ import jax
 from absl import logging
 
 from spmd_trainer import multihost
+from spmd_trainer.attention import choices
 from spmd_trainer.callbacks.base import CallbackList, Run
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
@@ -34,10 +35,12 @@ class CompiledTrainStep:
     Attributes:
       fn: (state, key, batch) -> (new state, packed scalars); None for a run that is finished already.
       packing: unpacks them.
+      attention: the kernels of the attention layers, a line each; see `attention_kernels`.
     """
 
     fn: Any
     packing: ScalarPacking
+    attention: Sequence[str] = ()
 
 
 def start(
@@ -81,6 +84,7 @@ def start(
     else:
         batches.peek()
         step = compiling.result() if compiling else compile_train_step(job)
+        _report_attention(job, step)
         said = f"training from step {run.step} to {run.num_steps}"
     run_directory.mark_begin_of_training(config.job_log_dir)
     logging.info("%s", said)
@@ -133,12 +137,20 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         state, output = step_fns.train_step(*args)
         return state, packing.pack(output)
 
-    with Phase("compiling the train step"):
+    with Phase("compiling the train step"), choices.recording() as attention:
         partitioner = job.partitioner
         partitioned = partitioner.partition(step, job.inputs_shape_dtype, is_eval=False)
         inputs = partitioner.abstract_inputs(partitioned)
-        lowered = partitioned.fn.lower(partitioner.abstract_state(), job.prng_key, inputs)
-        return CompiledTrainStep(lowered.compile(), packing)
+        lowered = partitioned.fn.lower(partitioner.abstract_state(), job.abstract_prng_key, inputs)
+        return CompiledTrainStep(lowered.compile(), packing, choices.lines(attention))
+
+
+def _report_attention(job: Job, step: CompiledTrainStep) -> None:
+    """Logs the attention kernels of the compiled step, and adds them to the sharding report."""
+    for line in step.attention:
+        logging.info("%s", line)
+    if step.attention and not jax.process_index():
+        run_directory.write_report(job.sharding_report(step.attention), job.config.job_log_dir)
 
 
 @contextlib.contextmanager

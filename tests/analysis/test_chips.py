@@ -18,6 +18,9 @@ from spmd_trainer.metrics.progress import Progress
         ("NVIDIA A100-SXM4-80GB", 312, 80),
         ("NVIDIA H100 80GB HBM3", 989, 80),
         ("NVIDIA H100 PCIe", 756, 80),
+        ("NVIDIA H200", 989, 141),
+        ("NVIDIA B200", 2250, 180),
+        ("NVIDIA GB200", 2500, 186),
     ],
 )
 def test_a_chip_is_known_by_the_name_that_jax_gives_it(kind, tera, memory):
@@ -30,6 +33,32 @@ def test_a_chip_is_known_by_the_name_that_jax_gives_it(kind, tera, memory):
 def test_others_are_not_guessed(kind):
     assert chips.chip(kind) is None
     assert chips.peak_flops(kind, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "version"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("NVIDIA A10G", (8, 6)),
+        ("NVIDIA L40S", (8, 9)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA H200", (9, 0)),
+        ("NVIDIA GB200", (10, 0)),
+        ("TPU v5e", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_compute_capability(kind, version):
+    assert chips.compute_capability(kind) == version
+
+
+def test_gpus_that_plans_are_made_for_agree_with_themselves():
+    for chip in chips.CHIPS:
+        if chip.gpu is not None:
+            assert chips.chip(chip.gpu.name) is chip, "the compiler's device is found in the table by its name"
+            assert chips.compute_capability(chip.gpu.name) == chip.gpu.compute_capability
+            # CUDA reports a little less than the data sheet.
+            assert 0.95 * chip.memory * chips.GIB < chip.memory_bytes <= chip.memory * chips.GIB
 
 
 def line(caplog, **speeds) -> tuple[str, dict[str, float]]:

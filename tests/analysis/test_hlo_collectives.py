@@ -63,3 +63,39 @@ def test_no_collectives_are_said_to_be_none(mesh):
     text = compiled_text(mesh, lambda x: x + 1, P("data"), P("data"), (8, 4))
     assert hlo_collectives.count_collectives(text) == {}
     assert hlo_collectives.collectives_text(text) == "no collectives"
+
+
+def program(*instructions):
+    lines = "\n".join(f"  {line}" for line in instructions)
+    return f"HloModule m, is_scheduled=true\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n{lines}\n}}\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "members"),
+    [
+        ("mesh['a'=2,'b'=4] {'b'}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("mesh['a'=2,'b'=4] {'a'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("[2,4]<=[4,2]T(1,0)", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("{{0,1},{2,3}}", [[0, 1], [2, 3]]),
+    ],
+)
+def test_groups_in_each_of_xlas_notations(groups, members):
+    text = program(f"ROOT %g = f32[4]{{0}} all-gather(%p), replica_groups={groups}, dimensions={{0}}")
+    (found,) = hlo_collectives.find_collectives(text)
+    assert sorted(map(sorted, found.groups.tolist())) == members
+
+
+def test_the_operands_of_an_asynchronous_start_do_not_count():
+    groups = "replica_groups=[1,4]<=[4]"
+    text = program(
+        f"%g = (f32[1]{{0}}, f32[4]{{0}}) all-gather-start(%p), {groups}, dimensions={{0}}",
+        f"%h = ((f32[1], s8[2]), (f32[4], s8[8])) all-gather-start(%p, %q), {groups}, dimensions={{0}}",
+        f"%r = ((f32[8]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {groups}, to_apply=%add",
+        f"%s = (f32[8]{{0}}, f32[2]{{0}}) all-reduce-start(%p, %q), {groups}, to_apply=%add",
+        "ROOT %c = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}",
+    )
+    found = [collective.num_bytes for collective in hlo_collectives.find_collectives(text)]
+    # A reduce-scatter's bytes are those of its operand, the results of the four devices.
+    assert found == [16, 16 + 8, 4 * 8, 32 + 8, 32]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spmd_trainer import experiment_registry, sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError
+from spmd_trainer.partitioning import mesh_choice
 from spmd_trainer.partitioning.mesh_choice import choose_mesh
 from spmd_trainer.partitioning.model_mesh import declared_mesh
 
@@ -144,3 +145,28 @@ def test_every_shipped_experiment_has_a_mesh_for_any_number_of_devices(name):
 def test_the_axis_that_grows_must_be_one():
     with pytest.raises(ValueError, match="grow='dat'"):
         sharding.fit_mesh_shape({"data": 4}, 2, grow="dat")
+
+
+def slices(count, chips):
+    return [types.SimpleNamespace(platform="tpu", slice_index=n) for n in range(count) for _ in range(chips)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inside", "across"),
+    [
+        ({"replica": 2, "data": 4, "mdl": 4}, [1, 4, 4], [2, 1, 1]),
+        ({"replica": 1, "data": 8, "mdl": 4}, [1, 4, 4], [1, 2, 1]),
+        ({"replica": 1, "data": -1, "mdl": 4}, [1, 4, 4], [1, 2, 1]),
+    ],
+)
+def test_slices_go_to_the_outermost_axis(sizes, inside, across, monkeypatch):
+    monkeypatch.setattr(mesh_choice.sharding, "create_hybrid_mesh", lambda *arguments: arguments)
+    devices = slices(2, 16)
+    assert mesh_choice.mesh_over_slices(sizes, devices) == (inside, across, tuple(sizes), devices)
+
+
+def test_an_outermost_axis_that_the_slices_do_not_divide_is_named():
+    with pytest.raises(
+        UserError, match=r"--mesh=data:3,mdl:8 on 2 slices: .* 'data' has size 3; give it a multiple of 2"
+    ):
+        mesh_choice.mesh_over_slices({"data": 3, "mdl": 8}, slices(2, 12))

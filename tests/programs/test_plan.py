@@ -62,6 +62,33 @@ def test_whether_it_fits_and_what_to_change(result):
     assert "fits in 16 GiB" in plan.plan_text(dataclasses.replace(result, memory=16 * plan.GIB))
 
 
+def test_a_gpu_s_default_share_of_memory_is_pointed_out(result):
+    whole = dataclasses.replace(result, kind="NVIDIA H100 80GB HBM3", memory=int(result.total / 0.9))
+    assert "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes only 75%" in plan.plan_text(whole)
+    for other in ({"memory": 2 * result.total}, {"kind": "TPU v5e"}, {"memory": result.total - 1}):
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in plan.plan_text(dataclasses.replace(whole, **other))
+
+
+def test_the_plan_names_the_chips_and_the_attention_kernels(result):
+    line = "attention kernel: chunked; not cudnn: head width 320 is over 256"
+    lines = plan.plan_text(dataclasses.replace(result, kind="NVIDIA H200", attention=[line])).splitlines()
+    assert lines[0].startswith("train step on 8 chips (NVIDIA H200), mesh")
+    assert lines[2].strip() == line
+
+
+def test_merged_operations_are_named_by_the_first():
+    long = "jit(step)/transpose(jvp(lm.apply))/(attention/dot_general:ffn/mul:norm/add)"
+    text = f"""HloModule jit_step, is_scheduled=true
+
+ENTRY main (a: f32[8]) -> f32[8] {{
+  %a = f32[8]{{0}} parameter(0)
+  ROOT %b = f32[8]{{0}} negate(%a), metadata={{op_name="{long}"}}
+}}
+"""
+    (row,) = plan._largest(text)
+    assert row["made_by"] == "jit(step)/transpose(jvp(lm.apply))/attention/dot_general and others"
+
+
 def test_the_plan_is_printed_and_written(job, capsys):
     plan.write_plan(job)
     assert "bytes per chip" in capsys.readouterr().out

@@ -1,0 +1,164 @@
+"""FLOPs of library kernels and Pallas kernels in a compiled program, from the shapes and settings in its text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from spmd_trainer.analysis import hlo_text
+from spmd_trainer.analysis.hlo_text import Instruction
+
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# They reserve memory, or mark where something begins or ends.
+_NOTHING = frozenset(
+    {
+        "AllocateBuffer",
+        "AsyncCollectiveDone",
+        "AsyncCollectiveStart",
+        "ConcatBitcast",
+        "MoveToDevice",
+        "MoveToHost",
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+    }
+)
+_GEMM = re.compile(r"__cublas\$")
+_ATTENTION = re.compile(r"__cudnn\$fmha")
+# Matrix products of attention: logits and their product with the values; five in the backward pass, which computes the logits
+# again (arXiv:2205.14135, algorithm 4).
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+
+
+def target(instruction: Instruction) -> str:
+    """Returns the name of the kernel that a custom call runs."""
+    found = _TARGET.search(instruction.rest)
+    return found[1] if found else ""
+
+
+def moves_nothing(instruction: Instruction) -> bool:
+    """Returns True for custom calls that neither compute nor move data."""
+    return target(instruction) in _NOTHING
+
+
+def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
+    """Returns the FLOPs of a custom call's matrix products; 0 if it has none, or is unknown.
+
+    Args:
+      instruction: the custom call.
+      shapes: shapes of its operands, in XLA's notation.
+    """
+    name = target(instruction)
+    if _GEMM.match(name):
+        return _gemm_flops(instruction, shapes)
+    if _ATTENTION.match(name):
+        return _cudnn_flops(instruction, shapes, backward=name.endswith("Backward"))
+    if name == "tpu_custom_call":
+        return _pallas_flops(instruction)
+    return 0.0
+
+
+def _numbers(field: str, text: str) -> list[int]:
+    """Returns the integers of the first JSON list with this name."""
+    found = re.search(rf'"{field}":\s*\[([^\]]*)\]', text)
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+
+
+def _gemm_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
+    left = hlo_text.dimensions(shapes[0])
+    contracted = math.prod(left[n] for n in _numbers("lhs_contracting_dimensions", instruction.rest))
+    return 2.0 * math.prod(hlo_text.dimensions(hlo_text.arrays(instruction.shape)[0])) * contracted
+
+
+def _cudnn_flops(instruction: Instruction, shapes: Sequence[str], *, backward: bool) -> float:
+    """Returns the FLOPs of attention; `intermediate_tensor_shape` in its settings is [batch, heads, queries, keys]."""
+    logits = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.rest)
+    if not logits:
+        return 0.0
+    batch, heads, queries, keys = (int(n) for n in re.findall(r"\d+", logits[1]))
+    width = hlo_text.dimensions(shapes[0])[-1]
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.rest)
+    pairs = seen_pairs(queries, keys, causal="CAUSAL" in instruction.rest, window=int(window[1]) if window else None)
+    products = _BACKWARD_PRODUCTS if backward else _FORWARD_PRODUCTS
+    return products * 2.0 * batch * heads * pairs * width
+
+
+def seen_pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -> float:
+    """Returns how many pairs of a query and a key attention has to compute.
+
+    Args:
+      queries, keys: their numbers.
+      causal: a query sees the keys up to its own position.
+      window: a query sees itself and the window - 1 keys before it; None or 0 for no window. Only with `causal`.
+    """
+    if not causal:
+        return float(queries * keys)
+    if window and window < keys:
+        return window * keys - window * (window - 1) / 2
+    return queries * (keys + 1) / 2
+
+
+# Settings of the blocks of a splash attention kernel by a part of its name, and its matrix products per pair of blocks: the
+# logits and their product with the values; in the backward pass, which computes the logits again, those for keys and values or
+# for queries.
+_SPLASH = {
+    "splash_mha_fwd": ("block_q", "block_kv", 2),
+    "splash_mqa_fwd": ("block_q", "block_kv", 2),
+    "splash_mha_dkv": ("block_q_dkv", "block_kv_dkv", 4),
+    "splash_mqa_dkv": ("block_q_dkv", "block_kv_dkv", 4),
+    "splash_mha_dq": ("block_q_dq", "block_kv_dq", 3),
+    "splash_mqa_dq": ("block_q_dq", "block_kv_dq", 3),
+}
+# The kernel for keys and values also computes the gradient of the queries, if it is told to.
+_SPLASH_FUSED_PRODUCTS = 5
+
+
+def _pallas_flops(instruction: Instruction) -> float:
+    """Returns the FLOPs of a splash attention kernel, or those that a Pallas kernel's author has stated."""
+    known = next((settings for name, settings in _SPLASH.items() if name in instruction.made_by), None)
+    operands = re.search(r"operand_layout_constraints=\{(.*?\})\}", instruction.rest)
+    if known and operands:
+        return _splash_flops(instruction, hlo_text.arrays(operands[1]), *known)
+    stated = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.rest)
+    return float(stated[1]) if stated else 0.0
+
+
+def _splash_flops(
+    instruction: Instruction, operands: Sequence[str], query_block: str, key_block: str, products: int
+) -> float:
+    """Returns the FLOPs of the pairs of blocks that a splash attention kernel computes.
+
+    Its first operand is a table [1, query blocks, key blocks]. With a window, the last dimension (for keys and values the one
+    before) is only as large as the most blocks that are computed for one block. Queries, keys and values follow the tables.
+    """
+    settings = {name: int(size) for name, size in re.findall(r'\\"(\w+)\\": (\d+)', instruction.rest)}
+    arrays = [hlo_text.dimensions(array) for array in operands]
+    first = next(n for n, array in enumerate(operands) if array.startswith(("bf16", "f32")))
+    queries, keys = arrays[first], arrays[first + 1]
+    rows, columns = settings[query_block], settings[key_block]
+    # Masked kernels read the queries' positions; segments, if there are any, take two further arrays of integers.
+    causal = sum(array.startswith("s32") for array in operands[first:]) % 2 == 1
+    pairs = _pairs_of_blocks(
+        queries[-2] // rows,
+        keys[-2] // columns,
+        rows,
+        columns,
+        arrays[0][-2:],
+        causal=causal,
+        by_key="_dkv" in query_block,
+    )
+    if "_dkv" in query_block and '\\"use_fused_bwd_kernel\\": true' in instruction.rest:
+        products = _SPLASH_FUSED_PRODUCTS
+    return products * 2.0 * math.prod(queries[:-2]) * pairs * rows * columns * queries[-1]
+
+
+def _pairs_of_blocks(
+    num_rows: int, num_columns: int, rows: int, columns: int, table: Sequence[int], *, causal: bool, by_key: bool
+) -> int:
+    """Returns how many pairs of a block of queries and a block of keys are computed."""
+    if not causal:
+        return num_rows * num_columns
+    if by_key:  # from the first query that sees the block's first key
+        return sum(min(table[0], num_rows - column * columns // rows) for column in range(num_columns))
+    return sum(min(table[1], num_columns, -(-(row + 1) * rows // columns)) for row in range(num_rows))

@@ -1,0 +1,179 @@
+"""The links between chips: how long a collective takes on them, from its bytes and the places of its devices.
+
+Times are those of bandwidth alone, for ring algorithms; latency and contention between different collectives are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from spmd_trainer.analysis.chips import chip
+from spmd_trainer.analysis.hlo_collectives import Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Bandwidths of a chip, in bytes per second.
+
+    Attributes:
+      kind: beginning of `jax.Device.device_kind`.
+      memory: of the main memory; 0 in `MACHINES` for GPUs, whose memory `chips.CHIPS` has.
+      link: in one direction. TPU: of one ICI link. NVIDIA GPU: of all its NVLinks together.
+      network: in one direction, per chip, between TPU slices or NVLink domains.
+      inside: name of the links within a slice or an NVLink domain.
+      outside: name of the network.
+      wraps_at: TPU: smallest size of a torus dimension whose ends are linked; 0 for GPUs, which have no torus.
+      domain_hosts: hosts of an NVLink domain; 0 for TPUs.
+      measured_flops: bfloat16 FLOP/s of the fastest matrix products that were measured; 0 if nobody has published it.
+    """
+
+    kind: str
+    memory: float
+    link: float
+    network: float
+    inside: str
+    outside: str
+    wraps_at: int = 0
+    domain_hosts: int = 0
+    measured_flops: float = 0.0
+
+
+# TPUs (https://docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e): memory; the ICI bandwidth of a chip in both directions, v5e
+# 400, v5p 1,200 and v6e 800 GB/s, and v4's 2,400 Gbit/s in one, here per link (v5e and v6e have 4, v4 and v5p 6); and the
+# data-center network of 256 chips, v5e 6.4 and v6e 25.6 Tbit/s. Dimensions of v4 and v5p wrap around in slices of whole cubes of
+# 4 x 4 x 4 chips, those of v5e and v6e if they have 16 chips. The network of v4 and v5p:
+# https://jax-ml.github.io/scaling-book/tpus.
+# GPUs: memory is in `chips.CHIPS`. NVLink is half of the bandwidth in both directions of NVIDIA's data sheets: A100 600, H100 and
+# H200 900, B200 and GB200 1,800 GB/s. Network: one port per GPU, of 200 Gbit/s in DGX A100 and of 400 Gbit/s in DGX H100, H200,
+# B200 and GB200 (their data sheets). 18 hosts of 4 GPUs are one NVLink domain in GB200 NVL72.
+# Measured products: GPUs by https://github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS"
+# (GH200's with 141 GB for H200); v6e by https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks.
+MACHINES = (
+    Machine("TPU v4", 1228e9, 50e9, 6.25e9, "ICI", "DCN", wraps_at=4),
+    Machine("TPU v5 lite", 819e9, 50e9, 3.125e9, "ICI", "DCN", wraps_at=16),
+    Machine("TPU v5e", 819e9, 50e9, 3.125e9, "ICI", "DCN", wraps_at=16),
+    Machine("TPU v5", 2765e9, 100e9, 6.25e9, "ICI", "DCN", wraps_at=4),
+    Machine("TPU v6", 1638e9, 100e9, 12.5e9, "ICI", "DCN", wraps_at=16, measured_flops=827.5e12),
+    Machine("NVIDIA A100-SXM4-80GB", 0, 300e9, 25e9, "NVLink", "network", domain_hosts=1, measured_flops=271.2e12),
+    Machine("NVIDIA H100 80GB HBM3", 0, 450e9, 50e9, "NVLink", "network", domain_hosts=1, measured_flops=794.5e12),
+    Machine("NVIDIA H200", 0, 450e9, 50e9, "NVLink", "network", domain_hosts=1, measured_flops=828.6e12),
+    Machine("NVIDIA B200", 0, 900e9, 50e9, "NVLink", "network", domain_hosts=1, measured_flops=1745e12),
+    Machine("NVIDIA GB200", 0, 900e9, 50e9, "NVLink", "network", domain_hosts=18),
+)
+
+
+def machine(device_kind: str) -> Machine | None:
+    """Returns the bandwidths of the chip with this `device_kind`; None if they are unknown."""
+    known = chip(device_kind)
+    found = next((m for m in MACHINES if known is not None and device_kind.startswith(m.kind)), None)
+    if found is None or known is None or found.memory:
+        return found
+    return None if known.gpu is None else dataclasses.replace(found, memory=float(known.gpu.bandwidth))
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkTime:
+    """Seconds that one execution of a collective takes on the links inside of slices or domains, and on those outside."""
+
+    inside: float
+    outside: float
+
+
+class Links:
+    """The links of a mesh's devices."""
+
+    def __init__(self, devices: Sequence[jax.Device], found: Machine):
+        """Finds where the devices are.
+
+        Args:
+          devices: the mesh's devices in row-major order; a collective's groups are positions in it.
+          found: their bandwidths.
+        """
+        self._machine = found
+        if found.domain_hosts:
+            hosts = np.array([device.process_index for device in devices])
+            slices = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
+            self._domains = np.unique(np.stack([slices, hosts // found.domain_hosts]), axis=1, return_inverse=True)[1]
+            self._coordinates = np.zeros((len(devices), 0), int)
+        else:
+            self._domains = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
+            self._coordinates = np.array([device.coords for device in devices])
+        self._sizes = self._coordinates.max(0, initial=0) + 1
+
+    def seconds(self, collective: Collective) -> LinkTime:
+        """Returns how long one execution of a collective takes."""
+        if collective.kind == "collective-permute":
+            return self._permute(collective)
+        groups = collective.groups
+        if not groups.size:
+            groups = np.arange(len(self._domains))[None]
+        # Groups differ only by where they are; three of them are looked at in case they don't.
+        times = [self._of_group(collective, groups[n]) for n in sorted({0, len(groups) // 2, len(groups) - 1})]
+        return max(times, key=lambda time: time.inside + time.outside)
+
+    def _of_group(self, collective: Collective, members: np.ndarray) -> LinkTime:
+        if len(members) == 1:
+            return LinkTime(0.0, 0.0)
+        domains, counts = np.unique(self._domains[members], return_counts=True)
+        inner, outer = int(counts.min()), len(domains)
+        near = members[self._domains[members] == domains[0]]
+        size, total = collective.num_bytes, len(members)
+        if collective.kind in ("all-to-all", "ragged-all-to-all"):
+            inside = self._exchange(near, size * len(near) / total)
+            return LinkTime(inside, size * (total - inner) / total / self._machine.network if outer > 1 else 0.0)
+        # First within each domain, then each device its part of the array with those of the other domains; or in reverse order.
+        passes = 2 if collective.kind == "all-reduce" else 1
+        inside = size * (inner - 1) / inner / self._bandwidth(near) if inner > 1 else 0.0
+        outside = size / inner * (outer - 1) / outer / self._machine.network
+        return LinkTime(passes * inside, passes * outside)
+
+    def _rings(self, members: np.ndarray) -> list[tuple[int, float]]:
+        """Returns size and bandwidth of each torus dimension that a group of devices of one slice extends over."""
+        places = self._coordinates[members]
+        rings = []
+        for dim, whole in enumerate(self._sizes):
+            values = np.unique(places[:, dim])
+            if len(values) == 1:
+                continue
+            stride = int(np.diff(values).min())  # as many groups share the dimension's links
+            wraps = len(values) * stride == whole >= self._machine.wraps_at
+            rings.append((len(values), self._machine.link * (2 if wraps else 1) / stride))
+        return rings
+
+    def _bandwidth(self, members: np.ndarray) -> float:
+        """Returns the bandwidth at which a device receives an array that is spread over a group within one domain."""
+        if self._machine.domain_hosts:
+            return self._machine.link
+        rings = self._rings(members)
+        is_box = np.prod([size for size, _ in rings]) == len(members)
+        bandwidths = [bandwidth for _, bandwidth in rings]
+        return sum(bandwidths) if is_box else min(bandwidths)
+
+    def _exchange(self, members: np.ndarray, size: float) -> float:
+        """Returns the seconds of an all-to-all of `size` bytes per device within one domain: those of the slowest dimension."""
+        if len(members) == 1:
+            return 0.0
+        if self._machine.domain_hosts:
+            return size * (len(members) - 1) / len(members) / self._machine.link
+        # Half of a ring's data crosses its middle.
+        return max(count * size / (4 * bandwidth) for count, bandwidth in self._rings(members))
+
+    def _permute(self, collective: Collective) -> LinkTime:
+        size, pairs = collective.num_bytes, collective.groups
+        if not pairs.size:
+            return LinkTime(size / self._machine.link, 0.0)
+        crosses = self._domains[pairs[:, 0]] != self._domains[pairs[:, 1]]
+        outside = size / self._machine.network if crosses.any() else 0.0
+        if crosses.all():
+            return LinkTime(0.0, outside)
+        if self._machine.domain_hosts:
+            return LinkTime(size / self._machine.link, outside)
+        distance = np.abs(self._coordinates[pairs[:, 0]] - self._coordinates[pairs[:, 1]])[~crosses]
+        wraps = self._sizes >= self._machine.wraps_at
+        hops = np.where(wraps, np.minimum(distance, self._sizes - distance), distance)
+        # On average each link of a dimension carries as many arrays as a pair makes hops there.
+        return LinkTime(size * max(1.0, float(hops.mean(0).max())) / self._machine.link, outside)

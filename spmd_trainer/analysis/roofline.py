@@ -1,0 +1,180 @@
+"""Estimates how long a compiled train step takes on its chips: a range between what its parts take if they overlap, or don't.
+
+Three parts take time on a chip: matrix products (FLOPs over the chip's peak), main memory (bytes over its bandwidth) and
+collectives (bytes over the links that they use). At best, all collectives and asynchronous copies run while the chip computes,
+and each instruction takes the longer of its products and its bytes. At worst, nothing overlaps: all three are added up, with
+products at the highest rate that was measured on the chip instead of its peak.
+
+Left out: the host, latency, the start of kernels, products that are slower than the fastest measured ones, and float32 products,
+which count as bfloat16 ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from spmd_trainer.analysis import hlo_collectives, hlo_costs, links
+from spmd_trainer.analysis.chips import chip
+
+# Collectives in a plan's text.
+_SHOWN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """All collectives of one kind over the same mesh axes.
+
+    Attributes:
+      kind: 'all-gather', ...
+      axes: the mesh axes that they cross.
+      seconds: their time in one step.
+      links: the links that they use, e.g. 'ICI' or 'NVLink, network'.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    seconds: float
+    links: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Time of one step on one chip, in seconds.
+
+    Attributes:
+      matrix_flops: FLOPs of the matrix products, with those of rematerialisation and attention.
+      memory_bytes: bytes read and written in main memory.
+      matrix_seconds: of the matrix products at the chip's peak.
+      measured_matrix_seconds: of the matrix products at the highest rate that was measured; see `links.Machine`.
+      memory_seconds: of `memory_bytes` at the memory's bandwidth.
+      computing_seconds: sum over the instructions of the longer of products and bytes; without asynchronous copies.
+      inside_seconds, outside_seconds: of the collectives, on the links inside of slices (or NVLink domains) and between them.
+      permute_seconds: those of `inside_seconds` that are of permutations. A permutation uses its links in one direction; two of
+        opposite directions can run at the same time.
+      collectives: the same by kind and mesh axes, longest first.
+    """
+
+    matrix_flops: float
+    memory_bytes: int
+    matrix_seconds: float
+    measured_matrix_seconds: float
+    memory_seconds: float
+    computing_seconds: float
+    inside_seconds: float
+    outside_seconds: float
+    permute_seconds: float
+    collectives: Sequence[CollectiveTime]
+
+    @property
+    def shortest(self) -> float:
+        """The step if all that can overlap does."""
+        inside = self.inside_seconds - self.permute_seconds / 2
+        return max(self.computing_seconds, self.memory_seconds, inside, self.outside_seconds)
+
+    @property
+    def longest(self) -> float:
+        """The step if nothing overlaps."""
+        return self.measured_matrix_seconds + self.memory_seconds + self.inside_seconds + self.outside_seconds
+
+    @property
+    def middle(self) -> float:
+        """The middle of the range."""
+        return (self.shortest + self.longest) / 2
+
+    def record(self) -> dict[str, Any]:
+        """Returns all fields and the range, for a JSON file."""
+        return {
+            **dataclasses.asdict(self),
+            "shortest": self.shortest,
+            "longest": self.longest,
+            "middle": self.middle,
+        }
+
+
+def estimate(
+    hlo: str,
+    devices: Sequence[jax.Device],
+    mesh_shape: Mapping[str, int],
+    *,
+    machine: links.Machine | None = None,
+) -> Estimate | None:
+    """Estimates the time of a compiled step.
+
+    Args:
+      hlo: the program's text (`jax.stages.Compiled.as_text()`).
+      devices: the mesh's devices in row-major order.
+      mesh_shape: sizes of its axes by name, in order.
+      machine: bandwidths; None for those of the devices' kind.
+
+    Returns:
+      The estimate; None if the chip is unknown.
+    """
+    known = chip(devices[0].device_kind)
+    machine = machine or links.machine(devices[0].device_kind)
+    if known is None or machine is None:
+        return None
+    flops, num_bytes, computing = 0.0, 0, 0.0
+    for cost in hlo_costs.instruction_costs(hlo):
+        flops += cost.times * cost.flops
+        num_bytes += cost.times * cost.num_bytes
+        if not cost.overlaps:
+            computing += cost.times * max(cost.flops / known.peak_flops, cost.num_bytes / machine.memory)
+    rows = _collectives(hlo, links.Links(devices, machine), mesh_shape)
+    return Estimate(
+        matrix_flops=flops,
+        memory_bytes=num_bytes,
+        matrix_seconds=flops / known.peak_flops,
+        measured_matrix_seconds=flops / (machine.measured_flops or known.peak_flops),
+        memory_seconds=num_bytes / machine.memory,
+        computing_seconds=computing,
+        inside_seconds=sum(time.inside for time in rows.values()),
+        outside_seconds=sum(time.outside for time in rows.values()),
+        permute_seconds=sum(time.inside for (kind, _), time in rows.items() if kind == "collective-permute"),
+        collectives=sorted(
+            (
+                CollectiveTime(kind, axes, time.inside + time.outside, _links(time, machine))
+                for (kind, axes), time in rows.items()
+            ),
+            key=lambda row: -row.seconds,
+        ),
+    )
+
+
+def _collectives(
+    hlo: str, network: links.Links, mesh_shape: Mapping[str, int]
+) -> dict[tuple[str, tuple[str, ...]], links.LinkTime]:
+    """Returns the seconds per step of the collectives by kind and mesh axes."""
+    rows: dict[tuple[str, tuple[str, ...]], links.LinkTime] = collections.defaultdict(lambda: links.LinkTime(0.0, 0.0))
+    for found in hlo_collectives.find_collectives(hlo):
+        time, key = network.seconds(found), (found.kind, found.axes(mesh_shape))
+        before = rows[key]
+        rows[key] = links.LinkTime(
+            before.inside + found.times * time.inside, before.outside + found.times * time.outside
+        )
+    return rows
+
+
+def _links(time: links.LinkTime, machine: links.Machine) -> str:
+    used = [(machine.inside, time.inside), (machine.outside, time.outside)]
+    return ", ".join(name for name, seconds in used if seconds)
+
+
+def estimate_text(found: Estimate) -> str:
+    """Formats an estimate as lines of a plan."""
+    links_seconds = found.inside_seconds + found.outside_seconds
+    lines = [
+        f"estimated step {found.shortest:.4g} s (all overlaps) to {found.longest:.4g} s (nothing does)",
+        f"  products {found.matrix_seconds:.4g} s ({found.matrix_flops:.3e} FLOPs per chip), memory "
+        f"{found.memory_seconds:.4g} s, links {links_seconds:.4g} s",
+    ]
+    lines += [
+        f"  {row.seconds:8.4g} s of {row.kind} over {', '.join(row.axes) or 'one device'} ({row.links})"
+        for row in found.collectives[:_SHOWN]
+        if row.seconds
+    ]
+    return "\n".join(lines)

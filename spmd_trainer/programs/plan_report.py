@@ -1,0 +1,206 @@
+"""What a plan's search found: each candidate's outcome, the Pareto front as text, and `plan.json`, which is also its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.plan_candidates import Candidate
+from spmd_trainer.programs.run_directory import report_directory
+from spmd_trainer.sharding.messages import bytes_text, count_text
+from spmd_trainer.storage import files
+
+FILE = "plan.json"
+_SHOWN = 10
+# Candidates whose reasons an error names.
+_REASONS = 3
+# What a compiled program depends on besides the settings.
+_LIBRARIES = ("spmd-trainer", "jax", "jaxlib", "praxis", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What is known about a candidate.
+
+    Attributes:
+      candidate: the candidate.
+      seconds: middle of the estimated range of a step; None if it was not compiled or doesn't fit.
+      shortest, longest: the range.
+      bytes: bytes that the compiled step needs on one chip.
+      state_bytes: those of the train state, from its layout.
+      padding: those of the state that are padding.
+      rows: global batch.
+      dominant: the collective that takes longest, and its axes.
+      predicted: seconds predicted before the compilation.
+      bound: seconds that no step of this candidate takes less than.
+      reason: why it is out; '' if it is not.
+      not_reached: why it was not compiled in this search, although it may be good.
+      compiled_in: seconds of its compilation.
+    """
+
+    candidate: Candidate
+    seconds: float | None = None
+    shortest: float | None = None
+    longest: float | None = None
+    bytes: int | None = None
+    state_bytes: int | None = None
+    padding: int | None = None
+    rows: int = 1
+    dominant: str = ""
+    predicted: float = 0.0
+    bound: float = 0.0
+    reason: str = ""
+    not_reached: str = ""
+    compiled_in: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """True if it was compiled or is out."""
+        return self.seconds is not None or bool(self.reason)
+
+    @property
+    def per_row(self) -> float:
+        """Estimated seconds of a step / rows; infinite if it was not compiled or doesn't fit."""
+        return math.inf if self.seconds is None else self.seconds / self.rows
+
+    def line(self) -> str:
+        """Returns the outcome in one line."""
+        if self.seconds is None:
+            return f"{self.candidate}: {self.reason or self.not_reached}"
+        return (
+            f"{self.candidate}: {self.seconds:.3g} s ({self.shortest:.3g} to {self.longest:.3g}), {bytes_text(self.bytes or 0)} "
+            f"per chip, {bytes_text(self.padding or 0)} padding, {self.dominant or 'no collectives'}"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Returns all fields for a JSON file."""
+        fields = dataclasses.asdict(self)
+        return {**fields, "candidate": dataclasses.asdict(self.candidate), "name": str(self.candidate)}
+
+
+class Store:
+    """`plan.json` in the run's directory; without a directory nothing is kept."""
+
+    def __init__(self, job: Job, searched: Sequence[str]):
+        """Finds the file.
+
+        Args:
+          job: the search's job.
+          searched: names of the dimensions that are searched.
+        """
+        config = job.config
+        self._job = job
+        self._path = report_directory(config.job_log_dir) / FILE if config.writes_reports else None
+        self._searched = list(searched)
+        self._versions = {name: version for name in _LIBRARIES if (version := _version(name))}
+        settings = [*config.experiment.lines(), config.topology, config.num_slices, sorted(self._versions.items())]
+        self._key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+    def read(self, outcomes: Sequence[Outcome]) -> None:
+        """Fills in what earlier searches with the same experiment, topology and versions found out."""
+        if self._path is None or not self._path.exists():
+            return
+        try:
+            earlier = json.loads(self._path.read_text())
+        except json.JSONDecodeError:
+            logging.warning("%s is not readable and will be replaced", self._path)
+            return
+        if earlier.get("key") != self._key:
+            logging.info("%s is of other settings or versions and will be replaced", self._path)
+            return
+        known = {record["name"]: record for record in earlier["candidates"]}
+        fields = [field.name for field in dataclasses.fields(Outcome) if field.name not in ("candidate", "not_reached")]
+        for outcome in outcomes:
+            record = known.get(str(outcome.candidate))
+            # Only what was compiled: other reasons are cheap, and depend on what was found so far.
+            if record and record["compiled_in"]:
+                for field in fields:
+                    setattr(outcome, field, record[field])
+
+    def write(self, outcomes: Sequence[Outcome]) -> None:
+        """Writes the file."""
+        if self._path is None:
+            return
+        front = {id(outcome) for outcome in pareto_front(outcomes)}
+        record = {
+            "key": self._key,
+            "experiment": self._job.config.experiment.name,
+            "overrides": list(self._job.config.experiment.overrides),
+            "topology": self._job.config.topology,
+            "num_slices": self._job.config.num_slices,
+            "searched": self._searched,
+            "versions": self._versions,
+            "candidates": [{**outcome.record(), "front": id(outcome) in front} for outcome in outcomes],
+        }
+        files.write_atomically(self._path, json.dumps(record, indent=1).splitlines())
+
+
+def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Returns the candidates that fit and of which none is both faster per row and smaller, fastest first."""
+    front: list[Outcome] = []
+    for outcome in sorted((o for o in outcomes if o.seconds is not None), key=lambda o: (o.per_row, o.bytes)):
+        if not front or (outcome.bytes or 0) < (front[-1].bytes or 0):
+            front.append(outcome)
+    return front
+
+
+def best(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Returns the candidates that fit, fastest per row first."""
+    return sorted((o for o in outcomes if o.seconds is not None), key=lambda o: o.per_row)
+
+
+def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
+    """Formats the result of a search."""
+    ranked, front = best(outcomes), {id(outcome) for outcome in pareto_front(outcomes)}
+    compiled = sum(outcome.compiled_in > 0 for outcome in outcomes)
+    out = sum(bool(outcome.reason) and not outcome.compiled_in for outcome in outcomes)
+    waiting = sum(bool(outcome.not_reached) for outcome in outcomes)
+    lines = [
+        f"{count_text(len(outcomes), 'candidate')} on {job.config.topology}: {compiled} compiled, {out} left out, {waiting} not "
+        f"reached"
+    ]
+    if ranked:
+        lines.append(f"  {'step':>9}  {'range':>20}  {'per chip':>11}  {'padding':>10}  candidate; longest collective")
+    for outcome in [o for o in ranked if id(o) in front or o in ranked[:_SHOWN]]:
+        mark = "*" if id(outcome) in front else " "
+        span = f"{outcome.shortest:.4g} to {outcome.longest:.4g} s"
+        lines.append(
+            f"{mark} {outcome.seconds:8.4g} s  {span:>20}  {bytes_text(outcome.bytes or 0):>11}  "
+            f"{bytes_text(outcome.padding or 0):>10}  {outcome.candidate}; {outcome.dominant or 'none'}"
+        )
+    if ranked:
+        lines.append("* nothing else is both faster per row and smaller. The best runs with")
+        lines.append(f"  {ranked[0].candidate.flags(job.config.experiment)}")
+    return "\n".join(lines) + "\n"
+
+
+def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
+    """Returns the message for a search without a candidate that fits; `memory` is that of a chip, in bytes."""
+    if any(o.not_reached for o in outcomes) and not any(o.compiled_in for o in outcomes):
+        return f"{outcomes[0].not_reached or 'the search ended'}: no candidate is compiled; give a longer --budget"
+    reasons = "; ".join(f"{o.candidate}: {o.reason or o.not_reached}" for o in outcomes[:_REASONS])
+    sizes = [o.state_bytes for o in outcomes if o.state_bytes is not None]
+    if not sizes:
+        return f"no candidate can be built for {job.config.topology}: {reasons}"
+    whole = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
+    chips = -(-whole // memory)
+    return (
+        f"no candidate fits {job.config.topology}: the smallest state takes {bytes_text(min(sizes))} of {bytes_text(memory)} per "
+        f"chip. The state alone, split over all chips, needs {count_text(chips, 'chip')}. Use more chips, a smaller batch, or "
+        f"--search=mesh,remat,minibatches. {reasons}"
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,223 @@
+"""FLOPs and bytes of small programs, computed by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_trainer import sharding
+from spmd_trainer.analysis import hlo_costs
+
+LAYERS, ROWS, WIDTH, HIDDEN = 6, 64, 32, 128
+
+
+def entry(*instructions, others=""):
+    lines = "\n".join(f"  {line}" for line in instructions)
+    return f"HloModule m, is_scheduled=true\n\n{others}ENTRY %main (p: f32[4]) -> f32[4] {{\n{lines}\n}}\n"
+
+
+def costs(text):
+    return {cost.instruction.name: cost for cost in hlo_costs.instruction_costs(text)}
+
+
+def test_a_scanned_mlp_on_a_mesh_has_exactly_the_flops_of_its_products():
+    mesh = sharding.create_device_mesh([("data", 4), ("mdl", 2)])
+
+    def loss(weights, x):
+        def layer(x, w):
+            return x + jax.nn.gelu(x @ w[0]) @ w[1], None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    def shape(*sizes, spec):
+        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    weights = (
+        shape(LAYERS, WIDTH, HIDDEN, spec=(None, None, "mdl")),
+        shape(LAYERS, HIDDEN, WIDTH, spec=(None, "mdl", None)),
+    )
+    x = shape(ROWS, WIDTH, spec=("data",))
+    forward = LAYERS * 2 * (2 * ROWS * WIDTH * HIDDEN) / mesh.size
+    assert hlo_costs.total_flops(jax.jit(loss).lower(weights, x).compile().as_text()) == forward
+    # The gradient takes two products for each of the forward pass.
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(weights, x).compile().as_text()
+    assert hlo_costs.total_flops(gradient) == 3 * forward
+
+
+def test_products_inside_of_fusions_and_calls_count():
+    fused = """%fused (a: bf16[8,16], b: bf16[16,4]) -> bf16[8,4] {
+  %a = bf16[8,16]{1,0} parameter(0)
+  %b = bf16[16,4]{1,0} parameter(1)
+  ROOT %dot = bf16[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+"""
+    text = entry(
+        "%p = bf16[8,16]{1,0} parameter(0)",
+        "%q = bf16[16,4]{1,0} parameter(1)",
+        "ROOT %f = bf16[8,4]{1,0} fusion(%p, %q), kind=kOutput, calls=%fused",
+        others=fused,
+    )
+    found = costs(text)["f"]
+    assert (found.flops, found.num_bytes) == (2 * 8 * 16 * 4, 2 * (8 * 16 + 16 * 4 + 8 * 4))
+
+
+def test_a_cublas_product():
+    config = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}}}'
+    text = entry(
+        "%p = bf16[3,8,16]{2,1,0} parameter(0)",
+        "%q = bf16[3,16,4]{2,1,0} parameter(1)",
+        'ROOT %g = (bf16[3,8,4]{2,1,0}, s8[64]{0}) custom-call(%p, %q), custom_call_target="__cublas$gemm", '
+        f"backend_config={config}",
+    )
+    assert costs(text)["g"].flops == 2 * 3 * 8 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("convolution", "flops"),
+    [
+        # An image of 10 x 10, a kernel of 3 x 3, 8 to 16 features, no padding: 8 x 8 outputs.
+        (
+            "f32[2,8,8,16] convolution(%x, %k), window={size=3x3}, dim_labels=b01f_01io->b01f",
+            2 * 2 * 8 * 8 * 16 * 8 * 9,
+        ),
+        # One row of padding on each side: outputs at the border see two rows of the kernel instead of three.
+        (
+            "f32[2,10,8,16] convolution(%x, %k), window={size=3x3 pad=1_1x0_0}, dim_labels=b01f_01io->b01f",
+            2 * 2 * (8 * 3 + 2 * 2) * 8 * 16 * 8 * 3,
+        ),
+        # Every second position: 4 x 4 outputs.
+        (
+            "f32[2,4,4,16] convolution(%x, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f",
+            2 * 2 * 4 * 4 * 16 * 8 * 9,
+        ),
+    ],
+)
+def test_convolutions(convolution, flops):
+    text = entry(
+        "%x = f32[2,10,10,8]{3,2,1,0} parameter(0)",
+        "%k = f32[3,3,8,16]{3,2,1,0} parameter(1)",
+        f"ROOT %c = {convolution}",
+    )
+    assert costs(text)["c"].flops == flops
+
+
+def test_a_batched_product_that_tpus_write_as_a_convolution():
+    # 5 products of [7, 3] with [3, 4]: the batch is a spatial dimension, padded so that each output meets one element.
+    text = entry(
+        "%x = bf16[5,7,3]{2,1,0} parameter(0)",
+        "%k = bf16[5,3,4]{2,1,0} parameter(1)",
+        "ROOT %c = bf16[5,7,4]{2,1,0} convolution(%x, %k), window={size=5 stride=4 lhs_dilate=5}, dim_labels=0bf_0io->0bf",
+    )
+    assert costs(text)["c"].flops == 5 * 2 * 7 * 3 * 4
+
+
+def test_only_the_part_that_is_read_or_written_counts():
+    fused = """%fused (a: f32[10,4], i: s32[], u: f32[4], b: f32[10,4]) -> f32[10,4] {
+  %a = f32[10,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %u = f32[4]{0} parameter(2)
+  %b = f32[10,4]{1,0} parameter(3)
+  %zero = s32[] constant(0)
+  %slice = f32[1,4]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,4}
+  %row = f32[4]{0} bitcast(%slice)
+  %sum = f32[4]{0} add(%row, %u)
+  %update = f32[1,4]{1,0} bitcast(%sum)
+  ROOT %d = f32[10,4]{1,0} dynamic-update-slice(%b, %update, %i, %zero)
+}
+
+"""
+    text = entry(
+        "%p = f32[10,4]{1,0} parameter(0)",
+        "%n = s32[] parameter(1)",
+        "%q = f32[4]{0:S(1)} parameter(2)",
+        "%r = f32[10,4]{1,0} parameter(3)",
+        "%f = f32[10,4]{1,0} fusion(%p, %n, %q, %r), kind=kLoop, calls=%fused",
+        "ROOT %s = f32[1,4]{1,0} dynamic-slice(%f, %n, %n), dynamic_slice_sizes={1,4}",
+        others=fused,
+    )
+    found = costs(text)
+    # It reads a row of %p and the index, and writes a row; %q is in the core's own memory.
+    assert found["f"].num_bytes == 16 + 4 + 16
+    assert found["s"].num_bytes == 16 + 16
+
+
+def test_asynchronous_copies_overlap():
+    text = entry(
+        "%p = f32[8]{0} parameter(0)",
+        "%c = (f32[8]{0:S(1)}, f32[8]{0}, u32[]{:S(2)}) copy-start(%p)",
+        "%d = f32[8]{0:S(1)} copy-done(%c)",
+        "ROOT %e = f32[8]{0} add(%d, %d)",
+    )
+    found = costs(text)
+    assert (found["c"].num_bytes, found["c"].overlaps) == (32, True)
+    assert (found["e"].num_bytes, found["e"].overlaps) == (32, False)
+
+
+BATCH, HEADS, LENGTH, HEAD = 2, 4, 512, 64
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "pairs"),
+    [
+        ("NO_MASK", 0, LENGTH * LENGTH),
+        ("CAUSAL", 0, LENGTH * (LENGTH + 1) / 2),
+        ("CAUSAL", 100, 100 * LENGTH - 100 * 99 / 2),
+    ],
+)
+@pytest.mark.parametrize(("kernel", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
+def test_cudnn_attention(mask, window, pairs, kernel, products):
+    config = (
+        f'{{"cudnn_fmha_backend_config":{{"intermediate_tensor_shape":{{"element_type":"BF16","dimensions":["{BATCH}","{HEADS}",'
+        f'"{LENGTH}","{LENGTH}"]}},"mask_type":"{mask}","sliding_window_length":{window}}}}}'
+    )
+    shape = f"bf16[{BATCH},{LENGTH},{HEADS},{HEAD}]{{3,2,1,0}}"
+    text = entry(
+        f"%q = {shape} parameter(0)",
+        f'ROOT %a = ({shape}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="__cudnn${kernel}", '
+        f"backend_config={config}",
+    )
+    assert costs(text)["a"].flops == products * 2 * BATCH * HEADS * HEAD * pairs
+
+
+def splash(kernel, tables, settings, *, integers=1):
+    """A splash attention kernel for 4 rows of heads, 4,096 tokens, width 128; keys have 2 heads."""
+    numbers = ", ".join(f'\\"{name}\\": {size}' for name, size in settings.items())
+    positions = "".join(", s32[4096,128]{1,0}" for _ in range(integers))
+    table, heads = f"s8[1,{tables}]{{2,1,0}}", "4096,128]{2,1,0}"
+    constraints = f"{table}, {table}, bf16[4,{heads}, bf16[2,{heads}{positions}"
+    return entry(
+        "%q = bf16[4,4096,128]{2,1,0} parameter(0)",
+        'ROOT %a = bf16[4,4096,128]{2,1,0} custom-call(%q), custom_call_target="tpu_custom_call", '
+        f"operand_layout_constraints={{{constraints}}}, "
+        f'frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{{{numbers}}}"\n}}}}, '
+        f'metadata={{op_name="jit(f)/{kernel}/pallas_call"}}',
+    )
+
+
+FORWARD = {"block_q": 1024, "block_kv": 1024, "block_kv_compute": 512}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tables", "settings", "integers", "blocks", "products"),
+    [
+        ("splash_mha_fwd_residuals", "4,4", FORWARD, 1, 4 + 3 + 2 + 1, 2),
+        ("splash_mha_fwd_residuals", "4,4", FORWARD, 3, 4 + 3 + 2 + 1, 2),  # with segments
+        ("splash_mha_fwd_residuals", "4,4", FORWARD, 0, 16, 2),  # bidirectional
+        ("splash_mha_fwd_residuals", "4,2", FORWARD, 1, 1 + 2 + 2 + 2, 2),  # with a window
+        ("splash_mha_dkv_no_residuals", "2,4", {"block_q_dkv": 1024, "block_kv_dkv": 1024}, 1, 2 + 2 + 2 + 1, 4),
+        ("splash_mha_dq_no_residuals", "4,8", {"block_q_dq": 1024, "block_kv_dq": 512}, 1, (2 + 4 + 6 + 8) / 2, 3),
+    ],
+)
+def test_splash_attention_skips_blocks(kernel, tables, settings, integers, blocks, products):
+    text = splash(kernel, tables, settings, integers=integers)
+    assert costs(text)["a"].flops == products * 2 * 4 * 128 * blocks * 1024**2
+
+
+def test_a_pallas_kernel_that_states_its_flops():
+    text = entry(
+        "%q = f32[8]{0} parameter(0)",
+        'ROOT %a = f32[8]{0} custom-call(%q), custom_call_target="tpu_custom_call", '
+        'backend_config={"custom_call_config":{"cost_estimate":{"flops":123,"bytes_accessed":64}}}',
+    )
+    assert costs(text)["a"].flops == 123

@@ -1,0 +1,55 @@
+"""GPUs that are not here: what the compiler is told of them, and what happens without the compiler."""
+
+import importlib.util
+
+import pytest
+
+from spmd_trainer.analysis import nvidia
+from spmd_trainer.analysis.chips import BY_TOPOLOGY
+from spmd_trainer.analysis.topologies import topology_devices
+from spmd_trainer.errors import UserError
+
+INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
+    importlib.util.find_spec(module) for module in nvidia._PLUGINS.values()
+)
+
+
+def test_the_compiler_is_told_of_an_h100():
+    text = nvidia.target_config(BY_TOPOLOGY["h100"].gpu)
+    for fact in (
+        "core_count: 132",
+        "cuda_compute_capability { major: 9 minor: 0 }",
+        "device_memory_size: 84942979072",
+        "memory_bandwidth: 3352320000000",
+        "shared_memory_per_core: 233472",
+        "shared_memory_per_block_optin: 232448",
+        'device_description_str: "NVIDIA H100 80GB HBM3"',
+    ):
+        assert fact in text
+    assert text.count("{") == text.count("}")
+
+
+@pytest.mark.parametrize("topology", ["h100", "h100:8", "h100:1x2x8", "h100:0x8", "h100:1x8x"])
+def test_a_shape_that_is_not_hosts_x_gpus_is_refused(topology):
+    with pytest.raises(UserError, match=r"h100:32x8 for 32 hosts with 8 GPUs each.*known chips: .*v5e.*gb200"):
+        topology_devices(topology)
+
+
+@pytest.mark.skipif(INSTALLED, reason="the compiler for GPUs is installed")
+def test_without_the_compiler_the_extra_is_named():
+    with pytest.raises(UserError, match="install it with `uv sync --extra cuda12`"):
+        topology_devices("h100:1x8")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed")
+@pytest.mark.parametrize(
+    ("topology", "slices", "count", "capability"),
+    [("a100:1x8", 1, 8, "8.0"), ("h100:4x8", 2, 64, "9.0"), ("gb200:18x4", 1, 72, "10.0")],
+)
+def test_the_compiler_s_devices(topology, slices, count, capability):
+    devices = topology_devices(topology, slices)
+    assert len(devices) == count
+    assert devices[0].device_kind == BY_TOPOLOGY[topology.partition(":")[0]].gpu.name
+    assert devices[0].compute_capability == capability
+    hosts = slices * int(topology.partition(":")[2].partition("x")[0])
+    assert {device.process_index for device in devices} == set(range(hosts))

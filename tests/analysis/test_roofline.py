@@ -1,0 +1,121 @@
+"""The range of a step's time, from a program whose parts are computed by hand."""
+
+import itertools
+import types
+
+import pytest
+
+from spmd_trainer.analysis import roofline
+
+V5E_FLOPS, V5E_MEMORY, V5E_LINK = 197e12, 819e9, 50e9
+# A product, a sum, an asynchronous copy, an all-gather over 'data' and an all-reduce over 'mdl', all in a loop of 3.
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%body (p: (s32[], bf16[1024,1024])) -> (s32[], bf16[1024,1024]) {
+  %p = (s32[], bf16[1024,1024]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = bf16[1024,1024]{1,0} get-tuple-element(%p), index=1
+  %one = s32[]{:S(6)} constant(1)
+  %next = s32[]{:S(6)} add(%i, %one)
+  %w = bf16[1024,1024]{1,0} all-gather(%x), replica_groups=[16,16]<=[256], dimensions={0}
+  %dot = bf16[1024,1024]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %copy-start = (bf16[1024,1024]{1,0:S(1)}, bf16[1024,1024]{1,0}, u32[]{:S(2)}) copy-start(%dot)
+  %copy-done = bf16[1024,1024]{1,0:S(1)} copy-done(%copy-start)
+  %sum = bf16[1024,1024]{1,0} add(%dot, %dot)
+  %all = bf16[1024,1024]{1,0} all-reduce(%sum), replica_groups=[16,16]<=[16,16]T(1,0), to_apply=%add
+  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %all)
+}
+
+%condition (q: (s32[], bf16[1024,1024])) -> pred[] {
+  %q = (s32[], bf16[1024,1024]{1,0}) parameter(0)
+  %n = s32[]{:S(6)} constant(3)
+  %j = s32[] get-tuple-element(%q), index=0
+  ROOT %less = pred[]{:S(6)} compare(%j, %n), direction=LT
+}
+
+ENTRY %main (a: (s32[], bf16[1024,1024])) -> (s32[], bf16[1024,1024]) {
+  %a = (s32[], bf16[1024,1024]{1,0}) parameter(0)
+  ROOT %loop = (s32[], bf16[1024,1024]{1,0}) while(%a), condition=%condition, body=%body
+}
+"""
+SIDE = 1024
+ARRAY = 2 * SIDE**2
+
+
+def devices(kind):
+    return [
+        types.SimpleNamespace(device_kind=kind, coords=coords, slice_index=0, process_index=0)
+        for coords in itertools.product(range(16), range(16))
+    ]
+
+
+@pytest.fixture(scope="module")
+def estimate():
+    return roofline.estimate(PROGRAM, devices("TPU v5 lite"), {"mdl": 16, "data": 16})
+
+
+def test_products_and_bytes(estimate):
+    assert estimate.matrix_flops == 3 * 2 * SIDE**3
+    assert estimate.matrix_seconds == pytest.approx(3 * 2 * SIDE**3 / V5E_FLOPS)
+    # Three arrays of the product, one of the copy, three of the sum, and the counter.
+    assert estimate.memory_bytes == pytest.approx(3 * 7 * ARRAY, rel=1e-4)
+    assert estimate.memory_seconds == pytest.approx(estimate.memory_bytes / V5E_MEMORY)
+
+
+def test_each_collective_takes_the_links_of_its_axes(estimate):
+    gather = 3 * ARRAY * 15 / 16 / (2 * V5E_LINK)
+    rows = {(row.kind, row.axes): (row.seconds, row.links) for row in estimate.collectives}
+    assert rows == {
+        ("all-reduce", ("mdl",)): (pytest.approx(2 * gather), "ICI"),
+        ("all-gather", ("data",)): (pytest.approx(gather), "ICI"),
+    }
+    assert [row.kind for row in estimate.collectives] == ["all-reduce", "all-gather"]  # longest first
+    assert (estimate.inside_seconds, estimate.outside_seconds) == (pytest.approx(3 * gather), 0)
+
+
+def test_the_range_is_from_all_hidden_to_nothing_hidden(estimate):
+    product = max(2 * SIDE**3 / V5E_FLOPS, 3 * ARRAY / V5E_MEMORY)
+    assert estimate.computing_seconds == pytest.approx(3 * (product + 3 * ARRAY / V5E_MEMORY), rel=1e-4)
+    # Here the links take longest.
+    assert estimate.shortest == estimate.inside_seconds
+    assert estimate.longest == pytest.approx(
+        estimate.matrix_seconds + estimate.memory_seconds + estimate.inside_seconds
+    )
+    assert estimate.shortest < estimate.middle < estimate.longest
+    assert estimate.record()["middle"] == estimate.middle
+
+
+def test_permutations_in_both_directions_overlap():
+    shifts = [
+        ",".join(f"{{{16 * r + n},{16 * r + (n + by) % 16}}}" for r in range(16) for n in range(16)) for by in (1, 15)
+    ]
+    text = PROGRAM.replace(
+        "  %all = bf16[1024,1024]{1,0} all-reduce(%sum), replica_groups=[16,16]<=[16,16]T(1,0), to_apply=%add",
+        f"  %back = bf16[1024,1024]{{1,0}} collective-permute(%sum), source_target_pairs={{{shifts[0]}}}\n"
+        f"  %all = bf16[1024,1024]{{1,0}} collective-permute(%back), source_target_pairs={{{shifts[1]}}}",
+    )
+    found = roofline.estimate(text, devices("TPU v5 lite"), {"mdl": 16, "data": 16})
+    one = 3 * ARRAY / V5E_LINK
+    gather = 3 * ARRAY * 15 / 16 / (2 * V5E_LINK)
+    assert found.permute_seconds == pytest.approx(2 * one)
+    assert found.inside_seconds == pytest.approx(gather + 2 * one)
+    assert found.shortest == pytest.approx(gather + one)
+
+
+def test_the_longest_step_has_products_at_the_measured_rate():
+    found = roofline.estimate(PROGRAM, devices("TPU v6 lite"), {"mdl": 16, "data": 16})
+    assert found.matrix_seconds == pytest.approx(3 * 2 * SIDE**3 / 918e12)
+    assert found.measured_matrix_seconds == pytest.approx(3 * 2 * SIDE**3 / 827.5e12)
+    assert found.longest == pytest.approx(found.measured_matrix_seconds + found.memory_seconds + found.inside_seconds)
+
+
+def test_the_text_names_the_range_and_the_longest_collectives(estimate):
+    text = roofline.estimate_text(estimate)
+    assert text.startswith(
+        f"estimated step {estimate.shortest:.4g} s (all overlaps) to {estimate.longest:.4g} s (nothing does)"
+    )
+    assert "s of all-reduce over mdl (ICI)" in text
+
+
+def test_unknown_chips_have_no_estimate():
+    assert roofline.estimate(PROGRAM, devices("cpu"), {"mdl": 16, "data": 16}) is None

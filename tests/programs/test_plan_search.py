@@ -1,0 +1,270 @@
+"""The search of `--mode=plan`, on host devices that stand for eight H100s of one host."""
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+import types
+
+import pytest
+from praxis.layers import AutodiffCheckpointType
+
+from spmd_trainer.analysis import links, roofline
+from spmd_trainer.analysis.chips import chip
+from spmd_trainer.errors import UserError
+from spmd_trainer.programs import plan_candidates, plan_report, plan_search
+from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.plan_candidates import Candidate
+from spmd_trainer.programs.plan_report import Outcome
+from spmd_trainer.programs.run_config import make_run_config
+
+H100 = "NVIDIA H100 80GB HBM3"
+EXPERIMENT = "lm.llama.TinyLlama"
+
+
+@pytest.fixture
+def as_h100(monkeypatch):
+    known, machine = chip(H100), links.machine(H100)
+    for module in (roofline, plan_search):
+        monkeypatch.setattr(module, "chip", lambda kind: known)
+    monkeypatch.setattr(links, "machine", lambda kind: machine)
+
+
+def make_job(directory, **settings):
+    return Job.build(make_run_config(EXPERIMENT, directory, mode="plan", **settings))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return make_job(tmp_path_factory.mktemp("job"))
+
+
+def test_all_ways_to_factor_the_devices():
+    found = list(plan_candidates.meshes(("replica", "data", "mdl"), 64))
+    assert len(found) == len(set(found)) == 28  # 2 ** 6 over three axes
+    assert (("replica", 1), ("data", 16), ("mdl", 4)) in found
+    assert len(list(plan_candidates.meshes(("data", "mdl"), 12))) == 6
+    across = list(plan_candidates.meshes(("replica", "data", "mdl"), 8, num_slices=4))
+    # Only an outermost axis of 4 or 8 crosses the slices.
+    assert all(next(size for _, size in mesh if size > 1) % 4 == 0 for mesh in across)
+    assert (("replica", 1), ("data", 4), ("mdl", 2)) in across
+    assert (("replica", 2), ("data", 4), ("mdl", 1)) not in across
+
+
+def test_flags_of_a_candidate_give_its_settings(job, tmp_path):
+    candidate = Candidate((("replica", 1), ("data", 2), ("mdl", 4)), "save_dot_only", 2, 12)
+    # As a shell reads them.
+    assert shlex.split(candidate.flags(job.config.experiment)) == [
+        "--mesh=replica:1,data:2,mdl:4",
+        "--num_minibatches=2",
+        "--fdl.set=task.model.lm_tpl.checkpoint_policy='save_dot_only'",
+        "--fdl.set=train_datasets[0].batch_size.global_batch_size=12",
+    ]
+    changed = make_run_config(EXPERIMENT, tmp_path, overrides=candidate.overrides(job.config.experiment))
+    lines = changed.experiment.lines()
+    assert "task.model.lm_tpl.checkpoint_policy: 'save_dot_only'" in lines
+    assert "train_datasets[0].batch_size.global_batch_size: 12" in lines
+
+
+def test_the_dimensions_multiply(job):
+    def count(*searched):
+        return len(
+            plan_candidates.enumerate_candidates(
+                job.config.experiment,
+                searched,
+                mesh=job.partitioner.mesh_shape(),
+                num_slices=1,
+                rows=job.num_rows,
+            )
+        )
+
+    assert count("mesh") == 10
+    assert count("mesh", "minibatches") == 20  # 6 rows: 1 or 2
+    assert count("mesh", "remat") == 10 * 17
+    assert count("batch") == 4
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400)])
+def test_budgets(text, seconds):
+    assert plan_search.parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["20", "m", "0s", "-1m", "20 minutes"])
+def test_a_budget_that_cannot_be_read(text):
+    with pytest.raises(UserError, match=f"--budget={text} is not of the form 90s, 20m or 1h"):
+        plan_search.parse_budget(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode=plan"], "--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8"),
+        (["--mode=inspect", "--budget=5m"], "--budget goes with --mode=plan"),
+        (["--mode=train", "--topology=v5e:2x2"], "--topology goes with --mode=inspect and --mode=plan"),
+    ],
+)
+def test_flags_that_do_not_go_together(tmp_path, arguments, message):
+    command = [
+        sys.executable,
+        "-m",
+        "spmd_trainer.main",
+        f"--exp={EXPERIMENT}",
+        f"--job_log_dir={tmp_path}",
+        *arguments,
+    ]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 2
+    assert message in finished.stderr
+
+
+def test_the_number_of_minibatches_is_that_of_the_flag(tmp_path):
+    assert make_job(tmp_path, num_minibatches=2).partitioner.num_minibatches == 2
+    with pytest.raises(UserError, match="num_minibatches=4"):
+        make_job(tmp_path, num_minibatches=4)  # 6 rows
+
+
+def test_an_unknown_dimension_gets_a_suggestion():
+    with pytest.raises(UserError, match=r"--search has no 'remta'; it takes mesh, remat, .*did you mean remat"):
+        plan_candidates.parse_dimensions(["remta"])
+
+
+def run(job, *searched, budget=1000.0):
+    found = plan_search.Search(job, searched)
+    store = plan_report.Store(job, searched)
+    return found.run(budget, store), store
+
+
+def fake_plan(job):
+    """A plan whose seconds and bytes depend on the mesh: the larger 'mdl', the slower and the smaller."""
+    part = job.partitioner.mesh_shape()["mdl"]
+    found = types.SimpleNamespace(
+        shortest=float(part),
+        middle=2.0 * part,
+        longest=3.0 * part,
+        collectives=[roofline.CollectiveTime("all-gather", ("mdl",), 1.0, "NVLink")],
+    )
+    return types.SimpleNamespace(total=2**30 // part, padding=64, estimate=found, fits=True, memory=2**36)
+
+
+def test_one_candidate_is_compiled_for_its_settings(as_h100, tmp_path):
+    job = make_job(tmp_path)
+    found = plan_search.Search(job, ("minibatches",))
+    found.outcomes = [o for o in found.outcomes if o.candidate.minibatches == 2]
+    (outcome,) = found.run(1000.0, plan_report.Store(job, ("minibatches",)))
+    assert outcome.shortest <= outcome.seconds <= outcome.longest
+    assert outcome.bytes > outcome.state_bytes > outcome.padding > 0  # TinyLlama's sizes don't divide
+    assert "all-" in outcome.dominant or "reduce-" in outcome.dominant
+    assert outcome.bound < outcome.shortest
+
+
+def test_a_search_ranks_and_goes_on_where_it_ended(tmp_path, as_h100, monkeypatch):
+    job = make_job(tmp_path)
+    monkeypatch.setattr(plan_search.plan, "plan", fake_plan)
+    outcomes, store = run(job, "mesh")
+    store.write(outcomes)
+    assert len(outcomes) == 10
+    assert all(outcome.seconds is not None or outcome.reason for outcome in outcomes)
+    ranked = plan_report.best(outcomes)
+    assert dict(ranked[0].candidate.mesh)["mdl"] == 1
+    text = plan_report.report_text(job, outcomes)
+    assert ranked[0].candidate.flags(job.config.experiment) in text
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert len(record["candidates"]) == 10
+    # One candidate per number of bytes: none other is faster.
+    assert len({c["bytes"] for c in record["candidates"] if c["front"]}) == sum(
+        c["front"] for c in record["candidates"]
+    )
+
+    def fail(job):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(plan_search.plan, "plan", fail)
+    again, _ = run(make_job(tmp_path), "mesh")
+    assert {str(o.candidate): o.seconds for o in again if o.compiled_in} == {
+        str(o.candidate): o.seconds for o in outcomes if o.compiled_in
+    }
+
+
+def test_other_settings_do_not_use_what_was_kept(tmp_path, as_h100, monkeypatch):
+    monkeypatch.setattr(plan_search.plan, "plan", fake_plan)
+    outcomes, store = run(make_job(tmp_path))
+    store.write(outcomes)
+    other = make_job(tmp_path, overrides=("LEARNING_RATE=0.5",))
+    fresh = plan_search.Search(other, ()).outcomes
+    plan_report.Store(other, ()).read(fresh)
+    assert not any(outcome.is_known for outcome in fresh)
+    same = plan_search.Search(make_job(tmp_path), ()).outcomes
+    store.read(same)
+    assert all(outcome.is_known for outcome in same)
+
+
+def test_ctrl_c_keeps_what_is_known(tmp_path, as_h100, monkeypatch, capsys):
+    plans = iter([fake_plan, fake_plan])
+
+    def interrupted(job):
+        return next(plans, stop)(job)
+
+    def stop(job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_search.plan, "plan", interrupted)
+    config = dataclasses.replace(make_job(tmp_path).config, topology="h100:1x8", search=("mesh",))
+    plan_search.search(dataclasses.replace(make_job(tmp_path), config=config))
+    assert "10 candidates on h100:1x8: 2 compiled" in capsys.readouterr().out
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert sum(candidate["seconds"] is not None for candidate in record["candidates"]) == 2
+    assert all(c["seconds"] or c["reason"] or c["not_reached"] for c in record["candidates"])
+
+
+def test_policies_that_give_the_same_program_are_compiled_once(tmp_path, as_h100, monkeypatch):
+    compiled = []
+
+    def too_large(job):
+        compiled.append(job)
+        raise UserError("the train step doesn't fit: RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(plan_search.plan, "plan", too_large)
+    policies = (
+        AutodiffCheckpointType.SAVE_NOTHING,
+        AutodiffCheckpointType.SAVE_UNET_CONV,
+        AutodiffCheckpointType.SAVE_DOT_ONLY,
+    )
+    monkeypatch.setattr(plan_candidates, "AutodiffCheckpointType", policies)
+    outcomes, _ = run(make_job(tmp_path), "remat")
+    reasons = {outcome.candidate.remat: outcome.reason for outcome in outcomes}
+    assert reasons == {
+        "save_nothing": "the train step doesn't fit: RESOURCE_EXHAUSTED",
+        "save_unet_conv": "the same program as with save_nothing",  # the model has no convolutions
+        "save_dot_only": "the train step doesn't fit: RESOURCE_EXHAUSTED",
+    }
+    assert len(compiled) == 2
+
+
+def test_state_that_does_not_fit_is_not_compiled(tmp_path, as_h100, monkeypatch):
+    small = dataclasses.replace(chip(H100), gpu=dataclasses.replace(chip(H100).gpu, memory_bytes=1000))
+    monkeypatch.setattr(plan_search, "chip", lambda kind: small)
+    job = make_job(tmp_path)
+    outcomes, _ = run(job, "minibatches")
+    assert all(outcome.reason.startswith("the state alone takes") for outcome in outcomes)
+    state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
+    message = plan_report.nothing_fits(job, outcomes, 1000)
+    assert "no candidate fits" in message
+    assert f"needs {-(-state // 1000)} chips" in message
+
+
+def test_the_budget_leaves_candidates_with_a_reason(tmp_path, as_h100):
+    outcomes, _ = run(make_job(tmp_path), "minibatches", budget=0.0)
+    assert {outcome.not_reached for outcome in outcomes} == {"the budget ended before it was compiled"}
+
+
+def outcome(seconds, num_bytes, rows=8):
+    return Outcome(Candidate((("data", 8),)), seconds=seconds, bytes=num_bytes, rows=rows)
+
+
+def test_the_pareto_front_compares_seconds_per_row_and_bytes():
+    fast, small, neither = outcome(1.0, 100), outcome(2.0, 50), outcome(3.0, 60)
+    larger_batch = outcome(1.8, 200, rows=16)
+    unknown = Outcome(Candidate((("data", 4),)), reason="too large")
+    front = plan_report.pareto_front([neither, small, unknown, fast, larger_batch])
+    assert front == [larger_batch, fast, small]
