@@ -75,9 +75,10 @@ format: setup
 bench: setup
 	$(RUN) python -m benchmarks
 
-# Compiles cloud and Llama sizes for TPUs, which needs none: minutes each. The TPU compiler gets an environment of its own.
+# Compiles cloud and Llama sizes for TPUs and GPUs, which needs none: minutes each. Each compiler gets an environment of its own.
 PLAN := UV_PROJECT_ENVIRONMENT=.venv-tpu $(UV) run --frozen --extra tpu
 INSPECT := $(PLAN) spmd-trainer --mode=inspect
+PLAN_GPU := UV_PROJECT_ENVIRONMENT=.venv-gpu $(UV) run --frozen --extra cuda12
 ROWS_512 := --fdl.set='train_datasets[0].batch_size.global_batch_size=512'
 plan: setup
 	$(INSPECT) --exp=lm.cloud.LmCloudSpmd2B --topology=v5e:16x16 --mesh=data:16,mdl:16 $(ROWS_512) --job_log_dir=runs/plan/2B
@@ -85,7 +86,11 @@ plan: setup
 	$(INSPECT) --exp=lm.cloud.LmCloudSpmd175B --topology=v5p:8x8x8 --job_log_dir=runs/plan/175B
 	$(INSPECT) --exp=lm.llama.Llama3_1_8B --topology=v5e:4x8 --job_log_dir=runs/plan/llama_8B
 	$(INSPECT) --exp=lm.llama.Llama3_1_70B --topology=v5p:8x8x8 --job_log_dir=runs/plan/llama_70B
+	$(INSPECT) --exp=lm.llama.Llama3_1_8BLora --topology=v5e:2x4 --job_log_dir=runs/plan/llama_8B_lora
+	$(INSPECT) --exp=lm.llama.Llama3_1_70BLora --topology=v5e:8x8 --job_log_dir=runs/plan/llama_70B_lora
+	$(INSPECT) --exp=lm.llama.Llama3_1_8BLong --topology=v5p:2x2x4 --job_log_dir=runs/plan/llama_8B_long
 	$(PLAN) python -m benchmarks.plan_baseline
+	$(PLAN_GPU) python -m benchmarks.attention_memory
 
 clean:
-	rm -rf .venv .venv-tpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(UV_DIR) runs
+	rm -rf .venv .venv-tpu .venv-gpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(UV_DIR) runs

@@ -23,6 +23,8 @@ BENCHMARKS: dict[str, list[str]] = {
     "nnx_step": [],
     "llama_step": [],
     "lora_step": [],
+    "chunked_step": [],
+    "pax_layers": [],
     "first_step": [],
     "growth": [],
     "input_rate": [],

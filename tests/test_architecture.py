@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 LAYERS = [
     ["errors", "multihost", "storage", "praxis_bridge", "sharding"],
     ["analysis"],
-    ["optim", "inputs"],
+    ["optim", "inputs", "attention"],
     [
         "train_states",
         "models",

@@ -13,7 +13,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.adapters import WithAdapters
-from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, TinySizes
+from spmd_trainer.experiments.lm.synthetic_decoder import LongRows, SyntheticDecoder, TinySizes
 from spmd_trainer.models.decoder_spec import RotaryScaling
 from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
 
@@ -105,6 +105,15 @@ class Llama3_1_70B(Llama3_1):
     ICI_MESH_SHAPE = (1, 64, 8)
 
 
+@experiment_registry.register
+class Llama3_1_8BLong(LongRows, Llama3_1_8B):
+    """Llama 3.1 8B on rows of 131,072 tokens, each split over 16 chips."""
+
+    MAX_SEQ_LEN = 131_072
+    ICI_MESH_SHAPE = (1, 1, 16, 1)
+    PERCORE_BATCH_SIZE = 1 / 16
+
+
 class Lora(WithAdapters):
     """Adapters on all linear layers beside a frozen model in bfloat16."""
 
@@ -159,3 +168,13 @@ class TinyLlama(TinySizes, Llama3_1):
     """Llama 3.1's structure, with frequencies that are scaled within the 12 tokens."""
 
     ROTARY_SCALING = dataclasses.replace(Llama3_1.ROTARY_SCALING, original_max_positions=8)
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyLlamaLong(LongRows, TinyLlama):
+    """TinyLlama with rows split over 2 devices; every second layer has a window."""
+
+    LAYER_PATTERN = ("local", "global")
+    WINDOW = 5
+    MAX_SEQ_LEN = 13
+    ICI_MESH_SHAPE = (1, 2, 2, 2)

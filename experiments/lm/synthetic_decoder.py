@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from praxis import layers
 
 from spmd_trainer.experiments.lm.cloud import SyntheticText
 from spmd_trainer.tasks.lm.decoder import experiment
@@ -13,6 +14,18 @@ class SyntheticDecoder(SyntheticText, experiment.DecoderExperiment):
 
     PERCORE_BATCH_SIZE = 1
     MAX_SEQ_LEN = 4096
+
+
+class LongRows(SyntheticDecoder):
+    """Context parallelism: rows are split over the mesh axis 'seq'; list it before the family's class.
+
+    The backward pass doesn't compute attention's outputs again: for long rows that would take longer than all other layers.
+    """
+
+    MESH_AXIS_NAMES = ("replica", "data", "seq", "mdl")
+    DCN_MESH_SHAPE = (1, 1, 1, 1)
+    CONTEXT_PARALLEL = "ring"
+    CHECKPOINT_POLICY = layers.AutodiffCheckpointType.SAVE_CONTEXT
 
 
 class TinySizes(SyntheticDecoder):

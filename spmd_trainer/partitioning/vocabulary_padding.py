@@ -25,11 +25,19 @@ from spmd_trainer.optim.learner import Learner
 from spmd_trainer.partitioning.state_layout import StateMetadata
 from spmd_trainer.partitioning.step_view import StepView
 from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.tasks.lm import attention, cheaper_layers
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct
 
 # Optimizers that update each element from its own gradient and moments alone, and keep zeros at zero.
 _ELEMENTWISE = (optimizers.Adam, optimizers.Lion, optimizers.Sgd, optimizers.ShardedSgd)
+# Language models and softmaxes of which this is known.
+_LMS = (layers.TransformerLm, attention.SegmentedTransformerLm)
+_SOFTMAXES = (
+    embedding_softmax.FullSoftmax,
+    embedding_softmax.SharedEmbeddingSoftmax,
+    cheaper_layers.SharedEmbeddingSoftmax,
+)
 # The variables of TransformerLm that have a row or a column per token id, and the number of that dimension.
 _VOCAB_DIMENSION = {
     "softmax/logits_ffn/linear/w": 1,
@@ -117,11 +125,11 @@ def _is_safe(task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> bo
     if type(task.model) is not layers.LanguageModel or "class_probabilities" in inputs_shape_dtype:
         return False
     lm_p = task.model.lm_tpl
-    if lm_p.cls is not layers.TransformerLm or lm_p.ngrammer_tpl is not None:
+    if lm_p.cls not in _LMS or lm_p.ngrammer_tpl is not None:
         return False
     softmax_p = lm_p.softmax_tpl
     plain_softmax = (
-        softmax_p.cls in (embedding_softmax.FullSoftmax, embedding_softmax.SharedEmbeddingSoftmax)
+        softmax_p.cls in _SOFTMAXES
         and softmax_p.feed_forward_tpl is not None
         and softmax_p.feed_forward_tpl.cls is linears.FeedForward
         # These take probability from all classes, or undo the mask.

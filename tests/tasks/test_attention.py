@@ -1,4 +1,4 @@
-"""Fused attention has the losses and gradients of plain attention, and names the settings it does not support."""
+"""Fused attention of praxis' layers has the losses and gradients of praxis' own, and names the settings it does not support."""
 
 import functools
 
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from lm_cloud_helpers import num_params
 from praxis import base_layer, layers
+from praxis.layers.transformer_models import LanguageModelType
 from praxis.pax_fiddle import Config
 
 from spmd_trainer import tasks_lib
+from spmd_trainer.attention import choices
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.partitioning import own_loop
@@ -24,7 +26,7 @@ class Plain(cloud.TinyCloud, cloud.LmCloudSpmd):
     """3 heads, which the 2 devices of mdl don't divide."""
 
     MODEL_DIMS = 24
-    ATTEN_LOGIT_CAP = 0.0
+    ATTEN_LOGIT_CAP = 2.0
     ICI_MESH_SHAPE = (1, 4, 2)
 
 
@@ -62,20 +64,187 @@ def steps(cls, batch) -> tuple[list[float], dict]:
     return losses, jax.tree.map(np.asarray, state.mdl_vars)
 
 
-def test_an_experiment_trains_alike_with_packed_rows_and_uneven_heads():
+class Pipelined(cloud.LmCloudSpmdPipelineTiny):
+    MODEL_DIMS = 24
+
+
+class FusedPipelined(Pipelined):
+    USE_FUSED_ATTENTION = True
+
+
+@pytest.mark.parametrize(("plain_cls", "fused_cls"), [(Plain, Fused), (Pipelined, FusedPipelined)])
+def test_an_experiment_trains_alike_with_packed_rows_and_uneven_heads(plain_cls, fused_cls):
     batch = packed_batch()
-    plain, fused = steps(Plain, batch), steps(Fused, batch)
+    plain = steps(plain_cls, batch)
+    with choices.recording() as recorded:
+        fused = steps(fused_cls, batch)
+    assert {choice.kernel for choice in recorded.values()} == {"reference"}  # the rows are short
     np.testing.assert_allclose(fused[0], plain[0], rtol=1e-5)
     assert plain[0][-1] < plain[0][0]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), fused[1], plain[1])
 
 
-def test_an_experiment_names_the_template():
+def test_an_experiment_names_the_templates():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed_batch())
     plain, fused = (tasks_lib.build_task(cls().task()) for cls in (Plain, Fused))
-    layer_p = fused.model.lm_tpl.stacked_transformer_tpl.block.transformer_layer_params_tpl
+    lm_p = fused.model.lm_tpl
+    layer_p = lm_p.stacked_transformer_tpl.block.transformer_layer_params_tpl
+    assert fdl.get_callable(lm_p) is attention.SegmentedTransformerLm
     assert fdl.get_callable(layer_p.tr_atten_tpl) is attention.FusedDotProductAttention
     assert num_params(fused, shapes) == num_params(plain, shapes)
+
+
+def language_model(model_type=LanguageModelType.CAUSAL, dropout=0.0, **attention_fields):
+    """A praxis TransformerLm of one layer, and the same one with fused attention."""
+    plain_p = Config(layers.TransformerLm, name="lm", model_dims=24, vocab_size=29, model_type=model_type)
+    plain_p.packed_input = True
+    stack_p = plain_p.stacked_transformer_tpl
+    stack_p.set(num_layers=1, model_dims=24, hidden_dims=32, num_heads=3)
+    stack_p.atten_dropout_prob = dropout  # the stack sets its layers' dropout
+    stack_p.transformer_layer_params_tpl.tr_atten_tpl.set(**attention_fields)
+    fused_p = plain_p.clone()
+    attention.use_fused_attention_in(fused_p)
+    return base_layer.instantiate(plain_p), base_layer.instantiate(fused_p)
+
+
+def rows(**others):
+    """3 packed rows of 7 tokens, with padding at both ends; `others` are further arguments of the model."""
+    ids = jax.random.randint(jax.random.key(1), (3, 7), 0, 29)
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 2, 3]], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(7), (3, 7))
+    labels = base_layer.NestedMap(class_ids=ids, class_weights=(segments > 0).astype(jnp.float32))
+    paddings = (segments == 0).astype(jnp.float32)
+    arguments = {"labels": labels, "segment_ids": segments, "segment_pos": positions}
+    return (ids, paddings), arguments | others
+
+
+@functools.cache
+def variables_of(model_type=LanguageModelType.CAUSAL, key=0):
+    plain, _ = language_model(model_type)
+    positional, arguments = rows()
+    with base_layer.JaxContext.new_context():
+        return jax.jit(lambda key: plain.init(key, *positional, **arguments))(jax.random.key(key))
+
+
+def both(models, positional, arguments, *, train=False, variables=None):
+    """Losses and gradients of both models; also the choices of the fused one."""
+    variables = variables or variables_of()
+    context = base_layer.JaxContext.HParams(do_eval=not train)
+    found = []
+    with choices.recording() as recorded, base_layer.JaxContext.new_context(hparams=context):
+        for model in models:
+
+            def loss(variables, model=model):
+                return model.apply(variables, *positional, **arguments, rngs={"random": jax.random.key(5)}).total_loss
+
+            found.append(jax.jit(jax.value_and_grad(loss))(variables))
+    return found, recorded
+
+
+def assert_alike(found, tolerance=1e-5):
+    close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    jax.tree.map(close, found[1], found[0])
+
+
+@pytest.mark.parametrize("model_type", [LanguageModelType.CAUSAL, LanguageModelType.BIDIRECTIONAL])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_model_hands_segment_ids_to_its_layers(model_type, packed):
+    others = {} if packed else {"segment_ids": None, "segment_pos": None}
+    found, recorded = both(language_model(model_type), *rows(**others))
+    assert_alike(found)
+    assert {name: choice.kernel for name, choice in recorded.items()} == {
+        "transformer/x_layers_0/self_attention": "reference"
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "train"),
+    [
+        ({"atten_logit_cap": 0.5, "zero_fully_masked": True}, False),
+        ({"dropout": 0.3}, True),
+        ({"dropout": 0.3}, False),
+        ({"scale_logits_by_head_dims": True, "atten_logit_cap": 1.0}, False),
+    ],
+    ids=str,
+)
+def test_settings_of_the_kernels_are_those_of_praxis(fields, train):
+    found, _ = both(language_model(**fields), *rows(), train=train)
+    assert_alike(found)
+    if train:  # something was dropped
+        assert not np.isclose(found[1][0], both(language_model(**fields), *rows())[0][1][0], rtol=1e-4)
+
+
+def test_a_local_attention_becomes_a_window():
+    plain, fused = (
+        Config(layers.TransformerLm, name="lm", model_dims=24, vocab_size=29, packed_input=True) for _ in range(2)
+    )
+    for lm_p in (plain, fused):
+        stack_p = lm_p.stacked_transformer_tpl
+        stack_p.set(num_layers=1, model_dims=24, hidden_dims=32, num_heads=3)
+        stack_p.transformer_layer_params_tpl.tr_atten_tpl = Config(
+            layers.attentions.LocalSelfAttention, left_context=3, right_context=0, atten_logit_cap=2.0
+        )
+    attention.use_fused_attention_in(fused)
+    models = base_layer.instantiate(plain), base_layer.instantiate(fused)
+    found, recorded = both(models, *rows())
+    assert_alike(found)
+    assert {choice.kernel for choice in recorded.values()} == {"reference"}
+    assert not np.isclose(found[1][0], both(language_model(), *rows())[0][1][0], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "others"),
+    [
+        (LanguageModelType.PREFIX, {"causal_attention_mask": jnp.asarray([[0, 0, 1, 1, 1, 1, 1]] * 3)}),
+        (
+            LanguageModelType.CAUSAL,
+            {"segment_mask": layers.attentions.segment_mask(jnp.asarray([[1] * 3 + [2] * 4] * 3))},
+        ),
+    ],
+)
+def test_masks_are_left_to_praxis_and_the_choice_says_so(model_type, others):
+    found, recorded = both(language_model(model_type), *rows(**others))
+    assert_alike(found)
+    assert [choice.kernel for choice in recorded.values()] == ["praxis"]
+    assert "the layer was given a mask, not segment ids" in choices.lines(recorded)[0]
+    with pytest.raises(UserError, match="'chunked' can't be used: the layer was given a mask"):
+        both([with_kernel(model_type, "chunked")], *rows(**others))
+
+
+def with_kernel(model_type, kernel):
+    lm_p = Config(layers.TransformerLm, name="lm", model_dims=24, vocab_size=29, model_type=model_type)
+    lm_p.packed_input = True
+    lm_p.stacked_transformer_tpl.set(num_layers=1, model_dims=24, hidden_dims=32, num_heads=3)
+    attention.use_fused_attention_in(lm_p, kernel)
+    return base_layer.instantiate(lm_p)
+
+
+def test_the_kernel_can_be_named():
+    found, recorded = both([language_model()[0], with_kernel(LanguageModelType.CAUSAL, "chunked")], *rows())
+    assert_alike(found)
+    assert {choice.kernel for choice in recorded.values()} == {"chunked"}
+    _, recorded = both([with_kernel(LanguageModelType.CAUSAL, "xla")], *rows())
+    assert {choice.kernel for choice in recorded.values()} == {"reference"}
+
+
+def test_a_prefix_fills_the_cache_and_decoding_goes_on_from_it():
+    (ids, paddings), arguments = rows()
+    del arguments["labels"]
+    found = []
+    for model in language_model(use_rotary_position_emb=True):
+        with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
+
+            def decode(variables, model=model):
+                prefix, state = model.apply(
+                    variables, ids, paddings, **arguments, start_time_step=6, mutable=[base_layer.DECODE_CACHE]
+                )
+                step, _ = model.apply(
+                    variables | state, ids[:, 6], method=model.extend_step, mutable=[base_layer.DECODE_CACHE]
+                )
+                return prefix.logits, step.logits
+
+            found.append(jax.jit(decode)(variables_of()))
+    assert_alike(found)
 
 
 def layer(cls, **fields):
@@ -123,20 +292,28 @@ def test_a_layer_gives_the_same_outputs_and_gradients(dtype, fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("cls", "fields", "says"),
     [
-        ({"atten_logit_cap": 50.0}, "ATTEN_LOGIT_CAP = 0.0"),
-        ({"atten_dropout_prob": 0.1}, "atten_dropout_prob"),
-        ({"relative_bias_tpl": Config(layers.RelativeBias)}, "RELATIVE_BIAS = False"),
-        ({"attention_extra_logit": 0.0}, "attention_extra_logit"),
-        ({"attention_mask_summary": True}, "attention_mask_summary"),
-        ({"implementation": "flash"}, "'flash'"),
+        (
+            attention.FusedDotProductAttention,
+            {"relative_bias_tpl": Config(layers.RelativeBias)},
+            "RELATIVE_BIAS = False",
+        ),
+        (attention.FusedDotProductAttention, {"attention_extra_logit": 0.0}, "attention_extra_logit"),
+        (attention.FusedDotProductAttention, {"attention_mask_summary": True}, "attention_mask_summary"),
+        (attention.FusedDotProductAttention, {"kernel": "flash"}, "'flash'"),
+        (attention.FusedLocalSelfAttention, {"left_context": 2, "right_context": 1}, "right_context is 1"),
+        (
+            attention.FusedLocalSelfAttention,
+            {"left_context": 2, "right_context": 0, "scale_logits_by_head_dims": True},
+            "scale_logits_by_head_dims",
+        ),
     ],
 )
-def test_what_it_cannot_honour_is_refused(fields, says):
+def test_what_it_cannot_honour_is_refused(cls, fields, says):
     x = jnp.ones((1, 4, 24))
     with pytest.raises(UserError, match=says), base_layer.JaxContext.new_context():
-        layer(attention.FusedDotProductAttention, **fields).init(jax.random.key(0), x, x, x, jnp.zeros((1, 1, 4, 4)))
+        layer(cls, **fields).init(jax.random.key(0), x, x, x, jnp.ones((1, 4), jnp.int32))
 
 
 def test_other_attentions_are_refused():
@@ -146,19 +323,9 @@ def test_other_attentions_are_refused():
         cls().task()
 
 
-def test_without_a_gpu_it_is_computed_by_xla():
-    x = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
-    assert attention.fitting_implementation(x, x) == "xla"
-
-
-def test_on_a_gpu_cudnn_takes_what_its_kernels_can(monkeypatch):
-    monkeypatch.setattr(attention, "_on_cuda", lambda: True)
-    even, odd = (jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (4, 5))
-    assert attention.fitting_implementation(even, even) == "cudnn"
-    assert attention.fitting_implementation(odd, odd) == "xla"
-    for other in (
-        jax.ShapeDtypeStruct((1, 4, 2, 64), jnp.float32),
-        jax.ShapeDtypeStruct((1, 4, 2, 12), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1, 4, 2, 160), jnp.bfloat16),
-    ):
-        assert attention.fitting_implementation(other, other) == "xla"
+def test_one_attention_config_becomes_fused_and_keeps_its_fields():
+    plain_p = Config(layers.DotProductAttention, num_heads=3, atten_logit_cap=5.0)
+    fused_p = attention.use_fused_attention(plain_p, "chunked")
+    assert fdl.get_callable(fused_p) is attention.FusedDotProductAttention
+    assert (fused_p.num_heads, fused_p.atten_logit_cap, fused_p.kernel) == (3, 5.0, "chunked")
+    assert fdl.get_callable(plain_p) is layers.DotProductAttention

@@ -23,6 +23,7 @@ PUBLISHED = {
     "llama.Llama3_70B": 70_553_706_496,
     "llama.Llama3_1_8B": 8_030_261_248,
     "llama.Llama3_1_70B": 70_553_706_496,
+    "llama.Llama3_1_8BLong": 8_030_261_248,
     "llama.Llama3_1_8BLora": 8_030_261_248,
     "llama.Llama3_1_70BLora": 70_553_706_496,
     "llama.Llama3_2_1B": 1_235_814_400,

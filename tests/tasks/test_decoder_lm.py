@@ -9,6 +9,7 @@ from praxis import base_layer, layers
 from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.attention import choices
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.tasks.lm.decoder import lm
@@ -181,15 +182,15 @@ def _embedded(layer, ids, paddings):
 
 
 @pytest.mark.parametrize("fields", [WINDOWS, {"query_scale": 0.3}, {"attention_softcap": 0.5}], ids=str)
-def test_fused_attention_gives_the_same(fields, monkeypatch):
-    plain, fused = Decoder(small_spec(**fields)), Decoder(small_spec(**fields), fused_attention=True)
-    calls = []
-    original = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, **kw: calls.append(kw) or original(*args, **kw))
+def test_every_kernel_gives_the_same(fields):
+    plain, blocks = (Decoder(small_spec(**fields), attention_kernel=name) for name in ("reference", "chunked"))
     ids = random_ids((2, 6))
     segments = {"segment_ids": np.array([[1, 1, 1, 2, 2, 2]] * 2), "segment_pos": np.array([[0, 1, 2, 0, 1, 2]] * 2)}
-    np.testing.assert_allclose(fused(ids, **segments).logits, plain(ids, **segments).logits, atol=1e-5)
-    assert bool(calls) == ("attention_softcap" not in fields)
+    with choices.recording() as recorded:
+        logits = blocks(ids, **segments).logits
+    assert {choice.kernel for choice in recorded.values()} == {"chunked"}
+    assert set(recorded) == set(small_spec(**fields).layer_pattern)
+    np.testing.assert_allclose(logits, plain(ids, **segments).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("field", ["dropout", "attention_dropout"])
@@ -220,5 +221,7 @@ def test_refusals():
         decoder.decode(lambda layer: layer.prefill(random_ids((1, 3)), np.array([3]), 9))
     with pytest.raises(UserError, match=r"cache of 2 tokens is shorter than the prompts of 3"):
         decoder.decode(lambda layer: layer.prefill(random_ids((1, 3)), np.array([3]), 2))
+    with pytest.raises(UserError, match=r"context_parallel='rnig'; did you mean ring.*Forms: ring, all_to_all"):
+        Decoder(small_spec(), context_parallel="rnig")
     with pytest.raises(UserError, match=r"lazy_prefix_broadcast=False"):
         decoder.decode(lambda layer: layer.lazy_broadcast_prefix(2, 3))

@@ -1,50 +1,56 @@
-"""Attention with `jax.nn.dot_product_attention`. cuDNN's fused kernel needs no [batch, heads, time, time] array.
+"""Attention of praxis' layers by the kernels of `spmd_trainer.attention`, without a [batch, 1, time, time] mask.
 
     class Mine(model_params.TransformerLmSpmdAdafactor, MyDataset):
         USE_FUSED_ATTENTION = True
-        ATTEN_LOGIT_CAP = 0.0
 
-JAX 0.10 uses cuDNN only if it is requested by name, which this module does on CUDA GPUs. On other devices, TPUs included, XLA
-compiles the same computation as without this module, so there is nothing to gain. Decode steps use praxis' own attention.
+For any other model, call `use_fused_attention_in(model_p)` on its config. Two parts change: attention layers become the fused
+classes below, and `TransformerLm` hands them segment ids, from which the kernels tell what a token sees. Variables stay the same.
+Where praxis still hands over a mask (encoders, cross-attention, prefix LMs, masks in the batch), praxis' own attention computes
+it. Decode steps always use praxis' own.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import fiddle as fdl
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from praxis import base_layer, layers, py_utils
-from praxis.layers import base_ops
+from fiddle import selectors
+from flax import linen as nn
+from praxis import base_layer, layers
+from praxis.layers import attentions, base_ops, transformer_models
 from praxis.pax_fiddle import Config
 
+from spmd_trainer.attention import attend, choices, kernels, pattern
 from spmd_trainer.errors import UserError
 
-# cuDNN's kernels need one of these dtypes, a head width that is a multiple of 8 and at most 128, and sequences of even length.
-_CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
-_CUDNN_MAX_HEAD = 128
+_MASK_GIVEN = "the layer was given a mask, not segment ids"
+LanguageModelType = transformer_models.LanguageModelType
 
 
 class FusedDotProductAttention(layers.DotProductAttention):
-    """Fused `DotProductAttention`: logits and probabilities are never materialised, so it returns None for the probabilities.
+    """`DotProductAttention` by a fused kernel: logits and probabilities are never whole in memory, so it returns None for them.
 
     Variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them. Settings
-    that the fused form does not support are errors. praxis' summaries of the logits are missing.
+    that no kernel supports are errors. praxis' summaries of the logits are missing. Dropout of probabilities and rows of up to
+    512 tokens use the kernel 'reference', which does hold them.
 
     Attributes:
-      implementation: 'cudnn' or 'xla'; None uses cuDNN if it supports the arrays, otherwise XLA.
+      kernel: name of the kernel to use, one of `spmd_trainer.attention.kernels.NAMES`, or 'xla' for 'reference'. None for the
+        first that can be used on the device.
+      causal: a token sees no token after it. Set by `SegmentedTransformerLm`; only used with segment ids.
     """
 
-    implementation: str | None = None
+    kernel: str | None = None
+    causal: bool = True
 
     def setup(self) -> None:
         """Builds the layer.
 
         Raises:
-          UserError: a setting is not supported by the fused form.
+          UserError: no kernel supports a setting.
         """
         for reason in self._reasons_against():
             raise UserError(f"fused attention can't be used: {reason}; or set USE_FUSED_ATTENTION = False")
@@ -52,12 +58,6 @@ class FusedDotProductAttention(layers.DotProductAttention):
 
     def _reasons_against(self) -> list[str]:
         checks = {
-            f"atten_logit_cap is {self.atten_logit_cap}, and logits can't be capped; set ATTEN_LOGIT_CAP = 0.0": (
-                self.atten_logit_cap and self.atten_logit_cap > 0
-            ),
-            f"atten_dropout_prob is {self.atten_dropout_prob}, and probabilities can't be dropped; set it to 0.0": (
-                self.atten_dropout_prob
-            ),
             "relative_bias_tpl is set; set RELATIVE_BIAS = False": self.relative_bias_tpl is not None,
             "attention_extra_logit is set; set it to None": self.attention_extra_logit is not None,
             "attention_mask_summary is set; set it to False": self.attention_mask_summary,
@@ -65,9 +65,6 @@ class FusedDotProductAttention(layers.DotProductAttention):
             and self.ngrammer_tpl.ngram_using_attention_scores,
             "qk_einsum_tpl or pv_einsum_tpl is not the plain EinsumOp": any(
                 fdl.get_callable(tpl) is not base_ops.EinsumOp for tpl in (self.qk_einsum_tpl, self.pv_einsum_tpl)
-            ),
-            f"implementation is {self.implementation!r}; it can be 'cudnn', 'xla' or None": (
-                self.implementation not in ("cudnn", "xla", None)
             ),
         }
         return [reason for reason, applies in checks.items() if applies]
@@ -79,62 +76,215 @@ class FusedDotProductAttention(layers.DotProductAttention):
         value: jax.Array,
         atten_mask: jax.Array,
         relative_bias: jax.Array | None = None,
-    ) -> tuple[jax.Array, None]:
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Computes attention.
 
         Args:
-          query: [batch, time, heads, width].
-          key, value: [batch, source, heads, width].
-          atten_mask: [1 or batch, 1, 1 or time, source], 0 or a large negative number.
+          query, key, value: [batch, time, heads, width].
+          atten_mask: int32 segment ids [batch, time]: a token sees those of its segment. Or praxis' mask [1 or batch, 1,
+            1 or time, source], 0 or a large negative number, with which praxis' own attention is used.
           relative_bias: always None, see `setup`.
 
         Returns:
           The attention output [batch, time, heads, width], and None in place of the probabilities.
+
+        Raises:
+          UserError: `kernel` can't compute it.
         """
-        query, key, value = self._shard_blnh(query), self._shard_blnh(key), self._shard_blnh(value)
-        query = self._scale_query(query)
-        seen = atten_mask >= py_utils.get_large_negative_number(jnp.float32) / 2
-        kernel: Any = self.implementation or fitting_implementation(query, key)
-        encoded = jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            mask=jnp.broadcast_to(seen, (seen.shape[0], 1, query.shape[1], key.shape[1])),
-            scale=1 / math.sqrt(key.shape[-1]) if self.scale_logits_by_head_dims else 1.0,
-            implementation=kernel,
+        kernel = "reference" if self.kernel == "xla" else self.kernel
+        if atten_mask.ndim != 2:
+            if kernel not in (None, "reference"):
+                raise UserError(
+                    f"attention kernel {kernel!r} can't be used: {_MASK_GIVEN}. Prefix LMs, encoders, cross-attention and "
+                    "batches with a segment_mask have masks; leave the choice to the trainer with None"
+                )
+            choices.record(self._layer_path, kernels.Choice("praxis", {"others": [_MASK_GIVEN]}))
+            encoded, probabilities = super()._dot_atten(query, key, value, atten_mask, relative_bias)
+            return encoded, probabilities
+        encoded = attend.attend(
+            self._scale_query(self._shard_blnh(query)),
+            self._shard_blnh(key),
+            self._shard_blnh(value),
+            self._pattern(),
+            segment_ids=atten_mask,
+            split=self._split(),
+            # Variables are created without a mesh, on the host's devices.
+            kernel=None if self.is_initializing() else kernel,
+            context_parallel="all_to_all",  # the only form that takes rows in order
+            dropout=self._dropout(key.dtype),
+            name=self._layer_path,
         )
-        if self.zero_fully_masked:
-            encoded *= jnp.any(seen, axis=-1)[:, 0, :, None, None]
-        encoded = checkpoint_name(encoded, "context")
         return self._shard_blnh(encoded), None
 
+    @property
+    def _layer_path(self) -> str:
+        return "/".join(self.path)
 
-def fitting_implementation(query: jax.Array, key: jax.Array) -> str:
-    """Returns 'cudnn' if the devices are CUDA GPUs and cuDNN's kernels support these arrays, otherwise 'xla'."""
-    fits = (
-        query.dtype in _CUDNN_DTYPES
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= _CUDNN_MAX_HEAD
-        and query.shape[1] % 2 == key.shape[1] % 2 == 0
-    )
-    return "cudnn" if fits and _on_cuda() else "xla"
+    @nn.nowrap
+    def _pattern(self) -> pattern.Pattern:
+        """Returns which keys a query sees within its segment, and how logits are computed."""
+        head = self.dim_per_head or self.hidden_dim // self.num_heads
+        capped = self.atten_logit_cap and self.atten_logit_cap > 0
+        return pattern.Pattern(
+            causal=self.causal,
+            softcap=float(self.atten_logit_cap) if capped else None,
+            scale=head**-0.5 if self.scale_logits_by_head_dims else 1.0,
+        )
+
+    @nn.nowrap
+    def _split(self) -> attend.Split:
+        blnh = self.activation_split_dims_mapping.blnh
+        if blnh is None or self.mesh_axis_names is None:
+            return attend.Split()
+        batch, length, heads, _ = (_axes(entry) for entry in blnh)
+        return attend.Split(batch=batch, length=length, heads=heads)
+
+    @nn.nowrap
+    def _dropout(self, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array] | None:
+        """Returns praxis' dropout of the probabilities, with praxis' random numbers; None if nothing is dropped."""
+        if not self.atten_dropout_prob or (self.do_eval and not self.dropout_tpl.dropout_at_eval):
+            return None
+
+        def drop(probabilities: jax.Array) -> jax.Array:
+            batch, kv_heads, groups, *times = probabilities.shape
+            dropped = self.atten_dropout(probabilities.reshape(batch, kv_heads * groups, *times).astype(dtype))
+            return dropped.reshape(probabilities.shape)
+
+        return drop
 
 
-def _on_cuda() -> bool:
-    return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version
+class FusedDotProductAttentionWithLPB(FusedDotProductAttention, attentions.DotProductAttentionWithLPB):
+    """`FusedDotProductAttention` that decodes like praxis' `DotProductAttentionWithLPB`."""
 
 
-def use_fused_attention(attention_p: Config[base_layer.BaseLayer]) -> Config[FusedDotProductAttention]:
-    """Returns the config of a `FusedDotProductAttention` with the fields of a `DotProductAttention`.
+class FusedLocalSelfAttention(FusedDotProductAttention, attentions.LocalSelfAttention):
+    """praxis' `LocalSelfAttention` by a fused kernel: a sliding window that ends at the query's own token.
+
+    See `FusedDotProductAttention`. `block_size` and `simulated` have no effect with segment ids.
+    """
+
+    @nn.nowrap
+    def _reasons_against(self) -> list[str]:
+        reasons = super()._reasons_against()
+        if self.right_context != 0:
+            reasons.append(f"right_context is {self.right_context}, and windows end at the query's token; set it to 0")
+        if self.scale_logits_by_head_dims and not self.simulated:
+            reasons.append("praxis' local attention ignores scale_logits_by_head_dims; set it to False")
+        return reasons
+
+    @nn.nowrap
+    def _pattern(self) -> pattern.Pattern:
+        plain = super()._pattern()
+        return pattern.Pattern(causal=True, window=self.left_context, softcap=plain.softcap, scale=plain.scale)
+
+
+class SegmentedTransformerLm(layers.TransformerLm):
+    """praxis' `TransformerLm` for fused attention: hands segment ids [batch, time] to its layers instead of a mask.
+
+    Fields and variables are the same. The attention layers must be fused, see `use_fused_attention_in`.
+    """
+
+    @nn.nowrap
+    def create_child(self, name: str, params: Any) -> None:
+        """Creates a child as praxis does, but leaves it to the attention layers of 'transformer' to be causal."""
+        if name == "transformer":
+            params = params.clone()
+            for stack_p in selectors.select(params, layers.StackedTransformer):
+                stack_p.mask_self_attention = False
+            for attention_p in selectors.select(params, FusedDotProductAttention, check_nonempty=False):
+                attention_p.causal = self._is_causal
+        super().create_child(name, params)
+
+    @property
+    def _is_causal(self) -> bool:
+        return self.model_type == LanguageModelType.CAUSAL
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array,
+        labels: base_layer.NestedMap | None = None,
+        segment_ids: jax.Array | None = None,
+        segment_pos: jax.Array | None = None,
+        causal_attention_mask: jax.Array | None = None,
+        segment_mask: jax.Array | None = None,
+        start_time_step: int = 0,
+        **input_kwargs: Any,
+    ) -> Any:
+        """Computes logits, and the loss if there are labels. Arguments and result are those of praxis."""
+        if segment_mask is not None:
+            if self._is_causal:  # praxis' stack would add it
+                causal = attentions.causal_mask(jnp.zeros((1, inputs.shape[1], 1), segment_mask.dtype))
+                segment_mask = attentions.merge_masks(segment_mask, causal)
+        elif self.model_type != LanguageModelType.PREFIX:
+            segment_mask = jnp.asarray(1 - paddings if segment_ids is None else segment_ids, jnp.int32)
+        return super().__call__(
+            inputs,
+            paddings,
+            labels,
+            segment_ids,
+            segment_pos,
+            causal_attention_mask,
+            segment_mask,
+            start_time_step,
+            **input_kwargs,
+        )
+
+
+_FUSED = {
+    layers.DotProductAttention: FusedDotProductAttention,
+    attentions.DotProductAttentionWithLPB: FusedDotProductAttentionWithLPB,
+    attentions.LocalSelfAttention: FusedLocalSelfAttention,
+}
+
+
+def use_fused_attention(
+    attention_p: Config[base_layer.BaseLayer], kernel: str | None = None
+) -> Config[FusedDotProductAttention]:
+    """Returns the config of a fused attention layer with the fields of a praxis one.
+
+    The layer uses a kernel only where its model hands over segment ids; `use_fused_attention_in` changes both.
+
+    Args:
+      attention_p: config of a `DotProductAttention`, `DotProductAttentionWithLPB` or `LocalSelfAttention`.
+      kernel: see `FusedDotProductAttention`.
 
     Raises:
       UserError: `attention_p` is another kind of attention.
     """
+    fused_p = attention_p.clone()
+    _fuse(fused_p, kernel)
+    return fused_p
+
+
+def use_fused_attention_in(model_p: Any, kernel: str | None = None) -> None:
+    """Makes every attention layer in a config fused, and every `TransformerLm` hand over segment ids. Changes it in place.
+
+    Args:
+      model_p: config of a model, or of a part of one.
+      kernel: see `FusedDotProductAttention`.
+
+    Raises:
+      UserError: an attention layer is of a kind that has no fused form.
+    """
+    for attention_p in selectors.select(model_p, layers.DotProductAttention, check_nonempty=False):
+        _fuse(attention_p, kernel)
+    for lm_p in selectors.select(model_p, layers.TransformerLm, match_subclasses=False, check_nonempty=False):
+        fdl.update_callable(lm_p, SegmentedTransformerLm)
+
+
+def _fuse(attention_p: Any, kernel: str | None) -> None:
     cls = fdl.get_callable(attention_p)
-    if cls is not layers.DotProductAttention:
+    if cls not in (*_FUSED, *_FUSED.values()):
         raise UserError(
             f"USE_FUSED_ATTENTION is for plain attention, and this is a {cls.__name__}; set one of the two only"
         )
-    fused_p = Config(FusedDotProductAttention)
-    fused_p.copy_fields_from(attention_p)
-    return fused_p
+    fdl.update_callable(attention_p, _FUSED.get(cls, cls))
+    attention_p.kernel = kernel
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry of a split mapping, which is None, -1, a name, or several names."""
+    if isinstance(entry, str):
+        return (entry,)
+    return () if entry is None or entry == -1 else tuple(entry)

@@ -10,7 +10,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer import base_experiment, tasks_lib
 from spmd_trainer.errors import UserError
-from spmd_trainer.tasks.lm import attention, layer_norm, task_defaults
+from spmd_trainer.tasks.lm import attention, cheaper_layers, task_defaults
 
 
 class TransformerExperiment(base_experiment.BaseExperiment):
@@ -26,7 +26,8 @@ class TransformerExperiment(base_experiment.BaseExperiment):
       LEARNING_RATE, WEIGHT_DECAY: settings of the default optimizer.
       DECAY_END: step from which the learning rate is a tenth of the highest.
       ATTEN_LOGIT_CAP: limits attention logits to plus or minus this value by a tanh; 0 does not limit them.
-      USE_FUSED_ATTENTION: use `jax.nn.dot_product_attention`, see `attention`; needs ATTEN_LOGIT_CAP = 0.
+      USE_FUSED_ATTENTION: compute attention by the kernels of `spmd_trainer.attention`, see `attention`.
+      ATTENTION_KERNEL: name of the kernel to use then; None for the first that can be used on the device.
       ACTIVATION_CLS: activation of the feed-forward layers.
       USE_GATED_ACTIVATION: multiply the activation by a second projection.
       USE_REPEATED_LAYER: run one layer's program NUM_LAYERS times over stacked weights; compiles much faster.
@@ -43,18 +44,21 @@ class TransformerExperiment(base_experiment.BaseExperiment):
     DECAY_END: Any
     ATTEN_LOGIT_CAP: Any = 50.0
     USE_FUSED_ATTENTION: bool = False
+    ATTENTION_KERNEL: str | None = None
     ACTIVATION_CLS: Any
     USE_GATED_ACTIVATION: Any
     USE_REPEATED_LAYER: Any
 
     def _task(self, name: str, model_p: Any, stack_p: Any) -> Config[tasks_lib.SingleTask]:
-        """Returns the task of a model with this stack, with the softmax initialised for its width and our `layer_norm`."""
+        """Returns the task of a model with this stack, with the softmax initialised for its width and our `cheaper_layers`."""
         lm_p = model_p.lm_tpl
         lm_p.model_dims = self.MODEL_DIMS
         lm_p.vocab_size = self.VOCAB_SIZE
         lm_p.softmax_tpl.params_init = base_layer.WeightInit.Gaussian(1.0 / math.sqrt(self.MODEL_DIMS))
         lm_p.stacked_transformer_tpl = stack_p
-        layer_norm.use_layer_norm(model_p)
+        cheaper_layers.use_cheaper_layers(model_p)
+        if self.USE_FUSED_ATTENTION:
+            attention.use_fused_attention_in(model_p, self.ATTENTION_KERNEL)
         return Config(tasks_lib.SingleTask, name=name, model=model_p)
 
     def _stack(self, num_layers: int, **repeated_fields: Any) -> Any:
@@ -78,8 +82,6 @@ class TransformerExperiment(base_experiment.BaseExperiment):
         layer_p.tr_fflayer_tpl.activation_tpl = Config(self.ACTIVATION_CLS)
         layer_p.tr_fflayer_tpl.use_gated_activation = self.USE_GATED_ACTIVATION
         self._customize_stack(stack_p)
-        if self.USE_FUSED_ATTENTION:
-            layer_p.tr_atten_tpl = attention.use_fused_attention(layer_p.tr_atten_tpl)
         task_defaults.maybe_setup_moe_params(stack_p)
         if self.USE_REPEATED_LAYER:
             return Config(layers.StackedTransformerRepeated, block=stack_p, x_times=num_layers, **repeated_fields)

@@ -15,7 +15,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer import tasks_lib
 from spmd_trainer.errors import UserError
-from spmd_trainer.tasks.lm import task_defaults
+from spmd_trainer.tasks.lm import cheaper_layers, task_defaults
 from spmd_trainer.tasks.lm.task_defaults import DATA_AXIS, MDL_AXIS, REPLICA_AXIS, STAGE_AXIS
 from spmd_trainer.tasks.lm.transformer_experiment import TransformerExperiment, heads_of
 
@@ -322,7 +322,11 @@ class TransformerLmSpmdPipelineAdafactor(TransformerLmSpmdAdafactor):
         softmax_cls = fdl.get_callable(softmax_p)
         if softmax_cls == embedding_softmax.GShardSharedEmbeddingSoftmax:
             return [MDL_AXIS, self.EMB_W_DATA_DIMS]  # [vocabulary, width]
-        if softmax_cls in (embedding_softmax.SharedEmbeddingSoftmax, embedding_softmax.FullSoftmax):
+        if softmax_cls in (
+            embedding_softmax.SharedEmbeddingSoftmax,
+            cheaper_layers.SharedEmbeddingSoftmax,
+            embedding_softmax.FullSoftmax,
+        ):
             return [self.EMB_W_DATA_DIMS, MDL_AXIS]  # [width, vocabulary]
         raise task_defaults.UnsupportedError(
             f"the softmax is a {softmax_cls.__name__}, whose weights the pipeline class does not know how to split; use "

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from praxis import base_layer
 
-from spmd_trainer.tasks.lm.attention import fitting_implementation
-from spmd_trainer.tasks.lm.decoder import rotary
+from spmd_trainer.attention.attend import Split, attend
+from spmd_trainer.attention.pattern import Pattern
+from spmd_trainer.attention.sequence_order import SequenceOrder
+from spmd_trainer.tasks.lm.decoder import cached_attention, rotary
 from spmd_trainer.tasks.lm.decoder.axes import SpecLayer
 from spmd_trainer.tasks.lm.decoder.norms import Norm
 
-_MASKED = -1e30
+# Segment id of padding.
+PADDING = -1
 
 
 @dataclasses.dataclass
@@ -24,21 +27,22 @@ class Context:
 
     Attributes:
       rotary: kind of layer -> (sine, cosine), float32 [batch, time, head_dims / 2]; empty without rotary embeddings.
-      query_index: int32 [time], where the tokens are in the row or in the cache.
-      query_segments: int32 [batch, time]; a token sees only tokens of its segment.
-      key_segments: int32 [batch, source]. In a decode step, `first_index` takes its place.
+      segment_ids: int32 [batch, time]; a token sees only tokens of its segment. Padding has the segment `PADDING`.
+      order: how rows lie on the sequence axes of the mesh; None in a decode step.
       cache_length: number of tokens for which a prefill makes a cache; None for the length of its input.
+      cache_index: int32 [time], where the new tokens are in the cache, in a decode step.
       first_index: int32 [batch], index in the cache of each row's first token, in a decode step.
-      fused: see `DecoderLm.fused_attention`.
+      kernel, context_parallel: see `DecoderLm.attention_kernel` and `DecoderLm.context_parallel`.
     """
 
     rotary: dict[str, tuple[jax.Array, jax.Array]]
-    query_index: jax.Array
-    query_segments: jax.Array
-    key_segments: jax.Array | None = None
+    segment_ids: jax.Array
+    order: SequenceOrder | None = None
     cache_length: int | None = None
+    cache_index: jax.Array | None = None
     first_index: jax.Array | None = None
-    fused: bool | None = None
+    kernel: str | None = None
+    context_parallel: str | None = None
 
 
 class HeadsIn(SpecLayer):
@@ -112,7 +116,7 @@ class Attention(SpecLayer):
         """Attends over a whole row, and keeps its keys and values if the decode cache can be written.
 
         Args:
-          x: [batch, time, model_dims].
+          x: [batch, time, model_dims], in the order that `context` says.
           context: see `Context`.
 
         Returns:
@@ -120,12 +124,21 @@ class Attention(SpecLayer):
         """
         query, key, value = self._heads(x, context)
         if self.is_mutable_collection(base_layer.DECODE_CACHE) and not self.is_initializing():
-            missing = (context.cache_length or key.shape[1]) - key.shape[1]
-            for name, heads in (("key_state", key), ("value_state", value)):
-                self._keep(name, jnp.pad(heads, ((0, 0), (0, missing), (0, 0), (0, 0))))
-        assert context.key_segments is not None  # only decode steps lack it
-        seen = self._seen(context, jnp.arange(key.shape[1]), context.key_segments)
-        return self._attend(query, key, value, seen, context.fused)
+            self._fill_cache(key, value, context)
+        drops = self.spec.attention_dropout and not self.do_eval
+        heads = attend(
+            query,
+            key,
+            value,
+            self._pattern,
+            segment_ids=context.segment_ids,
+            split=self._attention_split,
+            kernel=None if self.is_initializing() else context.kernel,
+            context_parallel=context.context_parallel,
+            dropout=(lambda x: self.dropped(x, self.spec.attention_dropout)) if drops else None,
+            name=self.layer_kind,
+        )
+        return self._project(heads)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
         """Attends from new tokens over the cache and themselves, and adds them to the cache.
@@ -138,20 +151,17 @@ class Attention(SpecLayer):
           [batch, new tokens, model_dims].
         """
         query, new_key, new_value = self._heads(x, context)
+        assert context.cache_index is not None  # set in every decode step, as the next
+        assert context.first_index is not None
+        layout = self._cache_layout
         key, value = (
-            self._keep(
-                name, jax.lax.dynamic_update_slice_in_dim(state, heads.astype(state.dtype), context.query_index[0], 1)
-            )
-            for name, state, heads in (
-                ("key_state", self.get_decode_state("key_state"), new_key),
-                ("value_state", self.get_decode_state("value_state"), new_value),
-            )
+            self._keep(name, layout.write(self.get_decode_state(name), heads, context.cache_index))
+            for name, heads in (("key_state", new_key), ("value_state", new_value))
         )
-        assert context.first_index is not None  # set in every decode step
-        key_index = jnp.arange(key.shape[1])
-        key_segments = (key_index >= context.first_index[:, None]).astype(jnp.int32)
-        seen = self._seen(context, key_index, key_segments)
-        return self._attend(query, key, value, seen, context.fused)
+        heads = cached_attention.attend(
+            query, key, value, self._pattern, layout, context.cache_index, context.first_index
+        )
+        return self._project(heads)
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
         """Replaces keys and values in the cache by `transform_fn(state, batch_dim=0, time_dim=1)`."""
@@ -171,58 +181,43 @@ class Attention(SpecLayer):
             checkpoint_name(value, "value_proj"),
         )
 
+    def _fill_cache(self, key: jax.Array, value: jax.Array, context: Context) -> None:
+        """Keeps the keys and values of whole rows, in the order of the rows."""
+        assert context.order is not None  # only decode steps lack it
+        for name, heads in (("key_state", key), ("value_state", value)):
+            in_order = context.order.undo(heads)
+            self._keep(name, self._cache_layout.padded(in_order, context.cache_length or in_order.shape[1]))
+
     def _keep(self, name: str, heads: jax.Array) -> jax.Array:
         heads = self.split(heads, "batch", "length", "activation_kv_heads", "head_dims")
         self.update_decode_state(name, heads)
         return heads
 
-    def _seen(self, context: Context, key_index: jax.Array, key_segments: jax.Array) -> jax.Array:
-        """Returns True where a query sees a key, bool [batch, time, source]."""
-        distance = context.query_index[:, None] - key_index[None, :]
-        seen = distance >= 0
-        if self.layer_kind == "local":
-            assert self.spec.window is not None  # the spec is checked
-            seen &= distance < self.spec.window
-        return seen & (context.query_segments[:, :, None] == key_segments[:, None, :])
-
-    def _attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, fused: bool | None
-    ) -> jax.Array:
-        """Computes attention; logits and probabilities are float32.
-
-        Args:
-          query: [batch, time, N, H].
-          key, value: [batch, source, K, H].
-          seen: bool [batch, time, source].
-          fused: see `DecoderLm.fused_attention`.
-
-        Returns:
-          [batch, time, model_dims].
-        """
-        kernel: Any = fitting_implementation(query, key)
-        dropping = self.spec.attention_dropout and not self.do_eval
-        if self.spec.attention_softcap is None and not dropping and (kernel == "cudnn" if fused is None else fused):
-            heads = jax.nn.dot_product_attention(
-                query, key, value, mask=seen[:, None], scale=self._scale, implementation=kernel
-            )
-        else:
-            heads = self._plain(query, key, value, seen)
+    def _project(self, heads: jax.Array) -> jax.Array:
         heads = self.split(heads, "batch", "length", "activation_heads", "head_dims")
-        output: Any = self.output(checkpoint_name(heads, "context"))
+        output: Any = self.output(heads)
         return checkpoint_name(output, "out_proj")
 
-    def _plain(self, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-        """Returns the heads' outputs, [batch, time, N, H], from logits and probabilities of their own."""
+    @property
+    def _pattern(self) -> Pattern:
         spec = self.spec
-        groups = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads)
-        grouped = query.reshape(*query.shape[:2], *groups, spec.head_dims)
-        logits = self._scale * jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
-        if spec.attention_softcap is not None:
-            logits = spec.attention_softcap * jnp.tanh(logits / spec.attention_softcap)
-        probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], logits, _MASKED), axis=-1)
-        probabilities = self.dropped(probabilities, spec.attention_dropout).astype(value.dtype)
-        return jnp.einsum("bkgts,bskh->btkgh", probabilities, value).reshape(query.shape)
+        return Pattern(
+            causal=True,
+            window=spec.window if self.layer_kind == "local" else None,
+            softcap=spec.attention_softcap,
+            scale=spec.head_dims**-0.5 if spec.query_scale is None else spec.query_scale,
+        )
 
     @property
-    def _scale(self) -> float:
-        return self.spec.head_dims**-0.5 if self.spec.query_scale is None else self.spec.query_scale
+    def _attention_split(self) -> Split:
+        batch, length, heads = map(self.mesh_axes, ("batch", "length", "activation_heads"))
+        return Split(batch=batch, length=length, heads=heads)
+
+    @property
+    def _cache_layout(self) -> cached_attention.CacheLayout:
+        return cached_attention.CacheLayout.on_mesh(
+            num_heads=self.spec.num_heads,
+            num_kv_heads=self.spec.num_kv_heads,
+            kv_heads_axes=self.mesh_axes("activation_kv_heads"),
+            length_axes=self.mesh_axes("length"),
+        )

@@ -9,17 +9,21 @@ import jax
 import jax.numpy as jnp
 from praxis import base_layer, pax_fiddle
 
+from spmd_trainer.attention import sequence_order
+from spmd_trainer.attention.sequence_order import SequenceOrder
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.decoder_spec import DecoderSpec
 
 MeshAxes = str | tuple[str, ...] | None
+SEQUENCE_AXIS = "seq"
 
 # Logical axis -> mesh axes. The first part is for variables, the second for activations. As in Pax's v1 sharding, weights are
-# split over 'data' along the width of the residual stream and over 'mdl' along the other dimension.
+# split over 'data' along the width of the residual stream and over 'mdl' along the other dimension. A mesh with an axis 'seq'
+# splits rows over it (context parallelism), and weights as over 'data'.
 DEFAULT_AXES: dict[str, MeshAxes] = {
     "vocab": "mdl",
     "positions": None,
-    "embed": "data",
+    "embed": ("data", SEQUENCE_AXIS),
     "heads": "mdl",
     "kv_heads": "mdl",
     "head_dims": None,
@@ -29,7 +33,7 @@ DEFAULT_AXES: dict[str, MeshAxes] = {
     "router": None,
     "norm": None,
     "batch": ("replica", "data"),
-    "length": None,
+    "length": SEQUENCE_AXIS,
     "activation_embed": None,
     "activation_heads": "mdl",
     "activation_kv_heads": "mdl",
@@ -64,10 +68,14 @@ def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[st
     return resolved
 
 
-def renamed_axes(names: Mapping[str, str]) -> dict[str, MeshAxes]:
-    """Returns `DEFAULT_AXES` with other names of the mesh axes, where that changes them."""
-    renamed = {key: tuple(names[axis] for axis in _as_tuple(axes)) for key, axes in DEFAULT_AXES.items()}
-    return {key: axes for key, axes in renamed.items() if axes != _as_tuple(DEFAULT_AXES[key])}
+def renamed_axes(names: Mapping[str, str], mesh_axis_names: Sequence[str]) -> dict[str, MeshAxes]:
+    """Returns `DEFAULT_AXES` with other names of the mesh axes, where that changes them; without axes that the mesh lacks."""
+    changed: dict[str, MeshAxes] = {}
+    for key, axes in DEFAULT_AXES.items():
+        renamed = tuple(names.get(axis, axis) for axis in _as_tuple(axes))
+        if renamed != _as_tuple(axes):
+            changed[key] = tuple(axis for axis in renamed if axis in mesh_axis_names)
+    return changed
 
 
 def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
@@ -124,19 +132,38 @@ class SpecLayer(base_layer.BaseLayer):
         """Splits an activation over the mesh: one logical axis per dimension.
 
         The residual stream ('activation_embed') is split in training only, where it is what the backward pass needs. Elsewhere
-        gathering it for each layer would gain nothing.
+        gathering it for each layer would gain nothing. A 'length' that its mesh axes don't divide is that of the new tokens of a
+        decode step, and stays whole; rows are padded at the model's entry.
         """
+
+        def stays_whole(axis: str, size: int) -> bool:
+            if axis == "length":
+                return size % sequence_order.num_shards(self.mesh_axes(axis)) != 0
+            return axis == "activation_embed" and self.do_eval
+
         mesh_axes = [
-            None if self.do_eval and axis == "activation_embed" else split
-            for axis, split in zip(axes, self._split(axes), strict=True)
+            None if stays_whole(axis, size) else split
+            for axis, split, size in zip(axes, self._split(axes), x.shape, strict=True)
         ]
         return jnp.asarray(base_layer.maybe_shard(x, mesh_axes, self.mesh_axis_names))
 
-    def dropped(self, x: jax.Array, probability: float) -> jax.Array:
-        """Returns x with each element set to 0 with this probability and the others scaled up; x itself in evaluation."""
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        """Returns the mesh axes of a logical axis; empty if it is not split."""
+        return _as_tuple(resolve_axes(self.axes, self.mesh_axis_names)[axis])
+
+    def dropped(self, x: jax.Array, probability: float, order: SequenceOrder | None = None) -> jax.Array:
+        """Returns x with each element set to 0 with this probability and the others scaled up; x itself in evaluation.
+
+        Args:
+          x: the array; [batch, time, ...] if there is an order.
+          probability: the probability.
+          order: how rows lie on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
+        """
         if not probability or self.do_eval:
             return x
-        kept = jax.random.bernoulli(self.next_prng_key(), 1 - probability, x.shape)
+        shape = x.shape if order is None else (x.shape[0], order.length, *x.shape[2:])
+        kept = jax.random.bernoulli(self.next_prng_key(), 1 - probability, shape)
+        kept = kept if order is None else order.apply(kept)
         return jnp.where(kept, x / (1 - probability), jnp.zeros((), x.dtype))
 
     def _split(self, axes: Sequence[str]) -> list[MeshAxes]:

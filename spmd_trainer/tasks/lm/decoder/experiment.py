@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,19 +13,23 @@ from praxis.pax_fiddle import Config
 from spmd_trainer import base_experiment, tasks_lib
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.tasks.lm import task_defaults
+from spmd_trainer.tasks.lm.decoder import axes
 from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel, DecoderLm
 
 
 class DecoderExperiment(base_experiment.BaseExperiment):
-    """A decoder-only language model on the mesh axes ('replica', 'data', 'mdl'). Subclasses give the sizes and the data.
+    """A decoder-only language model. Subclasses give the sizes and the data.
 
     A field of `DecoderSpec` is set by the class attribute of the same name in capitals, e.g. MODEL_DIMS or ROTARY_BASE; fields
     without an attribute keep their defaults.
 
     Attributes:
-      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of replica, data and mdl, within a slice and across slices.
+      MESH_AXIS_NAMES: names of the mesh axes. With 'seq', as in ('replica', 'data', 'seq', 'mdl'), rows are split over it.
+      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of these axes, within a slice and across slices.
       TRAINING_OPTIMIZED_SHARDING: also split the residual stream, and so what is saved for the backward pass, over mdl.
       AXES: mesh axes of logical axes, where they differ from `axes.DEFAULT_AXES`.
+      ATTENTION_KERNEL: name of the attention kernel; None for the first that suits the device and the layer.
+      CONTEXT_PARALLEL: how attention is computed if the rows are split: 'ring' (also None) or 'all_to_all'.
       FPROP_DTYPE: dtype of the computation; variables are float32.
       CHECKPOINT_POLICY: what the forward pass saves for the backward pass.
       LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS, NUM_TRAIN_STEPS: of AdamW (0.9, 0.95), clipped to gradient norm 1, with linear
@@ -34,10 +38,13 @@ class DecoderExperiment(base_experiment.BaseExperiment):
       EVAL_INTERVAL_STEPS, CHECKPOINT_EVERY_N_STEPS: of `task.train`.
     """
 
+    MESH_AXIS_NAMES: Sequence[str] = task_defaults.MESH_AXIS_NAMES
     ICI_MESH_SHAPE: Any = (1, 1, 1)
     DCN_MESH_SHAPE: Any = (1, 1, 1)
     TRAINING_OPTIMIZED_SHARDING = True
     AXES: Mapping[str, Any] | None = None
+    ATTENTION_KERNEL: str | None = None
+    CONTEXT_PARALLEL: str | None = None
     FPROP_DTYPE: Any = jnp.bfloat16
     CHECKPOINT_POLICY = layers.AutodiffCheckpointType.SAVE_NOTHING
     LEARNING_RATE = 3e-4
@@ -51,9 +58,7 @@ class DecoderExperiment(base_experiment.BaseExperiment):
     def task(self) -> Config[tasks_lib.SingleTask]:
         """Returns the task's config."""
         task_p = Config(tasks_lib.SingleTask, name="decoder", model=self.model())
-        task_defaults.set_sharding_annotations_v1(
-            task_p, self.TRAINING_OPTIMIZED_SHARDING, self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE
-        )
+        self._set_mesh(task_p)
         train_p = task_p.train
         train_p.num_train_steps = self.NUM_TRAIN_STEPS
         train_p.eval_interval_steps = self.EVAL_INTERVAL_STEPS
@@ -73,7 +78,14 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     def model(self) -> Config[DecoderLanguageModel]:
         """Returns the model's config."""
-        lm_p = Config(DecoderLm, spec=self.spec(), axes=self.AXES, checkpoint_policy=self.CHECKPOINT_POLICY)
+        lm_p = Config(
+            DecoderLm,
+            spec=self.spec(),
+            axes=self.AXES,
+            checkpoint_policy=self.CHECKPOINT_POLICY,
+            attention_kernel=self.ATTENTION_KERNEL,
+            context_parallel=self.CONTEXT_PARALLEL,
+        )
         return Config(DecoderLanguageModel, name="lm", lm_tpl=lm_p, fprop_dtype=self.FPROP_DTYPE)
 
     def spec(self) -> Config[DecoderSpec]:
@@ -85,3 +97,17 @@ class DecoderExperiment(base_experiment.BaseExperiment):
                 # As a config, so that overrides can reach its fields.
                 fields[field.name] = Config(type(value), **vars(value)) if dataclasses.is_dataclass(value) else value
         return Config(DecoderSpec, **fields)
+
+    def _set_mesh(self, task_p: Any) -> None:
+        """Sets the mesh, and splits inputs, variables and activations over it."""
+        model_p, names = task_p.model, tuple(self.MESH_AXIS_NAMES)
+        for field in ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE"):
+            task_defaults.check_mesh_shape(field, getattr(self, field), names)
+        model_p.ici_mesh_shape, model_p.dcn_mesh_shape = list(self.ICI_MESH_SHAPE), list(self.DCN_MESH_SHAPE)
+        model_p.mesh_axis_names = list(names)
+        rows = tuple(axis for axis in (task_defaults.REPLICA_AXIS, task_defaults.DATA_AXIS) if axis in names)
+        mapping = task_defaults.batch_split_mapping(rows)
+        if axes.SEQUENCE_AXIS in names:
+            mapping.map_2d = (rows, axes.SEQUENCE_AXIS)
+        task_p.train.inputs_split_mapping = mapping
+        task_defaults.shard_lm_v1(model_p, self.TRAINING_OPTIMIZED_SHARDING)

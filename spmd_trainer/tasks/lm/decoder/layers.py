@@ -36,14 +36,13 @@ class DecoderLayer(SpecLayer):
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Returns the new residual stream [batch, time, model_dims]."""
-        return self._feed_forward(
-            self._residual("attention", x, self.attention(self._normed("attention", x), context)), context
-        )
+        attended = self.attention(self._normed("attention", x), context)
+        return self._feed_forward(self._residual("attention", x, attended, context), context)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
         """Does the same for new tokens only, with the keys and values of earlier ones from the cache."""
         attended = self.attention.extend_step(self._normed("attention", x), context)
-        return self._feed_forward(self._residual("attention", x, attended), context)
+        return self._feed_forward(self._residual("attention", x, attended, context), context)
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
         """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`."""
@@ -51,8 +50,8 @@ class DecoderLayer(SpecLayer):
 
     def _feed_forward(self, x: jax.Array, context: Context) -> jax.Array:
         normed = self._normed("mlp", x)
-        output = self.mlp(normed) if self.spec.moe is None else self.moe(normed, context.query_segments > 0)
-        return self._residual("mlp", x, output)
+        output = self.mlp(normed) if self.spec.moe is None else self.moe(normed, context.segment_ids > 0)
+        return self._residual("mlp", x, output, context)
 
     def _normed(self, part: str, x: jax.Array) -> jax.Array:
         if self.spec.norm_placement == "post":
@@ -60,10 +59,11 @@ class DecoderLayer(SpecLayer):
         normed: jax.Array = getattr(self, f"{part}_norm")(x)
         return normed
 
-    def _residual(self, part: str, x: jax.Array, output: jax.Array) -> jax.Array:
+    def _residual(self, part: str, x: jax.Array, output: jax.Array, context: Context) -> jax.Array:
         if self.spec.norm_placement != "pre":
             output = getattr(self, f"{part}_post_norm")(output)
-        return self.split(x + self.dropped(output, self.spec.dropout), "batch", "length", "activation_embed")
+        output = self.dropped(output, self.spec.dropout, context.order)
+        return self.split(x + output, "batch", "length", "activation_embed")
 
 
 class DecoderBlock(SpecLayer):

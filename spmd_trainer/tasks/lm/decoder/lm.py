@@ -31,9 +31,11 @@ from praxis.layers import transformer_models
 from praxis.layers.checkpoint_policy import custom_policy
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.attention import sequence_order
+from spmd_trainer.attention.sequence_order import SequenceOrder
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.tasks.lm.decoder import rotary
-from spmd_trainer.tasks.lm.decoder.attention import Context
+from spmd_trainer.tasks.lm.decoder.attention import PADDING, Context
 from spmd_trainer.tasks.lm.decoder.axes import SpecLayer, renamed_axes
 from spmd_trainer.tasks.lm.decoder.embeddings import Embedding, Logits
 from spmd_trainer.tasks.lm.decoder.layers import DecoderBlock, DecoderLayer
@@ -41,6 +43,9 @@ from spmd_trainer.tasks.lm.decoder.norms import Norm
 from spmd_trainer.tasks.lm.generation import decode as generation_decode
 from spmd_trainer.tasks.lm.generation import sampling
 from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
+
+# Outputs of `compute_loss` that have the dimensions batch and time.
+_PER_TOKEN = ("logits", "log_probs", "probs", "per_example_xent", "per_example_argmax", "per_token_xent")
 
 
 class DecoderLm(SpecLayer):
@@ -52,15 +57,18 @@ class DecoderLm(SpecLayer):
       checkpoint_policy: what the forward pass saves for the backward pass, for each block of layers.
       unroll_in_decode: decode steps have no loop over the layers, and the cache has variables for each layer, which are updated
         in place. Compiles longer.
-      fused_attention: use `jax.nn.dot_product_attention`. None: only on CUDA GPUs, where cuDNN has a kernel for the arrays.
-        Layers with a soft cap or with dropout of the probabilities never use it.
+      attention_kernel: name of the attention kernel, see `spmd_trainer.attention.kernels`. None: the first one that suits the
+        device and the layer.
+      context_parallel: how attention is computed if the rows are split over the mesh (`axes` maps 'length' to mesh axes): 'ring'
+        or 'all_to_all'. None: 'ring'.
     """
 
     packed_input: bool = True
     model_type: Any = transformer_models.LanguageModelType.CAUSAL
     checkpoint_policy: layers.AutodiffCheckpointType = layers.AutodiffCheckpointType.SAVE_NOTHING
     unroll_in_decode: bool = True
-    fused_attention: bool | None = None
+    attention_kernel: str | None = None
+    context_parallel: str | None = None
 
     @classmethod
     def set_sharding_params_v1(
@@ -89,7 +97,7 @@ class DecoderLm(SpecLayer):
         """
         lm_p.ici_mesh_shape, lm_p.dcn_mesh_shape = ici_mesh_shape, dcn_mesh_shape
         lm_p.mesh_axis_names = mesh_axis_names
-        axes = renamed_axes({"replica": replica_axis, "data": data_axis, "mdl": mdl_axis})
+        axes = renamed_axes({"replica": replica_axis, "data": data_axis, "mdl": mdl_axis}, mesh_axis_names)
         if training_optimized:
             axes["activation_embed"] = mdl_axis
         lm_p.axes = {**axes, **(lm_p.axes or {})}
@@ -99,10 +107,11 @@ class DecoderLm(SpecLayer):
         """Creates the child layers.
 
         Raises:
-          UserError: the spec is wrong, or model_type is not CAUSAL.
+          UserError: the spec or `context_parallel` is wrong, or model_type is not CAUSAL.
         """
         spec = self.spec
         spec.check("task.model.lm_tpl.spec")
+        self._check_context_parallel()
         if self.model_type != transformer_models.LanguageModelType.CAUSAL:
             raise UserError(f"task.model.model_type={self.model_type}; a DecoderLm can only be CAUSAL")
         self.child("token_emb", Embedding, num_rows=spec.vocab_size)
@@ -163,9 +172,13 @@ class DecoderLm(SpecLayer):
         self.update_decode_state("time_step", jnp.asarray(start_time_step, jnp.int32))
         # A decode step without segment_pos continues these rows: each row's last token is at the right end.
         self.update_decode_state("first_index", length - 1 - segment_pos[:, -1].astype(jnp.int32))
-        key_segments = jnp.where(paddings > 0, -1, segment_ids)
-        x = self._hidden(inputs, segment_ids, segment_pos, key_segments)
-        return self.compute_loss(x, labels)
+        order = self._order(length)
+        x = self._hidden(inputs, jnp.where(paddings > 0, PADDING, segment_ids), segment_pos, order)
+        if labels is not None:
+            labels = NestedMap({name: order.apply(x) for name, x in labels.items()})
+        output = self.compute_loss(x, labels)
+        output.update({name: order.undo(output[name]) for name in _PER_TOKEN if name in output})
+        return output
 
     def compute_loss(self, activations: jax.Array, labels: NestedMap | None = None) -> NestedMap:
         """Computes logits and cross entropy.
@@ -218,12 +231,13 @@ class DecoderLm(SpecLayer):
         self._check_positions(cache_length)
         first_index = length - lengths.astype(jnp.int32)
         positions = jnp.arange(length, dtype=jnp.int32) - first_index[:, None]
-        segment_ids = (positions >= 0).astype(jnp.int32)
+        segment_ids = jnp.where(positions >= 0, 1, PADDING)
         positions = jnp.maximum(positions, 0)
         ids = jnp.take_along_axis(ids, positions, axis=1)
         self.update_decode_state("time_step", jnp.asarray(length, jnp.int32))
         self.update_decode_state("first_index", first_index)
-        x = self._hidden(ids, segment_ids, positions, segment_ids, cache_length)
+        order = self._order(length)
+        x = order.undo(self._hidden(ids, segment_ids, positions, order, cache_length))
         return self._logits(x[:, -1:])[:, 0]
 
     def extend_step(self, inputs: jax.Array, segment_pos: jax.Array | None = None) -> NestedMap:
@@ -248,10 +262,9 @@ class DecoderLm(SpecLayer):
         positions = index - first_index[:, None]
         context = Context(
             rotary=self._rotary(positions),
-            query_index=index,
-            query_segments=jnp.ones_like(positions),
+            segment_ids=jnp.ones_like(positions),
+            cache_index=index,
             first_index=first_index,
-            fused=self.fused_attention,
         )
         x = self._embed(ids, positions)
         if self.spec.num_repeats:
@@ -285,20 +298,21 @@ class DecoderLm(SpecLayer):
         ids: jax.Array,
         segment_ids: jax.Array,
         positions: jax.Array,
-        key_segments: jax.Array,
+        order: SequenceOrder,
         cache_length: int | None = None,
     ) -> jax.Array:
-        """Returns the output of the final norm, [batch, time, model_dims]."""
+        """Returns the output of the final norm, [batch, order.padded_length, model_dims], for rows that are not yet in order."""
         self._check_positions(ids.shape[1])
+        ids, positions, segment_ids = order.apply(ids), order.apply(positions), order.apply(segment_ids, fill=PADDING)
         context = Context(
             rotary=self._rotary(positions),
-            query_index=jnp.arange(ids.shape[1]),
-            query_segments=segment_ids,
-            key_segments=key_segments,
+            segment_ids=segment_ids,
+            order=order,
             cache_length=cache_length,
-            fused=self.fused_attention,
+            kernel=self.attention_kernel,
+            context_parallel=self.context_parallel,
         )
-        x = self._embed(ids, positions)
+        x = self._embed(ids, positions, order)
         if self.spec.num_repeats:
             x = self.layers(x, context=context)
 
@@ -310,13 +324,13 @@ class DecoderLm(SpecLayer):
         normed: jax.Array = self.final_norm(x)
         return normed
 
-    def _embed(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def _embed(self, ids: jax.Array, positions: jax.Array, order: SequenceOrder | None = None) -> jax.Array:
         x = self.token_emb(ids)
         if self.spec.embedding_scale != 1:
             x = x * jnp.asarray(self.spec.embedding_scale, x.dtype)
         if self.spec.positions == "learned":
             x = x + self.position_emb(positions)
-        return self.dropped(x, self.spec.dropout)
+        return self.dropped(x, self.spec.dropout, order)
 
     def _rotary(self, positions: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
         if self.spec.positions != "rotary":
@@ -338,6 +352,16 @@ class DecoderLm(SpecLayer):
 
     def _last_layers(self) -> list[DecoderLayer]:
         return [getattr(self, f"last_layers_{index}") for index in range(len(self.spec.last_layers))]
+
+    def _order(self, length: int) -> SequenceOrder:
+        return sequence_order.of_rows(length, self.mesh_axes("length"), self.context_parallel)
+
+    def _check_context_parallel(self) -> None:
+        if self.context_parallel not in (None, *sequence_order.FORMS):
+            raise UserError(
+                f"task.model.lm_tpl.context_parallel={self.context_parallel!r}"
+                f"{did_you_mean(self.context_parallel, sequence_order.FORMS)}. Forms: {', '.join(sequence_order.FORMS)}"
+            )
 
     def _check_positions(self, length: int) -> None:
         if self.spec.positions == "learned" and length > self.spec.max_positions:

@@ -1,0 +1,13 @@
+"""Attention of whole rows over themselves, by the kernel that suits the device.
+
+Start with `attend.py`: layers call its `attend`, which picks a kernel for the device, the shapes and the pattern, and runs it on
+each device's part of the arrays. `pattern.py` says which keys a query sees. `kernels.py` has the interface of a kernel and the
+order in which kernels are tried:
+
+- `splash.py`: JAX's splash attention for TPUs.
+- `cudnn.py`: cuDNN's fused attention for CUDA GPUs.
+- `chunked.py`: blocks with an online softmax in `jax.numpy`, for every device.
+- `reference.py`: plain logits and probabilities; for short rows, dropout, and as the truth in tests.
+
+A new kernel is one new file and one line in `kernels.py`. `ring.py` and `all_to_all.py` split rows over a mesh axis.
+"""

@@ -1,0 +1,135 @@
+"""The order of a row's tokens on the devices of a sequence axis.
+
+Ring attention has even causal work on n devices if a row is cut into 2 n chunks and device i holds chunks i and 2 n - 1 - i
+(zig-zag). A model brings its inputs into that order once, at its entry, and its outputs back at its exit:
+
+    order = sequence_order.of_rows(length, ("seq",), context_parallel)
+    ids, segment_ids = order.apply(ids), order.apply(segment_ids, fill=-1)   # [B, order.padded_length]
+    ...
+    log_probs = order.undo(log_probs)                                        # [B, length, V]
+
+All-to-all attention keeps the order of the row. Both pad rows to a length that the devices divide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Literal, TypeAlias, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+Form: TypeAlias = Literal["ring", "all_to_all"]
+FORMS: tuple[str, ...] = get_args(Form)
+DEFAULT_FORM: Form = "ring"
+Shard = TypeVar("Shard", int, np.ndarray, jax.Array)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceOrder:
+    """How rows of `length` tokens lie on a sequence axis.
+
+    Attributes:
+      length: tokens of a row.
+      axes: mesh axes that the row is split over; empty if each device holds it whole.
+      count: number of devices on these axes, n.
+      is_zigzag: device i holds chunks i and 2 n - 1 - i of 2 n; otherwise chunk i of n.
+    """
+
+    length: int
+    axes: tuple[str, ...] = ()
+    count: int = 1
+    is_zigzag: bool = False
+
+    @property
+    def padded_length(self) -> int:
+        """The row's length with the padding that makes all chunks equally long."""
+        chunks = 2 * self.count if self.is_zigzag else self.count
+        return -(-self.length // chunks) * chunks
+
+    def apply(self, x: jax.Array, fill: float = 0) -> jax.Array:
+        """Returns [batch, padded_length, ...] in this order for [batch, length, ...] in the order of the row.
+
+        Args:
+          x: the array. A split row needs jit.
+          fill: value of the padding, which comes after the row's tokens.
+        """
+        if missing := self.padded_length - self.length:
+            x = jnp.pad(x, [(0, missing if dim == 1 else 0) for dim in range(x.ndim)], constant_values=fill)
+        return self._moved(x, back=False)
+
+    def undo(self, x: jax.Array) -> jax.Array:
+        """Returns [batch, length, ...] in the order of the row for [batch, padded_length, ...] in this order."""
+        in_order = self._moved(x, back=True)
+        return in_order[:, : self.length] if self.padded_length > self.length else in_order
+
+    def _moved(self, x: jax.Array, *, back: bool) -> jax.Array:
+        if not self.is_zigzag:
+            return x
+        spec = PartitionSpec(None, self.axes)
+        move = functools.partial(_move_chunks, axes=self.axes, count=self.count, back=back)
+        # The other axes stay with the compiler, so the batch and further dimensions may be split in any way.
+        moved: jax.Array = jax.shard_map(
+            move, in_specs=spec, out_specs=spec, axis_names=set(self.axes), check_vma=False
+        )(x)
+        return moved
+
+
+def of_rows(length: int, axes: tuple[str, ...], form: str | None = None) -> SequenceOrder:
+    """Returns the order in which `attend` needs rows, on the ambient mesh (`jax.set_mesh`).
+
+    Args:
+      length: tokens of a row.
+      axes: mesh axes of the sequence. Without a mesh, or with one device on them, rows keep their order.
+      form: one of `FORMS`; None for `DEFAULT_FORM`.
+    """
+    count = num_shards(axes)
+    if count == 1:
+        return SequenceOrder(length)
+    return SequenceOrder(length, axes, count, is_zigzag=(form or DEFAULT_FORM) == "ring")
+
+
+def num_shards(axes: tuple[str, ...]) -> int:
+    """Returns the number of pieces into which the compiler splits a dimension over these axes of the ambient mesh.
+
+    Axes that a surrounding `shard_map` already splits by hand don't count.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape and axis not in mesh.manual_axes)
+
+
+def chunks_of(shard: Shard, count: int) -> tuple[Shard, Shard]:
+    """Returns the two chunks, of 2 * count, that a device holds in zig-zag order, the earlier one first."""
+    return shard, 2 * count - 1 - shard
+
+
+def zigzag_index(length: int, count: int) -> np.ndarray:
+    """Returns the row's index of each token in zig-zag order, int [length]; 2 * count divides the length."""
+    chunks = np.arange(length).reshape(2 * count, -1)
+    return np.concatenate([chunks[list(chunks_of(shard, count))] for shard in range(count)]).reshape(-1)
+
+
+def _move_chunks(x: jax.Array, *, axes: tuple[str, ...], count: int, back: bool) -> jax.Array:
+    """Exchanges this device's two chunks of the row for its two chunks in zig-zag order, or back, by two permutations.
+
+    In the order of the row, device d holds chunks 2 d and 2 d + 1. The even chunks belong to different devices in zig-zag
+    order, and so do the odd ones. On a device of even number, the even chunk is the earlier of the two.
+    """
+    owners = [min(chunk, 2 * count - 1 - chunk) for chunk in range(2 * count)]
+    moves = [[(device, owners[2 * device + parity]) for device in range(count)] for parity in (0, 1)]
+    is_even = lax.axis_index(axes) % 2 == 0
+
+    def swapped_on_odd(first: jax.Array, second: jax.Array) -> list[jax.Array]:
+        return [jnp.where(is_even, first, second), jnp.where(is_even, second, first)]
+
+    parts = jnp.split(x, 2, axis=1)
+    if back:
+        parts = swapped_on_odd(*parts)
+        moves = [[(target, source) for source, target in pairs] for pairs in moves]
+    parts = [lax.ppermute(part, axes, pairs) for part, pairs in zip(parts, moves, strict=True)]
+    return jnp.concatenate(parts if back else swapped_on_odd(*parts), axis=1)

@@ -1,0 +1,134 @@
+"""praxis' layers as cheaper programs: the same variables, and the same numbers up to rounding.
+
+    use_cheaper_layers(task_p.model)
+
+changes layer norms (see `layer_norm`) and the softmax that shares its weights with the token embedding. The experiments of
+`model_params` use it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+from fiddle import selectors
+from flax import linen as nn
+from praxis import base_layer, layers
+from praxis.layers import base_ops
+
+from spmd_trainer.tasks.lm import layer_norm
+from spmd_trainer.tasks.lm.generation import sampling
+
+
+class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
+    """praxis' `SharedEmbeddingSoftmax` with a cheaper lookup and cross entropy. Fields and variables are the same.
+
+    Lookup: with lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer reads the table's rows, unless
+    the devices that split the rows don't divide them. The gradient stays praxis' product: adding to rows would round for each
+    token in bfloat16, and has no fixed order on GPUs.
+
+    Cross entropy: praxis multiplies log-probabilities with one-hot labels, so the gradient sums the labels over the vocabulary
+    once more; and argmax gathers values and indices where the vocabulary is split. This layer does neither.
+    """
+
+    def emb_lookup(self, ids: jax.Array) -> jax.Array:
+        """Returns the embeddings [..., input_dims] of integers `ids` [...]; zeros for ids that are not in the table."""
+        if self.lookup_style != "matmul" or fdl.get_callable(self.einsum_tpl) is not base_ops.EinsumOp:
+            return super().emb_lookup(ids)
+        table = jnp.transpose(self.logits_ffn.linear.theta.w)
+        sizes, axes = jax.sharding.get_abstract_mesh().shape, self._row_axes()
+        if self.num_classes % math.prod(sizes.get(axis, 1) for axis in axes):
+            return super().emb_lookup(ids)
+        embeddings = _rows_of(ids, base_layer.maybe_shard(table, [axes or None, None], self.mesh_axis_names))
+        if self.scale_sqrt_depth:
+            embeddings *= self.input_dims**0.5
+        return base_layer.maybe_shard(
+            embeddings, self.activation_split_dims_mapping.emb_out_split_dims_mapping, self.mesh_axis_names
+        )
+
+    @nn.nowrap
+    def _row_axes(self) -> tuple[str, ...]:
+        """Returns the mesh axes that split the vocabulary of the weights [input_dims, num_classes]."""
+        splits = self.weight_split_dims_mapping.wt
+        axes = splits[1] if splits is not None and self.mesh_axis_names is not None else None
+        return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+    @nn.nowrap
+    def _compute_xent(
+        self, inputs: jax.Array, class_ids: jax.Array | None = None, class_probabilities: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Computes cross entropies, in float32.
+
+        Args:
+          inputs: [..., input_dims].
+          class_ids: int32 [..., 1].
+          class_probabilities: [..., num_classes]; given instead of `class_ids`.
+
+        Returns:
+          The cross entropies [...], the most likely classes [...], the logits and the log-probabilities [..., num_classes].
+        """
+        if class_probabilities is not None or self.label_smoothing_prob or self.bi_tempered_loss_tpl is not None:
+            return super()._compute_xent(inputs, class_ids, class_probabilities)
+        logits = self.get_logits(inputs).astype(jnp.float32)
+        constant = jax.lax.stop_gradient(logits)
+        shifted = logits - jnp.max(constant, axis=-1, keepdims=True)
+        log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
+        is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == class_ids
+        of_label = jnp.sum(jnp.where(is_label, shifted, 0.0), axis=-1)
+        return log_sum[..., 0] - of_label, sampling.most_likely(constant), logits, shifted - log_sum
+
+
+# Tokens of a row whose one-hot ids exist at the same time, in the gradient of a lookup.
+_LOOKUP_TOKENS = 1024
+
+
+@jax.custom_vjp
+def _rows_of(ids: jax.Array, table: jax.Array) -> jax.Array:
+    return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _rows_forward(ids: jax.Array, table: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rows_of(ids, table), (ids, table)
+
+
+def _rows_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[None, jax.Array]:
+    ids, table = residuals
+    length = ids.shape[-1] if ids.ndim else 1
+    if length <= _LOOKUP_TOKENS or length % _LOOKUP_TOKENS:
+        return None, _one_hot_product(ids, table, gradient).astype(table.dtype)
+
+    def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + _one_hot_product(part[0], table, part[1]), None
+
+    # Parts of the rows, one after another: one-hot ids of all tokens are as large as the logits.
+    parts = (
+        jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, _LOOKUP_TOKENS), -2, 0),
+        jnp.moveaxis(gradient.reshape(*ids.shape[:-1], -1, _LOOKUP_TOKENS, gradient.shape[-1]), -3, 0),
+    )
+    total = jax.lax.scan(add, jnp.zeros(table.shape, jnp.float32), parts)[0]
+    return None, total.astype(table.dtype)
+
+
+def _one_hot_product(ids: jax.Array, table: jax.Array, gradient: jax.Array) -> jax.Array:
+    one_hot = jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype)
+    product: jax.Array = jnp.einsum("...v,...d->vd", one_hot, gradient, preferred_element_type=jnp.float32)
+    return product
+
+
+_rows_of.defvjp(_rows_forward, _rows_backward)
+
+
+def use_cheaper_layers(model_p: Any) -> None:
+    """Replaces praxis' `LayerNorm` and `SharedEmbeddingSoftmax` in a config, but not their subclasses. Changes it in place.
+
+    Args:
+      model_p: config of a model, or of a part of one.
+    """
+    layer_norm.use_layer_norm(model_p)
+    for softmax_p in selectors.select(
+        model_p, layers.SharedEmbeddingSoftmax, match_subclasses=False, check_nonempty=False
+    ):
+        fdl.update_callable(softmax_p, SharedEmbeddingSoftmax)

@@ -1,0 +1,139 @@
+"""Which kernel is picked for a call, and what reports say of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from spmd_trainer.attention import choices, kernels, target
+from spmd_trainer.attention.kernels import Choice
+from spmd_trainer.attention.pattern import Pattern
+from spmd_trainer.attention.target import Target
+from spmd_trainer.errors import UserError
+
+CPU, TPU = Target("cpu", "cpu"), Target("tpu", "TPU v5 lite")
+H100 = Target("cuda", "NVIDIA H100 80GB HBM3", (9, 0))
+MI300 = Target("rocm", "AMD Instinct MI300X")
+
+
+def call(device, length=2048, *, dtype=jnp.bfloat16, segments=False, dropout=False):
+    """Returns a call of 8 query heads and 2 key heads."""
+    query = jax.ShapeDtypeStruct((2, length, 8, 128), dtype)
+    key = jax.ShapeDtypeStruct((2, length, 2, 128), dtype)
+    return kernels.Call(query, key, Pattern(), segments, dropout, device)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (CPU, ["chunked", "reference"]),
+        (TPU, ["splash", "chunked", "reference"]),
+        (H100, ["cudnn", "chunked", "reference"]),
+        (MI300, ["chunked", "reference"]),
+    ],
+)
+def test_kernels_of_the_platform_come_first(device, expected):
+    assert kernels.order(call(device)) == expected
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(("device", "expected"), [(CPU, "chunked"), (TPU, "splash"), (MI300, "chunked")])
+def test_the_first_that_can_is_picked(device, expected, segments):
+    assert kernels.choose(call(device, segments=segments)) == Choice(expected)
+
+
+def test_a_kernel_that_cannot_picks_the_next_and_says_why():
+    choice = kernels.choose(call(H100, dtype=jnp.float32))
+    assert choice.kernel == "chunked"
+    assert list(choice.reasons) == ["cudnn"]
+    assert "float32" in " ".join(choice.reasons["cudnn"])
+
+
+@pytest.mark.parametrize("device", [CPU, MI300])
+@pytest.mark.parametrize(("length", "expected"), [(1, "reference"), (512, "reference"), (513, "chunked")])
+def test_short_rows_are_computed_at_once(device, length, expected):
+    assert kernels.choose(call(device, length)).kernel == expected
+
+
+@pytest.mark.parametrize("device", [CPU, TPU, H100])
+def test_only_the_reference_drops_probabilities(device):
+    choice = kernels.choose(call(device, dropout=True))
+    assert choice.kernel == "reference"
+    assert all("drop" in " ".join(why) for why in choice.reasons.values())
+    assert "chunked" in choice.reasons
+
+
+@pytest.mark.parametrize("name", ["chunked", "reference"])
+@pytest.mark.parametrize("device", [CPU, TPU, H100])
+def test_an_asked_kernel_is_picked(device, name):
+    assert kernels.choose(call(device), name) == Choice(name)
+
+
+def test_an_asked_kernel_that_cannot_is_an_error_with_its_reasons_and_those_that_can():
+    message = "attention kernel 'chunked' can't be used: it can't drop probabilities. Kernels that can: reference;"
+    with pytest.raises(UserError, match=message):
+        kernels.choose(call(CPU, dropout=True), "chunked")
+    with pytest.raises(UserError, match=r"'cudnn' can't be used: .*Kernels that can: chunked, reference;"):
+        kernels.choose(call(CPU), "cudnn")
+    with pytest.raises(UserError, match=r"'splash' can't be used: .*Kernels that can: (cudnn, )?chunked, reference;"):
+        kernels.choose(call(H100), "splash")
+
+
+def test_an_unknown_kernel_is_an_error_with_the_nearest_name():
+    with pytest.raises(
+        UserError, match=r"no attention kernel 'chunkd'; kernels: splash, cudnn, chunked, reference; did"
+    ):
+        kernels.choose(call(CPU), "chunkd")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"causal": False, "window": 4}, "a window of 4 tokens needs causal=True"),
+        ({"window": 0}, "the window is 0; it must be at least 1"),
+        ({"softcap": 0.0}, "softcap is 0.0; it must be positive, or None"),
+    ],
+)
+def test_patterns_that_make_no_sense_are_errors(fields, message):
+    with pytest.raises(UserError, match=message):
+        Pattern(**fields)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "expected"),
+    [
+        ("gpu", "NVIDIA H100 80GB HBM3", H100),
+        ("gpu", "AMD Instinct MI300X", MI300),
+        ("tpu", "TPU v5 lite", TPU),
+        ("cpu", "cpu", CPU),
+    ],
+)
+def test_the_target_is_the_device_of_the_mesh(platform, kind, expected):
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert target.current() == expected
+
+
+def test_the_target_without_a_mesh_is_the_first_device():
+    assert target.current() == CPU
+
+
+def test_recorded_choices_become_lines():
+    against = Choice("chunked", {"cudnn": ["head width 320 is over 256", "the heads are float32"]})
+    with choices.recording() as outer:
+        choices.record("layer_0", against)
+        with choices.recording() as inner:
+            choices.record("layer_1", against)
+        assert choices.lines(inner) == choices.lines(outer)
+        choices.record("layer_2", dataclasses.replace(Choice("chunked"), context_parallel="ring"))
+    choices.record("layer_3", against)
+    assert choices.lines(inner) == [
+        "attention kernel: chunked (not cudnn: head width 320 is over 256, the heads are float32)"
+    ]
+    assert choices.lines(outer) == [
+        "attention kernel of layer_0, layer_1: chunked (not cudnn: head width 320 is over 256, the heads are float32)",
+        "attention kernel of layer_2: chunked in a ring",
+    ]

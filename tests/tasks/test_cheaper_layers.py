@@ -1,0 +1,128 @@
+"""Cheaper layers have praxis' variables, values and gradients, on a mesh and alone."""
+
+import functools
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from praxis import base_layer, layers
+from praxis.pax_fiddle import Config
+
+from spmd_trainer import sharding
+from spmd_trainer.experiments.lm import cloud
+from spmd_trainer.tasks.lm import cheaper_layers, layer_norm
+
+WIDTH, ROWS, LENGTH = 12, 4, 6
+MESH = [("replica", 1), ("data", 4), ("mdl", 2)]
+AXES = [name for name, _ in MESH]
+
+
+def softmax(vocab, **fields):
+    """A praxis softmax that is split as `set_sharding_params_v1` splits it, and the same one made cheaper."""
+    plain_p = Config(
+        layers.SharedEmbeddingSoftmax,
+        name="softmax",
+        input_dims=WIDTH,
+        num_classes=vocab,
+        scale_sqrt_depth=True,
+        **fields,
+    )
+    plain_p.lookup_style = "matmul"
+    plain_p.set(ici_mesh_shape=[size for _, size in MESH], mesh_axis_names=AXES)
+    plain_p.weight_split_dims_mapping.wt = ["data", "mdl"]
+    plain_p.activation_split_dims_mapping.out = [("replica", "data"), None, "mdl"]
+    plain_p.activation_split_dims_mapping.emb_out_split_dims_mapping = [("replica", "data"), None, "mdl"]
+    cheaper_p = plain_p.clone()
+    cheaper_layers.use_cheaper_layers(cheaper_p)
+    return base_layer.instantiate(plain_p), base_layer.instantiate(cheaper_p)
+
+
+def tokens(vocab):
+    ids, labels = np.random.default_rng(0).integers(0, vocab, (2, ROWS, LENGTH), dtype=np.int32)
+    ids[0, :3] = ids[1, 2]  # a token that comes several times
+    weights = np.ones((ROWS, LENGTH, 1), np.float32)
+    weights[1, 3:] = 0
+    return ids, labels[..., None], weights
+
+
+def results(layer, variables, ids, labels, weights, mesh=None):
+    """The outputs of looking tokens up and predicting labels from them, and the gradients of the loss."""
+
+    def loss(variables):
+        embedded = layer.apply(variables, ids, method=layer.emb_lookup)
+        output = layer.apply(variables, jnp.sin(embedded), weights, class_ids=labels)
+        return output.avg_xent, (embedded, output)
+
+    context = base_layer.JaxContext.HParams(do_eval=False)
+    with base_layer.JaxContext.new_context(hparams=context):
+        found = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        if mesh is None:
+            return jax.tree.map(np.asarray, found(variables))
+        with jax.set_mesh(mesh):
+            return jax.tree.map(np.asarray, found(variables))
+
+
+def variables_of(layer, ids, labels, weights):
+    with base_layer.JaxContext.new_context():
+        variables = layer.init(jax.random.key(0), jnp.ones((*ids.shape, WIDTH)), weights, class_ids=labels)
+    return jax.tree.map(lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), variables)
+
+
+@pytest.mark.parametrize("on_mesh", [True, False])
+@pytest.mark.parametrize(
+    ("vocab", "fields"),
+    [
+        (16, {"soft_cap_logits": 2.0}),
+        (13, {"soft_cap_logits": 2.0}),  # 2 devices don't divide the table's rows
+        (16, {"label_smoothing_prob": 0.1}),
+    ],
+    ids=str,
+)
+def test_lookup_and_loss_are_those_of_praxis(vocab, fields, on_mesh):
+    ids, labels, weights = tokens(vocab)
+    mesh = sharding.create_device_mesh(MESH) if on_mesh else None
+    plain, cheaper = softmax(vocab, **fields)
+    variables = variables_of(plain, ids, labels, weights)
+    assert jax.tree.structure(variables) == jax.tree.structure(variables_of(cheaper, ids, labels, weights))
+    ours, praxis = (results(layer, variables, ids, labels, weights, mesh) for layer in (cheaper, plain))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), ours, praxis)
+
+
+def test_ids_outside_of_the_table_have_zeros_for_embeddings():
+    ids, labels, weights = tokens(16)
+    plain, cheaper = softmax(16)
+    variables = variables_of(plain, ids, labels, weights)
+    outside = np.asarray([[-1, 16, 3, 0, 15, 99]] * ROWS, np.int32)
+    ours, praxis = (results(layer, variables, outside, labels, weights)[0][1][0] for layer in (cheaper, plain))
+    np.testing.assert_array_equal(ours, praxis)
+    assert not ours[:, [0, 1, 5]].any()
+
+
+def test_no_program_of_the_forward_pass_multiplies_with_one_hot_ids():
+    ids, labels, weights = tokens(16)
+    plain, cheaper = softmax(16)
+    variables = variables_of(plain, ids, labels, weights)
+
+    def products(layer):
+        with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
+            return str(jax.make_jaxpr(lambda v: layer.apply(v, ids, method=layer.emb_lookup))(variables)).count(
+                "dot_general"
+            )
+
+    assert (products(plain), products(cheaper)) == (1, 0)
+
+
+def test_experiments_use_them_and_keep_the_fields():
+    lm_p = cloud.LmCloudSpmdAdamTiny().task().model.lm_tpl
+    assert fdl.get_callable(lm_p.softmax_tpl) is cheaper_layers.SharedEmbeddingSoftmax
+    assert fdl.get_callable(lm_p.final_ln_tpl) is layer_norm.LayerNorm
+    assert lm_p.softmax_tpl.soft_cap_logits == 30.0
+    own_p = Config(layers.TransformerLm, softmax_tpl=Config(Own))
+    cheaper_layers.use_cheaper_layers(own_p)
+    assert fdl.get_callable(own_p.softmax_tpl) is Own
+
+
+class Own(layers.SharedEmbeddingSoftmax):
+    """Somebody's own."""
