@@ -76,11 +76,12 @@ def variables_of(layer, ids, labels, weights):
     [
         (16, {"soft_cap_logits": 2.0}),
         (13, {"soft_cap_logits": 2.0}),  # 2 devices don't divide the table's rows
-        (16, {"label_smoothing_prob": 0.1}),
     ],
     ids=str,
 )
-def test_lookup_and_loss_are_those_of_praxis(vocab, fields, on_mesh):
+@pytest.mark.parametrize("tokens_at_a_time", [1024, 2])
+def test_lookup_and_its_gradient_are_those_of_praxis(vocab, fields, on_mesh, tokens_at_a_time, monkeypatch):
+    monkeypatch.setattr(cheaper_layers, "_LOOKUP_TOKENS", tokens_at_a_time)
     ids, labels, weights = tokens(vocab)
     mesh = sharding.create_device_mesh(MESH) if on_mesh else None
     plain, cheaper = softmax(vocab, **fields)

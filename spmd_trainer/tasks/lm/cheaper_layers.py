@@ -20,18 +20,14 @@ from praxis import base_layer, layers
 from praxis.layers import base_ops
 
 from spmd_trainer.tasks.lm import layer_norm
-from spmd_trainer.tasks.lm.generation import sampling
 
 
 class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
-    """praxis' `SharedEmbeddingSoftmax` with a cheaper lookup and cross entropy. Fields and variables are the same.
+    """praxis' `SharedEmbeddingSoftmax` with a cheaper lookup. Fields and variables are the same.
 
-    Lookup: with lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer reads the table's rows, unless
-    the devices that split the rows don't divide them. The gradient stays praxis' product: adding to rows would round for each
-    token in bfloat16, and has no fixed order on GPUs.
-
-    Cross entropy: praxis multiplies log-probabilities with one-hot labels, so the gradient sums the labels over the vocabulary
-    once more; and argmax gathers values and indices where the vocabulary is split. This layer does neither.
+    With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer reads the table's rows, unless the
+    devices that split the rows don't divide them. The gradient stays praxis' product, in parts for long rows: adding to rows
+    would round for each token in bfloat16, and has no fixed order on GPUs.
     """
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
@@ -55,30 +51,6 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
         splits = self.weight_split_dims_mapping.wt
         axes = splits[1] if splits is not None and self.mesh_axis_names is not None else None
         return (axes,) if isinstance(axes, str) else tuple(axes or ())
-
-    @nn.nowrap
-    def _compute_xent(
-        self, inputs: jax.Array, class_ids: jax.Array | None = None, class_probabilities: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Computes cross entropies, in float32.
-
-        Args:
-          inputs: [..., input_dims].
-          class_ids: int32 [..., 1].
-          class_probabilities: [..., num_classes]; given instead of `class_ids`.
-
-        Returns:
-          The cross entropies [...], the most likely classes [...], the logits and the log-probabilities [..., num_classes].
-        """
-        if class_probabilities is not None or self.label_smoothing_prob or self.bi_tempered_loss_tpl is not None:
-            return super()._compute_xent(inputs, class_ids, class_probabilities)
-        logits = self.get_logits(inputs).astype(jnp.float32)
-        constant = jax.lax.stop_gradient(logits)
-        shifted = logits - jnp.max(constant, axis=-1, keepdims=True)
-        log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
-        is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == class_ids
-        of_label = jnp.sum(jnp.where(is_label, shifted, 0.0), axis=-1)
-        return log_sum[..., 0] - of_label, sampling.most_likely(constant), logits, shifted - log_sum
 
 
 # Tokens of a row whose one-hot ids exist at the same time, in the gradient of a lookup.
