@@ -8,15 +8,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax._src.core import get_axis_env
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from spmd_trainer.attention import all_to_all, choices, kernels, ring, target
+from spmd_trainer.attention import all_to_all, choices, kernels, ring, sequence_order, target
 from spmd_trainer.attention.kernels import Call, Choice
 from spmd_trainer.attention.pattern import Pattern
 from spmd_trainer.attention.reference import KERNEL as REFERENCE
 from spmd_trainer.errors import UserError, did_you_mean
-
-CONTEXT_PARALLEL = ("ring", "all_to_all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,18 +93,34 @@ def attend(
         # XLA splits plain products itself, and dropout draws the random numbers of whole arrays.
         return REFERENCE(query, key, value, segment_ids, pattern, dropout=dropout)
     local = _Local(choice, pattern, parts.length)
+    return _on_each_device(local, parts, *arrays)[: query.shape[0], :, : query.shape[2]]
+
+
+def _on_each_device(
+    local: _Local,
+    parts: _Parts,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+) -> jax.Array:
+    """Returns the output for padded arrays, each device computing its part."""
     if not parts.any:
-        return local(*arrays)
+        return local(query, key, value, segment_ids)
     of_heads = PartitionSpec(parts.batch or None, parts.length or None, parts.heads or None)
     of_segments = None if segment_ids is None else PartitionSpec(parts.batch or None, parts.length or None)
-    out = jax.shard_map(
+    out: jax.Array = jax.shard_map(
         local,
         in_specs=(of_heads, of_heads, of_heads, of_segments),
         out_specs=of_heads,
-        # With it, the backward pass needs no exchange over axes that split nothing. Pallas and cuDNN calls don't support it.
-        check_vma=choice.kernel == "chunked" and form is None,
-    )(*arrays)
-    return out[: query.shape[0], :, : query.shape[2]]
+        # With `check_vma`, the backward pass needs no exchange over axes that split nothing. Pallas and cuDNN calls don't support
+        # it, nor does `jax.vmap` over a mesh axis (praxis' pipelines).
+        check_vma=(
+            (local.choice.kernel, local.choice.context_parallel) == ("chunked", None)
+            and not get_axis_env().spmd_axis_names
+        ),
+    )(query, key, value, segment_ids)
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +150,7 @@ class _Parts:
                         f"attention {name!r} is split over {axis!r}, which is not one of the mesh's axes "
                         f"{', '.join(mesh.axis_names)}{did_you_mean(axis, mesh.axis_names, otherwise='')}"
                     )
-        # Of a `shard_map` inside of one over other axes, JAX 0.10 can't compile the gradient. XLA splits what is left to split.
+        # JAX 0.10 can't compile the gradient of a `shard_map` inside a `shard_map` over other axes.
         sizes = {} if mesh.manual_axes else {axis: size for axis, size in mesh.shape.items() if size > 1}
         batch, length, heads = (
             tuple(axis for axis in axes if axis in sizes) for axes in (split.batch, split.length, split.heads)
@@ -165,19 +180,14 @@ class _Parts:
         Rows are padded with zeros. If the devices divide the query heads but not the key heads, key heads are repeated, at least
         once for each device; otherwise once for each query head, and then heads are padded with zeros.
         """
-        devices, heads, kv_heads = self.count("heads"), query.shape[2], key.shape[2]
-        if kv_heads % devices:
-            wanted = devices if heads % devices == 0 and devices % kv_heads == 0 else heads
-            key, value = (jnp.repeat(x, wanted // kv_heads, axis=2) for x in (key, value))
+        query, key, value = all_to_all.with_divisible_heads(query, key, value, self.count("heads"))
         rows = -query.shape[0] % self.count("batch")
-        query, key, value = (_pad(x, rows, -x.shape[2] % devices) for x in (query, key, value))
-        return query, key, value, None if segment_ids is None else _pad(segment_ids, rows, 0)
+        query, key, value = (_with_rows(x, rows) for x in (query, key, value))
+        return query, key, value, None if segment_ids is None else _with_rows(segment_ids, rows)
 
 
-def _pad(x: jax.Array, rows: int, heads: int) -> jax.Array:
-    if not rows and not heads:
-        return x
-    return jnp.pad(x, [(0, rows), (0, 0), (0, heads), (0, 0)][: x.ndim])
+def _with_rows(x: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1)) if rows else x
 
 
 def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) -> str | None:
@@ -186,14 +196,14 @@ def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) 
     Raises:
       UserError: there is no such form, or the devices don't divide the length.
     """
-    if asked is not None and asked not in CONTEXT_PARALLEL:
+    if asked is not None and asked not in sequence_order.FORMS:
         raise UserError(
-            f"context_parallel is {asked!r}; it can be {' or '.join(CONTEXT_PARALLEL)}"
-            f"{did_you_mean(asked, CONTEXT_PARALLEL, otherwise='')}"
+            f"context_parallel is {asked!r}; it can be {' or '.join(sequence_order.FORMS)}"
+            f"{did_you_mean(asked, sequence_order.FORMS, otherwise='')}"
         )
     if not parts.length:
         return None
-    form = asked or "ring"
+    form = asked or sequence_order.DEFAULT_FORM
     multiple = parts.count("length") * (2 if form == "ring" else 1)
     if length % multiple:
         raise UserError(
@@ -223,7 +233,9 @@ def _choose(call: Call, asked: str | None, form: str | None, num_devices: int) -
             f"attention kernel {asked!r} can't be used in a ring, which needs 'chunked'; use context_parallel='all_to_all', or "
             "leave the choice to the trainer with None"
         )
-    return Choice("chunked", context_parallel=form)
+    before = kernels.order(call)
+    reasons = {name: ["a ring needs 'chunked'"] for name in before if name not in ("chunked", "reference")}
+    return Choice("chunked", reasons, context_parallel=form)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Attention in blocks with an online softmax, in `jax.numpy`: memory O(T), on every device.
 
-Queries and keys are cut into blocks. Only pairs of a query block and a key block of which some query sees some key are computed,
-one after another in a `lax.scan`, so the program's size doesn't depend on T. The forward pass keeps each query's largest logit,
-its sum of exponentials and its weighted sum of values (Milakov & Gimelshein 2018, arXiv:1805.02867). The backward pass computes
-the logits again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
+Queries and keys are cut into blocks. A pair of a query block and a key block is computed only if some query sees some key. One
+pair comes after another in a `lax.scan`, so the program's size doesn't depend on T. The forward pass keeps each query's largest
+logit, its sum of exponentials and its weighted sum of values (Milakov & Gimelshein 2018, arXiv:1805.02867). The backward pass
+computes the logits again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
 
 `forward`, `finish` and `backward` work on any queries and keys whose tokens' places in the row are given, so ring attention uses
 them for keys that come from another device:

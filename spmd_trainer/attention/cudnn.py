@@ -145,11 +145,7 @@ def _packed_rows(
     segment_ids: jax.Array,
     packed: Packing,
 ) -> jax.Array:
-    return jax.lax.cond(
-        packed.fits,
-        lambda: forward(pattern, query, key, value, packed, with_statistics=False)[0],
-        lambda: _chunked_forward(pattern, query, key, value, segment_ids),
-    )
+    return _packed_forward(pattern, query, key, value, segment_ids, packed, with_statistics=False)[0]
 
 
 def _packed_rows_forward(
@@ -160,30 +156,59 @@ def _packed_rows_forward(
     segment_ids: jax.Array,
     packed: Packing,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    _, length, heads, _ = query.shape
-
-    def by_chunks() -> Arrays:
-        # Nothing reads these statistics: the backward pass computes the logits again.
-        statistics = jnp.zeros((packed.lengths.size, heads, length), jnp.float32)
-        return _chunked_forward(pattern, query, key, value, segment_ids), statistics
-
-    output, statistics = _named(
-        jax.lax.cond(packed.fits, lambda: forward(pattern, query, key, value, packed, with_statistics=True), by_chunks)
-    )
+    output, statistics = _named(_packed_forward(pattern, query, key, value, segment_ids, packed, with_statistics=True))
     return output, (query, key, value, statistics, output, segment_ids, packed)
 
 
 def _packed_rows_backward(pattern: Pattern, kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
     query, key, value, statistics, output, segment_ids, packed = kept
-    gradients = jax.lax.cond(
-        packed.fits,
-        lambda: backward(pattern, query, key, value, statistics, output, gradient, packed),
-        lambda: _chunked_backward(pattern, query, key, value, segment_ids, gradient),
-    )
+
+    def call(arrays: Arrays, packed: Packing | None) -> Arrays:
+        assert packed is not None
+        *of_cudnn, segment_ids = arrays
+        query, key, value, _, _, gradient = of_cudnn
+        return jax.lax.cond(
+            packed.fits,
+            lambda: backward_call(pattern, tuple(of_cudnn), packed),
+            lambda: _chunked_backward(pattern, query, key, value, segment_ids, gradient),
+        )
+
+    gradients = _with_batching(call)((query, key, value, statistics, output, gradient, segment_ids), packed)
     return (*gradients, None, None)
 
 
 _packed_rows.defvjp(_packed_rows_forward, _packed_rows_backward)
+
+
+def _packed_forward(
+    pattern: Pattern,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    packed: Packing,
+    *,
+    with_statistics: bool,
+) -> Arrays:
+    """Returns the output and, if asked, the statistics of packed rows, by cuDNN or by the chunked kernel."""
+
+    def call(arrays: Arrays, packed: Packing | None) -> Arrays:
+        # The choice is made here, inside the call that `jax.vmap` turns into one with more rows: of a choice by a batched value,
+        # `jax.vmap` would compute both sides.
+        assert packed is not None
+        query, key, value, segment_ids = arrays
+        lengths = packed.lengths
+
+        def by_chunks() -> Arrays:
+            output = _chunked_forward(pattern, query, key, value, segment_ids)
+            # Nothing reads these statistics: the backward pass computes the logits again.
+            statistics = jnp.zeros((lengths.size, query.shape[2], query.shape[1]), jnp.float32)
+            return (output, statistics) if with_statistics else (output,)
+
+        of_cudnn = functools.partial(forward_call, pattern, with_statistics, (query, key, value), packed)
+        return jax.lax.cond(packed.fits, lambda: of_cudnn()[: 1 + with_statistics], by_chunks)
+
+    return _with_batching(call)((query, key, value, segment_ids), packed)
 
 
 def _chunked_forward(
@@ -216,7 +241,7 @@ def _chunked_backward(
 def _head_by_head(
     call: Callable[[Arrays, jax.Array], Arrays], arrays: Arrays, segment_ids: jax.Array, kv_heads: int, like: Arrays
 ) -> Arrays:
-    """Calls a function for each row and key head in turn, so that what few batches need takes no memory in all programs.
+    """Calls a function for each row and key head in turn, so that the fallback takes little memory in every program.
 
     Args:
       call: (parts of the arrays [1, T, heads, H], segment ids [1, T]) -> parts of the results.

@@ -97,10 +97,10 @@ def of_rows(length: int, axes: tuple[str, ...], form: str | None = None) -> Sequ
 def num_shards(axes: tuple[str, ...]) -> int:
     """Returns the number of pieces into which the compiler splits a dimension over these axes of the ambient mesh.
 
-    Axes that a surrounding `shard_map` already splits by hand don't count.
+    Under a `shard_map` that is 1, also if it is over other axes: `attend` then computes whole rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape and axis not in mesh.manual_axes)
+    return 1 if mesh.manual_axes else math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)
 
 
 def chunks_of(shard: Shard, count: int) -> tuple[Shard, Shard]:

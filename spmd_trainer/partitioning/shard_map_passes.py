@@ -178,7 +178,9 @@ def _on_each_device(settings: PassSettings, run: Callable[..., Any], out_specs: 
 
 def _no_ambient_mesh() -> contextlib.AbstractContextManager[Any]:
     """Switches layers' sharding constraints off: they mean nothing where `settings.variables` decides the layout."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    # The device stays known: attention kernels are chosen for it.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def _without_padding(tree: NestedJTensor, variables: NestedVariableSpec) -> NestedJTensor:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.attention import choices, kernels
+from spmd_trainer.attention import choices, kernels, sequence_order
 from spmd_trainer.attention.attend import Split, attend
 from spmd_trainer.attention.pattern import Pattern
 from spmd_trainer.errors import UserError
@@ -118,6 +118,24 @@ def test_under_a_shard_map_over_some_axes():
     with jax.set_mesh(mesh_of()):
         split = jax.shard_map(local, in_specs=(by_row,) * 4, out_specs=(by_row,) * 4, axis_names={"data"})
         assert_equal(jax.jit(split)(query, key, value, ids), expected)
+
+
+def test_rows_keep_their_order_under_a_shard_map_over_some_axes():
+    """The order of a ring would be wrong there: `attend` computes whole rows."""
+    query, key, value, ids = rows(num_rows=4, heads=8, kv_heads=4)
+    split = Split(batch=("data",), length=("mdl",))
+    by_row = PartitionSpec("data")
+    seen = []
+
+    def local(*arrays):
+        order = sequence_order.of_rows(LENGTH, ("mdl",))
+        seen.append(order.is_zigzag)
+        return outputs(*(order.apply(x) for x in arrays), split=split)
+
+    with jax.set_mesh(mesh_of()):
+        found = jax.jit(jax.shard_map(local, in_specs=(by_row,) * 4, out_specs=(by_row,) * 4, axis_names={"data"}))
+        assert_equal(found(query, key, value, ids), outputs(query, key, value, ids))
+    assert not any(seen)
 
 
 @pytest.mark.parametrize("split", [DATA_AND_HEADS, Split(batch=("data",))])

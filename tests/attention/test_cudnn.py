@@ -222,7 +222,11 @@ def test_vmap_is_a_call_with_more_rows(ids_differ):
     def gradients(kernel, query, ids):
         return jax.jit(jax.grad(lambda q: (kernel(q, q, q, ids, Pattern()) * gradient[0]).sum()))(query)
 
-    found = jax.vmap(lambda *args: gradients(kernel, *args), (0, 0 if ids_differ else None))(query, ids)
+    in_axes = (0, 0 if ids_differ else None)
+    found = jax.vmap(lambda *args: gradients(kernel, *args), in_axes)(query, ids)
+    # One choice for all rows, forward and backward; a choice for each row would compute both sides.
+    program = jax.make_jaxpr(jax.vmap(lambda *args: gradients(kernel, *args), in_axes))(query, ids)
+    assert str(program).count(" cond[") == 2
     for index in range(2):
         truth = gradients(REFERENCE, query[index], ids[index] if ids_differ else ids)
         np.testing.assert_allclose(found[index], truth, rtol=1e-5, atol=1e-5)

@@ -19,7 +19,7 @@ MESH = [("replica", 1), ("data", 4), ("mdl", 2)]
 AXES = [name for name, _ in MESH]
 
 
-def softmax(vocab, **fields):
+def softmax(vocab, weight_split=("data", "mdl"), **fields):
     """A praxis softmax that is split as `set_sharding_params_v1` splits it, and the same one made cheaper."""
     plain_p = Config(
         layers.SharedEmbeddingSoftmax,
@@ -31,7 +31,7 @@ def softmax(vocab, **fields):
     )
     plain_p.lookup_style = "matmul"
     plain_p.set(ici_mesh_shape=[size for _, size in MESH], mesh_axis_names=AXES)
-    plain_p.weight_split_dims_mapping.wt = ["data", "mdl"]
+    plain_p.weight_split_dims_mapping.wt = list(weight_split)
     plain_p.activation_split_dims_mapping.out = [("replica", "data"), None, "mdl"]
     plain_p.activation_split_dims_mapping.emb_out_split_dims_mapping = [("replica", "data"), None, "mdl"]
     cheaper_p = plain_p.clone()
@@ -79,7 +79,7 @@ def variables_of(layer, ids, labels, weights):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tokens_at_a_time", [1024, 2])
+@pytest.mark.parametrize("tokens_at_a_time", [1024, 4])
 def test_lookup_and_its_gradient_are_those_of_praxis(vocab, fields, on_mesh, tokens_at_a_time, monkeypatch):
     monkeypatch.setattr(cheaper_layers, "_LOOKUP_TOKENS", tokens_at_a_time)
     ids, labels, weights = tokens(vocab)
@@ -87,6 +87,16 @@ def test_lookup_and_its_gradient_are_those_of_praxis(vocab, fields, on_mesh, tok
     plain, cheaper = softmax(vocab, **fields)
     variables = variables_of(plain, ids, labels, weights)
     assert jax.tree.structure(variables) == jax.tree.structure(variables_of(cheaper, ids, labels, weights))
+    ours, praxis = (results(layer, variables, ids, labels, weights, mesh) for layer in (cheaper, plain))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), ours, praxis)
+
+
+def test_a_vocabulary_that_is_not_split():
+    """-1 is praxis' other way to say so."""
+    ids, labels, weights = tokens(16)
+    plain, cheaper = softmax(16, weight_split=["mdl", -1])
+    variables = variables_of(plain, ids, labels, weights)
+    mesh = sharding.create_device_mesh(MESH)
     ours, praxis = (results(layer, variables, ids, labels, weights, mesh) for layer in (cheaper, plain))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), ours, praxis)
 

@@ -50,8 +50,10 @@ class FusedDotProductAttention(layers.DotProductAttention):
         """Builds the layer.
 
         Raises:
-          UserError: no kernel supports a setting.
+          UserError: no kernel supports a setting, or there is no kernel of this name.
         """
+        if self.kernel not in (None, "xla"):
+            kernels.kernel(self.kernel)
         for reason in self._reasons_against():
             raise UserError(f"fused attention can't be used: {reason}; or set USE_FUSED_ATTENTION = False")
         super().setup()
@@ -136,7 +138,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
         blnh = self.activation_split_dims_mapping.blnh
         if blnh is None or self.mesh_axis_names is None:
             return attend.Split()
-        batch, length, heads, _ = (_axes(entry) for entry in blnh)
+        batch, length, heads, _ = (mesh_axes(entry) for entry in blnh)
         return attend.Split(batch=batch, length=length, heads=heads)
 
     @nn.nowrap
@@ -283,7 +285,7 @@ def _fuse(attention_p: Any, kernel: str | None) -> None:
     attention_p.kernel = kernel
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def mesh_axes(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes of an entry of a split mapping, which is None, -1, a name, or several names."""
     if isinstance(entry, str):
         return (entry,)

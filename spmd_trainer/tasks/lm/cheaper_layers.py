@@ -3,7 +3,8 @@
     use_cheaper_layers(task_p.model)
 
 changes layer norms (see `layer_norm`) and the softmax that shares its weights with the token embedding. The experiments of
-`model_params` use it.
+`model_params` use it. LoRA adapters on the weights of that softmax have other shapes than beside praxis' own layer, because only
+the logits are a product with these weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from praxis import base_layer, layers
 from praxis.layers import base_ops
 
 from spmd_trainer.tasks.lm import layer_norm
+from spmd_trainer.tasks.lm.attention import mesh_axes
 
 
 class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
@@ -49,8 +51,7 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     def _row_axes(self) -> tuple[str, ...]:
         """Returns the mesh axes that split the vocabulary of the weights [input_dims, num_classes]."""
         splits = self.weight_split_dims_mapping.wt
-        axes = splits[1] if splits is not None and self.mesh_axis_names is not None else None
-        return (axes,) if isinstance(axes, str) else tuple(axes or ())
+        return mesh_axes(splits[1]) if splits is not None and self.mesh_axis_names is not None else ()
 
 
 # Tokens of a row whose one-hot ids exist at the same time, in the gradient of a lookup.
@@ -69,8 +70,11 @@ def _rows_forward(ids: jax.Array, table: jax.Array) -> tuple[jax.Array, tuple[ja
 def _rows_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[None, jax.Array]:
     ids, table = residuals
     length = ids.shape[-1] if ids.ndim else 1
-    if length <= _LOOKUP_TOKENS or length % _LOOKUP_TOKENS:
+    if length <= _LOOKUP_TOKENS:
         return None, _one_hot_product(ids, table, gradient).astype(table.dtype)
+    if missing := -length % _LOOKUP_TOKENS:
+        ids = jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, missing)], constant_values=-1)  # zeros as one-hot ids
+        gradient = jnp.pad(gradient, [(0, 0)] * (gradient.ndim - 2) + [(0, missing), (0, 0)])
 
     def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + _one_hot_product(part[0], table, part[1]), None

@@ -31,7 +31,7 @@ from praxis.layers import transformer_models
 from praxis.layers.checkpoint_policy import custom_policy
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.attention import sequence_order
+from spmd_trainer.attention import kernels, sequence_order
 from spmd_trainer.attention.sequence_order import SequenceOrder
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.tasks.lm.decoder import rotary
@@ -111,7 +111,7 @@ class DecoderLm(SpecLayer):
         """
         spec = self.spec
         spec.check("task.model.lm_tpl.spec")
-        self._check_context_parallel()
+        self._check_names()
         if self.model_type != transformer_models.LanguageModelType.CAUSAL:
             raise UserError(f"task.model.model_type={self.model_type}; a DecoderLm can only be CAUSAL")
         self.child("token_emb", Embedding, num_rows=spec.vocab_size)
@@ -356,7 +356,9 @@ class DecoderLm(SpecLayer):
     def _order(self, length: int) -> SequenceOrder:
         return sequence_order.of_rows(length, self.mesh_axes("length"), self.context_parallel)
 
-    def _check_context_parallel(self) -> None:
+    def _check_names(self) -> None:
+        if self.attention_kernel is not None:
+            kernels.kernel(self.attention_kernel)
         if self.context_parallel not in (None, *sequence_order.FORMS):
             raise UserError(
                 f"task.model.lm_tpl.context_parallel={self.context_parallel!r}"
