@@ -24,6 +24,7 @@ class Gpu:
       bandwidth: of the memory, in bytes per second.
       l2_bytes: size of the L2 cache.
       shared_bytes: shared memory of a multiprocessor. A block may use all but 1 KiB of it.
+      per_host: the most GPUs of a host.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Gpu:
     bandwidth: int
     l2_bytes: int
     shared_bytes: int
+    per_host: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 85_100_068_864, 2_03
 _H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 84_942_979_072, 3_352_320_000_000, 52_428_800, 233_472)
 _H200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 151_397_597_184, 4_800_000_000_000, 52_428_800, 233_472)
 _B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000, 132_644_864, 233_472)
-_GB200 = Gpu("NVIDIA GB200", (10, 0), 152, 128, 2.062, 197_897_748_480, 7_928_064_000_000, 135_528_448, 233_472)
+_GB200 = Gpu("NVIDIA GB200", (10, 0), 152, 128, 2.062, 197_897_748_480, 7_928_064_000_000, 135_528_448, 233_472, 4)
 
 # TPUs: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm. GPUs: NVIDIA's data sheets, halved if they assume
 # sparsity. The first entry whose kind begins the device's name applies.

@@ -262,8 +262,7 @@ def _convolution_flops(convolution: Instruction, shapes: Sequence[str]) -> float
             image_dilation=int(setting("lhs_dilate", index, "1")),
             kernel_dilation=int(setting("rhs_dilate", index, "1")),
         )
-    groups = re.search(r"batch_group_count=(\d+)", convolution.rest)
-    return products / (int(groups[1]) if groups else 1)
+    return products
 
 
 @functools.cache

@@ -35,11 +35,13 @@ def _of_dot(equation: core.JaxprEqn) -> float:
 
 
 def _times(equation: core.JaxprEqn) -> int:
-    """Returns how often an equation runs the functions in it; in a shard_map, on how many devices."""
+    """Returns how often an equation runs the functions in it; in a shard_map, on how many parts of its mesh."""
     if equation.primitive.name == "scan":
         return int(equation.params["length"])
     if equation.primitive.name == "shard_map":
-        return int(equation.params["mesh"].size)
+        # The compiler divides the work over the other axes: the function in it is for all their devices.
+        sizes = equation.params["mesh"].shape
+        return math.prod(sizes[axis] for axis in equation.params["newly_manual_axes"])
     return 1
 
 

@@ -14,6 +14,9 @@ import numpy as np
 from spmd_trainer.analysis.chips import chip
 from spmd_trainer.analysis.hlo_collectives import Collective
 
+# Larger NVLink domains connect several hosts.
+_GPUS_OF_HOST = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
@@ -27,7 +30,7 @@ class Machine:
       inside: name of the links within a slice or an NVLink domain.
       outside: name of the network.
       wraps_at: TPU: smallest size of a torus dimension whose ends are linked; 0 for GPUs, which have no torus.
-      domain_hosts: hosts of an NVLink domain; 0 for TPUs.
+      domain_devices: the most GPUs of an NVLink domain; 0 for TPUs. Up to 8 are those of one host.
       measured_flops: bfloat16 FLOP/s of the fastest matrix products that were measured; 0 if nobody has published it.
     """
 
@@ -38,7 +41,7 @@ class Machine:
     inside: str
     outside: str
     wraps_at: int = 0
-    domain_hosts: int = 0
+    domain_devices: int = 0
     measured_flops: float = 0.0
 
 
@@ -58,11 +61,11 @@ MACHINES = (
     Machine("TPU v5e", 819e9, 50e9, 3.125e9, "ICI", "DCN", wraps_at=16),
     Machine("TPU v5", 2765e9, 100e9, 6.25e9, "ICI", "DCN", wraps_at=4),
     Machine("TPU v6", 1638e9, 100e9, 12.5e9, "ICI", "DCN", wraps_at=16, measured_flops=827.5e12),
-    Machine("NVIDIA A100-SXM4-80GB", 0, 300e9, 25e9, "NVLink", "network", domain_hosts=1, measured_flops=271.2e12),
-    Machine("NVIDIA H100 80GB HBM3", 0, 450e9, 50e9, "NVLink", "network", domain_hosts=1, measured_flops=794.5e12),
-    Machine("NVIDIA H200", 0, 450e9, 50e9, "NVLink", "network", domain_hosts=1, measured_flops=828.6e12),
-    Machine("NVIDIA B200", 0, 900e9, 50e9, "NVLink", "network", domain_hosts=1, measured_flops=1745e12),
-    Machine("NVIDIA GB200", 0, 900e9, 50e9, "NVLink", "network", domain_hosts=18),
+    Machine("NVIDIA A100-SXM4-80GB", 0, 300e9, 25e9, "NVLink", "network", domain_devices=8, measured_flops=271.2e12),
+    Machine("NVIDIA H100 80GB HBM3", 0, 450e9, 50e9, "NVLink", "network", domain_devices=8, measured_flops=794.5e12),
+    Machine("NVIDIA H200", 0, 450e9, 50e9, "NVLink", "network", domain_devices=8, measured_flops=828.6e12),
+    Machine("NVIDIA B200", 0, 900e9, 50e9, "NVLink", "network", domain_devices=8, measured_flops=1745e12),
+    Machine("NVIDIA GB200", 0, 900e9, 50e9, "NVLink", "network", domain_devices=72),
 )
 
 
@@ -73,6 +76,23 @@ def machine(device_kind: str) -> Machine | None:
     if found is None or known is None or found.memory:
         return found
     return None if known.gpu is None else dataclasses.replace(found, memory=float(known.gpu.bandwidth))
+
+
+def _nvlink_domains(hosts: np.ndarray, slices: np.ndarray, most: int) -> np.ndarray:
+    """Returns the NVLink domain of each device, as a number. A domain is in one slice, and a small one in one host.
+
+    Args:
+      hosts: [devices], each device's host.
+      slices: [devices], each device's slice.
+      most: devices of a domain.
+    """
+    places = np.empty_like(hosts)  # within the slice, host by host
+    for number in np.unique(slices):
+        members = np.flatnonzero(slices == number)
+        places[members[np.argsort(hosts[members], kind="stable")]] = np.arange(len(members))
+    inside = hosts if most <= _GPUS_OF_HOST else places // most
+    domains: np.ndarray = np.unique(np.stack([slices, inside]), axis=1, return_inverse=True)[1]
+    return domains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +114,10 @@ class Links:
           found: their bandwidths.
         """
         self._machine = found
-        if found.domain_hosts:
+        if found.domain_devices:
             hosts = np.array([device.process_index for device in devices])
             slices = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
-            self._domains = np.unique(np.stack([slices, hosts // found.domain_hosts]), axis=1, return_inverse=True)[1]
+            self._domains = _nvlink_domains(hosts, slices, found.domain_devices)
             self._coordinates = np.zeros((len(devices), 0), int)
         else:
             self._domains = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
@@ -146,7 +166,7 @@ class Links:
 
     def _bandwidth(self, members: np.ndarray) -> float:
         """Returns the bandwidth at which a device receives an array that is spread over a group within one domain."""
-        if self._machine.domain_hosts:
+        if self._machine.domain_devices:
             return self._machine.link
         rings = self._rings(members)
         is_box = np.prod([size for size, _ in rings]) == len(members)
@@ -157,7 +177,7 @@ class Links:
         """Returns the seconds of an all-to-all of `size` bytes per device within one domain: those of the slowest dimension."""
         if len(members) == 1:
             return 0.0
-        if self._machine.domain_hosts:
+        if self._machine.domain_devices:
             return size * (len(members) - 1) / len(members) / self._machine.link
         # Half of a ring's data crosses its middle.
         return max(count * size / (4 * bandwidth) for count, bandwidth in self._rings(members))
@@ -170,7 +190,7 @@ class Links:
         outside = size / self._machine.network if crosses.any() else 0.0
         if crosses.all():
             return LinkTime(0.0, outside)
-        if self._machine.domain_hosts:
+        if self._machine.domain_devices:
             return LinkTime(size / self._machine.link, outside)
         distance = np.abs(self._coordinates[pairs[:, 0]] - self._coordinates[pairs[:, 1]])[~crosses]
         wraps = self._sizes >= self._machine.wraps_at

@@ -39,7 +39,7 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]
       num_slices: number of slices of this shape, connected by the data-center network. For GPUs it multiplies the hosts.
 
     Raises:
-      UserError: an unknown chip or shape, or the extra with its compiler is not installed.
+      UserError: an unknown chip or shape, more GPUs than a host has, or the extra with its compiler is not installed.
     """
     name, _, shape = topology.partition(":")
     chip = BY_TOPOLOGY.get(name)
@@ -50,6 +50,11 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]
         )
     if chip.gpu is not None:
         hosts, gpus = map(int, shape.split("x"))
+        if gpus > chip.gpu.per_host:
+            raise UserError(
+                f"--topology={topology}: {gpus} GPUs per host; a host has at most {chip.gpu.per_host}. The form is HOSTSxGPUS, "
+                f"e.g. {name}:{max(1, hosts * gpus // chip.gpu.per_host)}x{chip.gpu.per_host}"
+            )
         return gpu_devices(chip.gpu, num_slices, hosts, gpus)
     return _tpu_devices(topology, num_slices)
 

@@ -14,7 +14,7 @@ from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.lm_eval import settings as lm_eval_settings
-from spmd_trainer.programs import host_devices
+from spmd_trainer.programs import host_devices, plan_candidates
 from spmd_trainer.programs.run_config import ExportSettings, FailurePolicy, RunConfig
 
 Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
@@ -55,7 +55,11 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         raise UserError("--topology goes with --mode=inspect and --mode=plan")
     if flag_values.plan and mode != "inspect":
         raise UserError("--plan goes with --mode=inspect; --mode=plan searches for a topology")
-    _check_search(flag_values)
+    if flag_values["num_slices"].present and not flag_values.topology:
+        raise UserError("--num_slices goes with --topology")
+    if flag_values.num_minibatches is not None and mode not in ("train", "inspect", "plan", "verify"):
+        raise UserError("--num_minibatches goes with --mode=train, inspect, plan and verify")
+    search, budget = _search_settings(flag_values)
     if flag_values.topology:
         topologies.run_on_host()
     export, lm_eval = _export_settings(flag_values), _lm_eval_settings(flag_values)
@@ -82,8 +86,8 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         plan=flag_values.plan,
         topology=flag_values.topology,
         num_slices=flag_values.num_slices,
-        search=tuple(flag_values.search),
-        budget=flag_values.budget,
+        search=search,
+        budget=budget,
         num_minibatches=flag_values.num_minibatches,
         writes_reports=bool(flag_values.job_log_dir),
         mesh=mesh,
@@ -94,12 +98,14 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
     )
 
 
-def _check_search(flag_values: flags.FlagValues) -> None:
+def _search_settings(flag_values: flags.FlagValues) -> tuple[tuple[str, ...], float]:
+    """Returns what `--mode=plan` searches, and for how many seconds."""
     given = [name for name in ("search", "budget") if flag_values[name].present]
     if given and flag_values.mode != "plan":
         raise UserError(f"--{given[0]} goes with --mode=plan")
     if flag_values.mode == "plan" and not flag_values.topology:
         raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")
+    return plan_candidates.parse_dimensions(flag_values.search), plan_candidates.parse_budget(flag_values.budget)
 
 
 def _export_settings(flag_values: flags.FlagValues) -> ExportSettings | None:

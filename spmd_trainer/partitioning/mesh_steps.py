@@ -158,6 +158,7 @@ class MeshSteps:
             in_shardings=(view.logical.shardings, replicated, self._shardings(specs)),
             out_shardings=(None if is_eval else view.logical.shardings, replicated),
             donate_argnums=() if is_eval else (0,),
+            compiler_options=_options_without_gpus(self.mesh),
         )
         return PartitionedStep(_InMesh(jitted, self.mesh), specs, padded)
 
@@ -173,6 +174,16 @@ class MeshSteps:
         return jax.tree.map(
             functools.partial(NamedSharding, self.mesh), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
+
+
+def _options_without_gpus(mesh: Mesh) -> dict[str, Any] | None:
+    """Returns the compiler's options for a mesh of GPUs that are not here; None for other meshes.
+
+    Triton's products need tile sizes, which the compiler measures on a GPU. Without one it finds none for small shapes.
+    """
+    platform = mesh.devices.flat[0].platform
+    is_here = platform in ("cpu", "tpu") or jax.default_backend() == "gpu"
+    return None if is_here else {"xla_gpu_enable_triton_gemm": False}
 
 
 class _InMesh(CompiledStep):

@@ -41,15 +41,21 @@ class Change:
         return f"{self.path} was {_shortened(self.before, self.now)}, is now {_shortened(self.now, self.before)}"
 
 
-def run_lines(mesh_shape: Mapping[str, int], processes: int, batch_rows: int) -> list[str]:
+def run_lines(mesh_shape: Mapping[str, int], processes: int, batch_rows: int, num_minibatches: int) -> list[str]:
     """Returns a run's settings outside of the config, as 'name: value' lines for `write_config`.
 
     Args:
       mesh_shape: mesh axis sizes by name.
       processes: number of processes.
       batch_rows: rows of the global training batch.
+      num_minibatches: parts that training divides the batch into.
     """
-    return [f"mesh: ({mesh_text(mesh_shape)})", f"processes: {processes}", f"global batch rows: {batch_rows}"]
+    return [
+        f"mesh: ({mesh_text(mesh_shape)})",
+        f"processes: {processes}",
+        f"global batch rows: {batch_rows}",
+        f"minibatches: {num_minibatches}",
+    ]
 
 
 def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:

@@ -173,7 +173,9 @@ class Job:
 
     def settings_lines(self) -> list[str]:
         """Returns the resolved config and what the run adds to it, one 'path: value' a line."""
-        about = config_file.run_lines(self.partitioner.mesh_shape(), jax.process_count(), self.num_rows)
+        about = config_file.run_lines(
+            self.partitioner.mesh_shape(), jax.process_count(), self.num_rows, self.partitioner.num_minibatches
+        )
         return [*self.config.experiment.lines(), *about]
 
     def sharding_report(self, attention: Sequence[str] = ()) -> sharding.ShardingReport:

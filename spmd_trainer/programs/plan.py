@@ -124,7 +124,8 @@ def plan(job: Job) -> Plan:
       job: a job whose partitioner has the mesh to plan for. `config.topology` names the topology of its devices.
 
     Raises:
-      UserError: the compiler reports that the step doesn't fit; the message has the compiler's table of live buffers.
+      UserError: the compiler reports that the step doesn't fit, with its table of live buffers, or that it can't compile the
+        step.
     """
     from spmd_trainer.programs import start_up
 
@@ -133,9 +134,12 @@ def plan(job: Job) -> Plan:
     try:
         step = start_up.compile_train_step(job)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(f"the train step doesn't fit: {_shortened(str(error))}") from error
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise UserError(f"the train step doesn't fit: {_shortened(str(error))}") from error
+        chips_text = topology or "these devices"
+        raise UserError(
+            f"the compiler can't compile the train step for {chips_text}: {str(error).strip().partition(chr(10))[0]}"
+        ) from error
     compiled = step.fn
     text = compiled.as_text()
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
@@ -218,11 +222,8 @@ def plan_text(result: Plan) -> str:
         lines.append(
             f"  live at the peak  {bytes_text(result.peak):>10}   the rest of the total is gaps between buffers"
         )
-    known = chip(result.kind)
-    if known and known.gpu and result.memory and _GPU_SHARE * result.memory < result.total <= result.memory:
-        lines.append(
-            f"  set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes only {_GPU_SHARE:.0%} of a GPU's memory by default"
-        )
+    if setting := memory_setting(result.kind, result.total, result.memory):
+        lines.append(f"  {setting}")
     if result.model_flops:
         lines.append(f"FLOPs per chip and step: {result.model_flops:.3e} (6 * parameters * tokens; without attention)")
     if result.estimate:
@@ -238,6 +239,20 @@ def plan_text(result: Plan) -> str:
     if result.fits is False:
         lines.append(_advice(result))
     return "\n".join(lines) + "\n"
+
+
+def memory_setting(kind: str, total: int, memory: int | None) -> str:
+    """Returns the environment setting that gives a step its memory, and why; '' if the default suffices or nothing does.
+
+    Args:
+      kind: the chip's `jax.Device.device_kind`.
+      total: bytes that the step needs on one chip.
+      memory: bytes of memory of one chip; None if unknown.
+    """
+    known = chip(kind)
+    if known is None or known.gpu is None or not memory or not _GPU_SHARE * memory < total <= memory:
+        return ""
+    return f"set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes only {_GPU_SHARE:.0%} of a GPU's memory by default"
 
 
 def _fits(result: Plan) -> str:

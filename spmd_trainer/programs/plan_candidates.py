@@ -16,6 +16,7 @@ from spmd_trainer.partitioning.mesh_choice import mesh_flag
 from spmd_trainer.programs.experiment_config import ResolvedExperiment
 
 DIMENSIONS = ("mesh", "remat", "minibatches", "batch")
+_UNITS = {"s": 1, "m": 60, "h": 3600}
 _MOST_MINIBATCHES = 8
 # Global batches: the experiment's times these.
 _BATCH_FACTORS = (0.5, 1, 2, 4)
@@ -57,7 +58,7 @@ class Candidate:
         parts = [f"--mesh={mesh_flag(self.mesh)}"]
         if self.minibatches is not None:
             parts.append(f"--num_minibatches={self.minibatches}")
-        parts += [f"--fdl.set={_quoted(override)}" for override in self.overrides(experiment)]
+        parts += [f"--fdl.set={quoted(override)}" for override in self.overrides(experiment)]
         return " ".join(parts)
 
     def __str__(self) -> str:
@@ -68,7 +69,7 @@ class Candidate:
         return ", ".join(parts)
 
 
-def _quoted(override: str) -> str:
+def quoted(override: str) -> str:
     """Quotes an override for a shell; in double quotes if that suffices."""
     return shlex.quote(override) if re.search(r'["$`\\!]', override) else f'"{override}"'
 
@@ -105,6 +106,18 @@ def parse_dimensions(names: Sequence[str]) -> tuple[str, ...]:
                 f"--search has no {name!r}; it takes {', '.join(DIMENSIONS)}{did_you_mean(name, DIMENSIONS)}"
             )
     return tuple(name for name in DIMENSIONS if name in names)
+
+
+def parse_budget(text: str) -> float:
+    """Returns the seconds of '90s', '20m' or '1.5h'.
+
+    Raises:
+      UserError: not of that form.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if not found or not float(found[1]):
+        raise UserError(f"--budget={text} is not of the form 90s, 20m or 1h")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterator[tuple[tuple[str, int], ...]]:

@@ -18,6 +18,7 @@ from praxis import base_layer
 from spmd_trainer.analysis import links
 from spmd_trainer.analysis.chips import Chip
 from spmd_trainer.analysis.hlo_collectives import Collective
+from spmd_trainer.optim import masks
 from spmd_trainer.programs.job import Job
 from spmd_trainer.sharding.variables import VariableSpec
 
@@ -102,7 +103,8 @@ def predict(job: Job, hardware: Hardware, *, flops: float, minibatches: int = 1)
 
 
 def lower_bound(job: Job, hardware: Hardware, flops: float) -> float:
-    """Returns seconds that no step takes less than: its products on all devices, or its state read and written once.
+    """Returns seconds that no step takes less than: its products on all devices, or its state read and,
+    except for frozen variables, written once.
 
     Args:
       job: the candidate's job.
@@ -111,7 +113,16 @@ def lower_bound(job: Job, hardware: Hardware, flops: float) -> float:
     """
     whole, _ = state_bytes(job)
     products = flops / job.partitioner.mesh.size / hardware.chip.peak_flops
-    return max(products, 2 * whole / hardware.machine.memory)
+    return max(products, (2 * whole - _frozen_bytes(job)) / hardware.machine.memory)
+
+
+def _frozen_bytes(job: Job) -> int:
+    """Returns the bytes of the frozen variables on one device."""
+    metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
+    params = jax.tree.leaves(metadata.variables.mdl_vars.get(base_layer.PARAMS, {}))
+    hparams = jax.tree.leaves(metadata.var_weight_hparams.get(base_layer.PARAMS, {}))
+    pairs = zip(params, hparams, strict=True)
+    return sum(variable.bytes_per_device(mesh) for variable, hparam in pairs if masks.is_frozen(hparam))
 
 
 class _Network:

@@ -1,4 +1,4 @@
-"""What a plan's search found: each candidate's outcome, the Pareto front as text, and `plan.json`, which is also its cache."""
+"""What a plan's search found: each candidate's outcome, the Pareto front as text, and `plan_search.json`, its cache."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from absl import logging
 
+from spmd_trainer.analysis import chips, links
+from spmd_trainer.programs import plan
 from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.plan_candidates import Candidate
+from spmd_trainer.programs.plan_candidates import Candidate, quoted
 from spmd_trainer.programs.run_directory import report_directory
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.storage import files
 
-FILE = "plan.json"
+FILE = "plan_search.json"
 _SHOWN = 10
 # Candidates whose reasons an error names.
 _REASONS = 3
-# What a compiled program depends on besides the settings.
+# What a compiled program depends on besides the settings: variables of the environment, and libraries.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _LIBRARIES = ("spmd-trainer", "jax", "jaxlib", "praxis", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
@@ -87,7 +91,7 @@ class Outcome:
 
 
 class Store:
-    """`plan.json` in the run's directory; without a directory nothing is kept."""
+    """`plan_search.json` in the run's directory; without a directory nothing is kept."""
 
     def __init__(self, job: Job, searched: Sequence[str]):
         """Finds the file.
@@ -101,29 +105,38 @@ class Store:
         self._path = report_directory(config.job_log_dir) / FILE if config.writes_reports else None
         self._searched = list(searched)
         self._versions = {name: version for name in _LIBRARIES if (version := _version(name))}
-        settings = [*config.experiment.lines(), config.topology, config.num_slices, sorted(self._versions.items())]
+        settings = [
+            *config.experiment.lines(),
+            config.topology,
+            config.num_slices,
+            config.num_minibatches,
+            _partitioner_settings(job),
+            sorted(self._versions.items()),
+            [os.environ.get(name) for name in _VARIABLES],
+            repr((chips.CHIPS, links.MACHINES)),
+        ]
         self._key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
     def read(self, outcomes: Sequence[Outcome]) -> None:
-        """Fills in what earlier searches with the same experiment, topology and versions found out."""
+        """Fills in what earlier searches with the same settings, topology, compiler flags and versions found out."""
         if self._path is None or not self._path.exists():
             return
+        fields = [field.name for field in dataclasses.fields(Outcome) if field.name not in ("candidate", "not_reached")]
         try:
             earlier = json.loads(self._path.read_text())
-        except json.JSONDecodeError:
-            logging.warning("%s is not readable and will be replaced", self._path)
+            if earlier["key"] != self._key:
+                logging.info("%s is of other settings or versions and will be replaced", self._path)
+                return
+            known = {record["name"]: {name: record[name] for name in fields} for record in earlier["candidates"]}
+        except (ValueError, LookupError, TypeError):
+            logging.warning("%s is no record of a search and will be replaced", self._path)
             return
-        if earlier.get("key") != self._key:
-            logging.info("%s is of other settings or versions and will be replaced", self._path)
-            return
-        known = {record["name"]: record for record in earlier["candidates"]}
-        fields = [field.name for field in dataclasses.fields(Outcome) if field.name not in ("candidate", "not_reached")]
         for outcome in outcomes:
             record = known.get(str(outcome.candidate))
             # Only what was compiled: other reasons are cheap, and depend on what was found so far.
             if record and record["compiled_in"]:
-                for field in fields:
-                    setattr(outcome, field, record[field])
+                for name, value in record.items():
+                    setattr(outcome, name, value)
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
         """Writes the file."""
@@ -178,8 +191,21 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
         )
     if ranked:
         lines.append("* nothing else is both faster per row and smaller. The best runs with")
-        lines.append(f"  {ranked[0].candidate.flags(job.config.experiment)}")
+        lines.append(f"  {_flags(job, ranked[0].candidate)}")
+        first = job.partitioner.mesh.devices.flat[0].device_kind
+        known = chips.chip(first)
+        if setting := plan.memory_setting(first, ranked[0].bytes or 0, known.memory_bytes if known else None):
+            lines.append(f"  {setting}")
     return "\n".join(lines) + "\n"
+
+
+def _flags(job: Job, candidate: Candidate) -> str:
+    """Returns all flags that the candidate's run needs, those of this search's command line included."""
+    config = job.config
+    given = [f"--fdl.set={quoted(override)}" for override in config.experiment.overrides]
+    if config.num_minibatches is not None and candidate.minibatches is None:
+        given.append(f"--num_minibatches={config.num_minibatches}")
+    return " ".join([*given, candidate.flags(config.experiment)])
 
 
 def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
@@ -197,6 +223,13 @@ def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
         f"chip. The state alone, split over all chips, needs {count_text(chips, 'chip')}. Use more chips, a smaller batch, or "
         f"--search=mesh,remat,minibatches. {reasons}"
     )
+
+
+def _partitioner_settings(job: Job) -> str:
+    """Returns the partitioner's class and those of its settings that are plain values."""
+    partitioner = job.partitioner
+    plain = {k: v for k, v in vars(partitioner).items() if v is None or isinstance(v, str | int | float | tuple)}
+    return f"{type(partitioner).__module__}.{type(partitioner).__qualname__}: {sorted(plain.items())}"
 
 
 def _version(name: str) -> str | None:

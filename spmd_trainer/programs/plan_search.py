@@ -2,7 +2,7 @@
 
 Nothing runs: candidates whose state doesn't fit, whose least possible step is too long, or whose program is that of another
 candidate are left out; the others are compiled, most promising first, until the budget ends. Each candidate's result or reason is
-in `plan.json`, where a later search of the same settings finds it.
+in `plan_search.json`, where a later search of the same settings finds it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import jax
 from absl import logging
 
 from spmd_trainer.analysis import jaxpr_costs, links
@@ -27,30 +28,19 @@ from spmd_trainer.programs.plan_report import Outcome
 from spmd_trainer.sharding.messages import bytes_text
 from spmd_trainer.steps import step_fns
 
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 # A candidate is left out if it is predicted to take this many times as long per row as the best ones that were found.
 _HOPELESS = 2.0
 _BEST = 5
+# Errors of the libraries when a candidate is traced or compiled. `UserError` is a ValueError.
+_ERRORS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 _POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
 
 
-def parse_budget(text: str) -> float:
-    """Returns the seconds of '90s', '20m' or '1.5h'.
-
-    Raises:
-      UserError: not of that form.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if not found or not float(found[1]):
-        raise UserError(f"--budget={text} is not of the form 90s, 20m or 1h")
-    return float(found[1]) * _UNITS[found[2]]
-
-
 def search(job: Job) -> None:
-    """Searches, prints the best candidates, and writes `plan.json` if a directory was given.
+    """Searches, prints the best candidates, and writes `plan_search.json` if a directory was given.
 
     Raises:
-      UserError: --search or --budget is wrong, or no candidate fits.
+      UserError: `config.search` has an unknown name, or no candidate fits.
     """
     config = job.config
     if config.topology is None:
@@ -59,7 +49,7 @@ def search(job: Job) -> None:
     found = Search(job, searched)
     store = plan_report.Store(job, searched)
     try:
-        outcomes = found.run(parse_budget(config.budget), store)
+        outcomes = found.run(config.budget, store)
     except KeyboardInterrupt:
         logging.info("interrupted; these are the candidates that are known")
         outcomes = found.outcomes
@@ -94,7 +84,8 @@ class Search:
             job.config.experiment,
             searched,
             mesh=job.partitioner.mesh_shape(),
-            num_slices=job.config.num_slices,
+            # Meshes of GPUs aren't divided over slices.
+            num_slices=1 if known.gpu else job.config.num_slices,
             rows=job.num_rows,
         )
         self.outcomes = [Outcome(candidate) for candidate in candidates]
@@ -157,20 +148,22 @@ class Search:
     def _leave_out_equal_programs(self) -> None:
         """Traces each policy once: policies that save what the model doesn't have give the program of another policy."""
         seen: dict[tuple[int | None, str], str | None] = {}
-        for settings in dict.fromkeys(o.candidate.settings for o in self.outcomes if not o.is_known):
+        # Those that an earlier search compiled are traced too: the programs of others may be the same.
+        for settings in dict.fromkeys(o.candidate.settings for o in self.outcomes):
             same = [o for o in self.outcomes if o.candidate.settings == settings]
+            unknown = [o for o in same if not o.is_known]
             policy, rows = settings
             try:
                 text, self._flops[settings] = _traced(
                     self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh))
                 )
-            except UserError as error:
-                for outcome in same:
+            except _ERRORS as error:
+                for outcome in unknown:
                     outcome.reason = first_paragraph(error)
                 continue
             first = seen.setdefault((rows, text), policy)
             if first != policy:
-                for outcome in same:
+                for outcome in unknown:
                     outcome.reason = f"the same program as with {first}"
 
     @property
@@ -222,7 +215,7 @@ class Search:
         started = time.monotonic()
         try:
             result = plan.plan(self._job_of(outcome.candidate))
-        except UserError as error:
+        except _ERRORS as error:
             outcome.reason = first_paragraph(error)
             outcome.compiled_in = time.monotonic() - started
             return

@@ -64,7 +64,7 @@ class RunConfig:
       topology: the same for chips that aren't here, e.g. 'v5e:16x16' or 'h100:32x8'; see `analysis.topologies`.
       num_slices: number of slices of `topology`.
       search: what `plan` searches; see `plan_candidates.DIMENSIONS`.
-      budget: how long `plan` searches, e.g. '20m'.
+      budget: seconds that `plan` searches.
       num_minibatches: replaces the partitioner's own; None: as the experiment sets it.
       writes_reports: whether `inspect` and plans write files into `job_log_dir`, besides printing.
       mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)); declared axes that it leaves out get size 1.
@@ -89,7 +89,7 @@ class RunConfig:
     topology: str | None = None
     num_slices: int = 1
     search: Sequence[str] = ("mesh",)
-    budget: str = "20m"
+    budget: float = 1200.0
     num_minibatches: int | None = None
     writes_reports: bool = True
     mesh: Sequence[tuple[str, int]] | None = None

@@ -68,6 +68,7 @@ def _settings(config: RunConfig) -> Iterator[str]:
         "failure_policy",
         "export",
         "lm_eval",
+        "num_minibatches",
     ):
         yield f"--{field}: {getattr(config, field)}"
     for name in _JAX_OPTIONS:

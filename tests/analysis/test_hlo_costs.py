@@ -91,6 +91,11 @@ def test_a_cublas_product():
             "f32[2,4,4,16] convolution(%x, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f",
             2 * 2 * 4 * 4 * 16 * 8 * 9,
         ),
+        # Two groups of the batch, each with half of the kernel's features: an output is of one group's image.
+        (
+            "f32[1,8,8,16] convolution(%x, %k), window={size=3x3}, dim_labels=b01f_01io->b01f, batch_group_count=2",
+            2 * 1 * 8 * 8 * 16 * 8 * 9,
+        ),
     ],
 )
 def test_convolutions(convolution, flops):

@@ -36,6 +36,14 @@ def test_a_shard_map_counts_on_all_devices():
     assert flops(product, X, W) == ONE
 
 
+def test_only_the_manual_axes_of_a_shard_map_multiply():
+    mesh = sharding.create_device_mesh([("data", 4), ("mdl", 2)])
+    product = jax.shard_map(
+        lambda x, w: x @ w, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
+    )
+    assert flops(product, X, W) == ONE
+
+
 def test_one_branch_counts():
     def choose(flag, x, w):
         return jax.lax.cond(flag, lambda: x @ w, lambda: x)

@@ -28,9 +28,14 @@ def torus(machine, *shape, slices=1):
     )
 
 
-def cluster(hosts, gpus, machine=H100):
+def cluster(hosts, gpus, machine=H100, slices=1):
     return links.Links(
-        [types.SimpleNamespace(process_index=h, slice_index=0) for h in range(hosts) for _ in range(gpus)], machine
+        [
+            types.SimpleNamespace(process_index=h, slice_index=h // (hosts // slices))
+            for h in range(hosts)
+            for _ in range(gpus)
+        ],
+        machine,
     )
 
 
@@ -103,6 +108,18 @@ def test_nvlink_inside_a_host_and_the_network_between_hosts():
         pytest.approx(MB / 450e9),
         pytest.approx(MB / 50e9),
     )
+
+
+def test_nvlink_domains_are_counted_in_gpus_and_stay_in_a_slice():
+    gb200 = links.machine("NVIDIA GB200")
+    # 36 hosts with 2 GPUs fill a domain.
+    assert seconds(cluster(36, 2, gb200), "all-gather", rows(1, 72)) == (pytest.approx(MB * 71 / 72 / 900e9), 0)
+    # 12 hosts of each slice: one domain per slice, although 18 hosts would make one.
+    two = cluster(24, 4, gb200, slices=2)
+    assert seconds(two, "all-gather", rows(2, 48)) == (pytest.approx(MB * 47 / 48 / 900e9), 0)
+    assert seconds(two, "all-gather", rows(2, 48).T) == (0, pytest.approx(MB * 1 / 2 / 50e9))
+    # Two hosts with half of their GPUs are two domains.
+    assert seconds(cluster(2, 4), "all-gather", rows(2, 4).T) == (0, pytest.approx(MB * 1 / 2 / 50e9))
 
 
 def test_hosts_of_a_gb200_rack_are_one_nvlink_domain():

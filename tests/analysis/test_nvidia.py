@@ -35,6 +35,14 @@ def test_a_shape_that_is_not_hosts_x_gpus_is_refused(topology):
         topology_devices(topology)
 
 
+@pytest.mark.parametrize(
+    ("topology", "form"), [("h100:2x16", "at most 8.*h100:4x8"), ("gb200:9x8", "at most 4.*gb200:18x4")]
+)
+def test_more_gpus_than_a_host_has_are_refused(topology, form):
+    with pytest.raises(UserError, match=form):
+        topology_devices(topology)
+
+
 @pytest.mark.skipif(INSTALLED, reason="the compiler for GPUs is installed")
 def test_without_the_compiler_the_extra_is_named():
     with pytest.raises(UserError, match="install it with `uv sync --extra cuda12`"):

@@ -45,6 +45,7 @@ def test_an_evaluation_that_ends_at_different_batches_is_refused_by_all(cache, t
     [
         (("--fdl.set=task.train.random_seed=7",), r"task\.train\.random_seed is 7 there and 1234 on process 0"),
         (("--fdl.set=task.train.num_train_steps=3",), r"task\.train\.num_train_steps is 3 there and 12 on process 0"),
+        (("--num_minibatches=2",), r"--num_minibatches is 2 there and None on process 0"),
         (("--noenable_checkpoint_saving",), r"--enable_checkpoint_saving is False there and True on process 0"),
     ],
 )

@@ -120,13 +120,14 @@ def test_a_long_value_is_shown_where_it_changed():
 
 def test_the_mesh_the_processes_and_the_batch_are_told_as_such(tmp_path, warnings):
     directory = epath.Path(tmp_path)
-    config_file.write_config(directory, [*config_file.run_lines({"data": 4, "mdl": 2}, 1, 8), *LINES])
-    config_file.write_config(directory, [*config_file.run_lines({"data": 2, "mdl": 2}, 2, 16), *LINES])
+    config_file.write_config(directory, [*config_file.run_lines({"data": 4, "mdl": 2}, 1, 8, 1), *LINES])
+    config_file.write_config(directory, [*config_file.run_lines({"data": 2, "mdl": 2}, 2, 16, 4), *LINES])
     (message,) = warnings()
     for words in (
         "mesh was (data=4, mdl=2), is now (data=2, mdl=2)",
         "processes was 1, is now 2",
         "global batch rows was 8, is now 16",
+        "minibatches was 1, is now 4",
     ):
         assert words in message
 

@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import types
 
 import jax
+import numpy as np
 import pytest
 from etils import epath
 
 from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import plan
+from spmd_trainer.partitioning import mesh_steps
+from spmd_trainer.programs import inspect_sharding, plan, start_up
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_config import make_run_config
 
@@ -101,3 +104,48 @@ def test_the_plan_is_printed_and_written(job, capsys):
 def test_an_unknown_topology_is_refused_with_the_form(topology):
     with pytest.raises(UserError, match=r"CHIP:SHAPE, e\.g\. v5e:16x16"):
         topology_devices(topology)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: too large\nbuffer table",
+            "the train step doesn't fit: RESOURCE_EXHAUSTED: too large\nbuffer",
+        ),
+        (
+            "INTERNAL: Couldn't find output tile sizes\nstack",
+            "the compiler can't compile the train step for h100:1x8: INTERNAL: Couldn't find output tile sizes",
+        ),
+    ],
+)
+def test_errors_of_the_compiler_are_the_user_s(job, monkeypatch, error, message):
+    def fail(job):
+        raise jax.errors.JaxRuntimeError(error)
+
+    monkeypatch.setattr(start_up, "compile_train_step", fail)
+    config = dataclasses.replace(job.config, topology="h100:1x8")
+    with pytest.raises(UserError) as caught:
+        plan.plan(dataclasses.replace(job, config=config))
+    assert str(caught.value).startswith(message)
+    assert "stack" not in str(caught.value)
+
+
+def test_the_report_is_written_if_the_forward_pass_cannot_be_traced(tmp_path, monkeypatch, caplog):
+    def fail(job):
+        raise TypeError("no such kernel")
+
+    monkeypatch.setattr(inspect_sharding.attention_kernels, "of_forward_pass", fail)
+    inspect_sharding.inspect_job(Job.build(make_run_config(TINY, tmp_path, mode="inspect")))
+    assert (tmp_path / "sharding_report.txt").exists()
+    assert "TypeError: no such kernel" in caplog.text
+
+
+def test_triton_is_left_out_only_for_gpus_that_are_not_here():
+    def options(platform):
+        return mesh_steps._options_without_gpus(
+            types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+        )
+
+    assert options("cpu") is options("tpu") is None
+    assert options("cuda") == {"xla_gpu_enable_triton_gemm": False}

@@ -7,13 +7,16 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 from praxis.layers import AutodiffCheckpointType
 
 from spmd_trainer.analysis import links, roofline
 from spmd_trainer.analysis.chips import chip
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import plan_candidates, plan_report, plan_search
+from spmd_trainer.experiments.lm import llama
+from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
+from spmd_trainer.programs import plan_candidates, plan_prediction, plan_report, plan_search
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.plan_candidates import Candidate
 from spmd_trainer.programs.plan_report import Outcome
@@ -87,13 +90,13 @@ def test_the_dimensions_multiply(job):
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400)])
 def test_budgets(text, seconds):
-    assert plan_search.parse_budget(text) == seconds
+    assert plan_candidates.parse_budget(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["20", "m", "0s", "-1m", "20 minutes"])
 def test_a_budget_that_cannot_be_read(text):
     with pytest.raises(UserError, match=f"--budget={text} is not of the form 90s, 20m or 1h"):
-        plan_search.parse_budget(text)
+        plan_candidates.parse_budget(text)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,10 @@ def test_a_budget_that_cannot_be_read(text):
     [
         (["--mode=plan"], "--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8"),
         (["--mode=inspect", "--budget=5m"], "--budget goes with --mode=plan"),
+        (["--mode=inspect", "--num_slices=2"], "--num_slices goes with --topology"),
+        (["--mode=eval", "--num_minibatches=2"], "--num_minibatches goes with --mode=train, inspect, plan and verify"),
+        (["--mode=plan", "--topology=v5e:2x2", "--search=mehs"], "--search has no 'mehs'"),
+        (["--mode=plan", "--topology=v5e:2x2", "--budget=20"], "--budget=20 is not of the form 90s, 20m or 1h"),
         (["--mode=train", "--topology=v5e:2x2"], "--topology goes with --mode=inspect and --mode=plan"),
     ],
 )
@@ -169,7 +176,7 @@ def test_a_search_ranks_and_goes_on_where_it_ended(tmp_path, as_h100, monkeypatc
     assert dict(ranked[0].candidate.mesh)["mdl"] == 1
     text = plan_report.report_text(job, outcomes)
     assert ranked[0].candidate.flags(job.config.experiment) in text
-    record = json.loads((tmp_path / "plan.json").read_text())
+    record = json.loads((tmp_path / "plan_search.json").read_text())
     assert len(record["candidates"]) == 10
     # One candidate per number of bytes: none other is faster.
     assert len({c["bytes"] for c in record["candidates"] if c["front"]}) == sum(
@@ -212,7 +219,7 @@ def test_ctrl_c_keeps_what_is_known(tmp_path, as_h100, monkeypatch, capsys):
     config = dataclasses.replace(make_job(tmp_path).config, topology="h100:1x8", search=("mesh",))
     plan_search.search(dataclasses.replace(make_job(tmp_path), config=config))
     assert "10 candidates on h100:1x8: 2 compiled" in capsys.readouterr().out
-    record = json.loads((tmp_path / "plan.json").read_text())
+    record = json.loads((tmp_path / "plan_search.json").read_text())
     assert sum(candidate["seconds"] is not None for candidate in record["candidates"]) == 2
     assert all(c["seconds"] or c["reason"] or c["not_reached"] for c in record["candidates"])
 
@@ -268,3 +275,103 @@ def test_the_pareto_front_compares_seconds_per_row_and_bytes():
     unknown = Outcome(Candidate((("data", 4),)), reason="too large")
     front = plan_report.pareto_front([neither, small, unknown, fast, larger_batch])
     assert front == [larger_batch, fast, small]
+
+
+@pytest.mark.parametrize(
+    "error", [jax.errors.JaxRuntimeError("INTERNAL: no tile sizes"), NotImplementedError("no tile sizes")]
+)
+def test_a_candidate_that_cannot_be_compiled_is_left_out(tmp_path, as_h100, monkeypatch, error):
+    def some_fail(job):
+        if job.partitioner.mesh_shape()["mdl"] > 1:
+            raise error
+        return fake_plan(job)
+
+    monkeypatch.setattr(plan_search.plan, "plan", some_fail)
+    outcomes, _ = run(make_job(tmp_path), "mesh")
+    assert any("no tile sizes" in outcome.reason for outcome in outcomes)
+    assert any(outcome.seconds is not None for outcome in outcomes)
+
+
+@pytest.mark.parametrize("text", ['{"chips": 8}', "[1, 2]", "{", '{"key": "KEY", "candidates": [{"name": "data:8"}]}'])
+def test_a_file_that_is_no_record_of_a_search_is_replaced(tmp_path, as_h100, monkeypatch, text):
+    job = make_job(tmp_path)
+    store = plan_report.Store(job, ())
+    (tmp_path / plan_report.FILE).write_text(text.replace("KEY", store._key))
+    outcomes = plan_search.Search(job, ()).outcomes
+    store.read(outcomes)
+    assert not any(outcome.is_known for outcome in outcomes)
+    store.write(outcomes)
+    assert json.loads((tmp_path / plan_report.FILE).read_text())["key"] == store._key
+
+
+def test_the_key_covers_what_changes_a_program_or_its_estimate(tmp_path, monkeypatch):
+    job = make_job(tmp_path)
+    keys = [plan_report.Store(job, ())._key, plan_report.Store(make_job(tmp_path, num_minibatches=2), ())._key]
+    assert plan_report.Store(make_job(tmp_path), ())._key == keys[0]
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "--xla_of_this_test=1")
+            keys.append(plan_report.Store(job, ())._key)
+    with monkeypatch.context() as patch:
+        patch.setattr(links, "MACHINES", links.MACHINES[1:])
+        keys.append(plan_report.Store(job, ())._key)
+    for partitioner in (ShardMapPartitioner("dp"), ShardMapPartitioner("fsdp")):
+        keys.append(plan_report.Store(dataclasses.replace(job, partitioner=partitioner), ())._key)
+    assert len(set(keys)) == len(keys) == 7
+
+
+def test_a_second_search_knows_the_programs_of_the_first(tmp_path, as_h100, monkeypatch):
+    policies = (AutodiffCheckpointType.SAVE_NOTHING, AutodiffCheckpointType.SAVE_UNET_CONV)
+    monkeypatch.setattr(plan_candidates, "AutodiffCheckpointType", policies)
+    compiled = []
+
+    def count(job):
+        compiled.append(job)
+        return fake_plan(job)
+
+    monkeypatch.setattr(plan_search.plan, "plan", count)
+    for _ in range(2):
+        outcomes, store = run(make_job(tmp_path), "remat")
+        store.write(outcomes)
+        assert outcomes[0].seconds is not None
+        assert outcomes[1].reason == "the same program as with save_nothing"
+    assert len(compiled) == 1
+
+
+def test_gpu_meshes_are_not_divided_over_slices(tmp_path, as_h100):
+    job = make_job(tmp_path)
+    job = dataclasses.replace(job, config=dataclasses.replace(job.config, num_slices=4))
+    assert len(plan_search.Search(job, ("mesh",)).outcomes) == 10
+
+
+def test_the_flags_of_the_best_are_complete(tmp_path, as_h100, monkeypatch):
+    monkeypatch.setattr(plan_report.chips, "chip", lambda kind: chip(H100))
+    monkeypatch.setattr(plan_report.plan, "chip", lambda kind: chip(H100))
+    override = "train_datasets[0].batch_size.global_batch_size=12"
+    job = make_job(tmp_path, overrides=(override,), num_minibatches=2)
+    memory = chip(H100).memory_bytes
+    found = Outcome(Candidate((("data", 8),)), 1.0, 0.5, 2.0, bytes=int(0.8 * memory), rows=12)
+    lines = plan_report.report_text(job, [found]).splitlines()
+    flags = shlex.split(lines[-2])
+    assert flags == [f"--fdl.set={override}", "--num_minibatches=2", "--mesh=data:8"]
+    assert lines[-1].strip().startswith("set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
+    found.bytes = memory // 2
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in plan_report.report_text(job, [found])
+
+
+def test_the_bound_does_not_write_frozen_variables(tmp_path):
+    class TinyLora(llama.Lora, llama.TinyLlama):
+        pass
+
+    job = Job.build(make_run_config(TinyLora, tmp_path, mode="plan"))
+    hardware = plan_prediction.Hardware(chip(H100), links.machine(H100))
+    whole, _ = plan_prediction.state_bytes(job)
+    mesh = job.partitioner.mesh_shape()
+    frozen = sum(
+        v.bytes_per_device(mesh)
+        for v in job.partitioner.metadata.records()
+        if v.path.startswith("mdl_vars/params/") and "lora" not in v.path
+    )
+    assert 0 < frozen < whole
+    bound = plan_prediction.lower_bound(job, hardware, 0.0)
+    assert bound == pytest.approx((2 * whole - frozen) / hardware.machine.memory)

@@ -1,0 +1,50 @@
+"""The exit status of the comparison with published steps."""
+
+import types
+
+import pytest
+
+from benchmarks import plan_published
+from spmd_trainer.errors import UserError
+
+NAMES = list(plan_published.RUNS)[:2]
+
+
+def result(shortest, middle, longest):
+    estimate = types.SimpleNamespace(shortest=shortest, middle=middle, longest=longest)
+    return plan_published.Result(1.0, estimate, 0.0)
+
+
+GOOD = result(0.5, 0.9, 1.3)
+INSIDE_ONLY = result(0.1, 0.6, 1.1)
+CLOSE_ONLY = result(0.8, 0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [
+        ([GOOD, GOOD], 0),
+        ([GOOD, None], 0),
+        ([None, None], 1),
+        # One in the range and another near its middle: neither is good.
+        ([INSIDE_ONLY, CLOSE_ONLY], 1),
+    ],
+)
+def test_a_run_counts_if_it_is_inside_and_near_the_middle(monkeypatch, results, status):
+    def estimate(name, run, programs):
+        if (found := results[NAMES.index(name)]) is None:
+            raise UserError("no compiler")
+        return found
+
+    monkeypatch.setattr(plan_published, "estimate", estimate)
+    monkeypatch.setattr(plan_published, "row", lambda name, result: name)
+    assert plan_published.main(NAMES) == status
+
+
+def test_each_of_six_inside_or_close_is_not_enough(monkeypatch):
+    kinds = [GOOD, GOOD, GOOD, GOOD, INSIDE_ONLY, CLOSE_ONLY]
+    names = list(plan_published.RUNS)[:6]
+    monkeypatch.setattr(plan_published, "estimate", lambda name, run, programs: kinds[names.index(name)])
+    monkeypatch.setattr(plan_published, "row", lambda name, result: name)
+    # 5 of 6 are inside and 5 of 6 close, but only 4 are both.
+    assert plan_published.main(names) == 1
