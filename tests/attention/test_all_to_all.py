@@ -34,9 +34,7 @@ def test_patterns(pattern):
 
 
 def test_bfloat16():
-    out, *grads = differences("all_to_all", 131, 4, PLAIN, packed=True, dtype=jnp.bfloat16)
-    assert out < 2e-2
-    assert max(grads) < 4e-2
+    assert max(differences("all_to_all", 131, 4, PLAIN, packed=True, dtype=jnp.bfloat16)) < 2e-2
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,7 @@ def test_patterns(pattern, monkeypatch):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_bfloat16(packed):
-    # Of numbers up to 4, whose last bit in bfloat16 is 1.6e-2, the gradients have a relative error.
-    out, *grads = differences("ring", 131, 4, PLAIN, packed=packed, dtype=jnp.bfloat16)
-    assert out < 2e-2
-    assert max(grads) < 4e-2
+    assert max(differences("ring", 131, 4, PLAIN, packed=packed, dtype=jnp.bfloat16)) < 2e-2
 
 
 @pytest.mark.parametrize("count", [2, 4, 16])
