@@ -7,8 +7,8 @@
 The experiment is `lm.cloud.LmCloudSpmd`, as paxml publishes it, in a small size, on 8 host devices, mesh (replica, data, mdl) =
 (1, 4, 2). Its choices are the fields of `pax_baseline.Choices`. --breakdown drops one choice after the other from the
 hand-written program, down to a lean one. On host devices it reports the CPU time of a step; programs take turns. With --topology
-it compiles a larger size for these chips, and reports FLOPs and bytes accessed by XLA's cost analysis. Layers are unrolled there,
-because the analysis counts a loop's body once.
+it compiles a larger size for these chips, and reports FLOPs and bytes moved by `analysis.hlo_costs`, which counts a loop's body
+as often as it runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from benchmarks import reporting, turns
 from benchmarks.pax_baseline import CHIPS, HOST, RATE, Choices, Sizes, batch, lower_hand_written, parameters
 from spmd_trainer import sharding, tasks_lib
-from spmd_trainer.analysis import topologies
+from spmd_trainer.analysis import hlo_costs, topologies
 from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.partitioning import PjitPartitioner
 from spmd_trainer.steps import step_fns
@@ -140,19 +140,15 @@ def break_down_for_chips(topology: str, report: reporting.Report) -> None:
     abstract = partitioner.abstract_state()
     shapes = parameters(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract.mdl_vars))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered = {
-        "trainer, layers in a loop": lambda: step.fn.lower(abstract, key, partitioner.abstract_inputs(step)),
-        "all choices, layers in a loop": lambda: lower_hand_written(Choices(), CHIPS, mesh, shapes),
-    }
-    unrolled = {name: dataclasses.replace(choices, loop=False) for name, choices in cumulative().items()}
-    del unrolled["without loop"]
-    for name, choices in unrolled.items():
+    lowered = {"trainer": lambda: step.fn.lower(abstract, key, partitioner.abstract_inputs(step))}
+    for name, choices in cumulative().items():
         lowered[name] = functools.partial(lower_hand_written, choices, CHIPS, mesh, shapes)
     for name, lower in lowered.items():
         compiled = lower().compile()
-        cost = compiled.cost_analysis()
-        report.figure(f"FLOPs, {name}", cost["flops"], "GFLOP per chip", scale=1e-9)
-        report.figure(f"bytes accessed, {name}", cost["bytes accessed"], "GiB per chip", scale=2**-30)
+        costs = hlo_costs.instruction_costs(compiled.as_text())
+        flops, moved = (sum(getattr(cost, field) * cost.times for cost in costs) for field in ("flops", "num_bytes"))
+        report.figure(f"FLOPs, {name}", flops, "GFLOP per chip", scale=1e-9)
+        report.figure(f"bytes moved, {name}", moved, "GiB per chip", scale=2**-30)
         memory = compiled.memory_analysis().temp_size_in_bytes
         report.figure(f"temporaries, {name}", memory, "GiB per chip", scale=2**-30)
 
