@@ -109,7 +109,7 @@ def test_attention(fields):
     spec_p = small_spec(positions="learned", max_positions=8, **fields)
     spec = pax_fiddle.build(spec_p)
     x = random(2, 8, 12, seed=4)
-    context = attention.Context({}, jnp.arange(8), jnp.asarray(SEGMENTS), jnp.asarray(SEGMENTS))
+    context = attention.Context({}, jnp.asarray(SEGMENTS))
     kind = spec.layer_pattern[0]
     output, params, _ = built(attention.Attention, spec_p, x, context, layer_kind=kind)
     expected = attended(spec, params, x, window=spec.window if kind == "local" else None)
