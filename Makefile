@@ -44,7 +44,7 @@ test-installed: setup
 # INTEROP_TESTS: files to run.
 TORCH ?= torch==2.13.0
 INTEROP_DIR := .venv-interop
-INTEROP_TESTS ?= tests/interop_live tests/interop/test_finetune_runs.py
+INTEROP_TESTS ?= tests/interop_live tests/interop/test_finetune_runs.py tests/test_mesh_equivalence.py
 # These need the extra lm-eval, which `make test` does not install; elsewhere they are skipped.
 LM_EVAL_DIR := .venv-lm-eval
 LM_EVAL_TESTS := tests/interop_live/test_live_lm_eval.py tests/programs/test_lm_eval.py

@@ -7,15 +7,16 @@ import pytest
 from xla_flags import xla_flags
 
 DEVICES = "--xla_force_host_platform_device_count=8"
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 NO_LLVM_OPTIMISATION, OLD_EMITTERS = "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.mark.parametrize(
     ("level", "jaxlib", "expected"),
     [
-        ("normal", "0.10.2", [DEVICES]),
+        ("normal", "0.10.2", [DEVICES, PATIENCE]),
         ("normal", "0.12.0.1", [DEVICES]),
-        ("cheap", "0.10.2", [DEVICES, NO_LLVM_OPTIMISATION, OLD_EMITTERS]),
+        ("cheap", "0.10.2", [DEVICES, PATIENCE, NO_LLVM_OPTIMISATION, OLD_EMITTERS]),
         ("cheap", "0.12.0.1", [DEVICES, NO_LLVM_OPTIMISATION]),
     ],
 )
@@ -25,7 +26,7 @@ def test_flags_of_a_level(level, jaxlib, expected):
 
 def test_other_flags_stay_and_the_number_of_devices_is_replaced():
     flags = xla_flags("--xla_force_host_platform_device_count=3 --xla_dump_to=/tmp/x", "normal", "0.10.2")
-    assert flags.split() == ["--xla_dump_to=/tmp/x", DEVICES]
+    assert flags.split() == ["--xla_dump_to=/tmp/x", DEVICES, PATIENCE]
 
 
 def test_flags_that_a_parent_process_has_set_are_not_repeated():

@@ -12,6 +12,9 @@ def xla_flags(flags: str, level: str, jaxlib: str) -> str:
     Most of a test's time is compilation. "cheap" turns LLVM's optimisations off and, where XLA still has them, uses the older
     emitters for fusions, because the newer ones (MLIR) take most of a compilation. "normal" leaves XLA's defaults.
 
+    XLA aborts a process whose host devices wait for each other for 40 s, which happens on a busy machine; here they may wait
+    for 10 minutes.
+
     Args:
       flags: XLA_FLAGS of the environment; other flags are kept.
       level: "cheap" or "normal".
@@ -23,10 +26,13 @@ def xla_flags(flags: str, level: str, jaxlib: str) -> str:
     if level not in LEVELS:
         raise ValueError(f"SPMD_TEST_XLA_OPTIMISATION={level!r}: must be {' or '.join(LEVELS)}")
     ours = [f"{DEVICES_FLAG}=8"]
+    # XLA aborts the process on a flag that it doesn't know. jaxlib 0.10 knows all of these, 0.12 not all.
+    older = Version(jaxlib) < Version("0.11")
+    if older:
+        ours.append("--xla_cpu_collective_call_terminate_timeout_seconds=600")
     if level == "cheap":
         ours.append("--xla_backend_optimization_level=0")
-        # XLA aborts the process on a flag that it doesn't know: jaxlib 0.10 knows this one, 0.12 doesn't.
-        if Version(jaxlib) < Version("0.11"):
+        if older:
             ours.append("--xla_cpu_use_fusion_emitters=false")
     kept = [flag for flag in flags.split() if not flag.startswith(DEVICES_FLAG) and flag not in ours]
     return " ".join(kept + ours)
