@@ -34,13 +34,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.attention import target
 from spmd_trainer.attention.kernels import Call
-from spmd_trainer.attention.pattern import Pattern
+from spmd_trainer.attention.pattern import MASKED, Pattern
 
 # Most tokens of a block. On CPUs the float32 logits of a small block stay in the cache; accelerators need more work per step.
 _BLOCK, _BLOCK_ON_CPU = 512, 128
 # Index of a token that was added to fill a block: no real query sees it.
 PADDING_INDEX = np.iinfo(np.int32).max
-_MASKED = -1e30
 
 
 class Tokens(NamedTuple):
@@ -174,7 +173,7 @@ def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
 def initial_sums(queries: jax.Array) -> Sums:
     """Returns the sums over no keys, for queries in blocks."""
     weighted = jnp.zeros_like(queries, jnp.float32)
-    return Sums(weighted[..., 0] + _MASKED, weighted[..., 0], weighted)
+    return Sums(weighted[..., 0] + MASKED, weighted[..., 0], weighted)
 
 
 def forward(
@@ -203,7 +202,7 @@ def forward(
         i, j = pair
         query, key, value = queries[i], keys[j], values[j]
         old = Sums(*(x[i] for x in sums))
-        logits = _logits(query, key, pattern)
+        logits = pattern.logits(_per_pair(query, key))
         logits = _masked(logits, _at(query_tokens, i), _at(key_tokens, j), pattern)
         largest = jnp.maximum(old.largest, jnp.max(logits, axis=-1))
         exps = jnp.exp(logits - largest[..., None])
@@ -251,7 +250,7 @@ def backward(
     def add(grads: Grads, pair: jax.Array) -> tuple[Grads, None]:
         i, j = pair
         query, key, value, row = queries[i], keys[j], values[j], RowGrads(*(x[i] for x in rows))
-        logits = _logits(query, key, pattern)
+        logits = pattern.logits(_per_pair(query, key))
         seen_logits = _masked(logits, _at(query_tokens, i), _at(key_tokens, j), pattern)
         probabilities = jnp.exp(seen_logits - row.lse[..., None])
         of_value = _per_key(probabilities.astype(row.out.dtype), row.out)
@@ -281,12 +280,6 @@ def _tied(
         (keys, values, query_tokens, key_tokens, jnp.asarray(pairs))
     )
     return tied
-
-
-def _logits(query: jax.Array, key: jax.Array, pattern: Pattern) -> jax.Array:
-    """Returns the scaled and capped logits of a pair of blocks, float32 [B, K, G, block, block]."""
-    logits = pattern.scale * _per_pair(query, key)
-    return logits if pattern.softcap is None else pattern.softcap * jnp.tanh(logits / pattern.softcap)
 
 
 # The three products of a pair of blocks, float32. They treat the queries of a group's heads as one dimension: XLA computes
@@ -330,7 +323,7 @@ def _masked(logits: jax.Array, query: Tokens, key: Tokens, pattern: Pattern) -> 
         seen = seen[None]
     else:
         seen = seen & (query.segment_ids[:, :, None] == key.segment_ids[:, None, :])
-    return jnp.where(seen[:, None, None], logits, _MASKED)
+    return jnp.where(seen[:, None, None], logits, MASKED)
 
 
 def _padded(x: jax.Array, block: int) -> jax.Array:

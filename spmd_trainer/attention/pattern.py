@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from spmd_trainer.errors import UserError
+
+# The logit of a key that a query doesn't see. Not -inf: a difference of two of these must be a number.
+MASKED = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +46,8 @@ class Pattern:
             raise UserError(f"the window is {self.window}; it must be at least 1, the query's own token")
         if self.softcap is not None and self.softcap <= 0:
             raise UserError(f"softcap is {self.softcap}; it must be positive, or None for no cap")
+
+    def logits(self, products: jax.Array) -> jax.Array:
+        """Returns the logits of products of queries and keys, float32 of any shape: scaled and capped."""
+        logits = self.scale * products
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)

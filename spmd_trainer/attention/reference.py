@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.attention.kernels import Call
-from spmd_trainer.attention.pattern import Pattern
-
-_MASKED = -1e30
+from spmd_trainer.attention.pattern import MASKED, Pattern
 
 
 class Reference:
@@ -38,12 +36,10 @@ class Reference:
         kv_heads = key.shape[2]
         # One dimension for the queries of all heads of a group: XLA computes products with two such dimensions more slowly.
         grouped = query.transpose(0, 2, 1, 3).reshape(batch, kv_heads, -1, width)
-        logits = pattern.scale * jnp.einsum("bkqh,bskh->bkqs", grouped, key, preferred_element_type=jnp.float32)
-        logits = logits.reshape(batch, heads, length, length)
-        if pattern.softcap is not None:
-            logits = pattern.softcap * jnp.tanh(logits / pattern.softcap)
+        products = jnp.einsum("bkqh,bskh->bkqs", grouped, key, preferred_element_type=jnp.float32)
+        logits = pattern.logits(products).reshape(batch, heads, length, length)
         if (seen := seen_keys(length, segment_ids, pattern)) is not None:
-            logits = jnp.where(seen[:, None], logits, _MASKED)
+            logits = jnp.where(seen[:, None], logits, MASKED)
         probabilities = jax.nn.softmax(logits, axis=-1)
         if dropout is not None:
             grouped_shape = (batch, kv_heads, heads // kv_heads, length, length)

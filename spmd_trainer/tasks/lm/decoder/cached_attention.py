@@ -11,10 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spmd_trainer.attention.pattern import Pattern
+from spmd_trainer.attention.pattern import MASKED, Pattern
 from spmd_trainer.attention.sequence_order import num_shards
-
-_MASKED = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,17 +128,15 @@ def attend(
     Returns:
       [batch, new tokens, N, H].
     """
-    logits = jnp.einsum("btkgh,bskh->bkgts", layout.grouped(query), key, preferred_element_type=jnp.float32)
-    logits = pattern.scale * logits
-    if pattern.softcap is not None:
-        logits = pattern.softcap * jnp.tanh(logits / pattern.softcap)
+    products = jnp.einsum("btkgh,bskh->bkgts", layout.grouped(query), key, preferred_element_type=jnp.float32)
+    logits = pattern.logits(products)
     key_index = jnp.arange(key.shape[1])
     distance = query_index[:, None] - key_index[None, :]
     seen = distance >= 0
     if pattern.window is not None:
         seen &= distance < pattern.window
     seen = seen & (key_index >= first_index[:, None])[:, None]
-    probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], logits, _MASKED), axis=-1).astype(value.dtype)
+    probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1).astype(value.dtype)
     return layout.ungrouped(jnp.einsum("bkgts,bskh->btkgh", probabilities, value))
 
 
