@@ -8,7 +8,7 @@ JOB_DIR ?= runs/stdlib_bytes
 # More flags for `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
 TRAIN_FLAGS ?=
 
-.PHONY: setup train test nightly test-installed interop faults lint format bench plan clean
+.PHONY: setup train test nightly test-gpu-compiler test-installed interop faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -34,6 +34,18 @@ test: setup
 NIGHTLY_TESTS ?= tests
 nightly: setup
 	SPMD_TEST_XLA_OPTIMISATION=normal $(RUN) pytest -n 2 --dist loadgroup -m "not slow and not installed" $(NIGHTLY_TESTS)
+
+# Plans for NVIDIA topologies, with the compiler alone: a tenth of the extra cuda12, half a minute.
+GPU_COMPILER := .gpu-compiler
+GPU_COMPILER_TESTS := tests/programs/test_plan.py tests/analysis/test_nvidia.py
+test-gpu-compiler: setup $(GPU_COMPILER)/.synced
+	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)
+
+$(GPU_COMPILER)/.synced: uv.lock
+	$(UV) export --quiet --frozen --no-hashes --extra cuda12 --no-emit-project \
+		| grep -E '^(jax-cuda12-pjrt|jax-cuda12-plugin|nvidia-cuda-nvcc-cu12)==' > $(GPU_COMPILER).txt
+	$(UV) pip install --quiet --no-deps --target $(GPU_COMPILER) -r $(GPU_COMPILER).txt
+	touch $@
 
 # Builds the wheel, installs it in each way that README documents, and uses it as a user would. Three minutes.
 test-installed: setup
@@ -93,4 +105,4 @@ plan: setup
 	$(PLAN_GPU) python -m benchmarks.attention_memory
 
 clean:
-	rm -rf .venv .venv-tpu .venv-gpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(UV_DIR) runs
+	rm -rf .venv .venv-tpu .venv-gpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(GPU_COMPILER) $(GPU_COMPILER).txt $(UV_DIR) runs

@@ -84,7 +84,11 @@ def _device_reasons(call: Call) -> list[str]:
     shown = ".".join(map(str, capability))
     if capability < (8, 0):
         reasons.append(f"the GPU's compute capability is {shown}, below 8.0")
-    if (installed := cuda_versions.cudnn_get_version()) < _OLDEST_CUDNN.get(capability, 0):
+    try:
+        installed = cuda_versions.cudnn_get_version()
+    except RuntimeError:
+        return [*reasons, "JAX finds no cuDNN; install it with `uv sync --extra cuda12` (or cuda13)"]
+    if installed < _OLDEST_CUDNN.get(capability, 0):
         reasons.append(f"cuDNN is {installed}; compute capability {shown} needs {_OLDEST_CUDNN[capability]} or later")
     if call.segments and capability < (9, 0):
         reasons.append(f"packed rows need compute capability 9.0, and the GPU's is {shown}")
