@@ -111,6 +111,18 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
     assert "uv sync --extra cuda12" in cudnn.KERNEL.reasons_against(call())[0]
 
 
+def test_a_compiler_without_cudnn_is_a_reason(monkeypatch):
+    class NoCudnn:
+        @staticmethod
+        def cudnn_get_version():
+            raise RuntimeError("cuDNN not found.")  # as JAX's
+
+    monkeypatch.setattr(cudnn, "cuda_versions", NoCudnn)
+    assert cudnn.KERNEL.reasons_against(call()) == [
+        "JAX finds no cuDNN; install it with `uv sync --extra cuda12` (or cuda13)"
+    ]
+
+
 def test_where_segments_are():
     packed = packing(jnp.array([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 3, 3]]), max_segments=3)
     # cuDNN takes the segments of all rows as one list, and the end of the last token as the offset of what is missing.
