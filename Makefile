@@ -87,11 +87,13 @@ format: setup
 bench: setup
 	$(RUN) python -m benchmarks
 
-# Compiles cloud and Llama sizes for TPUs and GPUs, which needs none: minutes each. Each compiler gets an environment of its own.
+# Compiles cloud and Llama sizes for TPUs and GPUs that aren't here: up to minutes each. Each compiler gets an environment of its own.
 PLAN := UV_PROJECT_ENVIRONMENT=.venv-tpu $(UV) run --frozen --extra tpu
 INSPECT := $(PLAN) spmd-trainer --mode=inspect
 PLAN_GPU := UV_PROJECT_ENVIRONMENT=.venv-gpu $(UV) run --frozen --extra cuda12
-ROWS_512 := --fdl.set='train_datasets[0].batch_size.global_batch_size=512'
+INSPECT_GPU := $(PLAN_GPU) spmd-trainer --mode=inspect
+ROWS = --fdl.set='train_datasets[0].batch_size.global_batch_size=$(1)'
+ROWS_512 := $(call ROWS,512)
 plan: setup
 	$(INSPECT) --exp=lm.cloud.LmCloudSpmd2B --topology=v5e:16x16 --mesh=data:16,mdl:16 $(ROWS_512) --job_log_dir=runs/plan/2B
 	$(INSPECT) --exp=lm.cloud.LmCloudSpmd16B --topology=v5p:8x8x8 --mesh=data:64,mdl:8 $(ROWS_512) --job_log_dir=runs/plan/16B
@@ -101,7 +103,16 @@ plan: setup
 	$(INSPECT) --exp=lm.llama.Llama3_1_8BLora --topology=v5e:2x4 --job_log_dir=runs/plan/llama_8B_lora
 	$(INSPECT) --exp=lm.llama.Llama3_1_70BLora --topology=v5e:8x8 --job_log_dir=runs/plan/llama_70B_lora
 	$(INSPECT) --exp=lm.llama.Llama3_1_8BLong --topology=v5p:2x2x4 --job_log_dir=runs/plan/llama_8B_long
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd2B --topology=h100:32x8 --mesh=data:256 $(ROWS_512) --job_log_dir=runs/plan/2B_h100
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd16B --topology=h100:32x8 --mesh=data:256 $(ROWS_512) --job_log_dir=runs/plan/16B_h100
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd175B --topology=h100:32x8 --mesh=data:256 $(ROWS_512) --job_log_dir=runs/plan/175B_h100
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd2B --topology=h200:1x8 --mesh=data:8 $(call ROWS,64) --job_log_dir=runs/plan/2B_h200
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd16B --topology=h200:1x8 --mesh=data:8 $(call ROWS,64) --job_log_dir=runs/plan/16B_h200
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd2B --topology=b200:4x8 --mesh=data:32 $(call ROWS,256) --job_log_dir=runs/plan/2B_b200
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd16B --topology=b200:4x8 --mesh=data:32 $(call ROWS,256) --job_log_dir=runs/plan/16B_b200
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd175B --topology=b200:4x8 --mesh=data:32 $(call ROWS,64) --job_log_dir=runs/plan/175B_b200
 	$(PLAN) python -m benchmarks.plan_baseline
+	$(PLAN_GPU) python -m benchmarks.plan_baseline '2B h100' '2B h100 mdl' '16B h200' '16B b200'
 	$(PLAN_GPU) python -m benchmarks.attention_memory
 
 clean:

@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "first_step": [],
     "growth": [],
     "input_rate": [],
+    "corpus_rate": [],
     "checkpoint": [],
     "padding": ["--rounds=10"],
     "decode": [],

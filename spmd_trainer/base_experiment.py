@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -71,7 +72,13 @@ class BaseExperiment(metaclass=abc.ABCMeta):
 
     As in Pax, subclasses define class attributes in capitals (`ICI_MESH_SHAPE`, `PERCORE_BATCH_SIZE`, `NUM_LAYERS`, ...),
     which `datasets()` and `task()` read.
+
+    Attributes:
+      XLA_FLAGS: compiler flags of the train step, e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}. Names that begin with
+        xla_gpu_, xla_tpu_ or xla_cpu_ only apply to these devices. A flag that the installed XLA doesn't know is an error.
     """
+
+    XLA_FLAGS: Mapping[str, bool | int | float | str] = types.MappingProxyType({})
 
     @abc.abstractmethod
     def datasets(self) -> list[InputConfig]:

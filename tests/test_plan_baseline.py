@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu, plan_baseline
+from spmd_trainer.errors import UserError
 from spmd_trainer.programs import experiment_config, plan
 
 TINY = plan_baseline.CASES["tiny"]
@@ -32,7 +33,19 @@ def test_the_baseline_trains():
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("name", "size"), [("1B", 1.07e9), ("2B", 2.14e9), ("2B even", 2.14e9), ("16B", 16.5e9)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("1B", 1.07e9),
+        ("2B", 2.14e9),
+        ("2B even", 2.14e9),
+        ("16B", 16.5e9),
+        ("2B h100", 2.14e9),
+        ("2B h100 mdl", 2.14e9),
+        ("16B h200", 16.5e9),
+        ("16B b200", 16.5e9),
+    ],
+)
 def test_the_cases_have_the_sizes_of_their_experiments(name, size):
     case = {**plan_baseline.CASES, **gpu.CASES}[name]
     lm_p = experiment_config.resolve(case.exp).task_p.model.lm_tpl
@@ -43,6 +56,18 @@ def test_the_cases_have_the_sizes_of_their_experiments(name, size):
     unpadded = plan_baseline.dataclasses.replace(case, mesh=(1, 1, 1))
     total = sum(np.prod(shape) for shape, _ in plan_baseline.variables(unpadded).values())
     assert total == pytest.approx(size, rel=0.01)
+
+
+def test_cases_without_their_compiler_are_left_out_and_named(monkeypatch, capsys):
+    def compare(name, case):
+        if case.topology.startswith("h100"):
+            raise UserError("--topology needs the GPU compiler")
+        return 1.04
+
+    monkeypatch.setattr(plan_baseline, "compare", compare)
+    assert plan_baseline.main(["2B", "2B h100"]) == 0
+    assert "2B h100 left out: --topology needs the GPU compiler" in capsys.readouterr().out
+    assert plan_baseline.main(["2B h100"]) == 1, "nothing was compared"
 
 
 def test_the_gpu_benchmark_refuses_to_run_without_a_gpu(capsys):

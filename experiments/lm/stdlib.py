@@ -67,6 +67,10 @@ class StdlibBytes(base_experiment.BaseExperiment):
         )
         return [train, heldout]
 
+    def vocab_size(self) -> int:
+        """Returns the model's vocabulary size."""
+        return VOCAB_SIZE
+
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
         """Runs on any number of devices."""
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
@@ -112,7 +116,7 @@ class StdlibBytes(base_experiment.BaseExperiment):
         model_p.ici_mesh_shape = list(self.ICI_MESH_SHAPE)
         model_p.mesh_axis_names = list(self.MESH_AXIS_NAMES)
         lm_p = model_p.lm_tpl
-        lm_p.vocab_size = VOCAB_SIZE
+        lm_p.vocab_size = self.vocab_size()
         lm_p.model_dims = self.MODEL_DIMS
         lm_p.packed_input = True
         # Rotary embeddings instead of absolute positions: windows begin anywhere in a file.

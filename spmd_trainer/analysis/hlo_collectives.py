@@ -27,6 +27,8 @@ _MESH_GROUPS = re.compile(
 )
 _MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
 _GROUP_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+# A TPU fusion that sums an array and keeps this device's part of it, as one reduce-scatter.
+_SCATTERED_SUM = "all-reduce-scatter"
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 
@@ -91,10 +93,12 @@ def find_collectives(hlo: str) -> Iterator[Collective]:
                 if channel[1] in channels:
                     continue
                 channels.add(channel[1])
-            groups = _groups(line)
-            members = groups.shape[-1] if found[2] == "reduce-scatter" and groups.size else 1
-            result = _result(found[2], found[1], is_start=bool(found[3]))
-            yield Collective(found[2], execution.times, hlo_text.array_bytes(result) * members, groups)
+            groups, kind = _groups(line), found[2]
+            members = groups.shape[-1] if kind == "reduce-scatter" and groups.size else 1
+            result = _result(kind, found[1], is_start=bool(found[3]))
+            if kind == "all-reduce" and execution.name.startswith(_SCATTERED_SUM):
+                kind = "reduce-scatter"
+            yield Collective(kind, execution.times, hlo_text.array_bytes(result) * members, groups)
 
 
 def count_collectives(hlo: str) -> dict[str, CollectiveTotals]:

@@ -1,8 +1,8 @@
 """Work of a compiled program on one device: FLOPs of its matrix products and bytes moved in main memory, by instruction.
 
-Loops are multiplied out. FLOPs are those of dots, convolutions and kernels that contain matrix products (cuBLAS, cuDNN attention,
-Pallas); additions and other element-wise operations are not counted, because memory limits them. Bytes are those that an
-instruction reads and writes outside the chip's own memories: of a slice, an update or a gather the part that it touches.
+Loops are multiplied out. FLOPs are those of dots, convolutions and kernels that contain matrix products (cuBLAS, cuDNN, Pallas).
+Additions and other element-wise operations are counted separately. Bytes are those that an instruction reads and writes outside
+the chip's own memories: of a slice, an update or a gather the part that it touches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from spmd_trainer.analysis import hlo_kernels, hlo_text
+from spmd_trainer.analysis import hlo_convolutions, hlo_kernels, hlo_text
 from spmd_trainer.analysis.hlo_text import Instruction
 
 # A memory space other than the device's main memory: a core's own memory, or the host's.
@@ -44,6 +44,12 @@ _COMMUNICATION = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send|recv|async)"
     r"(-start|-update|-done)?$"
 )
+# Operations on each element of the result, or for a reduction on each of its operand.
+_VECTOR = re.compile(
+    r"abs|add|and|atan2|ceil|clamp|compare|convert|cosine|divide|erf|exponential(-minus-one)?|floor|is-finite|log(-plus-one)?|"
+    r"logistic|maximum|minimum|multiply|negate|not|or|power|reduce|remainder|round-nearest-(afz|even)|rsqrt|select|"
+    r"shift-(left|right-(arithmetic|logical))|sign|sine|sqrt|subtract|tan|tanh|xor"
+)
 _PARTS = frozenset({"dynamic-slice", "slice", "gather"})
 _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element", "copy-done"})
 
@@ -58,6 +64,9 @@ class InstructionCost:
       flops: FLOPs of one execution.
       num_bytes: bytes that one execution reads and writes in main memory.
       overlaps: True for asynchronous copies, which run while other instructions compute.
+      float32_flops: FLOPs with float32 operands, part of `flops`.
+      vector_ops: element-wise operations and reductions of one execution.
+      attention: the work of an attention kernel; None for other instructions.
     """
 
     instruction: Instruction
@@ -65,6 +74,9 @@ class InstructionCost:
     flops: float
     num_bytes: int
     overlaps: bool
+    float32_flops: float
+    vector_ops: float
+    attention: hlo_kernels.Attention | None
 
 
 def instruction_costs(hlo: str) -> list[InstructionCost]:
@@ -76,13 +88,9 @@ def instruction_costs(hlo: str) -> list[InstructionCost]:
         if execution.in_fusion:
             continue  # counted with the fusion
         for instruction in program.computations.get(execution.name, []):
-            flops, num_bytes = (
-                program.flops(instruction, execution.name),
-                program.num_bytes(instruction, execution.name),
-            )
-            if flops or num_bytes:
-                overlaps = instruction.opcode in ("copy-start", "slice-start")
-                costs.append(InstructionCost(instruction, execution.times, flops, num_bytes, overlaps))
+            cost = program.cost(instruction, execution.name, execution.times)
+            if cost.flops or cost.num_bytes:
+                costs.append(cost)
     return costs
 
 
@@ -114,15 +122,47 @@ class _Program:
         known = self._by_name(computation)
         return [known[name].shape for name in instruction.operands if name in known]
 
-    def flops(self, instruction: Instruction, computation: str) -> float:
-        """Returns the FLOPs of one execution."""
+    def cost(self, instruction: Instruction, computation: str, times: int) -> InstructionCost:
+        """Returns the work of an instruction that runs `times` times."""
+        attention = None
+        if instruction.opcode == "custom-call":
+            attention = hlo_kernels.attention(instruction, self._shapes(instruction, computation))
+        return InstructionCost(
+            instruction,
+            times,
+            self.flops(instruction, computation),
+            self.num_bytes(instruction, computation),
+            overlaps=instruction.opcode in ("copy-start", "slice-start"),
+            float32_flops=self.flops(instruction, computation, of_float32=True),
+            vector_ops=attention.vector_ops if attention else self.vector_ops(instruction, computation),
+            attention=attention,
+        )
+
+    def vector_ops(self, instruction: Instruction, computation: str) -> float:
+        """Returns the element-wise operations and reductions of one execution."""
         if instruction.opcode == "fusion":
             inner = instruction.called
-            return sum(self.flops(i, inner) for i in self.computations.get(inner, ())) if inner else 0.0
+            return sum(self.vector_ops(i, inner) for i in self.computations.get(inner, ())) if inner else 0.0
+        if not _VECTOR.fullmatch(instruction.opcode):
+            return 0.0
+        shape = instruction.shape
+        if instruction.opcode == "reduce":
+            shape = next(iter(self._shapes(instruction, computation)), shape)
+        return float(math.prod(hlo_text.dimensions(shape)))
+
+    def flops(self, instruction: Instruction, computation: str, *, of_float32: bool = False) -> float:
+        """Returns the FLOPs of one execution; with `of_float32` only those with float32 operands."""
+        if instruction.opcode == "fusion":
+            inner = instruction.called
+            within = self.computations.get(inner, ()) if inner else ()
+            return sum(self.flops(i, inner or "", of_float32=of_float32) for i in within)
+        if of_float32 and not all(s.startswith("f32") for s in self._shapes(instruction, computation)[:2]):
+            return 0.0
         if instruction.opcode == "dot":
             return _dot_flops(instruction, self._shapes(instruction, computation))
         if instruction.opcode == "convolution":
-            return _convolution_flops(instruction, self._shapes(instruction, computation))
+            image, kernel = self._shapes(instruction, computation)[:2]
+            return hlo_convolutions.flops(instruction, image, kernel, instruction.shape)
         if instruction.opcode == "custom-call":
             return hlo_kernels.flops(instruction, self._shapes(instruction, computation))
         return 0.0
@@ -229,50 +269,3 @@ def _dot_flops(dot: Instruction, shapes: Sequence[str]) -> float:
     left = hlo_text.dimensions(shapes[0])
     contracted = math.prod(left[int(n)] for n in found[1].split(",") if n) if found else 1
     return 2.0 * math.prod(hlo_text.dimensions(dot.shape)) * contracted
-
-
-def _convolution_flops(convolution: Instruction, shapes: Sequence[str]) -> float:
-    """Returns a convolution's FLOPs. Products with padding don't count: TPU programs write batched products so."""
-    found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
-    if not found:
-        return 0.0
-    kernel, output = hlo_text.dimensions(shapes[1]), hlo_text.dimensions(convolution.shape)
-    image = hlo_text.dimensions(shapes[0])
-    into = dict(zip(found[1], image, strict=True))
-    at = dict(zip(found[2], kernel, strict=True))
-    out = dict(zip(found[3], output, strict=True))
-    window = {
-        name: re.search(rf"\b{name}=([\dx_-]+)", convolution.rest)
-        for name in ("stride", "pad", "lhs_dilate", "rhs_dilate")
-    }
-
-    def setting(name: str, index: int, default: str) -> str:
-        match = window[name]
-        return match[1].split("x")[index] if match else default
-
-    products = 2.0 * out["b"] * out["f"] * at["i"]
-    for label in sorted(label for label in found[2] if label.isdigit()):
-        index = int(label)
-        products *= _positions(
-            into[label],
-            at[label],
-            out[label],
-            stride=int(setting("stride", index, "1")),
-            low=int(setting("pad", index, "0_0").split("_")[0]),
-            image_dilation=int(setting("lhs_dilate", index, "1")),
-            kernel_dilation=int(setting("rhs_dilate", index, "1")),
-        )
-    return products
-
-
-@functools.cache
-def _positions(
-    image: int, kernel: int, output: int, *, stride: int, low: int, image_dilation: int, kernel_dilation: int
-) -> int:
-    """Returns how many pairs of output and kernel positions of one dimension meet an element of the image, not padding."""
-    if image_dilation == stride == kernel_dilation == 1:
-        # Output o and kernel k meet element o + k - low, which must be from 0 to image - 1.
-        return sum(max(0, min(kernel, image + low - o) - max(0, low - o)) for o in range(output))
-    dilated = (image - 1) * image_dilation + 1
-    places = (o * stride + k * kernel_dilation - low for o in range(output) for k in range(kernel))
-    return sum(0 <= place < dilated and place % image_dilation == 0 for place in places)

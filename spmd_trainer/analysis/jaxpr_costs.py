@@ -1,7 +1,8 @@
-"""FLOPs of the matrix products of a traced function, before any compilation."""
+"""Costs of the matrix products of a traced function, before any compilation."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,28 +11,81 @@ import jax
 from jax.extend import core
 
 
+@dataclasses.dataclass(frozen=True)
+class DotCosts:
+    """Costs of all dots of a function, and of what its loops keep, on all devices; loops are multiplied out.
+
+    Attributes:
+      flops: FLOPs of all dots.
+      batched_flops: those of dots with batch dimensions, such as attention's logits.
+      batched_bytes: bytes of the operands and results of dots with batch dimensions.
+      kernel_flops: FLOPs of the dots in Pallas kernels, which the others don't count; also of blocks that a mask leaves out.
+      stacked_bytes: bytes of what loops stack, such as the activations that each layer saves for the backward pass.
+    """
+
+    flops: float = 0.0
+    batched_flops: float = 0.0
+    batched_bytes: float = 0.0
+    kernel_flops: float = 0.0
+    stacked_bytes: float = 0.0
+
+    def __add__(self, other: DotCosts) -> DotCosts:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return DotCosts(*(mine + theirs for mine, theirs in pairs))
+
+    def times(self, count: int) -> DotCosts:
+        """Returns the costs of `count` executions."""
+        return DotCosts(*(count * cost for cost in dataclasses.astuple(self)))
+
+
 def dot_flops(jaxpr: core.Jaxpr) -> float:
-    """Returns the FLOPs of all dots of a function on all devices, loops multiplied out. Kernels such as Pallas' don't count.
+    """Returns the FLOPs of all dots of a function, without those of Pallas kernels; see `dot_costs`."""
+    return dot_costs(jaxpr).flops
+
+
+def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
+    """Returns the costs of all dots of a function.
 
     Args:
       jaxpr: the function, e.g. `jax.jit(f).trace(...).jaxpr.jaxpr`.
     """
-    total = 0.0
+    total = DotCosts()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             total += _of_dot(equation)
-        elif equation.primitive.name != "pallas_call":
-            inner = [dot_flops(sub) for sub in _inside(equation)]
-            times = _times(equation)
-            total += times * (max(inner, default=0.0) if equation.primitive.name == "cond" else sum(inner))
+        elif equation.primitive.name == "pallas_call":
+            total += _of_kernel(equation)
+        else:
+            inner = [dot_costs(sub) for sub in _inside(equation)]
+            if equation.primitive.name == "cond":
+                inner = sorted(inner, key=lambda costs: costs.flops)[-1:]
+            total += sum(inner, DotCosts()).times(_times(equation)) + _of_loop(equation)
     return total
 
 
-def _of_dot(equation: core.JaxprEqn) -> float:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left: Any = equation.invars[0].aval
-    result: Any = equation.outvars[0].aval
-    return 2.0 * math.prod(result.shape) * math.prod(left.shape[dim] for dim in contracted)
+def _of_dot(equation: core.JaxprEqn) -> DotCosts:
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    arrays: list[Any] = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    flops = 2.0 * math.prod(arrays[-1].shape) * math.prod(arrays[0].shape[dim] for dim in contracted)
+    if not batch:
+        return DotCosts(flops)
+    return DotCosts(flops, flops, _bytes(arrays))
+
+
+def _of_kernel(equation: core.JaxprEqn) -> DotCosts:
+    steps = [size for size in equation.params["grid_mapping"].grid if isinstance(size, int)]
+    return DotCosts(kernel_flops=math.prod(steps) * dot_flops(equation.params["jaxpr"]))
+
+
+def _of_loop(equation: core.JaxprEqn) -> DotCosts:
+    if equation.primitive.name != "scan":
+        return DotCosts()
+    stacked: list[Any] = [variable.aval for variable in equation.outvars[equation.params["num_carry"] :]]
+    return DotCosts(stacked_bytes=_bytes(stacked))
+
+
+def _bytes(arrays: list[Any]) -> float:
+    return float(sum(array.size * array.dtype.itemsize for array in arrays))
 
 
 def _times(equation: core.JaxprEqn) -> int:

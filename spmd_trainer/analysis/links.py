@@ -1,6 +1,6 @@
 """The links between chips: how long a collective takes on them, from its bytes and the places of its devices.
 
-Times are those of bandwidth alone, for ring algorithms; latency and contention between different collectives are left out.
+Times are those of bandwidth alone, for ring algorithms. Latency is separate; contention between collectives is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from spmd_trainer.analysis import achieved
+from spmd_trainer.analysis.achieved import Achieved
 from spmd_trainer.analysis.chips import chip
 from spmd_trainer.analysis.hlo_collectives import Collective
 
@@ -20,7 +22,7 @@ _GPUS_OF_HOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Bandwidths of a chip, in bytes per second.
+    """Rates of a chip besides its peak FLOP/s. Bandwidths are in bytes per second.
 
     Attributes:
       kind: beginning of `jax.Device.device_kind`.
@@ -29,9 +31,12 @@ class Machine:
       network: in one direction, per chip, between TPU slices or NVLink domains.
       inside: name of the links within a slice or an NVLink domain.
       outside: name of the network.
+      achieved: the rates that were measured.
       wraps_at: TPU: smallest size of a torus dimension whose ends are linked; 0 for GPUs, which have no torus.
+      cubes: TPU: True if a dimension's ends are only linked in slices of whole cubes of `wraps_at` chips in each dimension.
       domain_devices: the most GPUs of an NVLink domain; 0 for TPUs. Up to 8 are those of one host.
-      measured_flops: bfloat16 FLOP/s of the fastest matrix products that were measured; 0 if nobody has published it.
+      matrix_side: TPU: rows and columns of a matrix unit; 0 for GPUs.
+      vector_ops: TPU: float32 operations per second of the vector units; 0 in `MACHINES` for GPUs, whose cores `chips.CHIPS` has.
     """
 
     kind: str
@@ -40,9 +45,12 @@ class Machine:
     network: float
     inside: str
     outside: str
+    achieved: Achieved
     wraps_at: int = 0
+    cubes: bool = False
     domain_devices: int = 0
-    measured_flops: float = 0.0
+    matrix_side: int = 0
+    vector_ops: float = 0.0
 
 
 # TPUs (https://docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e): memory; the ICI bandwidth of a chip in both directions, v5e
@@ -50,22 +58,25 @@ class Machine:
 # data-center network of 256 chips, v5e 6.4 and v6e 25.6 Tbit/s. Dimensions of v4 and v5p wrap around in slices of whole cubes of
 # 4 x 4 x 4 chips, those of v5e and v6e if they have 16 chips. The network of v4 and v5p:
 # https://jax-ml.github.io/scaling-book/tpus.
+# Matrix units of 128 x 128, from v6e on of 256 x 256: https://docs.cloud.google.com/tpu/docs/v6e and
+# https://jax-ml.github.io/scaling-book/tpus, which also has the vector units: 8 x 128 lanes in each core, with 2 ALUs in v4 and 4
+# in v5. The clock is that at which the matrix units reach the peak (numbers of cores and units: `jax.experimental.pallas.tpu`'s
+# `get_tpu_info`): 1.05, 1.5, 1.75 and, with two rows per cycle, 1.75 GHz in v6e.
 # GPUs: memory is in `chips.CHIPS`. NVLink is half of the bandwidth in both directions of NVIDIA's data sheets: A100 600, H100 and
 # H200 900, B200 and GB200 1,800 GB/s. Network: one port per GPU, of 200 Gbit/s in DGX A100 and of 400 Gbit/s in DGX H100, H200,
 # B200 and GB200 (their data sheets). 18 hosts of 4 GPUs are one NVLink domain in GB200 NVL72.
-# Measured products: GPUs by https://github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS"
-# (GH200's with 141 GB for H200); v6e by https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks.
 MACHINES = (
-    Machine("TPU v4", 1228e9, 50e9, 6.25e9, "ICI", "DCN", wraps_at=4),
-    Machine("TPU v5 lite", 819e9, 50e9, 3.125e9, "ICI", "DCN", wraps_at=16),
-    Machine("TPU v5e", 819e9, 50e9, 3.125e9, "ICI", "DCN", wraps_at=16),
-    Machine("TPU v5", 2765e9, 100e9, 6.25e9, "ICI", "DCN", wraps_at=4),
-    Machine("TPU v6", 1638e9, 100e9, 12.5e9, "ICI", "DCN", wraps_at=16, measured_flops=827.5e12),
-    Machine("NVIDIA A100-SXM4-80GB", 0, 300e9, 25e9, "NVLink", "network", domain_devices=8, measured_flops=271.2e12),
-    Machine("NVIDIA H100 80GB HBM3", 0, 450e9, 50e9, "NVLink", "network", domain_devices=8, measured_flops=794.5e12),
-    Machine("NVIDIA H200", 0, 450e9, 50e9, "NVLink", "network", domain_devices=8, measured_flops=828.6e12),
-    Machine("NVIDIA B200", 0, 900e9, 50e9, "NVLink", "network", domain_devices=8, measured_flops=1745e12),
-    Machine("NVIDIA GB200", 0, 900e9, 50e9, "NVLink", "network", domain_devices=72),
+    # kind, memory, link, network, their names, achieved, wraps_at, cubes, domain_devices, matrix_side, vector_ops
+    Machine("TPU v4", 1228e9, 50e9, 6.25e9, "ICI", "DCN", achieved.TPU_V4, 4, True, 0, 128, 2 * 2 * 1024 * 1.05e9),
+    Machine("TPU v5 lite", 819e9, 50e9, 3.125e9, "ICI", "DCN", achieved.TPU_V5E, 16, False, 0, 128, 4 * 1024 * 1.5e9),
+    Machine("TPU v5e", 819e9, 50e9, 3.125e9, "ICI", "DCN", achieved.TPU_V5E, 16, False, 0, 128, 4 * 1024 * 1.5e9),
+    Machine("TPU v5", 2765e9, 100e9, 6.25e9, "ICI", "DCN", achieved.TPU_V5P, 4, True, 0, 128, 2 * 4 * 1024 * 1.75e9),
+    Machine("TPU v6", 1638e9, 100e9, 12.5e9, "ICI", "DCN", achieved.TPU_V6E, 16, False, 0, 256, 4 * 1024 * 1.75e9),
+    Machine("NVIDIA A100-SXM4-80GB", 0, 300e9, 25e9, "NVLink", "network", achieved.A100, domain_devices=8),
+    Machine("NVIDIA H100 80GB HBM3", 0, 450e9, 50e9, "NVLink", "network", achieved.H100, domain_devices=8),
+    Machine("NVIDIA H200", 0, 450e9, 50e9, "NVLink", "network", achieved.H200, domain_devices=8),
+    Machine("NVIDIA B200", 0, 900e9, 50e9, "NVLink", "network", achieved.B200, domain_devices=8),
+    Machine("NVIDIA GB200", 0, 900e9, 50e9, "NVLink", "network", achieved.GB200, domain_devices=72),
 )
 
 
@@ -75,7 +86,10 @@ def machine(device_kind: str) -> Machine | None:
     found = next((m for m in MACHINES if known is not None and device_kind.startswith(m.kind)), None)
     if found is None or known is None or found.memory:
         return found
-    return None if known.gpu is None else dataclasses.replace(found, memory=float(known.gpu.bandwidth))
+    if known.gpu is None:
+        return None
+    cores = known.gpu.multiprocessors * known.gpu.lanes
+    return dataclasses.replace(found, memory=float(known.gpu.bandwidth), vector_ops=cores * known.gpu.clock_ghz * 1e9)
 
 
 def _nvlink_domains(hosts: np.ndarray, slices: np.ndarray, most: int) -> np.ndarray:
@@ -123,6 +137,10 @@ class Links:
             self._domains = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
             self._coordinates = np.array([device.coords for device in devices])
         self._sizes = self._coordinates.max(0, initial=0) + 1
+        if found.cubes:
+            self._wraps = np.full(len(self._sizes), bool((self._sizes % found.wraps_at == 0).all()))
+        else:
+            self._wraps = self._sizes >= found.wraps_at
 
     def seconds(self, collective: Collective) -> LinkTime:
         """Returns how long one execution of a collective takes."""
@@ -134,6 +152,22 @@ class Links:
         # Groups differ only by where they are; three of them are looked at in case they don't.
         times = [self._of_group(collective, groups[n]) for n in sorted({0, len(groups) // 2, len(groups) - 1})]
         return max(times, key=lambda time: time.inside + time.outside)
+
+    def latency(self, collective: Collective) -> float:
+        """Returns the seconds that one execution takes besides those of its bytes: of a ring's hops, or of NCCL."""
+        reached = self._machine.achieved
+        members = collective.groups[0] if collective.groups.size else np.arange(len(self._domains))
+        domains = self._domains[members]
+        near = members[domains == domains[0]]
+        outside = reached.network_latency if len(near) < len(members) else 0.0
+        if len(near) == 1:
+            return outside
+        if self._machine.domain_devices:
+            return outside + reached.latency
+        if collective.kind == "collective-permute":
+            return outside + reached.latency
+        passes = 2 if collective.kind == "all-reduce" else 1
+        return outside + passes * reached.latency * sum(hops for _, _, hops in self._rings(near))
 
     def _of_group(self, collective: Collective, members: np.ndarray) -> LinkTime:
         if len(members) == 1:
@@ -151,8 +185,8 @@ class Links:
         outside = size / inner * (outer - 1) / outer / self._machine.network
         return LinkTime(passes * inside, passes * outside)
 
-    def _rings(self, members: np.ndarray) -> list[tuple[int, float]]:
-        """Returns size and bandwidth of each torus dimension that a group of devices of one slice extends over."""
+    def _rings(self, members: np.ndarray) -> list[tuple[int, float, int]]:
+        """Returns size, bandwidth and hops of each torus dimension that a group of devices of one slice extends over."""
         places = self._coordinates[members]
         rings = []
         for dim, whole in enumerate(self._sizes):
@@ -160,8 +194,9 @@ class Links:
             if len(values) == 1:
                 continue
             stride = int(np.diff(values).min())  # as many groups share the dimension's links
-            wraps = len(values) * stride == whole >= self._machine.wraps_at
-            rings.append((len(values), self._machine.link * (2 if wraps else 1) / stride))
+            wraps = self._wraps[dim] and len(values) * stride == whole
+            hops = len(values) // 2 if wraps else len(values) - 1
+            rings.append((len(values), self._machine.link * (2 if wraps else 1) / stride, hops * stride))
         return rings
 
     def _bandwidth(self, members: np.ndarray) -> float:
@@ -169,8 +204,8 @@ class Links:
         if self._machine.domain_devices:
             return self._machine.link
         rings = self._rings(members)
-        is_box = np.prod([size for size, _ in rings]) == len(members)
-        bandwidths = [bandwidth for _, bandwidth in rings]
+        is_box = np.prod([size for size, _, _ in rings]) == len(members)
+        bandwidths = [bandwidth for _, bandwidth, _ in rings]
         return sum(bandwidths) if is_box else min(bandwidths)
 
     def _exchange(self, members: np.ndarray, size: float) -> float:
@@ -180,7 +215,7 @@ class Links:
         if self._machine.domain_devices:
             return size * (len(members) - 1) / len(members) / self._machine.link
         # Half of a ring's data crosses its middle.
-        return max(count * size / (4 * bandwidth) for count, bandwidth in self._rings(members))
+        return max(count * size / (4 * bandwidth) for count, bandwidth, _ in self._rings(members))
 
     def _permute(self, collective: Collective) -> LinkTime:
         size, pairs = collective.num_bytes, collective.groups
@@ -193,7 +228,6 @@ class Links:
         if self._machine.domain_devices:
             return LinkTime(size / self._machine.link, outside)
         distance = np.abs(self._coordinates[pairs[:, 0]] - self._coordinates[pairs[:, 1]])[~crosses]
-        wraps = self._sizes >= self._machine.wraps_at
-        hops = np.where(wraps, np.minimum(distance, self._sizes - distance), distance)
+        hops = np.where(self._wraps, np.minimum(distance, self._sizes - distance), distance)
         # On average each link of a dimension carries as many arrays as a pair makes hops there.
         return LinkTime(size * max(1.0, float(hops.mean(0).max())) / self._machine.link, outside)

@@ -62,6 +62,8 @@ def target_config(gpu: Gpu) -> str:
     Limits that are the same for all GPUs from compute capability 8.0 on are written here.
     """
     major, minor = gpu.compute_capability
+    # From Hopper on, code for exactly this capability (sm_90a) may use instructions that others don't have, as on the GPU itself.
+    extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -79,7 +81,7 @@ gpu_device_info {{
   l2_cache_size: {gpu.l2_bytes}
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory_bytes}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}

@@ -1,12 +1,14 @@
 """Estimates how long a compiled train step takes on its chips: a range between what its parts take if they overlap, or don't.
 
-Three parts take time on a chip: matrix products (FLOPs over the chip's peak), main memory (bytes over its bandwidth) and
-collectives (bytes over the links that they use). At best, all collectives and asynchronous copies run while the chip computes,
-and each instruction takes the longer of its products and its bytes. At worst, nothing overlaps: all three are added up, with
-products at the highest rate that was measured on the chip instead of its peak.
+Three parts take time on a chip: computation (matrix products, and operations of the vector units), main memory and collectives.
+At best, every part runs at the rate of the data sheet, all collectives and asynchronous copies run while the chip computes, and
+each instruction takes the longest of its products, operations and bytes. At worst, nothing overlaps, and every part runs at a
+rate that was measured alone (`achieved.py`): all are added up, with the latency of each collective.
 
-Left out: the host, latency, the start of kernels, products that are slower than the fastest measured ones, and float32 products,
-which count as bfloat16 ones.
+Two limits of the hardware count in both: a TPU's matrix units are partly idle if the heads of an attention kernel don't fill
+them, and float32 products take twice as long on GPUs (TF32).
+
+Left out: the host, the start of kernels, products that are slower than large ones, and contention between collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import jax
 
 from spmd_trainer.analysis import hlo_collectives, hlo_costs, links
-from spmd_trainer.analysis.chips import chip
+from spmd_trainer.analysis.chips import Chip, chip
 
 # Collectives in a plan's text.
 _SHOWN = 4
@@ -50,23 +52,31 @@ class Estimate:
       matrix_flops: FLOPs of the matrix products, with those of rematerialisation and attention.
       memory_bytes: bytes read and written in main memory.
       matrix_seconds: of the matrix products at the chip's peak.
-      measured_matrix_seconds: of the matrix products at the highest rate that was measured; see `links.Machine`.
+      achieved_matrix_seconds: of the matrix products at measured rates; see `achieved.py`, also for the next ones.
+      vector_seconds: of element-wise operations and reductions.
       memory_seconds: of `memory_bytes` at the memory's bandwidth.
-      computing_seconds: sum over the instructions of the longer of products and bytes; without asynchronous copies.
+      achieved_memory_seconds: of `memory_bytes` at a bandwidth that was measured.
+      computing_seconds: sum over the instructions of the longest of products, operations and bytes; without asynchronous copies.
       inside_seconds, outside_seconds: of the collectives, on the links inside of slices (or NVLink domains) and between them.
+      achieved_inside_seconds: of the collectives inside, at a bandwidth that was measured.
+      latency_seconds: of all executions of collectives; not in the other times.
       permute_seconds: those of `inside_seconds` that are of permutations. A permutation uses its links in one direction; two of
         opposite directions can run at the same time.
-      collectives: the same by kind and mesh axes, longest first.
+      collectives: the collectives by kind and mesh axes, longest first.
     """
 
     matrix_flops: float
     memory_bytes: int
     matrix_seconds: float
-    measured_matrix_seconds: float
+    achieved_matrix_seconds: float
+    vector_seconds: float
     memory_seconds: float
+    achieved_memory_seconds: float
     computing_seconds: float
     inside_seconds: float
     outside_seconds: float
+    achieved_inside_seconds: float
+    latency_seconds: float
     permute_seconds: float
     collectives: Sequence[CollectiveTime]
 
@@ -79,7 +89,8 @@ class Estimate:
     @property
     def longest(self) -> float:
         """The step if nothing overlaps."""
-        return self.measured_matrix_seconds + self.memory_seconds + self.inside_seconds + self.outside_seconds
+        links_seconds = self.achieved_inside_seconds + self.outside_seconds + self.latency_seconds
+        return self.achieved_matrix_seconds + self.vector_seconds + self.achieved_memory_seconds + links_seconds
 
     @property
     def middle(self) -> float:
@@ -118,22 +129,33 @@ def estimate(
     machine = machine or links.machine(devices[0].device_kind)
     if known is None or machine is None:
         return None
-    flops, num_bytes, computing = 0.0, 0, 0.0
+    flops, num_bytes, vector, computing = 0.0, 0, 0.0, 0.0
+    at_peak, achieved = 0.0, 0.0
     for cost in hlo_costs.instruction_costs(hlo):
         flops += cost.times * cost.flops
         num_bytes += cost.times * cost.num_bytes
+        of_peak, of_achieved = _matrix_seconds(cost, known, machine)
+        at_peak += cost.times * of_peak
+        achieved += cost.times * of_achieved
+        operations = cost.vector_ops / machine.vector_ops
+        vector += cost.times * operations
         if not cost.overlaps:
-            computing += cost.times * max(cost.flops / known.peak_flops, cost.num_bytes / machine.memory)
-    rows = _collectives(hlo, links.Links(devices, machine), mesh_shape)
+            computing += cost.times * max(of_peak, operations, cost.num_bytes / machine.memory)
+    rows, latency = _collectives(hlo, links.Links(devices, machine), mesh_shape)
+    inside = sum(time.inside for time in rows.values())
     return Estimate(
         matrix_flops=flops,
         memory_bytes=num_bytes,
-        matrix_seconds=flops / known.peak_flops,
-        measured_matrix_seconds=flops / (machine.measured_flops or known.peak_flops),
+        matrix_seconds=at_peak,
+        achieved_matrix_seconds=achieved,
+        vector_seconds=vector,
         memory_seconds=num_bytes / machine.memory,
+        achieved_memory_seconds=num_bytes / machine.memory / machine.achieved.memory,
         computing_seconds=computing,
-        inside_seconds=sum(time.inside for time in rows.values()),
+        inside_seconds=inside,
         outside_seconds=sum(time.outside for time in rows.values()),
+        achieved_inside_seconds=inside / machine.achieved.links,
+        latency_seconds=latency,
         permute_seconds=sum(time.inside for (kind, _), time in rows.items() if kind == "collective-permute"),
         collectives=sorted(
             (
@@ -145,18 +167,32 @@ def estimate(
     )
 
 
+def _matrix_seconds(cost: hlo_costs.InstructionCost, known: Chip, machine: links.Machine) -> tuple[float, float]:
+    """Returns the seconds of one execution's matrix products at the chip's peak, and at measured rates."""
+    # Matrix units take float32 operands as bfloat16 on TPUs, and as TF32 on GPUs.
+    work = cost.flops + (cost.float32_flops if known.gpu else 0.0)
+    rate, found = machine.achieved.products, cost.attention
+    if found is not None and machine.matrix_side:
+        work *= -(-found.width // machine.matrix_side) * machine.matrix_side / found.width
+    if found is not None and machine.achieved.attention:
+        rate = machine.achieved.attention[found.is_backward]
+    return work / known.peak_flops, work / rate
+
+
 def _collectives(
     hlo: str, network: links.Links, mesh_shape: Mapping[str, int]
-) -> dict[tuple[str, tuple[str, ...]], links.LinkTime]:
-    """Returns the seconds per step of the collectives by kind and mesh axes."""
+) -> tuple[dict[tuple[str, tuple[str, ...]], links.LinkTime], float]:
+    """Returns the seconds per step of the collectives by kind and mesh axes, and the latency of all of them."""
     rows: dict[tuple[str, tuple[str, ...]], links.LinkTime] = collections.defaultdict(lambda: links.LinkTime(0.0, 0.0))
+    latency = 0.0
     for found in hlo_collectives.find_collectives(hlo):
         time, key = network.seconds(found), (found.kind, found.axes(mesh_shape))
         before = rows[key]
         rows[key] = links.LinkTime(
             before.inside + found.times * time.inside, before.outside + found.times * time.outside
         )
-    return rows
+        latency += found.times * network.latency(found)
+    return rows, latency
 
 
 def _links(time: links.LinkTime, machine: links.Machine) -> str:

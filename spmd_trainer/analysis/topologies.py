@@ -10,7 +10,7 @@ import jax
 
 from spmd_trainer.analysis.chips import BY_TOPOLOGY
 from spmd_trainer.analysis.nvidia import gpu_devices
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, did_you_mean
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -44,9 +44,10 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]
     name, _, shape = topology.partition(":")
     chip = BY_TOPOLOGY.get(name)
     if chip is None or not (_GPU_SHAPE if chip.gpu else _SHAPE).fullmatch(shape):
+        meant = did_you_mean(name.lower(), BY_TOPOLOGY, otherwise="") if chip is None else ""
         raise UserError(
             f"--topology={topology} is not of the form CHIP:SHAPE, e.g. v5e:16x16, or h100:32x8 for 32 hosts with 8 GPUs "
-            f"each; known chips: {', '.join(BY_TOPOLOGY)}"
+            f"each; known chips: {', '.join(BY_TOPOLOGY)}{meant}"
         )
     if chip.gpu is not None:
         hosts, gpus = map(int, shape.split("x"))

@@ -28,7 +28,9 @@ class Summaries(Callback):
         if is_valid(scalars):
             self._averages.add(step, scalars)
         if step % self._interval == 0:
-            run.summaries.write("train", step, {**self._averages.take(scalars), **logged})
+            skipped = {} if run.input is None else run.input.skipped
+            counts = {f"input/skipped/{name}": float(count) for name, count in skipped.items() if count}
+            run.summaries.write("train", step, {**self._averages.take(scalars), **logged, **counts})
 
     def before_save(self, run: Run, step: int) -> None:
         """Writes out all scalars: a checkpoint must never outlive the scalars of the steps before it."""

@@ -107,6 +107,10 @@ def build_job(config: RunConfig) -> Job:
     start_checks.check_settings(config)
     if MODES[config.mode].has_run:
         start_checks.check_directories(config)
+    if config.mode == "plan":
+        from spmd_trainer.programs import plan_search  # only this mode needs its imports
+
+        return plan_search.build_job(config)
     job = Job.build(config)
     if config.mode == "train":
         start_checks.check_training(job)

@@ -7,6 +7,7 @@
 | `ChatInput` | `chat_text` | conversations for training: the loss counts what the assistant wrote |
 | `PreferenceInput` | `preferences` | pairs of answers, one preferred, for DPO |
 | `PackedTextInput` | `packed_text` | short documents packed into rows, each document a segment |
+| `CorpusInput`, `Documents`, `Mixture` | `corpus` | text in JSON lines, Parquet, Arrow, ArrayRecord, ...; mixtures of sources |
 | `ByteTokenizer`, `SentencePieceTokenizer` | `tokenizers` | tokenizers for the text inputs |
 | `HuggingFaceTokenizer` | `huggingface_tokenizer` | a Hugging Face tokenizer.json, or an object of that library |
 | `stdlib_train_files`, `stdlib_heldout_files` | `stdlib_text` | source files of the interpreter's standard library |

@@ -3,6 +3,9 @@ from .batches import lm_input_specs as lm_input_specs
 from .batches import pad_batch as pad_batch
 from .chat_prompts import ChatPromptInput as ChatPromptInput
 from .chat_text import ChatInput as ChatInput
+from .corpus.corpus_input import CorpusInput as CorpusInput
+from .corpus.documents import Documents as Documents
+from .corpus.mixture import Mixture as Mixture
 from .examples import ArrayInput as ArrayInput
 from .examples import ExamplesInput as ExamplesInput
 from .grain_input import GrainInput as GrainInput

@@ -23,8 +23,9 @@ class FileFormat:
 
 
 _TO_TEXT = "Write its text into text files"
+_JSON_LINES = "CorpusInput reads compressed JSON lines and tar shards as they are"
 _IMAGES = "ArrayInput takes images as arrays, and TfRecordInput takes them encoded"
-TFRECORD = FileFormat("a TFRecord file", "TfRecordInput reads it")
+TFRECORD = FileFormat("a TFRecord file", "TfRecordInput reads it, and CorpusInput if a feature of it is a text")
 _NPY = FileFormat(
     "a NumPy array", "ArrayInput takes what numpy.load gives, e.g. arrays=lambda: {'x': numpy.load(path)}"
 )
@@ -33,25 +34,28 @@ _NPZ = FileFormat(
 )
 _PYTORCH = FileFormat("a PyTorch file", "It holds tensors, not text")
 _ZIP = FileFormat("a ZIP archive", "Unpack it with `unzip`")
-_ARROW = FileFormat("an Arrow file", f"No input here reads it. {_TO_TEXT}, e.g. with pyarrow or pandas")
+_ARROW = FileFormat(
+    "an Arrow file", "CorpusInput reads a text column of it, e.g. source=Documents(path, column='text')"
+)
 _SAFETENSORS = FileFormat("a safetensors file", "It holds tensors, not text")
 
 _BY_FIRST_BYTES: dict[bytes, FileFormat] = {
     b"PAR1": FileFormat(
         "a Parquet file",
-        "GrainStreamInput reads it through grain.experimental.ParquetIterDataset, where a map makes arrays of one shape of "
-        "each row; or write its text column into text files, e.g. with pandas.read_parquet",
+        "CorpusInput reads a text column of it, e.g. source=Documents(path, column='text'). For other columns, GrainStreamInput "
+        "reads it through grain.experimental.ParquetIterDataset, where a map makes arrays of one shape of each row",
     ),
     b"ARROW1": _ARROW,
     b"FEA1": _ARROW,
     # An ArrayRecord file is a Riegeli file with an index: both begin with this signature.
     bytes.fromhex("83af70d10d884a3f"): FileFormat(
         "an ArrayRecord file",
-        "GrainInput reads it through grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths)), where a map makes "
-        "arrays of one shape of each record",
+        "CorpusInput reads it if each record is a text: source=Documents(path). For other records, GrainInput reads it through "
+        "grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths)), where a map makes arrays of one shape of each "
+        "record",
     ),
-    b"\x1f\x8b\x08": FileFormat("compressed by gzip", "Unpack it with `gunzip`"),
-    b"\x28\xb5\x2f\xfd": FileFormat("compressed by Zstandard", "Unpack it with `unzstd`"),
+    b"\x1f\x8b\x08": FileFormat("compressed by gzip", f"Unpack it with `gunzip`. {_JSON_LINES}"),
+    b"\x28\xb5\x2f\xfd": FileFormat("compressed by Zstandard", f"Unpack it with `unzstd`. {_JSON_LINES}"),
     b"\xfd7zXZ\0": FileFormat("compressed by xz", "Unpack it with `unxz`"),
     b"\x04\x22\x4d\x18": FileFormat("compressed by LZ4", "Unpack it with `unlz4`"),
     b"7z\xbc\xaf\x27\x1c": FileFormat("a 7z archive", "Unpack it with `7z x`"),
@@ -70,7 +74,9 @@ _CONTROL = re.compile(rb"[\x00-\x06\x0e-\x19\x1c-\x1f\x7f]")
 _PDF_VERSION = re.compile(rb"%PDF-\d\.\d[ \t]*[\r\n]")
 _PDF = FileFormat("a PDF document", f"{_TO_TEXT}, e.g. with `pdftotext`")
 _BZIP2 = FileFormat("compressed by bzip2", "Unpack it with `bunzip2`")
-_TAR = FileFormat("a tar archive", "Unpack it with `tar -x`")
+_TAR = FileFormat(
+    "a tar archive", "Unpack it with `tar -x`. CorpusInput reads shards in webdataset's layout as they are"
+)
 _WEBP = FileFormat("a WebP image", _IMAGES)
 _WAVE = FileFormat("a WAVE sound", "ArrayInput takes sounds as arrays")
 

@@ -186,6 +186,21 @@ class HuggingFaceTokenizer:
           UserError: the text isn't UTF-8, is too large to be encoded at once, or has a character that the tokenizer has no
             token for; names the file.
         """
+        return self._encode([self._checked(text, path, cut=cut)], [path])[0]
+
+    def encode_batch(self, texts: Sequence[bytes], wheres: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of each text, int32 [n]. Faster than one `encode` after the other, because it uses all cores.
+
+        Args:
+          texts: the texts.
+          wheres: for errors, where each text is from.
+
+        Raises:
+          UserError: see `encode`; names where the first such text is from.
+        """
+        return self._encode([self._checked(text, where) for text, where in zip(texts, wheres, strict=True)], wheres)
+
+    def _checked(self, text: bytes, path: str, *, cut: bool = False) -> str:
         decoded = tokenizers.decode_utf8(text, path, cut=cut)
         if len(text) > _MAX_TEXT_BYTES:
             raise UserError(
@@ -194,15 +209,20 @@ class HuggingFaceTokenizer:
                 "into documents by its `separator`"
             )
         self._refuse_lost_characters(decoded, path)
+        return decoded
+
+    def _encode(self, texts: Sequence[str], wheres: Sequence[str]) -> list[np.ndarray]:
         try:
-            # `encode` also keeps each token's offsets and spelling, and takes twice as long.
-            (encoding,) = self._tokenizer.encode_batch_fast([decoded], add_special_tokens=False)
+            # `encode_batch` also keeps each token's offsets and spelling, and takes twice as long.
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
+            if len(texts) > 1:  # raises the error of one text
+                return [self._encode([text], [where])[0] for text, where in zip(texts, wheres, strict=True)]
             raise UserError(
-                f"{path}: {self.name} can't encode this text: {error}. Use a tokenizer with a token for unknown text, or "
+                f"{wheres[0]}: {self.name} can't encode this text: {error}. Use a tokenizer with a token for unknown text, or "
                 "leave the file out of `files`"
             ) from error
-        return np.asarray(encoding.ids, np.int32)
+        return [np.asarray(found.ids, np.int32) for found in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the tokens of texts, and which characters each token stands for.

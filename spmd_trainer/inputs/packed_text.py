@@ -15,7 +15,7 @@ Example, T = 8, documents b"hello", b"a":
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,18 +68,7 @@ class PackedRows(text_base.TokenizedFiles):
         return batches.lm_input_specs(self.batch_size, self.seq_len)
 
     def batch_at(self, position: int) -> NestedMap:
-        rows, table = self.examples_at(position), self._table
-        segment_ids = table.segment_ids[rows].astype(np.int32)
-        inside = segment_ids > 0
-        return NestedMap(
-            ids=table.ids[rows].astype(np.int32),
-            labels=table.labels[rows].astype(np.int32),
-            paddings=1.0 - inside.astype(np.float32),
-            weights=(inside if table.counted is None else table.counted[rows]).astype(np.float32),
-            segment_ids=segment_ids,
-            segment_pos=table.segment_pos[rows].astype(np.int32),
-            eval_sample_weights=inside[:, 0].astype(np.float32),
-        )
+        return batch_of_rows(self._table, self.examples_at(position))
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "seq_len": self.seq_len}
@@ -148,12 +137,44 @@ class RowTable(NamedTuple):
     counted: np.ndarray | None = None
 
 
+def batch_of_rows(table: RowTable, rows: np.ndarray) -> NestedMap:
+    """Returns rows of a table, integers [B], as a language-model batch (see `batches.lm_input_specs`)."""
+    segment_ids = table.segment_ids[rows].astype(np.int32)
+    inside = segment_ids > 0
+    return NestedMap(
+        ids=table.ids[rows].astype(np.int32),
+        labels=table.labels[rows].astype(np.int32),
+        paddings=1.0 - inside.astype(np.float32),
+        weights=(inside if table.counted is None else table.counted[rows]).astype(np.float32),
+        segment_ids=segment_ids,
+        segment_pos=table.segment_pos[rows].astype(np.int32),
+        eval_sample_weights=inside[:, 0].astype(np.float32),
+    )
+
+
+class Fit(NamedTuple):
+    """Which row each piece of a document is in.
+
+    Attributes:
+      rows: the row of each piece, int64 [pieces].
+      columns: its first column, int64 [pieces].
+      segments: its number in the row, from 1, int64 [pieces].
+      num_rows: number of rows.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    segments: np.ndarray
+    num_rows: int
+
+
 def pack(
     stream: np.ndarray,
     lengths: list[int],
     seq_len: int,
     first: int | np.ndarray,
     counted: np.ndarray | None = None,
+    fit: Callable[[list[int], int], Fit] | None = None,
 ) -> RowTable:
     """Packs documents into rows.
 
@@ -163,12 +184,13 @@ def pack(
       seq_len: tokens per row.
       first: the id before the first label of each document, one for all or [documents].
       counted: whether each label counts in the loss, bool [sum of lengths]; None: all do.
+      fit: chooses the row of each piece from the sizes of the pieces and of a row; None: `best_fit`.
 
     Returns:
       The rows.
     """
     pieces = np.array([min(seq_len, n - start) for n in lengths for start in range(0, n, seq_len)])
-    rows, columns, segments, num_rows = best_fit(pieces.tolist(), seq_len)
+    rows, columns, segments, num_rows = (fit or best_fit)(pieces.tolist(), seq_len)
     within = np.arange(len(stream)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     targets = np.repeat(rows * seq_len + columns, pieces) + within
     before = np.roll(stream, 1)
@@ -189,7 +211,7 @@ def pack(
     )
 
 
-def best_fit(sizes: list[int], room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+def best_fit(sizes: list[int], room: int) -> Fit:
     """Packs pieces in order, each into the fullest row that it still fits in, or else into a new row.
 
     Args:
@@ -197,7 +219,7 @@ def best_fit(sizes: list[int], room: int) -> tuple[np.ndarray, np.ndarray, np.nd
       room: size of a row.
 
     Returns:
-      For each piece its row, its first column and its number in the row from 1, int64; and the number of rows.
+      Where each piece is.
     """
     rows_with: list[list[int]] = [[] for _ in range(room + 1)]
     some = 0  # bit r is set if a row has exactly r tokens free: the best fit is the lowest set bit from `size` on
@@ -218,4 +240,4 @@ def best_fit(sizes: list[int], room: int) -> tuple[np.ndarray, np.ndarray, np.nd
         if left > size:
             rows_with[left - size].append(row)
             some |= 1 << (left - size)
-    return placed[0], placed[1], placed[2], len(in_row)
+    return Fit(placed[0], placed[1], placed[2], len(in_row))

@@ -6,7 +6,7 @@ import collections
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from absl import logging
@@ -93,6 +93,11 @@ class Prefetcher(Iterator[Prefetched]):
     def state_is_shared(self) -> bool:
         """Whether `state` means the same on any number of processes: the input's attribute of this name; False without one."""
         return self._state is None or bool(getattr(self._source, "state_is_shared", False))
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Bad records that the input has left out, by source; empty for an input that doesn't count them."""
+        return getattr(self._source, "skipped", {})
 
     def __next__(self) -> Prefetched:
         """Returns the next batch and the position after it.

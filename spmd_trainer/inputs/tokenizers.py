@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,10 +168,20 @@ class SentencePieceTokenizer:
         Raises:
           UserError: the text isn't UTF-8, or is too large; names the file, and the byte and its line.
         """
-        decoded = decode_utf8(text, path, cut=cut)
-        if len(text) > _MAX_SENTENCEPIECE_BYTES:
-            raise UserError(f"{path} has {len(text)} bytes, more than SentencePiece takes at once; split it into parts")
-        return np.asarray(self._processor.encode(decoded, out_type=int), np.int32)
+        return np.asarray(self._processor.encode(_checked(text, path, cut=cut), out_type=int), np.int32)
+
+    def encode_batch(self, texts: Sequence[bytes], wheres: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of each text, int32 [n]. Faster than one `encode` after the other, because it uses all cores.
+
+        Args:
+          texts: the texts.
+          wheres: for errors, where each text is from.
+
+        Raises:
+          UserError: see `encode`; names where the first such text is from.
+        """
+        decoded = [_checked(text, where) for text, where in zip(texts, wheres, strict=True)]
+        return [np.asarray(ids, np.int32) for ids in self._processor.encode(decoded, out_type=int)]
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
         """Returns the texts of ids. Ids outside the vocabulary and control pieces are dropped."""
@@ -199,6 +209,13 @@ class SentencePieceTokenizer:
     def fingerprint(self) -> dict[str, Any]:
         """Returns a checksum of the model, whatever its path."""
         return {"sentencepiece_model": zlib.crc32(self._content)}
+
+
+def _checked(text: bytes, path: str, *, cut: bool = False) -> str:
+    decoded = decode_utf8(text, path, cut=cut)
+    if len(text) > _MAX_SENTENCEPIECE_BYTES:
+        raise UserError(f"{path} has {len(text)} bytes, more than SentencePiece takes at once; split it into parts")
+    return decoded
 
 
 def decode_utf8(text: bytes, path: str, *, cut: bool = False) -> str:

@@ -10,9 +10,9 @@ from fractions import Fraction
 import jax
 from absl import logging
 
-from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.partitioning import moving
+from spmd_trainer.partitioning.mesh_choice import mesh_over_slices
 from spmd_trainer.programs.job import BatchSettings, Job
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.train_states import TrainState
@@ -68,7 +68,7 @@ def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple
     before, experiment = job.partitioner.mesh_shape(), job.config.experiment
     try:
         sizes = experiment.experiment.mesh_for_devices(before, len(devices))
-        mesh = sharding.create_device_mesh(list(sizes.items()), devices=devices)
+        mesh = mesh_over_slices(sizes, devices)
     except ValueError as error:
         raise UserError(f"experiment {experiment.label}: {error}") from error
     new_job = job.on_mesh(mesh, batch_settings(job, len(devices)))

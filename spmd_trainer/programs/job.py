@@ -18,6 +18,7 @@ from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.base_experiment import BaseExperiment, check_overrides
 from spmd_trainer.errors import UserError, first_paragraph, user_code
+from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.text_base import TokenizedFiles
 from spmd_trainer.models.vocabulary import vocabulary_size
 from spmd_trainer.partitioning import pjit
@@ -263,5 +264,5 @@ def _check_vocabulary(built: Any, task: SingleTask) -> None:
             f"input {built.name!r} ({type(built).__name__}) gives tokens from 0 to {tokens - 1}, and "
             f"the model's vocab_size is {vocab_size}; set it to {tokens} or more"
         )
-    if isinstance(built, TokenizedFiles):
+    if isinstance(built, TokenizedFiles | CorpusInput):
         built.limit_vocabulary(vocab_size)

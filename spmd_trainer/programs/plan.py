@@ -23,13 +23,16 @@ from spmd_trainer.analysis import hlo_collectives, hlo_liveness, roofline
 from spmd_trainer.analysis.chips import BY_TOPOLOGY, GIB, chip, model_flops
 from spmd_trainer.errors import UserError
 from spmd_trainer.partitioning.state_layout import StateMetadata
+from spmd_trainer.programs import plan_memory
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_directory import report_directory
-from spmd_trainer.sharding.messages import bytes_text, mesh_text
+from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 
 _LARGEST = 8
 # Share of a GPU's memory that JAX takes if nothing else is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
 _GPU_SHARE = 0.75
+# The largest share that is advised: CUDA, cuDNN and NCCL need the rest.
+_MOST_OF_GPU = 0.95
 # Where XLA merges operations, one name lists those of all of them: 'scope/(a/mul:b/add)'.
 _MERGED = re.compile(r"\(([^():]*):[^()]*\)")
 
@@ -86,8 +89,11 @@ class Plan(ChipBytes):
       collectives: rows of kind, axes, count and bytes per step.
       estimate: how long the step takes; None if the chip's bandwidths are unknown.
       attention: the kernels of the attention layers and why others can't be used, a line for each choice.
+      xla_flags: the flags that the experiment asks for; see `xla_flags`.
+      least_chips: number of chips whose memory the state alone would fill, divided evenly; None if the memory is unknown.
       largest: the largest arrays live at the peak, without arguments, each with its count and the operation that makes it. These
         are what to shrink if the step doesn't fit. `hlo_liveness` says how accurate they are.
+      memory_over_time: live bytes over the program's schedule; None if its instructions are not in execution order.
       seconds: compile time.
     """
 
@@ -102,19 +108,33 @@ class Plan(ChipBytes):
     collectives: list[dict[str, Any]]
     estimate: roofline.Estimate | None
     attention: list[str]
+    xla_flags: dict[str, Any]
+    least_chips: int | None
     largest: list[dict[str, Any]]
+    memory_over_time: plan_memory.MemoryOverTime | None = dataclasses.field(repr=False)
     seconds: float
 
     @property
     def fits(self) -> bool | None:
-        """True if `total` is within the chip's memory; None if the memory is unknown."""
-        return None if self.memory is None else self.total <= self.memory
+        """True if `total` is within the memory that JAX can take of a chip; None if the memory is unknown."""
+        return None if self.memory is None else self.total <= usable_memory(self.kind, self.memory)
 
     def __str__(self) -> str:
         return plan_text(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(plan_text(self))}</pre>"
+
+
+def usable_memory(kind: str, memory: int) -> int:
+    """Returns the bytes of a chip's memory that JAX can take: not quite all of a GPU's.
+
+    Args:
+      kind: the chip's `jax.Device.device_kind`.
+      memory: its memory in bytes.
+    """
+    known = chip(kind)
+    return memory if known is None or known.gpu is None else int(_MOST_OF_GPU * memory)
 
 
 def plan(job: Job) -> Plan:
@@ -135,7 +155,10 @@ def plan(job: Job) -> Plan:
         step = start_up.compile_train_step(job)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise UserError(f"the train step doesn't fit: {_shortened(str(error))}") from error
+            least = _least_chips(job)
+            raise UserError(
+                f"the train step doesn't fit: {_shortened(str(error))}" + (f"\n{_least_text(least)}" if least else "")
+            ) from error
         chips_text = topology or "these devices"
         raise UserError(
             f"the compiler can't compile the train step for {chips_text}: {str(error).strip().partition(chr(10))[0]}"
@@ -153,15 +176,37 @@ def plan(job: Job) -> Plan:
         kind=job.partitioner.mesh.devices.flat[0].device_kind,
         mesh=dict(mesh),
         padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
-        memory=BY_TOPOLOGY[topology.partition(":")[0]].memory_bytes if topology else None,
+        memory=_memory(topology),
         num_params=metadata.num_params() + metadata.num_frozen_params(),
         model_flops=_model_flops(metadata, tokens) / chips if tokens else None,
         compiler_flops=cost.get("flops"),
         collectives=_collectives(text, mesh),
         estimate=roofline.estimate(text, job.partitioner.mesh.devices.flatten().tolist(), mesh),
         attention=list(step.attention),
+        xla_flags=dict(step.xla_flags),
+        least_chips=_least_chips(job),
         largest=_largest(text),
+        memory_over_time=plan_memory.memory_over_time(text),
         seconds=time.monotonic() - started,
+    )
+
+
+def _memory(topology: str | None) -> int | None:
+    return BY_TOPOLOGY[topology.partition(":")[0]].memory_bytes if topology else None
+
+
+def _least_chips(job: Job) -> int | None:
+    """Returns how many chips' memory the state alone would fill, divided evenly; None without a topology."""
+    memory = _memory(job.config.topology)
+    if memory is None:
+        return None
+    state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
+    return -(-state // usable_memory(job.partitioner.mesh.devices.flat[0].device_kind, memory))
+
+
+def _least_text(least: int) -> str:
+    return (
+        f"the state alone fills the memory of {count_text(least, 'chip')} of this kind: the step needs more than that"
     )
 
 
@@ -212,6 +257,7 @@ def plan_text(result: Plan) -> str:
         f"train step on {result.chips} chips ({result.kind}), mesh {mesh}; compiled in {result.seconds:.0f} s",
         f"  {result.num_params:,} parameters",
         *(f"  {line}" for line in result.attention),
+        *(f"  XLA flag {name}={value}" for name, value in result.xla_flags.items()),
         "bytes per chip",
         f"  state and batch   {bytes_text(result.arguments):>10}   including {bytes_text(result.padding)} of padding",
         f"  temporaries       {bytes_text(result.temporaries):>10}",
@@ -250,16 +296,17 @@ def memory_setting(kind: str, total: int, memory: int | None) -> str:
       memory: bytes of memory of one chip; None if unknown.
     """
     known = chip(kind)
-    if known is None or known.gpu is None or not memory or not _GPU_SHARE * memory < total <= memory:
+    if known is None or known.gpu is None or not memory or not _GPU_SHARE * memory < total <= _MOST_OF_GPU * memory:
         return ""
-    return f"set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes only {_GPU_SHARE:.0%} of a GPU's memory by default"
+    return f"set XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST_OF_GPU}: JAX takes only {_GPU_SHARE:.0%} of a GPU's memory by default"
 
 
 def _fits(result: Plan) -> str:
     if result.memory is None:
         return "on host devices; the numbers differ on an accelerator"
     share = result.total / result.memory
-    return f"{'fits' if result.fits else 'DOES NOT FIT'} in {result.memory / GIB:.0f} GiB ({share:.0%})"
+    limit = "" if usable_memory(result.kind, result.memory) == result.memory else f"; JAX can take {_MOST_OF_GPU:.0%}"
+    return f"{'fits' if result.fits else 'DOES NOT FIT'} in {result.memory / GIB:.0f} GiB ({share:.0%}{limit})"
 
 
 def _advice(result: Plan) -> str:
@@ -269,12 +316,28 @@ def _advice(result: Plan) -> str:
 
 
 def write_plan(job: Job) -> None:
-    """Prints the plan, and writes it to `plan.json` if a directory was given."""
+    """Prints the plan, and writes it to `plan.json` and `plan.html` if a directory was given.
+
+    Raises:
+      UserError: the step doesn't fit the chips of the topology, or can't be compiled for them.
+    """
     logging.info("compiling the train step for %d chips", job.partitioner.mesh.size)
     result = plan(job)
     sys.stdout.write(plan_text(result))
-    if not job.config.writes_reports:
-        return
+    if job.config.writes_reports:
+        from spmd_trainer.programs import plan_page  # it imports this module
+
+        _write_record(job, result)
+        plan_page.write_plan_page(job, result, result.memory_over_time)
+    if result.fits is False:
+        least = _least_text(result.least_chips) if result.least_chips else "use more chips"
+        raise UserError(
+            f"the train step doesn't fit {job.config.topology}: it needs {bytes_text(result.total)} per chip, "
+            f"{_fits(result).partition('in ')[2]}; {least}"
+        )
+
+
+def _write_record(job: Job, result: Plan) -> None:
     path = report_directory(job.config.job_log_dir) / "plan.json"
     estimate = result.estimate.record() if result.estimate else None
     record = {
@@ -284,5 +347,6 @@ def write_plan(job: Job) -> None:
         "topology": job.config.topology,
         "estimate": estimate,
     }
+    del record["memory_over_time"]  # plan.html has it
     path.write_text(json.dumps(record, indent=1) + "\n")
     logging.info("wrote %s", path)

@@ -112,11 +112,13 @@ def parse_budget(text: str) -> float:
     """Returns the seconds of '90s', '20m' or '1.5h'.
 
     Raises:
-      UserError: not of that form.
+      UserError: not of that form, or no time at all.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if not found or not float(found[1]):
+    if not found:
         raise UserError(f"--budget={text} is not of the form 90s, 20m or 1h")
+    if not float(found[1]):
+        raise UserError(f"--budget={text} leaves no time to compile a candidate; use e.g. --budget=20m")
     return float(found[1]) * _UNITS[found[2]]
 
 

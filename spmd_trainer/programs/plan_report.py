@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from spmd_trainer.analysis import chips, links
 from spmd_trainer.programs import plan
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.plan_candidates import Candidate, quoted
+from spmd_trainer.programs.plan_versions import library_versions
 from spmd_trainer.programs.run_directory import report_directory
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.storage import files
@@ -25,9 +26,9 @@ FILE = "plan_search.json"
 _SHOWN = 10
 # Candidates whose reasons an error names.
 _REASONS = 3
-# What a compiled program depends on besides the settings: variables of the environment, and libraries.
+# Variables of the environment that change a compiled program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_LIBRARIES = ("spmd-trainer", "jax", "jaxlib", "praxis", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclasses.dataclass
@@ -48,6 +49,7 @@ class Outcome:
       reason: why it is out; '' if it is not.
       not_reached: why it was not compiled in this search, although it may be good.
       compiled_in: seconds of its compilation.
+      details: what a page shows of its compiled program, see `plan_page_data.plan_record`; None if no page shows it.
     """
 
     candidate: Candidate
@@ -64,11 +66,17 @@ class Outcome:
     reason: str = ""
     not_reached: str = ""
     compiled_in: float = 0.0
+    details: dict[str, Any] | None = None
 
     @property
     def is_known(self) -> bool:
         """True if it was compiled or is out."""
         return self.seconds is not None or bool(self.reason)
+
+    @property
+    def estimated(self) -> float | None:
+        """Estimated seconds of a step, also of one that doesn't fit; None if it was not compiled."""
+        return None if self.shortest is None or self.longest is None else (self.shortest + self.longest) / 2
 
     @property
     def per_row(self) -> float:
@@ -91,7 +99,11 @@ class Outcome:
 
 
 class Store:
-    """`plan_search.json` in the run's directory; without a directory nothing is kept."""
+    """`plan_search.json` in the run's directory; without a directory nothing is kept.
+
+    Attributes:
+      key: of all that a compiled step and its estimate depend on.
+    """
 
     def __init__(self, job: Job, searched: Sequence[str]):
         """Finds the file.
@@ -104,9 +116,10 @@ class Store:
         self._job = job
         self._path = report_directory(config.job_log_dir) / FILE if config.writes_reports else None
         self._searched = list(searched)
-        self._versions = {name: version for name in _LIBRARIES if (version := _version(name))}
+        self._versions = library_versions()
         settings = [
-            *config.experiment.lines(),
+            # A default that is a plain object is printed with its address, which each process has anew.
+            *(_ADDRESS.sub("", line) for line in config.experiment.lines()),
             config.topology,
             config.num_slices,
             config.num_minibatches,
@@ -114,8 +127,9 @@ class Store:
             sorted(self._versions.items()),
             [os.environ.get(name) for name in _VARIABLES],
             repr((chips.CHIPS, links.MACHINES)),
+            sorted(config.experiment.experiment.XLA_FLAGS.items()),
         ]
-        self._key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+        self.key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
     def read(self, outcomes: Sequence[Outcome]) -> None:
         """Fills in what earlier searches with the same settings, topology, compiler flags and versions found out."""
@@ -124,7 +138,7 @@ class Store:
         fields = [field.name for field in dataclasses.fields(Outcome) if field.name not in ("candidate", "not_reached")]
         try:
             earlier = json.loads(self._path.read_text())
-            if earlier["key"] != self._key:
+            if earlier["key"] != self.key:
                 logging.info("%s is of other settings or versions and will be replaced", self._path)
                 return
             known = {record["name"]: {name: record[name] for name in fields} for record in earlier["candidates"]}
@@ -144,7 +158,7 @@ class Store:
             return
         front = {id(outcome) for outcome in pareto_front(outcomes)}
         record = {
-            "key": self._key,
+            "key": self.key,
             "experiment": self._job.config.experiment.name,
             "overrides": list(self._job.config.experiment.overrides),
             "topology": self._job.config.topology,
@@ -191,7 +205,7 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
         )
     if ranked:
         lines.append("* nothing else is both faster per row and smaller. The best runs with")
-        lines.append(f"  {_flags(job, ranked[0].candidate)}")
+        lines.append(f"  {run_flags(job, ranked[0].candidate)}")
         first = job.partitioner.mesh.devices.flat[0].device_kind
         known = chips.chip(first)
         if setting := plan.memory_setting(first, ranked[0].bytes or 0, known.memory_bytes if known else None):
@@ -199,7 +213,7 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _flags(job: Job, candidate: Candidate) -> str:
+def run_flags(job: Job, candidate: Candidate) -> str:
     """Returns all flags that the candidate's run needs, those of this search's command line included."""
     config = job.config
     given = [f"--fdl.set={quoted(override)}" for override in config.experiment.overrides]
@@ -209,20 +223,32 @@ def _flags(job: Job, candidate: Candidate) -> str:
 
 
 def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
-    """Returns the message for a search without a candidate that fits; `memory` is that of a chip, in bytes."""
-    if any(o.not_reached for o in outcomes) and not any(o.compiled_in for o in outcomes):
-        return f"{outcomes[0].not_reached or 'the search ended'}: no candidate is compiled; give a longer --budget"
+    """Returns the message for a search without a candidate that fits; `memory` is what JAX can take of a chip, in bytes."""
+    waiting = [o.not_reached for o in outcomes if o.not_reached]
+    if waiting and not any(o.compiled_in for o in outcomes):
+        longer = "; use a longer --budget" if "budget" in waiting[0] else ""
+        return f"no candidate is compiled: {waiting[0]}{longer}"
     reasons = "; ".join(f"{o.candidate}: {o.reason or o.not_reached}" for o in outcomes[:_REASONS])
-    sizes = [o.state_bytes for o in outcomes if o.state_bytes is not None]
-    if not sizes:
+    if all(o.state_bytes is None for o in outcomes):
         return f"no candidate can be built for {job.config.topology}: {reasons}"
-    whole = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
-    chips = -(-whole // memory)
     return (
-        f"no candidate fits {job.config.topology}: the smallest state takes {bytes_text(min(sizes))} of {bytes_text(memory)} per "
-        f"chip. The state alone, split over all chips, needs {count_text(chips, 'chip')}. Use more chips, a smaller batch, or "
+        f"no candidate fits {job.config.topology}. {_least_chips(job, outcomes, memory)} Use more chips, a smaller batch, or "
         f"--search=mesh,remat,minibatches. {reasons}"
     )
+
+
+def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
+    """Returns a sentence with the least number of chips: for the state split over all of them, and the smallest temporaries."""
+    state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
+    rest = [o.bytes - o.state_bytes for o in outcomes if o.bytes is not None and o.state_bytes is not None]
+    needs = f"The state takes {bytes_text(state)} in all"
+    if rest:
+        needs += f", and the smallest compiled step {bytes_text(min(rest))} more on each chip"
+        if min(rest) >= memory:
+            return f"{needs}, which has {bytes_text(memory)}: no number of chips is enough with this batch per chip."
+    least, there = -(-state // (memory - min(rest, default=0))), job.partitioner.mesh.size
+    number = f"at least {count_text(least, 'chip')}" if least > there else f"more than {count_text(there, 'chip')}"
+    return f"{needs}: with the state split over all chips, {number} of {bytes_text(memory)} are needed."
 
 
 def _partitioner_settings(job: Job) -> str:
@@ -230,10 +256,3 @@ def _partitioner_settings(job: Job) -> str:
     partitioner = job.partitioner
     plain = {k: v for k, v in vars(partitioner).items() if v is None or isinstance(v, str | int | float | tuple)}
     return f"{type(partitioner).__module__}.{type(partitioner).__qualname__}: {sorted(plain.items())}"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

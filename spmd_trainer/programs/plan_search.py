@@ -1,36 +1,53 @@
 """`--mode=plan`: searches the meshes, rematerialisation policies, minibatches and batches of an experiment for a topology.
 
 Nothing runs: candidates whose state doesn't fit, whose least possible step is too long, or whose program is that of another
-candidate are left out; the others are compiled, most promising first, until the budget ends. Each candidate's result or reason is
-in `plan_search.json`, where a later search of the same settings finds it.
+candidate are left out; the others are compiled, most promising first, until the budget ends or no other can be among the fastest
+five. Each candidate's result or reason is in `plan_search.json`, where a later search of the same settings finds it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 import jax
 from absl import logging
+from jax.extend import core
 
+from spmd_trainer import tasks_lib
 from spmd_trainer.analysis import jaxpr_costs, links
 from spmd_trainer.analysis.chips import chip
+from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.errors import UserError, first_paragraph
+from spmd_trainer.partitioning import model_mesh
 from spmd_trainer.partitioning.mesh_choice import mesh_over_slices
-from spmd_trainer.programs import experiment_config, plan, plan_candidates, plan_prediction, plan_report
+from spmd_trainer.partitioning.partitioner import StepFn
+from spmd_trainer.programs import (
+    experiment_config,
+    plan,
+    plan_calibration,
+    plan_candidates,
+    plan_page,
+    plan_page_data,
+    plan_prediction,
+    plan_report,
+)
 from spmd_trainer.programs.job import BatchSettings, Job
+from spmd_trainer.programs.phases import Phase
 from spmd_trainer.programs.plan_candidates import Candidate
 from spmd_trainer.programs.plan_report import Outcome
-from spmd_trainer.sharding.messages import bytes_text
+from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.steps import step_fns
 
-# A candidate is left out if it is predicted to take this many times as long per row as the best ones that were found.
-_HOPELESS = 2.0
+# The search ends when no other candidate can be among so many fastest ones.
 _BEST = 5
+_STEPS: tuple[tuple[StepFn, bool], ...] = ((step_fns.train_step, False), (step_fns.eval_step, True))
 # Errors of the libraries when a candidate is traced or compiled. `UserError` is a ValueError.
 _ERRORS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 _POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
@@ -56,11 +73,41 @@ def search(job: Job) -> None:
         for outcome in outcomes:
             if not outcome.is_known:
                 outcome.not_reached = "the search was interrupted before it was compiled"
-    text = plan_report.report_text(job, outcomes)
-    sys.stdout.write(text)
     store.write(outcomes)
+    plan_page.write_search_page(
+        job,
+        outcomes,
+        {outcome.candidate: outcome.details for outcome in outcomes if outcome.details},
+        chip_memory=found.memory,
+        flags=functools.partial(plan_report.run_flags, job),
+    )
     if not any(outcome.seconds for outcome in outcomes):
         raise UserError(plan_report.nothing_fits(job, outcomes, found.memory))
+    sys.stdout.write(plan_report.report_text(job, outcomes))
+
+
+def build_job(config: RunConfig) -> Job:
+    """Builds the job of a search: on the mesh that it has without a search, or on another one if the topology doesn't allow it.
+
+    Raises:
+      UserError: see `Job.build`.
+    """
+    try:
+        return Job.build(config)
+    except UserError:
+        task = tasks_lib.build_task(config.experiment.task_p)
+        declared = model_mesh.declared_mesh(task.model)
+        if config.mesh or config.topology is None or "mesh" not in config.search or declared is None:
+            raise
+        devices = topology_devices(config.topology, config.num_slices)
+        # From large outer axes to large inner ones: these split the batch, which every model allows.
+        for mesh in reversed(list(plan_candidates.meshes(tuple(declared.shape), len(devices), config.num_slices))):
+            try:
+                mesh_over_slices(dict(mesh), devices)
+            except (ValueError, NotImplementedError):
+                continue
+            return Job.build(dataclasses.replace(config, mesh=mesh))
+        raise
 
 
 class Search:
@@ -91,33 +138,40 @@ class Search:
         self.outcomes = [Outcome(candidate) for candidate in candidates]
         self._jobs: dict[tuple[str | None, int | None], Job] = {}
         self._jobs_on_meshes: dict[Candidate, Job] = {}
-        self._flops: dict[tuple[str | None, int | None], float] = {}
+        self._work: dict[tuple[str | None, int | None], plan_prediction.Work] = {}
 
     @property
     def memory(self) -> int:
-        """Bytes of memory of one chip."""
-        return self._hardware.chip.memory_bytes
+        """Bytes that JAX can take of a chip's memory."""
+        return plan.usable_memory(self._devices[0].device_kind, self._hardware.chip.memory_bytes)
 
     def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
-        """Compiles the promising candidates until the budget (seconds) ends. Returns the outcomes of all candidates."""
-        ends = time.monotonic() + budget
+        """Compiles the promising candidates until no other can be among the best, or the budget ends.
+
+        Args:
+          budget: seconds. At most half of them go to tracing and predicting.
+          store: read first, and written after each compilation.
+
+        Returns:
+          The outcomes of all candidates.
+        """
+        started = time.monotonic()
         store.read(self.outcomes)
         logging.info("%d candidates, %d known from before", len(self.outcomes), sum(o.is_known for o in self.outcomes))
-        self._leave_out_equal_programs()
-        for outcome in self.outcomes:
-            if not outcome.is_known:
-                self._predict(outcome)
-        number = 0
+        self._predict_all(started + budget / 2)
+        number, ends = 0, started + budget
         while time.monotonic() < ends and (promising := self._next()) is not None:
             number += 1
-            self._compile(promising)
+            self.compile(promising)
+            _drop_details(self.outcomes)
             store.write(self.outcomes)
             left = sum(not o.is_known for o in self.outcomes)
             minutes = max(0.0, ends - time.monotonic()) / 60
             logging.info("%d: %s; %d left, %.1f min of the budget", number, promising.line(), left, minutes)
         for outcome in self.outcomes:
             if not outcome.is_known:
-                outcome.not_reached = "the budget ended before it was compiled"
+                what = "compiled" if outcome.predicted else "predicted"
+                outcome.not_reached = f"the budget ended before it was {what}"
         return self.outcomes
 
     def _job_of(self, candidate: Candidate) -> Job:
@@ -145,82 +199,111 @@ class Search:
             self._jobs_on_meshes[candidate] = base.on_mesh(mesh, settings)
         return self._jobs_on_meshes[candidate]
 
-    def _leave_out_equal_programs(self) -> None:
-        """Traces each policy once: policies that save what the model doesn't have give the program of another policy."""
-        seen: dict[tuple[int | None, str], str | None] = {}
-        # Those that an earlier search compiled are traced too: the programs of others may be the same.
-        for settings in dict.fromkeys(o.candidate.settings for o in self.outcomes):
-            same = [o for o in self.outcomes if o.candidate.settings == settings]
-            unknown = [o for o in same if not o.is_known]
-            policy, rows = settings
-            try:
-                text, self._flops[settings] = _traced(
-                    self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh))
-                )
-            except _ERRORS as error:
-                for outcome in unknown:
-                    outcome.reason = first_paragraph(error)
-                continue
-            first = seen.setdefault((rows, text), policy)
-            if first != policy:
-                for outcome in unknown:
-                    outcome.reason = f"the same program as with {first}"
-
     @property
     def _mesh(self) -> tuple[tuple[str, int], ...]:
         return tuple(self._job.partitioner.mesh_shape().items())
+
+    def _predict_all(self, ends: float) -> None:
+        """Traces each policy and batch, and predicts the candidates, until `ends` (`time.monotonic()`)."""
+        with Phase(f"tracing and predicting {count_text(len(self.outcomes), 'candidate')}") as phase:
+            self._trace_all(ends)
+            for outcome in self.outcomes:
+                if time.monotonic() > ends:
+                    break
+                if outcome.candidate.settings in self._work:
+                    self._predict(outcome)
+            predicted = sum(o.predicted > 0 or o.is_known for o in self.outcomes)
+            phase.done = f"predicted {predicted} of {count_text(len(self.outcomes), 'candidate')}"
+
+    def _trace_all(self, ends: float) -> None:
+        """Traces each policy and batch once: policies that save what the model doesn't have give the program of another one."""
+        seen: dict[tuple[int | None, str], str | None] = {}
+        # What an earlier search compiled is traced too: the programs of others may be the same.
+        all_settings = dict.fromkeys(o.candidate.settings for o in self.outcomes)
+        for number, settings in enumerate(all_settings):
+            if time.monotonic() > ends:
+                return
+            policy, rows = settings
+            if len(all_settings) > 1:
+                logging.info("tracing %s: %d of %d", _settings_text(settings), number + 1, len(all_settings))
+            same = [o for o in self.outcomes if o.candidate.settings == settings]
+            try:
+                text, work = _traced(self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh)))
+            except _ERRORS as error:
+                _leave_out(same, first_paragraph(error))
+                continue
+            first = seen.setdefault((rows, text), policy)
+            if first != policy:
+                _leave_out(same, f"the same program as with {first}")
+            self._work[settings] = work
 
     def _predict(self, outcome: Outcome) -> None:
         """Predicts a candidate's step, or gives the reason why it can't be the best."""
         candidate = outcome.candidate
         try:
-            # The number of minibatches doesn't change the layout.
-            job = self._job_of(dataclasses.replace(candidate, minibatches=None))
+            # Policy and number of minibatches don't change the layout.
+            job = self._job_of(Candidate(candidate.mesh, rows=candidate.rows))
         except UserError as error:
-            outcome.reason = first_paragraph(error)
+            _leave_out([outcome], first_paragraph(error))
             return
-        whole, outcome.padding = plan_prediction.state_bytes(job)
+        whole, padding = plan_prediction.state_bytes(job)
         outcome.state_bytes, outcome.rows = whole, job.num_rows
+        outcome.padding = padding if outcome.padding is None else outcome.padding
         if whole > self.memory:
-            outcome.reason = f"the state alone takes {bytes_text(whole)} of {bytes_text(self.memory)} per chip"
+            _leave_out([outcome], f"the state alone takes {bytes_text(whole)} of {bytes_text(self.memory)} per chip")
             return
-        flops = self._flops[candidate.settings]
-        outcome.bound = plan_prediction.lower_bound(job, self._hardware, flops)
-        outcome.predicted = plan_prediction.predict(
-            job,
-            self._hardware,
-            flops=flops,
-            minibatches=candidate.minibatches or job.partitioner.num_minibatches,
-        )
+        work = self._work[candidate.settings]
+        number = candidate.minibatches or job.partitioner.num_minibatches
+        outcome.bound = plan_prediction.lower_bound(job, self._hardware, work.step.flops)
+        outcome.predicted = plan_prediction.predict(job, self._hardware, work, minibatches=number).seconds
 
     def _next(self) -> Outcome | None:
-        """Returns the most promising candidate that isn't compiled; leaves out those that can't be among the best."""
-        done = [o for o in self.outcomes if o.seconds is not None]
-        ratio = _calibration(done)
-        best = sorted(o.per_row for o in done)
-        waiting = [o for o in self.outcomes if not o.is_known]
-        for outcome in waiting:
-            if len(best) < _BEST:
-                break
-            if outcome.bound / outcome.rows > best[_BEST - 1]:
-                outcome.reason = f"its products and its state alone take {outcome.bound:.3g} s"
-            elif ratio(outcome) / outcome.rows > _HOPELESS * best[_BEST - 1]:
-                outcome.reason = (
-                    f"predicted {ratio(outcome):.3g} s, more than {_HOPELESS:.0f} times as long as the best {_BEST}"
-                )
-        waiting = [o for o in waiting if not o.is_known]
-        return min(waiting, key=lambda o: ratio(o) / o.rows, default=None)
+        """Returns the most promising candidate that isn't compiled; None if no other can be among the best.
 
-    def _compile(self, outcome: Outcome) -> None:
+        Then all others get the reason.
+        """
+        fastest = sorted(o.per_row for o in self.outcomes if o.seconds is not None)
+        limit = fastest[_BEST - 1] if len(fastest) >= _BEST else math.inf
+        _leave_out(
+            [o for o in self.outcomes if o.bound / o.rows > limit],
+            lambda o: f"its products and its state alone take {o.bound:.3g} s, longer than the {_BEST} fastest",
+        )
+        seconds = plan_calibration.optimistic([o for o in self.outcomes if o.predicted])
+        waiting = [o for o in self.outcomes if o.predicted and not o.is_known]
+        promising = min(waiting, key=lambda o: seconds[id(o)] / o.rows, default=None)
+        if promising is not None and seconds[id(promising)] / promising.rows <= limit:
+            return promising
+        _leave_out(
+            waiting,
+            lambda o: (
+                f"predicted from those that were compiled to take at least {seconds[id(o)]:.3g} s, longer than the "
+                f"{_BEST} fastest"
+            ),
+        )
+        return None
+
+    def plan_of(self, candidate: Candidate) -> plan.Plan:
+        """Compiles a candidate's step.
+
+        Raises:
+          UserError: see `plan.plan`; or the mesh can't be made, or doesn't fit the experiment.
+        """
+        return plan.plan(self._job_of(candidate))
+
+    def compile(self, outcome: Outcome) -> None:
+        """Compiles a candidate's step, and fills in what it needs or the reason why it can't be compiled."""
         started = time.monotonic()
         try:
-            result = plan.plan(self._job_of(outcome.candidate))
+            result = self.plan_of(outcome.candidate)
         except _ERRORS as error:
-            outcome.reason = first_paragraph(error)
+            outcome.reason = first_paragraph(error).partition("\n")[0]
             outcome.compiled_in = time.monotonic() - started
+            if "RESOURCE_EXHAUSTED" in str(error.__cause__):
+                self._leave_out_larger(outcome)
             return
         outcome.compiled_in = time.monotonic() - started
         outcome.bytes, outcome.padding = result.total, result.padding
+        outcome.details = plan_page_data.plan_record(result, result.memory_over_time)
         estimate = result.estimate
         assert estimate is not None  # the chip is known
         outcome.shortest, outcome.longest = estimate.shortest, estimate.longest
@@ -232,29 +315,53 @@ class Search:
                 f"needs {bytes_text(result.total)} of {bytes_text(result.memory or 0)} per chip, most of it "
                 f"{'state' if result.arguments > result.temporaries else 'temporaries'}"
             )
+            self._leave_out_larger(outcome)
             return
         outcome.seconds = estimate.middle
 
-
-def _calibration(done: Sequence[Outcome]) -> Callable[[Outcome], float]:
-    """Returns a function that corrects predictions by what compiled candidates of the same mesh, or all, really took."""
-    ratios: dict[tuple[tuple[str, int], ...], list[float]] = {}
-    for outcome in done:
-        if outcome.seconds and outcome.predicted:
-            ratios.setdefault(outcome.candidate.mesh, []).append(outcome.seconds / outcome.predicted)
-    overall = statistics.median([r for found in ratios.values() for r in found]) if ratios else 1.0
-
-    def corrected(outcome: Outcome) -> float:
-        found = ratios.get(outcome.candidate.mesh)
-        return outcome.predicted * (statistics.median(found) if found else overall)
-
-    return corrected
+    def _leave_out_larger(self, too_large: Outcome) -> None:
+        """Leaves out the candidates that have more rows at a time on the same mesh than one that doesn't fit."""
+        known = too_large.candidate
+        same = [o for o in self.outcomes if (o.candidate.mesh, o.candidate.remat) == (known.mesh, known.remat)]
+        larger = [
+            o
+            for o in same
+            if (o.candidate.rows or 0) >= (known.rows or 0)
+            and (o.candidate.minibatches or 1) <= (known.minibatches or 1)
+        ]
+        _leave_out(larger, f"{known} doesn't fit, and this one has no fewer rows in a minibatch")
 
 
-def _traced(job: Job) -> tuple[str, float]:
-    """Returns the traced train step as text, without what differs between equal programs, and its FLOPs on all devices."""
+def _settings_text(settings: tuple[str | None, int | None]) -> str:
+    policy, rows = settings
+    return ", ".join([policy or "the experiment's policy", *([f"{rows} rows"] if rows else [])])
+
+
+def _leave_out(outcomes: Sequence[Outcome], reason: str | Callable[[Outcome], str]) -> None:
+    """Gives each candidate that isn't known a reason to be left out."""
+    for outcome in outcomes:
+        if not outcome.is_known:
+            outcome.reason = reason if isinstance(reason, str) else reason(outcome)
+
+
+def _drop_details(outcomes: Sequence[Outcome]) -> None:
+    """Keeps only the details that a page shows, so that `plan_search.json` stays small."""
+    shown = {id(outcome) for outcome in plan_page_data.worth_showing(outcomes)}
+    for outcome in outcomes:
+        if id(outcome) not in shown:
+            outcome.details = None
+
+
+def _traced(job: Job) -> tuple[str, plan_prediction.Work]:
+    """Returns the traced train step as text, without what differs between equal programs, and what it computes."""
+    step, forward = (_jaxpr(job, fn, is_eval=is_eval) for fn, is_eval in _STEPS)
+    work = plan_prediction.Work(jaxpr_costs.dot_costs(step.jaxpr), jaxpr_costs.dot_costs(forward.jaxpr))
+    return _POLICY.sub("", str(step)), work
+
+
+def _jaxpr(job: Job, fn: StepFn, *, is_eval: bool) -> core.ClosedJaxpr:
+    """Traces a step on the job's mesh."""
     partitioner = job.partitioner
-    step = partitioner.partition(step_fns.train_step, job.inputs_shape_dtype, is_eval=False)
-    inputs = partitioner.abstract_inputs(step)
-    jaxpr = step.fn.trace(partitioner.abstract_state(), job.abstract_prng_key, inputs).jaxpr
-    return _POLICY.sub("", str(jaxpr)), jaxpr_costs.dot_flops(jaxpr.jaxpr)
+    step = partitioner.partition(fn, job.inputs_shape_dtype, is_eval=is_eval)
+    state = partitioner.abstract_state(with_opt_states=not is_eval)
+    return step.fn.trace(state, job.abstract_prng_key, partitioner.abstract_inputs(step)).jaxpr

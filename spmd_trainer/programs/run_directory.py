@@ -98,8 +98,8 @@ def _may_be_ours(names: set[str]) -> bool:
     return MARKER in names or all(name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) for name in names)
 
 
-def describe(directory: epath.Path, experiment: str, settings: Sequence[str], report: sharding.ShardingReport) -> None:
-    """Writes what a training run is into its directory: marker, settings, sharding report; a new run has not failed yet.
+def describe(directory: epath.Path, experiment: str, settings: Sequence[str]) -> None:
+    """Writes what a training run is into its directory: marker and settings. A new run has not failed yet.
 
     Process 0 does.
 
@@ -109,7 +109,6 @@ def describe(directory: epath.Path, experiment: str, settings: Sequence[str], re
       directory: the `job_log_dir`.
       experiment: the experiment's full name.
       settings: 'path: value' each; see `config_file.write_config`.
-      report: where every variable lives.
     """
     if jax.process_index():
         return
@@ -117,7 +116,6 @@ def describe(directory: epath.Path, experiment: str, settings: Sequence[str], re
     (directory / _FAILURE).unlink(missing_ok=True)
     write_if_changed(directory / MARKER, [json.dumps({"experiment": experiment})])
     config_file.write_config(directory, settings)
-    write_report(report, directory)
 
 
 def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list[epath.Path]:

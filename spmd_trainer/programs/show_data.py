@@ -10,13 +10,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.packed_text import PackedRows
-from spmd_trainer.programs import reference_files
+from spmd_trainer.programs import corpus_summary, data_page, reference_files
 from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.run_directory import report_directory
 from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage import files
 
 # Rows that are shown of each dataset, and characters of a row's text.
 _ROWS, _CHARACTERS = 4, 8000
@@ -72,6 +76,8 @@ class Style:
 def show_data(job: Job) -> None:
     """Prints the first rows of the job's training and evaluation datasets. The first process prints its own rows.
 
+    With a job_log_dir, writes what was measured of corpora to `data.html`.
+
     Raises:
       UserError: the experiment has no datasets, or one can't be read.
     """
@@ -81,21 +87,29 @@ def show_data(job: Job) -> None:
         raise UserError(
             f"experiment {job.config.experiment.label} has no datasets to show; return some from datasets()"
         )
+    measured: dict[str, corpus_summary.CorpusSummary] = {}
     style = Style(colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     for input_p in datasets:
         source = reference_files.attach_zeros(job.build_input(input_p))
-        text = "\n".join(describe(source, style))
+        if isinstance(source, CorpusInput):
+            measured[source.name] = corpus_summary.measure(source)
+        text = "\n".join(describe(source, style, measured.get(source.name)))
         if jax.process_index() == 0:
             encoding = sys.stdout.encoding or "utf-8"
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n\n")
+    if measured and job.config.writes_reports and jax.process_index() == 0:
+        path = report_directory(job.config.job_log_dir) / data_page.FILE
+        files.write_atomically(path, data_page.data_page(job.config.experiment.name, measured).split("\n"))
+        logging.info("wrote %s", path)
 
 
-def describe(source: Any, style: Style) -> Iterator[str]:
+def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary | None = None) -> Iterator[str]:
     """Yields the lines that show an input: a summary, a table of its first rows, and their text.
 
     Args:
       source: a built input. Its next batch is taken.
       style: how to mark labels that count.
+      measured: what was measured of a corpus; None for other inputs.
     """
     try:
         batch = source.get_next()
@@ -108,6 +122,8 @@ def describe(source: Any, style: Style) -> Iterator[str]:
             f"an epoch: {count_text(source.num_rows, 'row')} of {source.seq_len}; {counted:,} of {labels:,} labels "
             f"({_percent(counted, labels)}) count; {_percent(positions - labels, positions)} padding"
         )
+    if measured is not None:
+        yield from corpus_summary.lines(measured)
     rows = list(_rows(batch))
     if isinstance(source, PackedRows):
         rows = rows[: source.num_rows]  # a small epoch begins again within a batch

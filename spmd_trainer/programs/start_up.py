@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
-from spmd_trainer.programs import elastic, first_batch, reference_logps, run_directory
+from spmd_trainer.programs import elastic, first_batch, reference_logps, run_directory, xla_flags
 from spmd_trainer.programs.agreed_input import agree_on_input
 from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.job import Job, vocabulary_size
@@ -36,11 +36,13 @@ class CompiledTrainStep:
       fn: (state, key, batch) -> (new state, packed scalars); None for a run that is finished already.
       packing: unpacks them.
       attention: the kernels of the attention layers, a line each; see `attention_kernels`.
+      xla_flags: the flags that the experiment asked for and the step is compiled with.
     """
 
     fn: Any
     packing: ScalarPacking
     attention: Sequence[str] = ()
+    xla_flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def start(
@@ -63,7 +65,7 @@ def start(
       CheckpointError: see `first_state`.
     """
     config = job.config
-    run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines(), job.sharding_report())
+    run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines())
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
     compiling = None if _seems_finished(job, checkpointer) else pool.submit(compile_train_step, job)
     # Not waited for: an error in the checkpoint or the input is reported before the compiler is done.
@@ -84,8 +86,11 @@ def start(
     else:
         batches.peek()
         step = compiling.result() if compiling else compile_train_step(job)
-        _report_attention(job, step)
+        for line in step.attention:
+            logging.info("%s", line)
         said = f"training from step {run.step} to {run.num_steps}"
+    if not jax.process_index():  # only now, because the compiled step names the attention kernels
+        run_directory.write_report(job.sharding_report(step.attention), config.job_log_dir)
     run_directory.mark_begin_of_training(config.job_log_dir)
     logging.info("%s", said)
     return step, batches
@@ -130,7 +135,11 @@ def _seems_finished(job: Job, checkpointer: Checkpointer) -> bool:
 
 
 def compile_train_step(job: Job) -> CompiledTrainStep:
-    """Compiles the train step ahead of time. Its outputs are the new state and the packed scalars."""
+    """Compiles the train step ahead of time. Its outputs are the new state and the packed scalars.
+
+    Raises:
+      UserError: see `xla_flags.compile_with`.
+    """
     packing = ScalarPacking()
 
     def step(*args: Any) -> tuple[TrainState, Packed]:
@@ -142,15 +151,10 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         partitioned = partitioner.partition(step, job.inputs_shape_dtype, is_eval=False)
         inputs = partitioner.abstract_inputs(partitioned)
         lowered = partitioned.fn.lower(partitioner.abstract_state(), job.abstract_prng_key, inputs)
-        return CompiledTrainStep(lowered.compile(), packing, choices.lines(attention))
-
-
-def _report_attention(job: Job, step: CompiledTrainStep) -> None:
-    """Logs the attention kernels of the compiled step, and adds them to the sharding report."""
-    for line in step.attention:
-        logging.info("%s", line)
-    if step.attention and not jax.process_index():
-        run_directory.write_report(job.sharding_report(step.attention), job.config.job_log_dir)
+        experiment = job.config.experiment
+        flags = xla_flags.flags_for(experiment.experiment, partitioner.mesh.devices.flat[0])
+        compiled = xla_flags.compile_with(lowered, flags, experiment.label)
+        return CompiledTrainStep(compiled, packing, choices.lines(attention), flags)
 
 
 @contextlib.contextmanager

@@ -99,3 +99,23 @@ def test_the_operands_of_an_asynchronous_start_do_not_count():
     found = [collective.num_bytes for collective in hlo_collectives.find_collectives(text)]
     # A reduce-scatter's bytes are those of its operand, the results of the four devices.
     assert found == [16, 16 + 8, 4 * 8, 32 + 8, 32]
+
+
+def test_a_sum_of_which_a_device_keeps_its_part_is_a_reduce_scatter():
+    text = """HloModule m, is_scheduled=true
+
+%all-reduce-scatter.1.clone (a: f32[8,64]) -> f32[8,16] {
+  %a = f32[8,64]{1,0} parameter(0)
+  %sum = f32[8,64]{1,0} all-reduce(%a), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %part = f32[8,16]{1,0} dynamic-slice(%sum, %zero, %offset), dynamic_slice_sizes={8,16}
+}
+
+ENTRY %main (p: f32[8,64]) -> f32[8,16] {
+  %p = f32[8,64]{1,0} parameter(0)
+  %q = f32[8,64]{1,0} all-reduce(%p), channel_id=2, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %f = f32[8,16]{1,0} fusion(%q), kind=kCustom, calls=%all-reduce-scatter.1.clone
+}
+"""
+    found = {c.kind: c.num_bytes for c in hlo_collectives.find_collectives(text)}
+    # As for other reduce-scatters, the bytes are those of the operand.
+    assert found == {"all-reduce": 4 * 8 * 64, "reduce-scatter": 4 * 8 * 64}

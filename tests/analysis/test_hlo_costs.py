@@ -107,6 +107,54 @@ def test_convolutions(convolution, flops):
     assert costs(text)["c"].flops == flops
 
 
+@pytest.mark.parametrize(
+    ("kernel", "operands", "result"),
+    [
+        ("convForward", ("x", "k"), "y"),
+        ("convBackwardInput", ("y", "k"), "x"),
+        ("convBackwardFilter", ("x", "y"), "k"),
+    ],
+)
+def test_cudnn_convolutions_and_their_gradients_have_the_same_products(kernel, operands, result):
+    shapes = {"x": "bf16[8,33,33,64]{3,2,1,0}", "k": "bf16[128,3,3,64]{3,2,1,0}", "y": "bf16[8,16,16,128]{3,2,1,0}"}
+    left, right = operands
+    text = entry(
+        f"%{left} = {shapes[left]} parameter(0)",
+        f"%{right} = {shapes[right]} parameter(1)",
+        f"ROOT %c = ({shapes[result]}, u8[0]{{0}}) custom-call(%{left}, %{right}), window={{size=3x3 stride=2x2}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn${kernel}"',
+    )
+    assert costs(text)["c"].flops == 2 * 8 * 16 * 16 * 128 * 64 * 9
+
+
+def test_float32_products_are_told_apart():
+    text = entry(
+        "%p = f32[8,16]{1,0} parameter(0)",
+        "%q = f32[16,4]{1,0} parameter(1)",
+        "%d = f32[8,4]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "%b = bf16[4,8]{1,0} parameter(2)",
+        "ROOT %e = f32[8,8]{1,0} dot(%d, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    )
+    found = costs(text)
+    assert (found["d"].float32_flops, found["d"].flops) == (2 * 8 * 16 * 4, 2 * 8 * 16 * 4)
+    assert (found["e"].float32_flops, found["e"].flops) == (0, 2 * 8 * 4 * 8)
+
+
+def test_element_wise_operations_and_reductions_are_counted_in_fusions_too():
+    fused = """%fused (a: f32[8,16]) -> f32[8] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %e = f32[8,16]{1,0} exponential(%a)
+  %s = f32[8,16]{1,0} multiply(%e, %a)
+  %t = f32[16,8]{1,0} transpose(%s), dimensions={1,0}
+  %zero = f32[] constant(0)
+  ROOT %r = f32[8]{0} reduce(%t, %zero), dimensions={0}, to_apply=%add
+}
+
+"""
+    text = entry("%p = f32[8,16]{1,0} parameter(0)", "ROOT %f = f32[8]{0} fusion(%p), calls=%fused", others=fused)
+    assert costs(text)["f"].vector_ops == 3 * 8 * 16
+
+
 def test_a_batched_product_that_tpus_write_as_a_convolution():
     # 5 products of [7, 3] with [3, 4]: the batch is a spatial dimension, padded so that each output meets one element.
     text = entry(
@@ -216,7 +264,10 @@ FORWARD = {"block_q": 1024, "block_kv": 1024, "block_kv_compute": 512}
 )
 def test_splash_attention_skips_blocks(kernel, tables, settings, integers, blocks, products):
     text = splash(kernel, tables, settings, integers=integers)
-    assert costs(text)["a"].flops == products * 2 * 4 * 128 * blocks * 1024**2
+    found = costs(text)["a"]
+    assert found.flops == products * 2 * 4 * 128 * blocks * 1024**2
+    assert (found.attention.width, found.attention.is_backward) == (128, "fwd" not in kernel)
+    assert found.vector_ops == {2: 9, 3: 10, 4: 11}[products] * 4 * blocks * 1024**2
 
 
 def test_a_pallas_kernel_that_states_its_flops():

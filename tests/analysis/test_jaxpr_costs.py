@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from spmd_trainer import sharding
@@ -49,3 +50,40 @@ def test_one_branch_counts():
         return jax.lax.cond(flag, lambda: x @ w, lambda: x)
 
     assert flops(choose, True, X, W) == ONE
+
+
+def test_dots_with_batch_dimensions_count_apart():
+    heads = jnp.ones((4, 8, 16))
+
+    def attend(x, w):
+        return jnp.einsum("hqd,hkd->hqk", x, x @ w)
+
+    found = jaxpr_costs.dot_costs(jax.jit(attend).trace(heads, W).jaxpr.jaxpr)
+    assert found.batched_flops == 4 * 2 * 8 * 8 * 16
+    assert found.flops == found.batched_flops + 4 * ONE
+    assert found.batched_bytes == 4 * 4 * (8 * 16 + 8 * 16 + 8 * 8)  # float32
+
+
+def test_kernels_count_apart_for_each_step_of_their_grid():
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    def product(x, w):
+        return pl.pallas_call(
+            kernel,
+            grid=(2,),
+            in_specs=[pl.BlockSpec((4, 16), lambda i: (i, 0)), pl.BlockSpec((16, 16), lambda i: (0, 0))],
+            out_specs=pl.BlockSpec((4, 16), lambda i: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((8, 16), jnp.float32),
+        )(x, w)
+
+    found = jaxpr_costs.dot_costs(jax.jit(product).trace(X, W).jaxpr.jaxpr)
+    assert (found.flops, found.kernel_flops) == (0.0, ONE)
+
+
+def test_what_a_loop_stacks_counts():
+    def layers(x, w):
+        return jax.lax.scan(lambda c, _: (c @ w, c), x, length=5)
+
+    found = jaxpr_costs.dot_costs(jax.jit(layers).trace(X, W).jaxpr.jaxpr)
+    assert found.stacked_bytes == 5 * X.nbytes

@@ -62,6 +62,34 @@ def test_a_slice_without_wrap_around_links_is_a_line():
     assert seconds(torus(V5P, 4, 4, 4), "all-gather", rows(16, 4)) == (pytest.approx(MB * 3 / 4 / 200e9), 0)
 
 
+def test_a_slice_that_is_no_whole_cubes_has_no_wrap_around_links():
+    # v5p: the ends of a dimension of 4 chips are linked in 4 x 4 x 4, and not in 2 x 2 x 4.
+    assert seconds(torus(V5P, 2, 2, 4), "all-gather", rows(4, 4)) == (pytest.approx(MB * 3 / 4 / 100e9), 0)
+    assert seconds(torus(V5P, 4, 4, 8), "all-gather", rows(16, 8)) == (pytest.approx(MB * 7 / 8 / 200e9), 0)
+    shifted = [[4 * row + n, 4 * row + (n + 3) % 4] for row in range(4) for n in range(4)]
+    # Three of four pairs are neighbours, and the fourth is three hops apart.
+    assert seconds(torus(V5P, 2, 2, 4), "collective-permute", shifted) == (pytest.approx(1.5 * MB / 100e9), 0)
+
+
+def latency(found, kind, groups):
+    return found.latency(Collective(kind, 1, MB, np.array(groups)))
+
+
+def test_the_latency_of_a_torus_is_that_of_the_hops():
+    assert latency(torus(V5E, 16, 16), "all-gather", rows(16, 16)) == pytest.approx(8e-6)
+    assert latency(torus(V5E, 16, 16), "all-reduce", rows(1, 256)) == pytest.approx(2 * 16e-6)
+    assert latency(torus(V5E, 4, 4), "all-gather", rows(4, 4)) == pytest.approx(3e-6)
+    assert latency(torus(V5E, 16, 16), "collective-permute", [[0, 1], [1, 0]]) == pytest.approx(1e-6)
+    assert latency(torus(V5E, 16, 16), "all-gather", rows(256, 1)) == 0
+
+
+def test_the_latency_of_gpus_is_that_of_the_networks_they_use():
+    hosts = cluster(4, 8)
+    assert latency(hosts, "all-gather", rows(4, 8)) == pytest.approx(40e-6)
+    assert latency(hosts, "all-gather", rows(4, 8).T) == pytest.approx(203e-6)
+    assert latency(hosts, "all-reduce", rows(1, 32)) == pytest.approx(243e-6)
+
+
 def test_a_group_over_several_dimensions_uses_the_links_of_all():
     assert seconds(torus(V5E, 16, 16), "all-gather", rows(1, 256)) == (pytest.approx(MB * 255 / 256 / 200e9), 0)
     assert seconds(torus(V5P, 4, 4, 4), "all-gather", rows(1, 64)) == (pytest.approx(MB * 63 / 64 / 600e9), 0)

@@ -18,7 +18,7 @@ def test_the_compiler_is_told_of_an_h100():
     text = nvidia.target_config(BY_TOPOLOGY["h100"].gpu)
     for fact in (
         "core_count: 132",
-        "cuda_compute_capability { major: 9 minor: 0 }",
+        "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }",
         "device_memory_size: 84942979072",
         "memory_bandwidth: 3352320000000",
         "shared_memory_per_core: 233472",
@@ -27,6 +27,16 @@ def test_the_compiler_is_told_of_an_h100():
     ):
         assert fact in text
     assert text.count("{") == text.count("}")
+    assert "feature_extension" not in nvidia.target_config(BY_TOPOLOGY["a100"].gpu)
+
+
+@pytest.mark.parametrize(
+    ("topology", "meant"),
+    [("h10:1x8", "did you mean h100"), ("H200:1x8", "did you mean h200"), ("v5:2x2", "did you mean v5")],
+)
+def test_the_nearest_chip_is_named(topology, meant):
+    with pytest.raises(UserError, match=meant):
+        topology_devices(topology)
 
 
 @pytest.mark.parametrize("topology", ["h100", "h100:8", "h100:1x2x8", "h100:0x8", "h100:1x8x"])

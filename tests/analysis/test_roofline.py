@@ -5,9 +5,11 @@ import types
 
 import pytest
 
-from spmd_trainer.analysis import roofline
+from spmd_trainer.analysis import achieved, hlo_costs, hlo_kernels, links, roofline
+from spmd_trainer.analysis.chips import chip
 
 V5E_FLOPS, V5E_MEMORY, V5E_LINK = 197e12, 819e9, 50e9
+V5E = achieved.TPU_V5E
 # A product, a sum, an asynchronous copy, an all-gather over 'data' and an all-reduce over 'mdl', all in a loop of 3.
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -79,10 +81,24 @@ def test_the_range_is_from_all_hidden_to_nothing_hidden(estimate):
     # Here the links take longest.
     assert estimate.shortest == estimate.inside_seconds
     assert estimate.longest == pytest.approx(
-        estimate.matrix_seconds + estimate.memory_seconds + estimate.inside_seconds
+        estimate.matrix_flops / V5E.products
+        + estimate.vector_seconds
+        + estimate.memory_seconds / V5E.memory
+        + estimate.inside_seconds / V5E.links
+        + estimate.latency_seconds
     )
     assert estimate.shortest < estimate.middle < estimate.longest
     assert estimate.record()["middle"] == estimate.middle
+
+
+def test_sums_take_the_vector_units(estimate):
+    # The sum, and the counter of the loop.
+    assert estimate.vector_seconds == pytest.approx(3 * (SIDE**2 + 1) / links.machine("TPU v5 lite").vector_ops)
+
+
+def test_each_collective_has_the_latency_of_its_hops(estimate):
+    # Half of a ring of 16 for the all-gather, twice that for the all-reduce.
+    assert estimate.latency_seconds == pytest.approx(3 * (8 + 2 * 8) * 1e-6)
 
 
 def test_permutations_in_both_directions_overlap():
@@ -102,11 +118,37 @@ def test_permutations_in_both_directions_overlap():
     assert found.shortest == pytest.approx(gather + one)
 
 
-def test_the_longest_step_has_products_at_the_measured_rate():
-    found = roofline.estimate(PROGRAM, devices("TPU v6 lite"), {"mdl": 16, "data": 16})
-    assert found.matrix_seconds == pytest.approx(3 * 2 * SIDE**3 / 918e12)
-    assert found.measured_matrix_seconds == pytest.approx(3 * 2 * SIDE**3 / 827.5e12)
-    assert found.longest == pytest.approx(found.measured_matrix_seconds + found.memory_seconds + found.inside_seconds)
+def cost(flops, *, float32=0.0, attention=None):
+    return hlo_costs.InstructionCost(None, 1, flops, 0, False, float32, 0.0, attention)
+
+
+@pytest.mark.parametrize(
+    ("kind", "work", "at_peak", "achieved_rate"),
+    [
+        ("TPU v6 lite", cost(1e12), 1e12 / 918e12, 827.5e12),
+        ("NVIDIA H100 80GB HBM3", cost(1e12), 1e12 / 989e12, 794.5e12),
+        # TF32 has half the rate of bfloat16; TPUs take float32 operands as bfloat16.
+        ("NVIDIA H100 80GB HBM3", cost(1e12, float32=1e12), 2e12 / 989e12, 794.5e12 / 2),
+        ("TPU v6 lite", cost(1e12, float32=1e12), 1e12 / 918e12, 827.5e12),
+        # Heads of width 128 fill half of a matrix unit of 256 x 256.
+        ("TPU v6 lite", cost(1e12, attention=hlo_kernels.Attention(1e12, False, 128)), 2e12 / 918e12, 827.5e12 / 2),
+        ("TPU v6 lite", cost(1e12, attention=hlo_kernels.Attention(1e12, False, 256)), 1e12 / 918e12, 827.5e12),
+        ("TPU v5", cost(1e12, attention=hlo_kernels.Attention(1e12, False, 128)), 1e12 / 459e12, 0.92296 * 459e12),
+        (
+            "TPU v5",
+            cost(1e12, attention=hlo_kernels.Attention(1e12, False, 192)),
+            4e12 / 3 / 459e12,
+            0.92296 * 459e12 * 0.75,
+        ),
+        # cuDNN's attention has its own measured rates.
+        ("NVIDIA H200", cost(1e12, attention=hlo_kernels.Attention(1e12, False, 128)), 1e12 / 989e12, 609e12),
+        ("NVIDIA H200", cost(1e12, attention=hlo_kernels.Attention(1e12, True, 128)), 1e12 / 989e12, 499e12),
+        ("NVIDIA B200", cost(1e12, attention=hlo_kernels.Attention(1e12, True, 128)), 1e12 / 2250e12, 1745e12),
+    ],
+)
+def test_products_at_the_peak_and_at_measured_rates(kind, work, at_peak, achieved_rate):
+    found = roofline._matrix_seconds(work, chip(kind), links.machine(kind))
+    assert found == (pytest.approx(at_peak), pytest.approx(1e12 / achieved_rate, rel=1e-4))
 
 
 def test_the_text_names_the_range_and_the_longest_collectives(estimate):

@@ -113,17 +113,23 @@ def write_safetensors(path):
 
 
 WRITERS = {
-    "a Parquet file": (write_parquet, r"GrainStreamInput reads it through grain\.experimental\.ParquetIterDataset"),
-    "an Arrow file": (write_feather, "No input here reads it"),
-    "an Arrow file ": (write_arrow_stream, "No input here reads it"),
-    "an ArrayRecord file": (write_array_record, "GrainInput reads it through .*ArrayRecordDataSource"),
-    "a TFRecord file": (write_tfrecord, "TfRecordInput reads it"),
-    "compressed by gzip": (lambda path: path.write_bytes(gzip.compress(TEXT)), "`gunzip`"),
+    "a Parquet file": (
+        write_parquet,
+        r"CorpusInput reads a text column .*GrainStreamInput reads it through grain\.experimental\.ParquetIterDataset",
+    ),
+    "an Arrow file": (write_feather, "CorpusInput reads a text column"),
+    "an Arrow file ": (write_arrow_stream, "CorpusInput reads a text column"),
+    "an ArrayRecord file": (
+        write_array_record,
+        "CorpusInput reads it if each record is a text.*GrainInput reads it through .*ArrayRecordDataSource",
+    ),
+    "a TFRecord file": (write_tfrecord, "TfRecordInput reads it, and CorpusInput"),
+    "compressed by gzip": (lambda path: path.write_bytes(gzip.compress(TEXT)), "`gunzip`.*CorpusInput"),
     "compressed by bzip2": (lambda path: path.write_bytes(bz2.compress(TEXT)), "`bunzip2`"),
     "compressed by xz": (lambda path: path.write_bytes(lzma.compress(TEXT)), "`unxz`"),
-    "compressed by Zstandard": (write_zstd, "`unzstd`"),
+    "compressed by Zstandard": (write_zstd, "`unzstd`.*CorpusInput"),
     "a ZIP archive": (write_zip, "`unzip`"),
-    "a tar archive": (write_tar, "`tar -x`"),
+    "a tar archive": (write_tar, "`tar -x`.*CorpusInput"),
     "a NumPy array": (write_npy, r"ArrayInput takes what numpy\.load gives"),
     "an archive of NumPy arrays": (write_npz, r"ArrayInput takes what numpy\.load gives"),
     "an HDF5 file": (write_hdf5, "ArrayInput takes"),
@@ -250,7 +256,9 @@ def test_text_with_nul_is_read_when_told_to(tmp_path):
 
 def test_record_files_name_another_format(tmp_path):
     write_parquet(tmp_path / "x.tfrecord")
-    with pytest.raises(UserError, match=r"x\.tfrecord is a Parquet file, not TFRecord\. GrainStreamInput reads it"):
+    with pytest.raises(
+        UserError, match=r"x\.tfrecord is a Parquet file, not TFRecord\. CorpusInput reads a text column"
+    ):
         record_files.RecordFiles(str(tmp_path / "*.tfrecord"))
     write_array_record(tmp_path / "y.tfrecord")
     with pytest.raises(UserError, match=r"y\.tfrecord is an ArrayRecord file, not TFRecord"):

@@ -7,7 +7,7 @@ import trained_helpers
 from absl import logging
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import attention_kernels, plan, train
+from spmd_trainer.programs import attention_kernels, plan, run_directory, train
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_config import make_run_config
 
@@ -48,10 +48,13 @@ def verbose():
 
 
 @pytest.mark.usefixtures("verbose")
-def test_a_run_logs_its_kernels_and_adds_them_to_its_report(tmp_path, caplog):
+def test_a_run_logs_its_kernels_and_adds_them_to_its_report(tmp_path, caplog, monkeypatch):
     exp, override = FUSED
+    written, write = [], run_directory.write_report
+    monkeypatch.setattr(run_directory, "write_report", lambda *args: (written.append(args), write(*args)))
     train.train(trained_helpers.make_job(tmp_path / "run", exp=exp, fields=(override, "task.train.num_train_steps=1")))
     assert "attention kernel: reference" in caplog.messages
+    assert len(written) == 1
     report = json.loads((tmp_path / "run" / "sharding_report.json").read_text())
     assert report["about"]["attention kernel"] == "reference"
     assert "attention kernel: reference" in (tmp_path / "run" / "sharding_report.txt").read_text()

@@ -135,7 +135,7 @@ def test_the_mesh_the_processes_and_the_batch_are_told_as_such(tmp_path, warning
 def describe(job):
     """Writes what a training run writes into its directory when it starts."""
     config = job.config
-    run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines(), job.sharding_report())
+    run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines())
 
 
 def test_a_training_run_in_a_used_directory_tells_what_changed(tmp_path, warnings):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 from typing import ClassVar
 
 import jax
@@ -169,6 +170,13 @@ def test_devices_that_the_rule_has_no_mesh_for_are_refused_with_the_way_out(tmp_
     run = job(tmp_path, LosesDevices())
     with pytest.raises(UserError, match=r"7 devices can't carry the mesh .*override mesh_for_devices in LosesDevices"):
         elastic.rebuild(run, jax.devices()[:7], None)
+
+
+def test_devices_of_several_slices_are_divided_over_the_outermost_axis(tmp_path):
+    run = job(tmp_path, LosesDevices())
+    devices = [types.SimpleNamespace(platform="tpu", slice_index=n // 3) for n in range(6)]
+    with pytest.raises(UserError, match=r"on 2 slices: .*'data' has size 3; give it a multiple of 2"):
+        elastic.rebuild(run, devices, None)
 
 
 def test_a_run_that_is_not_elastic_asks_nobody(tmp_path):

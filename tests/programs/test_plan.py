@@ -1,6 +1,7 @@
 """Plans: what the compiled train step needs, for devices that are here and for topologies that aren't."""
 
 import dataclasses
+import importlib.util
 import json
 import types
 
@@ -11,12 +12,16 @@ from etils import epath
 
 from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm import stdlib
 from spmd_trainer.partitioning import mesh_steps
 from spmd_trainer.programs import inspect_sharding, plan, start_up
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_config import make_run_config
 
 TINY = "lm.stdlib.StdlibBytesTiny"
+HAS_CUDA = importlib.util.find_spec("jax_plugins") is not None and any(
+    importlib.util.find_spec(f"jax_plugins.xla_{extra}") for extra in ("cuda12", "cuda13")
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,18 @@ def test_whether_it_fits_and_what_to_change(result):
     assert "fits in 16 GiB" in plan.plan_text(dataclasses.replace(result, memory=16 * plan.GIB))
 
 
+def test_a_gpu_keeps_a_part_of_its_memory(result):
+    def with_share(share, kind="NVIDIA H100 80GB HBM3"):
+        return dataclasses.replace(result, kind=kind, memory=int(result.total / share))
+
+    assert with_share(0.94).fits
+    assert not with_share(0.96).fits
+    assert with_share(0.96, "TPU v5e").fits
+    assert "DOES NOT FIT" in (text := plan.plan_text(with_share(0.96)))
+    assert "(96%; JAX can take 95%)" in text
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in text
+
+
 def test_a_gpu_s_default_share_of_memory_is_pointed_out(result):
     whole = dataclasses.replace(result, kind="NVIDIA H100 80GB HBM3", memory=int(result.total / 0.9))
     assert "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes only 75%" in plan.plan_text(whole)
@@ -98,6 +115,41 @@ def test_the_plan_is_printed_and_written(job, capsys):
     record = json.loads((job.config.job_log_dir / "plan.json").read_text())
     assert record["chips"] == 8
     assert record["total"] == record["arguments"] + record["temporaries"] + record["outputs"]
+    page = (job.config.job_log_dir / "plan.html").read_text()
+    assert "lm.stdlib.StdlibBytesTiny" in page
+    assert '"name":"optimizer state"' in page
+
+
+def test_a_plan_that_does_not_fit_is_printed_and_then_refused(job, result, monkeypatch, capsys, tmp_path):
+    config = dataclasses.replace(job.config, topology="h100:1x8", job_log_dir=epath.Path(tmp_path))
+    small = dataclasses.replace(result, kind="NVIDIA H100 80GB HBM3", memory=result.total, least_chips=3)
+    monkeypatch.setattr(plan, "plan", lambda job: small)
+    with pytest.raises(UserError, match=r"doesn't fit h100:1x8: it needs .* per chip.*fills the memory of 3 chips"):
+        plan.write_plan(dataclasses.replace(job, config=config))
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
+
+
+def test_the_state_alone_says_how_many_chips_are_too_few(job, monkeypatch):
+    state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
+    assert plan._least_chips(job) is None, "the memory of host devices is not known"
+    planned = dataclasses.replace(job, config=dataclasses.replace(job.config, topology="v5e:2x4"))
+    monkeypatch.setattr(plan, "_memory", lambda topology: state // 3)
+    assert plan._least_chips(planned) == 4
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed")
+def test_a_tiny_step_is_planned_for_a_gpu_topology(tmp_path):
+    flags = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_tpu_scoped_vmem_limit_kib": 65536}
+    on_gpus = type("OnGpus", (stdlib.StdlibBytesTiny,), {"__module__": __name__, "XLA_FLAGS": flags})
+    config = make_run_config(on_gpus, tmp_path, mode="inspect", topology="h100:1x8")
+    result = plan.plan(Job.build(config))
+    assert (result.chips, result.kind, result.fits) == (8, "NVIDIA H100 80GB HBM3", True)
+    assert result.peak <= result.total
+    assert 0 < result.estimate.shortest < result.estimate.longest
+    assert {row.links for row in result.estimate.collectives} == {"NVLink"}
+    assert "XLA flag xla_gpu_enable_latency_hiding_scheduler=True" in plan.plan_text(result)
+    assert "xla_tpu" not in plan.plan_text(result)
 
 
 @pytest.mark.parametrize("topology", ["v5x:4x4", "v5e", "v5e:four"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from spmd_trainer.analysis.chips import chip
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import llama
 from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
+from spmd_trainer.programs import job as job_module
 from spmd_trainer.programs import plan_candidates, plan_prediction, plan_report, plan_search
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.plan_candidates import Candidate
@@ -93,9 +95,15 @@ def test_budgets(text, seconds):
     assert plan_candidates.parse_budget(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["20", "m", "0s", "-1m", "20 minutes"])
+@pytest.mark.parametrize("text", ["20", "m", "-1m", "20 minutes"])
 def test_a_budget_that_cannot_be_read(text):
     with pytest.raises(UserError, match=f"--budget={text} is not of the form 90s, 20m or 1h"):
+        plan_candidates.parse_budget(text)
+
+
+@pytest.mark.parametrize("text", ["0s", "0.0h"])
+def test_a_budget_of_no_time(text):
+    with pytest.raises(UserError, match=f"--budget={text} leaves no time to compile a candidate"):
         plan_candidates.parse_budget(text)
 
 
@@ -151,7 +159,20 @@ def fake_plan(job):
         longest=3.0 * part,
         collectives=[roofline.CollectiveTime("all-gather", ("mdl",), 1.0, "NVLink")],
     )
-    return types.SimpleNamespace(total=2**30 // part, padding=64, estimate=found, fits=True, memory=2**36)
+    return types.SimpleNamespace(
+        total=2**30 // part,
+        arguments=2**29 // part,
+        temporaries=2**29 // part,
+        outputs=0,
+        padding=64,
+        estimate=found,
+        fits=True,
+        memory=2**36,
+        kind=H100,
+        mesh=dict(job.partitioner.mesh_shape()),
+        collectives=[{"kind": "all-gather", "axes": ["mdl"], "count": 2, "bytes": 1024}],
+        memory_over_time=None,
+    )
 
 
 def test_one_candidate_is_compiled_for_its_settings(as_h100, tmp_path):
@@ -191,6 +212,8 @@ def test_a_search_ranks_and_goes_on_where_it_ended(tmp_path, as_h100, monkeypatc
     assert {str(o.candidate): o.seconds for o in again if o.compiled_in} == {
         str(o.candidate): o.seconds for o in outcomes if o.compiled_in
     }
+    # What a page shows of the front's programs is kept too.
+    assert {str(o.candidate) for o in again if o.details} == {c["name"] for c in record["candidates"] if c["front"]}
 
 
 def test_other_settings_do_not_use_what_was_kept(tmp_path, as_h100, monkeypatch):
@@ -222,6 +245,26 @@ def test_ctrl_c_keeps_what_is_known(tmp_path, as_h100, monkeypatch, capsys):
     record = json.loads((tmp_path / "plan_search.json").read_text())
     assert sum(candidate["seconds"] is not None for candidate in record["candidates"]) == 2
     assert all(c["seconds"] or c["reason"] or c["not_reached"] for c in record["candidates"])
+    assert "the search was interrupted before it was compiled" in (tmp_path / "plan.html").read_text()
+
+
+def test_ctrl_c_works_while_candidates_are_predicted(tmp_path, as_h100, monkeypatch, capsys):
+    predict, calls = plan_prediction.predict, []
+
+    def interrupted(*args, **settings):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return predict(*args, **settings)
+
+    monkeypatch.setattr(plan_prediction, "predict", interrupted)
+    config = dataclasses.replace(make_job(tmp_path).config, topology="h100:1x8", search=("mesh",))
+    with pytest.raises(UserError, match="no candidate is compiled: the search was interrupted before it was compiled"):
+        plan_search.search(dataclasses.replace(make_job(tmp_path), config=config))
+    assert not capsys.readouterr().out  # the error is the only message
+    record = json.loads((tmp_path / "plan_search.json").read_text())
+    assert sum(candidate["predicted"] > 0 for candidate in record["candidates"]) == 2
+    assert all(c["reason"] or c["not_reached"] for c in record["candidates"])
 
 
 def test_policies_that_give_the_same_program_are_compiled_once(tmp_path, as_h100, monkeypatch):
@@ -257,12 +300,54 @@ def test_state_that_does_not_fit_is_not_compiled(tmp_path, as_h100, monkeypatch)
     state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
     message = plan_report.nothing_fits(job, outcomes, 1000)
     assert "no candidate fits" in message
-    assert f"needs {-(-state // 1000)} chips" in message
+    assert f"at least {-(-state // 1000)} chips of 1000 B are needed" in message
 
 
-def test_the_budget_leaves_candidates_with_a_reason(tmp_path, as_h100):
+def test_the_least_number_of_chips_counts_temporaries(tmp_path, as_h100):
+    job = make_job(tmp_path)
+    state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
+    outcomes = [
+        Outcome(Candidate((("data", 8),)), bytes=state + rest, state_bytes=state, reason="too large", compiled_in=1.0)
+        for rest in (900, 600)
+    ]
+    message = plan_report.nothing_fits(job, outcomes, 1000)
+    assert "the smallest compiled step 600 B more on each chip" in message
+    assert f"at least {-(-state // 400)} chips of 1000 B are needed" in message
+    # The state would fit on the 8 chips, if a mesh split all of it.
+    assert "more than 8 chips of" in plan_report.nothing_fits(job, outcomes, 10 * state)
+    assert "no number of chips is enough with this batch per chip" in plan_report.nothing_fits(job, outcomes, 600)
+
+
+def test_the_budget_leaves_candidates_with_a_reason(tmp_path, as_h100, monkeypatch):
     outcomes, _ = run(make_job(tmp_path), "minibatches", budget=0.0)
-    assert {outcome.not_reached for outcome in outcomes} == {"the budget ended before it was compiled"}
+    assert {outcome.not_reached for outcome in outcomes} == {"the budget ended before it was predicted"}
+    clock = types.SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(plan_search, "time", clock)
+
+    def slow(job):
+        clock.now += 600.0
+        return fake_plan(job)
+
+    monkeypatch.setattr(plan_search.plan, "plan", slow)
+    outcomes, _ = run(make_job(tmp_path), "minibatches", budget=500.0)
+    assert sorted(outcome.not_reached for outcome in outcomes) == ["", "the budget ended before it was compiled"]
+
+
+def test_tracing_and_predicting_take_half_of_the_budget(tmp_path, as_h100, monkeypatch):
+    clock = types.SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(plan_search, "time", clock)
+    monkeypatch.setattr(plan_search.plan, "plan", fake_plan)
+    predict = plan_prediction.predict
+
+    def slow(*args, **settings):
+        clock.now += 30.0
+        return predict(*args, **settings)
+
+    monkeypatch.setattr(plan_prediction, "predict", slow)
+    outcomes, _ = run(make_job(tmp_path), "mesh", budget=200.0)
+    assert sum(outcome.predicted > 0 for outcome in outcomes) == 4  # the fourth ends after 120 s
+    assert sum(outcome.compiled_in > 0 or outcome.seconds is not None for outcome in outcomes) == 4
+    assert sum(outcome.not_reached == "the budget ended before it was predicted" for outcome in outcomes) == 6
 
 
 def outcome(seconds, num_bytes, rows=8):
@@ -296,28 +381,40 @@ def test_a_candidate_that_cannot_be_compiled_is_left_out(tmp_path, as_h100, monk
 def test_a_file_that_is_no_record_of_a_search_is_replaced(tmp_path, as_h100, monkeypatch, text):
     job = make_job(tmp_path)
     store = plan_report.Store(job, ())
-    (tmp_path / plan_report.FILE).write_text(text.replace("KEY", store._key))
+    (tmp_path / plan_report.FILE).write_text(text.replace("KEY", store.key))
     outcomes = plan_search.Search(job, ()).outcomes
     store.read(outcomes)
     assert not any(outcome.is_known for outcome in outcomes)
     store.write(outcomes)
-    assert json.loads((tmp_path / plan_report.FILE).read_text())["key"] == store._key
+    assert json.loads((tmp_path / plan_report.FILE).read_text())["key"] == store.key
 
 
 def test_the_key_covers_what_changes_a_program_or_its_estimate(tmp_path, monkeypatch):
     job = make_job(tmp_path)
-    keys = [plan_report.Store(job, ())._key, plan_report.Store(make_job(tmp_path, num_minibatches=2), ())._key]
-    assert plan_report.Store(make_job(tmp_path), ())._key == keys[0]
+    keys = [plan_report.Store(job, ()).key, plan_report.Store(make_job(tmp_path, num_minibatches=2), ()).key]
+    assert plan_report.Store(make_job(tmp_path), ()).key == keys[0]
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "--xla_of_this_test=1")
-            keys.append(plan_report.Store(job, ())._key)
+            keys.append(plan_report.Store(job, ()).key)
     with monkeypatch.context() as patch:
         patch.setattr(links, "MACHINES", links.MACHINES[1:])
-        keys.append(plan_report.Store(job, ())._key)
+        keys.append(plan_report.Store(job, ()).key)
     for partitioner in (ShardMapPartitioner("dp"), ShardMapPartitioner("fsdp")):
-        keys.append(plan_report.Store(dataclasses.replace(job, partitioner=partitioner), ())._key)
+        keys.append(plan_report.Store(dataclasses.replace(job, partitioner=partitioner), ()).key)
     assert len(set(keys)) == len(keys) == 7
+
+
+def test_the_key_is_the_same_in_another_process(tmp_path, monkeypatch):
+    """Flax' default of `parent` is printed with its address."""
+    job = make_job(tmp_path)
+    lines, keys = job.config.experiment.lines(), []
+    for address in ("0x7fac755454d0", "0x7f16dd8408d0"):
+        other = [re.sub(r"0x[0-9a-f]+", address, line) for line in lines]
+        assert other != lines
+        monkeypatch.setattr(type(job.config.experiment), "lines", lambda self, other=other: other)
+        keys.append(plan_report.Store(job, ()).key)
+    assert keys[0] == keys[1]
 
 
 def test_a_second_search_knows_the_programs_of_the_first(tmp_path, as_h100, monkeypatch):
@@ -336,6 +433,33 @@ def test_a_second_search_knows_the_programs_of_the_first(tmp_path, as_h100, monk
         assert outcomes[0].seconds is not None
         assert outcomes[1].reason == "the same program as with save_nothing"
     assert len(compiled) == 1
+
+
+def test_a_search_starts_from_a_mesh_that_the_topology_allows(tmp_path, monkeypatch):
+    """`build_job` goes on where the mesh without a search can't be built."""
+    build, tried = Job.build.__func__, []
+
+    def refuse(cls, config):
+        tried.append(config.mesh)
+        if config.mesh is None:
+            raise UserError("this mesh doesn't fit the network")
+        return build(cls, config)
+
+    def make_mesh(sizes, devices):
+        if sizes["replica"] > 2:
+            raise ValueError("doesn't fit the network either")
+
+    monkeypatch.setattr(Job, "build", classmethod(refuse))
+    monkeypatch.setattr(plan_search, "topology_devices", lambda topology, slices: jax.devices())
+    monkeypatch.setattr(plan_search, "mesh_over_slices", make_mesh)
+    config = make_run_config(EXPERIMENT, tmp_path, mode="plan", search=("mesh",))
+    with pytest.raises(UserError, match="this mesh doesn't fit"):
+        plan_search.build_job(config)  # without a topology there is no search
+    monkeypatch.setattr(job_module, "topology_devices", lambda topology, slices: jax.devices())
+    found = plan_search.build_job(dataclasses.replace(config, topology="h100:1x8"))
+    assert dict(found.partitioner.mesh_shape()) == {"replica": 2, "data": 4, "mdl": 1}
+    with pytest.raises(UserError, match="this mesh doesn't fit"):
+        plan_search.build_job(dataclasses.replace(config, topology="h100:1x8", search=("remat",)))
 
 
 def test_gpu_meshes_are_not_divided_over_slices(tmp_path, as_h100):
@@ -357,6 +481,31 @@ def test_the_flags_of_the_best_are_complete(tmp_path, as_h100, monkeypatch):
     assert lines[-1].strip().startswith("set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
     found.bytes = memory // 2
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in plan_report.report_text(job, [found])
+
+
+@pytest.mark.parametrize("by_compiler", [True, False])
+def test_what_needs_more_memory_than_one_that_does_not_fit_is_left_out(tmp_path, as_h100, monkeypatch, by_compiler):
+    compiled = []
+
+    def too_large(job):
+        compiled.append(job.partitioner.num_minibatches)
+        if by_compiler:
+            raise UserError("the train step doesn't fit:\ntable") from jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        found = fake_plan(job)
+        return types.SimpleNamespace(**{**vars(found), "fits": False, "total": 2**40, "arguments": 1, "temporaries": 2})
+
+    monkeypatch.setattr(plan_search.plan, "plan", too_large)
+    job = make_job(tmp_path, overrides=("train_datasets[0].batch_size.global_batch_size=8",))
+    found = plan_search.Search(job, ("minibatches",))
+    # So that the one with the most minibatches is compiled first.
+    monkeypatch.setattr(plan_search.Search, "_next", lambda self: next((o for o in outcomes if not o.is_known), None))
+    outcomes = found.outcomes[::-1]
+    found.run(1000.0, plan_report.Store(job, ("minibatches",)))
+    assert compiled == [8]
+    assert [o.candidate.minibatches for o in outcomes] == [8, 4, 2, 1]
+    assert all("8 minibatches doesn't fit, and this one has no fewer rows" in o.reason for o in outcomes[1:])
+    assert outcomes[0].reason.startswith("the train step doesn't fit:" if by_compiler else "needs 1.0 TiB of")
+    assert "\n" not in outcomes[0].reason
 
 
 def test_the_bound_does_not_write_frozen_variables(tmp_path):

@@ -11,19 +11,8 @@ from spmd_trainer.programs import run_directory
 EXPERIMENT = "my.experiments.Exp"
 
 
-class Report:
-    def text(self):
-        return "text\n"
-
-    def json(self):
-        return "{}\n"
-
-    def html(self):
-        return "<!doctype html>\n"
-
-
 def describe(directory):
-    run_directory.describe(directory, EXPERIMENT, ["a: 1"], Report())
+    run_directory.describe(directory, EXPERIMENT, ["a: 1"])
 
 
 def cut_short(text, keep):

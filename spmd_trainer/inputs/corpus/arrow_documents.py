@@ -1,0 +1,170 @@
+"""Arrow files: those of `datasets.Dataset.save_to_disk`, and others in the stream or the file format.
+
+Needs pyarrow: extra `data`.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs.corpus.arrow_rows import damage, documents_of
+from spmd_trainer.inputs.corpus.documents import BadRecord, Record
+from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.local_copies import local_copy
+from spmd_trainer.storage import reading
+
+STATE_FILE = "state.json"
+_FILE_FORMAT = b"ARROW1"
+_MAX_OPEN = 8
+
+
+def files_of_folder(folder: str) -> list[str]:
+    """Returns the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote.
+
+    Raises:
+      UserError: its state.json can't be read, or the rows are reordered by an indices mapping.
+    """
+    path = os.path.join(folder, STATE_FILE)
+    try:
+        state = json.loads(reading.read(path))
+        if state.get("_indices_data_files"):
+            raise UserError(f"{folder} has an indices mapping: call flatten_indices() before save_to_disk()")
+        return [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is no state.json of a saved dataset: {error}") from error
+
+
+class ArrowDocuments(FileSource):
+    """Rows of Arrow files, mapped into memory and read by number. A chunk is a record batch.
+
+    A file of an object store is copied to the cache folder first.
+    """
+
+    def __init__(self, paths: Sequence[str], column: str = "text"):
+        """Opens each file once.
+
+        Args:
+          paths: the files.
+          column: see `documents.Documents`.
+
+        Raises:
+          UserError: pyarrow isn't installed; or a file can't be read, is damaged, or has no such column; names the file.
+        """
+        super().__init__(paths)
+        self._column = column
+        self._open: collections.OrderedDict[int, Sequence[Any]] = collections.OrderedDict()
+        self._chunks: list[tuple[int, int]] = []
+        counts: list[int] = []
+        for index in range(len(self.paths)):
+            sizes = self._batch_sizes(index)
+            self._chunks += [(index, number) for number in range(len(sizes))]
+            counts += sizes
+        if not sum(counts):
+            raise UserError(
+                f"{self.size_text} hold no rows, the first is {self.paths[0]}; give at least one with text in it"
+            )
+        self._counts = np.array(counts, np.int64)
+        self._ends = np.cumsum(self._counts)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def random_access(self) -> bool:
+        return True
+
+    def chunk_sizes(self) -> np.ndarray:
+        return self._counts
+
+    def read(self, numbers: np.ndarray) -> list[Record]:
+        chunks = np.searchsorted(self._ends, numbers, side="right")
+        rows = np.asarray(numbers) - (self._ends - self._counts)[chunks]
+        return [self._record(int(chunk), int(row)) for chunk, row in zip(chunks, rows, strict=True)]
+
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        for row in range(start, int(self._counts[chunk])):
+            yield self._record(chunk, row)
+
+    def _record(self, chunk: int, row: int) -> Record:
+        index, number = self._chunks[chunk]
+        where = f"{self.paths[index]} record batch {number + 1}, row {row + 1}"
+        try:
+            batch = self._batches(index)[number].slice(row, 1)
+            batch.validate(full=True)  # damaged offsets would crash the process
+            (record,) = documents_of(batch, self._column, lambda _: where)
+            return record
+        except damage() as error:
+            return BadRecord(where, f"can't be read: {error}")
+
+    def _batch_sizes(self, index: int) -> list[int]:
+        try:
+            batches = self._batches(index)
+            return [len(batches[number]) for number in range(len(batches))]
+        except damage() as error:
+            raise _unreadable(self.paths[index], error) from error
+
+    def _batches(self, index: int) -> Sequence[Any]:
+        """Returns the record batches of a file, with the one column that is needed."""
+        if index not in self._open:
+            while len(self._open) >= _MAX_OPEN:
+                self._open.popitem(last=False)
+            self._open[index] = self._read(self.paths[index])
+        self._open.move_to_end(index)
+        return self._open[index]
+
+    def _read(self, path: str) -> Sequence[Any]:
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise UserError(f"{path}: Arrow files need pyarrow: pip install 'spmd-trainer[data]'") from error
+        try:
+            mapped = pyarrow.memory_map(local_copy(path))
+            is_file = mapped.read(len(_FILE_FORMAT)) == _FILE_FORMAT
+            mapped.seek(0)
+            options = pyarrow.ipc.IpcReadOptions(use_threads=False)
+            opened = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+            reader = opened(mapped, options=options)
+            names = list(reader.schema.names)
+            column = self._column if self._column in names else self._column.partition(".")[0]
+            if column not in names:
+                raise UserError(
+                    f"{path} has no column {self._column!r}{did_you_mean(self._column, names)}; its columns are "
+                    f"{', '.join(map(repr, names))}"
+                )
+            return _FileBatches(reader, column) if is_file else [batch.select([column]) for batch in reader]
+        except damage() as error:
+            raise _unreadable(path, error) from error
+
+
+class _FileBatches(Sequence[Any]):
+    """Record batches of a file in the file format. One is held at a time: those of a compressed file are not mapped."""
+
+    def __init__(self, reader: Any, column: str):
+        self._reader = reader
+        self._column = column
+        self._last: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        count: int = self._reader.num_record_batches
+        return count
+
+    def __getitem__(self, number: Any) -> Any:
+        if number != self._last[0]:
+            self._last = (number, self._reader.get_batch(number).select([self._column]))
+        return self._last[1]
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    return UserError(f"{path} can't be read as Arrow: {error}. Write the file again, or leave it out")

@@ -1,0 +1,52 @@
+"""The text of a record with named fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmd_trainer.errors import did_you_mean
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
+
+
+def document_of(record: Any, column: str, where: str) -> Record:
+    """Returns the document in a record.
+
+    Args:
+      record: a mapping; any other value is bad.
+      column: the key of the text; 'a.b' is key b of the object in a. A key that contains dots itself is found too.
+      where: the record, for messages.
+    """
+    if isinstance(record, dict | Mapping) and column in record:
+        return text_document(record[column], column, where)
+    if not isinstance(record, Mapping):
+        return BadRecord(where, f"is no object with a {column!r}, but {_kind_of(record)}")
+    value: Any = record
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            keys = [key for key in value if isinstance(key, str)] if isinstance(value, Mapping) else []
+            return BadRecord(where, f"has no {column!r}{did_you_mean(name, keys)}")
+        value = value[name]
+    return text_document(value, column, where)
+
+
+def text_document(value: Any, column: str, where: str) -> Record:
+    """Returns the document of a value that should be a text: a string, or UTF-8 bytes."""
+    if isinstance(value, bytes):
+        return Document(value, where)
+    if not isinstance(value, str):
+        return BadRecord(where, f"has a {column!r} that is {_kind_of(value)}, not a text")
+    try:
+        return Document(value.encode(), where)
+    except UnicodeEncodeError as error:
+        return BadRecord(where, f"has a {column!r} with half a surrogate pair, at character {error.start}")
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, list | Mapping):
+        return "a list" if isinstance(value, list) else "an object"
+    return f"{value!r}" if isinstance(value, bool | int | float) else type(value).__name__

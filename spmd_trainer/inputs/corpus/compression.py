@@ -1,0 +1,71 @@
+"""The content of files that may be compressed by gzip or Zstandard. The latter needs zstandard: extra `data`."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from typing import Any, BinaryIO
+
+from spmd_trainer.errors import UserError
+
+GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+# Bytes of a compressed file that are read at a time; what they hold can be many times larger.
+_BLOCK = 2**16
+# What reading a damaged file raises: gzip raises EOFError, zlib.error and BadGzipFile, which is an OSError.
+DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+
+
+def decompressed(file: BinaryIO, path: str) -> BinaryIO:
+    """Returns a file's content without its compression, by its first bytes.
+
+    Raises:
+      UserError: it is compressed by Zstandard, and zstandard isn't installed.
+    """
+    head = file.read(len(ZSTANDARD))
+    file.seek(0)
+    if head.startswith(GZIP):
+        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
+    if head.startswith(ZSTANDARD):
+        try:
+            import zstandard
+        except ImportError as error:
+            raise UserError(f"{path}: .zst files need zstandard: pip install 'spmd-trainer[data]'") from error
+        return io.BufferedReader(_ZstandardFrames(zstandard, file), _BLOCK)
+    return file
+
+
+class _ZstandardFrames(io.RawIOBase):
+    """The content of all frames of a Zstandard file. A frame that is cut off is an error; the library's reader hides it."""
+
+    def __init__(self, zstandard: Any, file: BinaryIO):
+        self._zstandard = zstandard
+        self._file = file
+        self._frame: Any = None
+        self._compressed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if not self._compressed and not (read := self._file.read(_BLOCK)):
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a Zstandard frame")
+                return 0
+            elif not self._compressed:
+                self._compressed = read
+            if self._frame is None:
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(self._compressed))
+            except self._zstandard.ZstdError as error:
+                raise EOFError(str(error)) from error
+            self._compressed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

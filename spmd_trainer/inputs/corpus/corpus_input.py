@@ -1,0 +1,279 @@
+"""Language-model input over text as people have it: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, plain text, mixtures.
+
+The rows form one sequence, the same in every process: documents in the order of their sources, mixed by weight, tokenised, and
+packed window by window. Global batch n holds the next G = batch_size * num_infeed_hosts rows, and process h takes the rows
+[h * batch_size, (h + 1) * batch_size) of it. A position says where the current window begins in each source and how many of its
+rows are taken. So it is valid for any number of processes and any batch size, also for files that can only be read in order.
+
+Every process reads and tokenises all documents. If that takes too long, tokenise them ahead with `tools/prepare_text.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from praxis import base_input
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+from spmd_trainer.inputs import batches, indexed, packed_text, tokenizer_field
+from spmd_trainer.inputs.corpus import cursors, mixture, rows, saved_data, tokenise, windows
+
+# The default of `window_rows`: the first, or as many rows as hold the second number of tokens, but at least the third.
+_MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
+# Settings of the windows that a saved position must have been saved with.
+_SAVED_SETTINGS = (
+    "start_id", "seq_len", "packing", "window_rows", "shuffle", "seed", "bad_records", "weigh_by", "when_one_ends"
+)  # fmt: skip
+
+
+class CorpusInput(indexed.IndexedInput):
+    """Language-model input over documents from files of many kinds, packed into rows (see the module docstring).
+
+    Training: endless, unless the sources have `epochs`. Otherwise: every document once, then StopIteration until `reset()`. The
+    last batch is filled up with rows of weight 0, and all processes have the same number of batches. A batch has the same arrays
+    as one of `TextInput`. Documents without text are left out. A thread makes the next window while the current one is used.
+
+    Attributes:
+      source: `Documents`, or a `Mixture` of them.
+      tokenizer, eos_id, start: see `text_base.TokenizedFiles`.
+      seq_len: tokens per row, T.
+      packing: 'best_fit': pieces of at most T tokens, several in a row, each a segment. 'pad': one piece in a row. 'split': the
+        documents one after the other, cut every T tokens: no padding, and attention across documents.
+      shuffle: None: shuffle training data. False gives the documents of each source in order.
+      window_rows: rows that are packed and shuffled together; more pack better, and take more memory. None: 256, or fewer if they
+        would hold more than 4,194,304 tokens, but at least 32.
+      bad_records: 'raise': a record that can't be read or encoded is an error with its file and number. 'skip': it is left out,
+        counted in `skipped` and logged.
+    """
+
+    source: Any = None
+    tokenizer: Any = None
+    eos_id: int | None = None
+    start: str = "eos"
+    seq_len: int = 0
+    packing: str = rows.BEST_FIT
+    shuffle: bool | None = None
+    window_rows: int | None = None
+    bad_records: str = tokenise.RAISE
+    start_id: int | None = dataclasses.field(default=None, init=False, repr=False)
+    sources: Any = dataclasses.field(default=None, init=False, repr=False)
+    _model_vocab_size: int | None = dataclasses.field(default=None, init=False, repr=False)
+    _at: Any = dataclasses.field(default=None, init=False, repr=False)
+    _window: Any = dataclasses.field(default=None, init=False, repr=False)
+    _thread: Any = dataclasses.field(default=None, init=False, repr=False)
+    _closed_thread: Any = dataclasses.field(default=None, init=False, repr=False)
+    _rows_read: int = dataclasses.field(default=0, init=False, repr=False)
+    _tokens_read: int = dataclasses.field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("seq_len")
+        if self.window_rows is not None:
+            self.require_positive("window_rows")
+        for field, allowed in (("packing", rows.PACKINGS), ("bad_records", (tokenise.RAISE, tokenise.SKIP))):
+            value = getattr(self, field)
+            if value not in allowed:
+                near = did_you_mean(str(value), allowed)
+                raise self.error(f"{field}={value!r}; set it to one of {', '.join(map(repr, allowed))}{near}")
+        try:
+            self.tokenizer = tokenizer_field.make_tokenizer(self.tokenizer, self.eos_id)
+            self.start_id = tokenizer_field.start_token(self.tokenizer, self.start)
+            self._mixture = mixture.as_mixture(self.source, is_training=self.is_training)
+            self.sources: list[mixture.OpenSource] = mixture.open_mixture(
+                self._mixture, is_training=self.is_training, shuffle=self._shuffles
+            )
+            for one in self.sources:
+                if hasattr(one.source, "check_tokenizer"):  # its documents are tokens
+                    one.source.check_tokenizer(self.tokenizer.fingerprint())
+        except ValueError as error:
+            raise self.error(first_paragraph(error)) from error
+        self._at: cursors.InputPosition = cursors.beginning(len(self.sources))
+        if self.endless or not self.is_training:
+            self.settle_reset_for_eval()
+
+    @property
+    def endless(self) -> bool:
+        return any(one.epochs is None for one in self.sources)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Always None: a finite input finds out where it ends when it gets there."""
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the tokenizer's vocabulary: tokens are below it."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def encoded_vocab_size(self) -> int:
+        """Vocabulary size that a model needs: `vocab_size` without special tokens that occur only if a text spells them."""
+        of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
+        return of_text if self.start_id is None else max(of_text, self.start_id + 1)
+
+    def limit_vocabulary(self, model_vocab_size: int) -> None:
+        """Makes a document with a token that the model has no embedding for a bad record. Call it before the first batch.
+
+        Args:
+          model_vocab_size: the model's vocabulary size; its tokens are 0 to `model_vocab_size` - 1.
+        """
+        self._model_vocab_size = model_vocab_size
+
+    @property
+    def fill(self) -> float | None:
+        """Share of the positions that hold a token, in the windows read so far; None before the first."""
+        return self._tokens_read / (self._rows_read * self.seq_len) if self._rows_read else None
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Bad records left out since the beginning of the input, by source."""
+        return {name: cursor.skipped for name, cursor in self._read_so_far.items()}
+
+    @property
+    def documents_of(self) -> dict[str, int]:
+        """Documents read since the beginning of the input, by source."""
+        return {name: cursor.documents for name, cursor in self._read_so_far.items()}
+
+    @property
+    def tokens_of(self) -> dict[str, int]:
+        """Tokens read since the beginning of the input, with those around each document, by source."""
+        return {name: cursor.tokens for name, cursor in self._read_so_far.items()}
+
+    def input_specs(self) -> NestedMap:
+        return batches.lm_input_specs(self.batch_size, self.seq_len)
+
+    def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
+        """Returns the text of the first lengths[b] of each row of ids [B, T]. End-of-text and tokens without text are dropped."""
+        del key
+        return self.tokenizer.decode(ids, lengths)
+
+    def get_next(self) -> NestedMap:
+        """Returns the next batch and advances the position.
+
+        Raises:
+          StopIteration: the input is finite and has ended; `reset()` starts over.
+          UserError: a source can't be read, or has a bad record; names the file and the record.
+        """
+        at, window, parts, given = self._at, self._window, [], 0
+        first = self.infeed_host_index * self.batch_size
+        while given < self.global_batch_size:
+            if window is None and (window := self._next_window(at)) is None:
+                break
+            count = min(self.global_batch_size - given, window.num_rows - at.row)
+            # This process' rows among the next `count` rows of the window.
+            own = np.arange(max(first, given), min(first + self.batch_size, given + count)) - given + at.row
+            parts.append(packed_text.batch_of_rows(window.table, window.order[own]))
+            filler = packed_text.batch_of_rows(window.table, window.order[-1:])
+            given += count
+            at = at._replace(row=at.row + count)
+            if at.row == window.num_rows:
+                at, window = cursors.InputPosition(window.end, 0), None
+        if not given:
+            raise StopIteration
+        self._at, self._window = at, window
+        missing = self.batch_size - sum(len(part.ids) for part in parts)
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts, *[filler] * missing)
+
+    def reset(self) -> None:
+        """Goes back to the first batch."""
+        base_input.BaseInput.reset(self)
+        self._go_to(cursors.beginning(len(self.sources)))
+
+    @property
+    def _shuffles(self) -> bool:
+        return self.is_training if self.shuffle is None else self.shuffle
+
+    @property
+    def _settings(self) -> windows.WindowSettings:
+        limits = (self.vocab_size, self._model_vocab_size or self.vocab_size)
+        return windows.WindowSettings(
+            encoder=tokenise.Encoder(self.tokenizer, min(limits)),
+            eos_id=self.tokenizer.eos_id,
+            start_id=self.start_id,
+            seq_len=self.seq_len,
+            packing=self.packing,
+            window_rows=self.window_rows or max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_TOKENS // self.seq_len)),
+            shuffle=self._shuffles,
+            seed=self.seed,
+            bad_records=self.bad_records,
+            weigh_by=self._mixture.weigh_by,
+            when_one_ends=self._mixture.when_one_ends,
+        )
+
+    @property
+    def _read_so_far(self) -> dict[str, cursors.SourceCursor]:
+        window = self._window
+        cursor = self._at.cursor if window is None else window.end
+        return {one.name: source for one, source in zip(self.sources, cursor.sources, strict=True)}
+
+    def _next_window(self, at: cursors.InputPosition) -> windows.Window | None:
+        """Returns the window at a position; None after the last."""
+        if self._thread is None:
+            # An error without a reference to this input, which could otherwise not be collected while the thread runs.
+            prefix = str(self.error(""))
+            maker = windows.WindowMaker(self.sources, self._settings, at.cursor, lambda text: UserError(prefix + text))
+            self._thread = windows.WindowThread(maker, self.name, after=self._closed_thread)
+            self._closed_thread = None
+        try:
+            window = self._thread.next_window()
+        except BaseException:
+            self._stop()  # the next call tries again
+            raise
+        if window is None:
+            self._stop()
+            return None
+        if window.begin != at.cursor:  # an interrupted call took the window of this position, and lost it
+            self._stop()
+            return self._next_window(at)
+        if at.row >= window.num_rows:
+            raise self.error(f"the saved position is after row {at.row} of a window that has {window.num_rows} rows")
+        self._rows_read += window.num_rows
+        self._tokens_read += window.num_tokens
+        return window
+
+    def _get_state_internal(self) -> bytes:
+        position = cursors.to_json(self._at, [one.name for one in self.sources])
+        return f'{{"data": {self._data_json}, "position": {position}}}'.encode()
+
+    def _set_state_internal(self, state: bytes) -> None:
+        try:
+            saved = json.loads(state)
+            data, position = dict(saved["data"]), dict(saved["position"])
+            changes = saved_data.changes(data, self._data, self.sources)
+            at = None if changes else cursors.from_json(position, [one.name for one in self.sources])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self.error(f"this is not a saved position of this input: {state[:80]!r}") from error
+        if at is None:
+            raise self.error(
+                f"the saved position belongs to other batches: {'; '.join(changes)}. Put these back as they were, or start the "
+                "input from its beginning with task.train.enable_input_checkpointing=False"
+            )
+        self._go_to(at)
+
+    @functools.cached_property
+    def _data(self) -> dict[str, Any]:
+        """What the batches depend on besides the position, as JSON values."""
+        settings = self._settings
+        data: dict[str, Any] = {name: getattr(settings, name) for name in _SAVED_SETTINGS}
+        return saved_data.describe(data, self.tokenizer, self.sources)
+
+    @functools.cached_property
+    def _data_json(self) -> str:
+        # A mixture may name many files, and a position is asked for after every batch.
+        return json.dumps(self._data, sort_keys=True)
+
+    def _stop(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+            self._closed_thread, self._thread = self._thread, None
+
+    def _go_to(self, at: cursors.InputPosition) -> None:
+        self._stop()
+        self._window, self._at = None, at
+        self._rows_read = self._tokens_read = 0

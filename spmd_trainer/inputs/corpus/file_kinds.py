@@ -1,0 +1,123 @@
+"""The kind of a corpus' files, by their names and first bytes."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Sequence
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs import file_formats, record_files
+from spmd_trainer.inputs.corpus.compression import DAMAGE, GZIP, ZSTANDARD, decompressed
+from spmd_trainer.inputs.corpus.line_index import open_bytes
+from spmd_trainer.storage import reading
+
+SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".feather"),
+    "arrayrecord": (".arrayrecord", ".array_record", ".riegeli"),
+    "tfrecord": (".tfrecord", ".tfrecords"),
+    "tar": (".tar", ".tgz"),
+    "text": (".txt", ".md", ".py", ".text", ".html"),
+}
+TOKENS = "tokens"
+KINDS = (*SUFFIXES, TOKENS)
+_COMPRESSED = (".gz", ".zst")
+_UNREAD = {".csv": "comma", ".tsv": "tab"}
+# First bytes of files whose names don't say what they are.
+_BEGINNINGS = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    bytes.fromhex("83af70d10d884a3f"): "arrayrecord",
+    b"\xff\xff\xff\xff": "arrow",
+    b"{": "jsonl",
+}
+_TAR_SIGNATURE, _TAR_SIGNATURE_AT = b"ustar", 257
+
+
+def kind_of_all(paths: Sequence[str]) -> str:
+    """Returns the kind of all files.
+
+    Raises:
+      UserError: they are of several kinds, or the kind of one can't be told; names files.
+    """
+    kinds: dict[str, list[str]] = collections.defaultdict(list)
+    for path in paths:
+        if (kind := _kind(path)) is not None:
+            kinds[kind].append(path)
+    if not kinds:
+        raise UserError(f"{paths[0]} is empty, and its name doesn't tell its kind; set kind to one of {_listed(KINDS)}")
+    if len(kinds) > 1:
+        listed = "; ".join(f"{len(found)} of {kind!r}, e.g. {found[0]}" for kind, found in kinds.items())
+        most = max(kinds.values(), key=len)[0]
+        pattern = os.path.join(os.path.dirname(most), "*" + os.path.splitext(most)[1])
+        raise UserError(
+            f"the files are of several kinds: {listed}. Choose those of one kind by a pattern, e.g. files={pattern!r}; "
+            "or make a Documents of each kind, and a Mixture of them"
+        )
+    return next(iter(kinds))
+
+
+def is_compressed(path: str) -> bool:
+    """Returns whether a file is compressed by gzip or Zstandard, by its first bytes."""
+    return read_head(path).startswith((GZIP, ZSTANDARD))
+
+
+def read_head(path: str) -> bytes:
+    """Returns the first 4 KiB of a file.
+
+    Raises:
+      UserError: it can't be read.
+    """
+    try:
+        return reading.read(path, 0, file_formats.HEAD_BYTES)
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
+
+
+def _kind(path: str) -> str | None:
+    """Returns the kind of a file; None if it is empty, and its name tells nothing."""
+    name = os.path.basename(path).lower()
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    for kind, suffixes in SUFFIXES.items():
+        if name.endswith(suffixes):
+            return kind
+    suffix = os.path.splitext(name)[1]
+    if suffix in _UNREAD:
+        raise UserError(
+            f"{path} holds rows with {_UNREAD[suffix]}s between the columns, which no kind reads. Convert it to Parquet or JSON "
+            "lines, e.g. with pandas; kind='text' takes the file for one document"
+        )
+    head = _read_content_head(path)
+    if not head:
+        return None
+    for beginning, kind in _BEGINNINGS.items():
+        if head.lstrip().startswith(beginning):
+            return kind
+    if head[_TAR_SIGNATURE_AT:].startswith(_TAR_SIGNATURE):
+        return "tar"
+    if record_files.begins_with_record(head):
+        return "tfrecord"
+    known = [one for suffixes in SUFFIXES.values() for one in suffixes]
+    near = did_you_mean(suffix, known) if suffix else ""
+    raise UserError(
+        f"neither the name of {path} nor its first bytes tells its kind; set kind to one of {_listed(KINDS)}{near}"
+    )
+
+
+def _read_content_head(path: str) -> bytes:
+    """Returns the first bytes of a file without its compression."""
+    head = read_head(path)
+    if not head.startswith((GZIP, ZSTANDARD)):
+        return head
+    try:
+        with open_bytes(path) as file:
+            return decompressed(file, path).read(file_formats.HEAD_BYTES)
+    except DAMAGE as error:
+        raise UserError(f"{path} is damaged: {error}. Write the file again, or leave it out") from error
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return ", ".join(map(repr, kinds))

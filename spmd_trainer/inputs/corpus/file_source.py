@@ -1,0 +1,94 @@
+"""Base of the sources over files."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.documents import Record, Source
+from spmd_trainer.storage import is_remote, reading
+
+# Files that a saved position names with their sizes; of more files it has a checksum only.
+_NAMED = 64
+# Requests for sizes that wait for an object store at a time.
+_REQUESTS = 16
+
+
+class FileSource(Source):
+    """A source over files whose sizes are those when it was opened. `paths` and `sizes` are in the order of the documents."""
+
+    def __init__(self, paths: Sequence[str]):
+        """Takes the sizes of the files.
+
+        Args:
+          paths: existing files, in the order of their documents.
+
+        Raises:
+          UserError: a file can't be read; names it.
+        """
+        self.paths = tuple(paths)
+        if any(map(is_remote, self.paths)):
+            with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+                self.sizes = tuple(pool.map(_size, self.paths))
+        else:
+            self.sizes = tuple(map(_size, self.paths))
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.paths)
+
+    @property
+    def random_access(self) -> bool:
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def size_text(self) -> str:
+        return f"{len(self.paths)} file{'s' if len(self.paths) > 1 else ''} of {self.num_bytes:,} bytes"
+
+    def chunk_sizes(self) -> np.ndarray | None:
+        return None
+
+    def read(self, numbers: np.ndarray) -> list[Record]:
+        raise NotImplementedError(f"{type(self).__name__} reads documents in order only")
+
+    @functools.cached_property
+    def _named(self) -> list[tuple[str, int]]:
+        return [(os.path.basename(path), size) for path, size in zip(self.paths, self.sizes, strict=True)]
+
+    def fingerprint(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"checksum": zlib.crc32(repr(self._named).encode()), "size": self.size_text}
+        if len(self.paths) <= _NAMED:
+            found["named"] = [list(one) for one in self._named]
+        return found
+
+    def changed_text(self, before: Mapping[str, Any]) -> str:
+        if "named" not in before or len(self.paths) > _NAMED:
+            return f"{before['size']}, now {self.size_text}"
+        old, new = collections.Counter(map(tuple, before["named"])), collections.Counter(self._named)
+        # Files in different folders may have the same name.
+        gone, added = sorted((old - new).elements()), sorted((new - old).elements())
+        sizes = dict(added)
+        resized = {name: size for name, size in gone if name in sizes}
+        parts = [f"{name} is gone" for name, _ in gone if name not in resized]
+        parts += [f"{name} is new" for name, _ in added if name not in resized]
+        parts += [f"{name} had {size:,} bytes and has {sizes[name]:,}" for name, size in resized.items()]
+        return ", ".join(parts) or "their order"
+
+
+def _size(path: str) -> int:
+    try:
+        return reading.size(path)
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error

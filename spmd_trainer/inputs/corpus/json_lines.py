@@ -1,0 +1,104 @@
+"""JSON lines: a JSON object in each line. Also compressed by gzip or Zstandard; the latter needs the extra `data`.
+
+A chunk is a file. Empty lines aren't records.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.columns import document_of
+from spmd_trainer.inputs.corpus.compression import decompressed
+from spmd_trainer.inputs.corpus.documents import BadRecord, Record
+from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.indexed_files import IndexedFiles
+from spmd_trainer.inputs.corpus.line_index import LineIndex, index_lines, open_bytes
+from spmd_trainer.inputs.corpus.open_files import changed
+from spmd_trainer.storage import reading
+
+_EMPTY_LINES = (b"\n", b"\r\n")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class JsonLines(IndexedFiles):
+    """Files of JSON lines on a disk, not compressed. Lines are read by number: where each begins is found once."""
+
+    def __init__(self, paths: Sequence[str], column: str = "text"):
+        """Finds the lines.
+
+        Args:
+          paths: the files.
+          column: see `documents.Documents`.
+
+        Raises:
+          UserError: a file can't be read.
+        """
+        self._column = column
+        self._lines: dict[int, LineIndex] = {}
+        super().__init__(paths)
+
+    def find_records(self, index: int) -> np.ndarray:
+        path = self.paths[index]
+        try:
+            self._lines[index] = index_lines(path, self.sizes[index])
+        except OSError as error:
+            raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
+        starts = self._lines[index].starts
+        if starts[-1] != self.sizes[index]:
+            raise changed(path, self.sizes[index])
+        return starts
+
+    def record(self, index: int, number: int, content: bytes) -> Record:
+        return record_of(content, self._column, f"{self.paths[index]}:{self._lines[index].line_number(number)}")
+
+
+class StreamedJsonLines(FileSource):
+    """Files of JSON lines that are read in order: compressed, or in an object store, where every line would take a request."""
+
+    def __init__(self, paths: Sequence[str], column: str = "text"):
+        """Takes the files; they are opened when they are read.
+
+        Args:
+          paths: the files.
+          column: see `documents.Documents`.
+        """
+        super().__init__(paths)
+        self._column = column
+
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        path, line_number, number = self.paths[chunk], 0, 0
+        try:
+            if reading.size(path) != self.sizes[chunk]:
+                raise changed(path, self.sizes[chunk])
+            with open_bytes(path) as file:
+                for line_number, line in enumerate(decompressed(file, path), 1):
+                    if line in _EMPTY_LINES:
+                        continue
+                    number += 1
+                    if number > start:
+                        yield record_of(line, self._column, f"{path}:{line_number}")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(
+                f"{path} is damaged: {error or type(error).__name__}. The lines before are whole, the last is {line_number}. "
+                "Write the file again, or leave it out"
+            ) from error
+        except OSError as error:
+            raise UserError(f"{path} can't be read after line {line_number}: {reading.problem(path, error)}") from error
+
+
+def record_of(line: bytes, column: str, where: str) -> Record:
+    """Returns the document in a line."""
+    try:
+        return document_of(json.loads(line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode()), column, where)
+    except UnicodeDecodeError as error:
+        return BadRecord(where, f"is not UTF-8 (byte {error.start} of the line)")
+    except json.JSONDecodeError as error:
+        return BadRecord(where, f"is not JSON: {error.msg} (character {error.pos} of the line)")
+    except (ValueError, RecursionError) as error:
+        return BadRecord(where, f"is not JSON that can be read: {error}")

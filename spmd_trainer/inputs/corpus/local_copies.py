@@ -1,0 +1,113 @@
+"""The cache folder of corpora: indices of files, and local copies of files that a library reads from a disk only.
+
+The folder is `$SPMD_TRAINER_CACHE`, or `spmd-trainer` in the user's cache folder. It can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from spmd_trainer.storage import is_remote
+
+VARIABLE = "SPMD_TRAINER_CACHE"
+_COPY_BYTES = 2**24
+# Indices up to this size are held in memory.
+_HELD_BYTES = 2**23
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns the cache folder; it may not exist."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return pathlib.Path(given)
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "spmd-trainer"
+
+
+def local_copy(path: str) -> str:
+    """Returns a path on a disk with the content of a file: the path itself, or a copy of a file of an object store.
+
+    Raises:
+      OSError: the file can't be read, or the cache folder has no room.
+    """
+    if not is_remote(path):
+        return path
+    target = cache_folder() / "copies" / f"{_key(path)}-{os.path.basename(path)}"
+    if not target.exists():
+        logging.info("copying %s to %s", path, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(target) as temporary, open(temporary, "wb") as file, epath.Path(path).open("rb") as remote:
+            while block := remote.read(_COPY_BYTES):
+                file.write(block)
+    return str(target)
+
+
+def cached_index(path: str, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """Returns the index of a file: an array that `make` computes once for each size and time of change of the file.
+
+    A large one is mapped from the cache folder, so that it takes no memory until it is used. If the folder can't be written, a warning is
+    logged, and the index is kept in memory.
+
+    Args:
+      path: the file.
+      kind: what the index is, e.g. 'lines'; part of the name in the cache.
+      make: computes the array.
+    """
+    target = cache_folder() / "index" / f"{_key(path)}-{kind}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):  # it is missing, or a machine stopped while it was written
+        return _mapped(target)
+    index = make()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(target) as temporary, open(temporary, "wb") as file:
+            np.save(file, index)
+        return _mapped(target)
+    except OSError as error:
+        logging.log_first_n(
+            logging.WARNING,
+            "indices of files, e.g. of %s, can't be kept in %s, so they will be made at every start: %s",
+            1,
+            path,
+            target.parent,
+            error,
+        )
+        return index
+
+
+def _mapped(path: pathlib.Path) -> np.ndarray:
+    """Returns a stored array. Small ones are read, because a mapping keeps its file open."""
+    found: np.ndarray = np.load(path, mmap_mode="r")
+    return found if found.nbytes > _HELD_BYTES else np.array(found)
+
+
+@contextlib.contextmanager
+def _replacing(target: pathlib.Path) -> Iterator[str]:
+    """Gives a temporary path beside the target, which takes its place if all goes well."""
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".partial-")
+    os.close(handle)
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _key(path: str) -> str:
+    """Returns a name for a file as it is now."""
+    if is_remote(path):
+        found = epath.Path(path).stat()
+        stamp = f"{path}:{found.length}:{found.mtime}"
+    else:
+        status = os.stat(path)
+        stamp = f"{os.path.abspath(path)}:{status.st_size}:{status.st_mtime_ns}"
+    return hashlib.sha256(stamp.encode()).hexdigest()[:24]

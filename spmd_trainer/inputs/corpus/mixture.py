@@ -1,0 +1,221 @@
+"""Several sources of documents as one, by weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs.corpus import order
+from spmd_trainer.inputs.corpus.documents import Documents, Source
+from spmd_trainer.inputs.corpus.open_source import open_documents
+
+TOKENS, DOCUMENTS = "tokens", "documents"
+REPEAT, DROP, STOP = "repeat", "drop", "stop"
+# The name of the only source of an input without a mixture.
+ONLY = "documents"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Sources of documents, each with a weight.
+
+    The next document always comes from the source that is furthest behind its weight. So at every moment, the shares of the
+    sources are right to within one document of each, whatever the seed.
+
+    Attributes:
+      sources: {name: (Documents, weight)}, weights above 0; or {name: Documents} for all: a source then weighs what it holds, in
+        bytes if `weigh_by` is 'tokens', otherwise in documents.
+      weigh_by: 'tokens' or 'documents': of what the weights are shares.
+      temperature: the share of a source is proportional to weight ** (1 / temperature). 1: to its weight; above 1: closer to
+        equal shares.
+      when_one_ends: 'repeat': sources never end in training. 'drop': the mixture goes on with the others. 'stop': the mixture
+        ends. With 'drop' and 'stop', a source ends after its `epochs`, one if they are not set. In evaluation, every source ends
+        after its `epochs`, one if they are not set, and 'repeat' is like 'drop'.
+    """
+
+    sources: Mapping[str, Any]
+    weigh_by: str = TOKENS
+    temperature: float = 1.0
+    when_one_ends: str = REPEAT
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("weigh_by", (TOKENS, DOCUMENTS)), ("when_one_ends", (REPEAT, DROP, STOP))):
+            value = getattr(self, field)
+            if value not in allowed:
+                near = did_you_mean(str(value), allowed)
+                raise UserError(f"Mixture has {field}={value!r}; set it to {' or '.join(map(repr, allowed))}{near}")
+        if not _is_positive(self.temperature):
+            raise UserError(f"Mixture has temperature={self.temperature!r}; set it to a number above 0, e.g. 1.0")
+        if not isinstance(self.sources, Mapping) or not self.sources:
+            raise UserError("Mixture has no sources; give {name: (Documents, weight), ...}")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenSource:
+    """A source of an input, opened.
+
+    Attributes:
+      name: its name in the mixture.
+      documents: how the user named it.
+      source: its documents.
+      share: its share of the mixture, above 0; the shares of all sources sum to 1.
+      shuffle: 'global', the documents of a window, or None: in order.
+      epochs: epochs after which it ends; None: never.
+    """
+
+    name: str
+    documents: Documents
+    source: Source
+    share: float
+    shuffle: str | int | None
+    epochs: int | None
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what its order depends on besides its documents, as JSON values."""
+        named = {"column": self.documents.column, "separator": self.documents.separator}
+        return {**named, "share": self.share, "shuffle": self.shuffle, "epochs": self.epochs}
+
+
+def as_mixture(given: Any, *, is_training: bool) -> Mixture:
+    """Returns the value of an input's `source` field as a mixture: Documents alone are a mixture of one.
+
+    Raises:
+      UserError: it is neither `Documents` nor a `Mixture`.
+    """
+    if isinstance(given, Mixture):
+        return given
+    if not isinstance(given, Documents):
+        raise UserError(
+            f"source={given!r}; give Documents('corpus/*.jsonl') or Mixture({{'web': (Documents(...), 0.7), ...}})"
+        )
+    repeats = is_training and given.epochs is None
+    return Mixture({ONLY: (given, 1.0)}, when_one_ends=REPEAT if repeats else DROP)
+
+
+def open_mixture(mixture: Mixture, *, is_training: bool, shuffle: bool) -> list[OpenSource]:
+    """Opens all sources of a mixture.
+
+    Args:
+      mixture: the mixture.
+      is_training: False gives every source an end.
+      shuffle: False gives the documents of every source in order.
+
+    Raises:
+      UserError: a source can't be opened, has no weight while others have one, can't be shuffled as it asks for, or has
+        `epochs` that would have no effect; names the source.
+    """
+    entries = {name: _entry(name, given) for name, given in mixture.sources.items()}
+    opened = {name: _named(name, mixture, open_documents, documents) for name, (documents, _) in entries.items()}
+    weights = _weights(mixture, {name: weight for name, (_, weight) in entries.items()}, opened)
+    shares = _shares(weights, mixture.temperature)
+    if not all(shares):
+        raise UserError(
+            f"source {list(entries)[shares.index(0.0)]!r} of the mixture has a share of 0: its weight is too small "
+            f"beside the others, or temperature={mixture.temperature:g} is too low"
+        )
+    endless = is_training and mixture.when_one_ends == REPEAT
+    found = []
+    for (name, (documents, _)), share in zip(entries.items(), shares, strict=True):
+        wanted = documents.shuffle if shuffle else None
+        resolved = _named(name, mixture, order.resolve_shuffle, opened[name], wanted)
+        epochs = _epochs(name, documents, endless=endless)
+        found.append(OpenSource(name, documents, opened[name], share, resolved, epochs))
+    return found
+
+
+class Schedule:
+    """Chooses the source of the next document: the one with the least taken / share; of equals, the first."""
+
+    def __init__(self, shares: Sequence[float], taken: Sequence[int]):
+        """Begins where each source has given `taken` tokens or documents."""
+        self._shares = shares
+        self._ahead = [(count / share, index) for index, (count, share) in enumerate(zip(taken, shares, strict=True))]
+        heapq.heapify(self._ahead)
+
+    @property
+    def source(self) -> int | None:
+        """The index of the source whose turn it is; None if all have ended."""
+        return self._ahead[0][1] if self._ahead else None
+
+    def advance(self, taken: int) -> None:
+        """Ends the source's turn: it has now given `taken` tokens or documents in all."""
+        index = self._ahead[0][1]
+        heapq.heapreplace(self._ahead, (taken / self._shares[index], index))
+
+    def drop(self) -> None:
+        """Takes out the source whose turn it is."""
+        heapq.heappop(self._ahead)
+
+
+def _entry(name: str, given: Any) -> tuple[Documents, float | None]:
+    pair = (given, None) if isinstance(given, Documents) else given
+    if not isinstance(name, str) or not name:
+        raise UserError(f"Mixture has a source named {name!r}; name it with a text")
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Documents):
+        raise UserError(f"source {name!r} of the mixture is {given!r}; give (Documents(...), weight)")
+    documents, weight = pair
+    if weight is not None and not _is_positive(weight):
+        raise UserError(f"source {name!r} of the mixture has weight {weight!r}; give a number above 0, or leave it out")
+    return documents, None if weight is None else float(weight)
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
+
+
+def _named(name: str, mixture: Mixture, call: Any, *args: Any) -> Any:
+    """Calls a function; its UserError names the source if there are several."""
+    try:
+        return call(*args)
+    except UserError as error:
+        if len(mixture.sources) == 1:
+            raise
+        raise UserError(f"source {name!r} of the mixture: {error}") from error
+
+
+def _weights(mixture: Mixture, given: Mapping[str, float | None], opened: Mapping[str, Source]) -> list[float]:
+    missing = [name for name, weight in given.items() if weight is None]
+    if not missing:
+        return [weight for weight in given.values() if weight is not None]
+    if len(missing) < len(given):
+        raise UserError(
+            f"source {missing[0]!r} of the mixture has no weight and others have one; give all a weight, or none"
+        )
+    weights = []
+    for name, source in opened.items():
+        sizes = source.chunk_sizes() if mixture.weigh_by == DOCUMENTS else None
+        size = source.num_bytes if mixture.weigh_by == TOKENS else None if sizes is None else int(sizes.sum())
+        if not size:
+            raise UserError(
+                f"source {name!r} of the mixture has no weight, and how many documents it has ({source.size_text}) is not known "
+                "before it is read; give every source a weight"
+            )
+        weights.append(float(size))
+    return weights
+
+
+def _shares(weights: Sequence[float], temperature: float) -> list[float]:
+    heated = [(weight / max(weights)) ** (1 / temperature) for weight in weights]
+    # Twelve digits: the last bits of a power depend on the machine's library, and all processes must agree.
+    return [float(f"{weight / math.fsum(heated):.12g}") for weight in heated]
+
+
+def _epochs(name: str, documents: Documents, *, endless: bool) -> int | None:
+    epochs = documents.epochs
+    if epochs is None:
+        return None if endless else 1
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise UserError(f"source {name!r} has epochs={epochs!r}; set it to a whole number, 1 or more, or to None")
+    if endless:
+        raise UserError(
+            f"source {name!r} of the mixture has epochs={epochs}, and with when_one_ends='repeat' no source ends; set "
+            "when_one_ends to 'drop' or 'stop', or leave out epochs"
+        )
+    return epochs

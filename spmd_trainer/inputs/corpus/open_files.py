@@ -1,0 +1,76 @@
+"""Files that are read in pieces."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable, Sequence
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.storage import is_remote, reading
+
+# Files that one source has open at a time. A mixture has many sources.
+_MAX_OPEN = 8
+
+
+class OpenFiles:
+    """The files of a source, opened when they are first read. A file that changes its size while it is used is an error."""
+
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
+        """Opens nothing yet.
+
+        Args:
+          paths: the files.
+          sizes: bytes of each, when the source was opened.
+        """
+        self._paths, self._sizes = tuple(paths), tuple(sizes)
+        self._open: collections.OrderedDict[int, int] = collections.OrderedDict()
+
+    def read(self, index: int, start: int, stop: int) -> bytes:
+        """Returns the bytes of a file from `start` up to `stop`.
+
+        Raises:
+          UserError: the file can't be read, or its size has changed; names it.
+        """
+        path = self._paths[index]
+        try:
+            content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)
+        except OSError as error:
+            raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
+        if len(content) != stop - start:
+            raise self._changed(index)
+        return content
+
+    def _read_local(self, index: int, start: int, stop: int) -> bytes:
+        file = self._opened(index)
+        if os.fstat(file).st_size != self._sizes[index]:
+            raise self._changed(index)
+        content = os.pread(file, stop - start, start)
+        if len(content) == stop - start:
+            return content
+        parts = [content]
+        while content and start + sum(map(len, parts)) < stop:  # one call reads 2 GiB at most
+            begin = start + sum(map(len, parts))
+            content = os.pread(file, stop - begin, begin)
+            parts.append(content)
+        return b"".join(parts)
+
+    def _opened(self, index: int) -> int:
+        if index not in self._open:
+            while len(self._open) >= _MAX_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[index] = os.open(self._paths[index], os.O_RDONLY)
+        self._open.move_to_end(index)
+        return self._open[index]
+
+    def _changed(self, index: int) -> UserError:
+        return changed(self._paths[index], self._sizes[index])
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
+        for file in getattr(self, "_open", {}).values():
+            close(file)
+
+
+def changed(path: str, size: int) -> UserError:
+    """Returns the error about a file that no longer has the size that it had when the source was opened."""
+    return UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")

@@ -1,0 +1,186 @@
+"""Opens the files of a `Documents` with the source of their kind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from etils import epath
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs import files as input_files
+from spmd_trainer.inputs.corpus import file_kinds
+from spmd_trainer.inputs.corpus.documents import Documents, Source
+from spmd_trainer.inputs.corpus.file_kinds import KINDS, TOKENS
+from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.storage.files import files_below
+from spmd_trainer.storage.paths import file_or_pattern
+
+# Files in a folder that say what the folder is.
+_SAVED_DATASET, _PREPARED, _DATASET_DICT = "state.json", "corpus.json", "dataset_dict.json"
+
+
+def open_documents(documents: Documents) -> Source:
+    """Opens a corpus.
+
+    Args:
+      documents: the corpus. Its `files` may also be a `Source`, which is returned.
+
+    Raises:
+      UserError: there are no files, they are of several kinds or of none that is known, or one can't be read; names it.
+    """
+    if isinstance(documents.files, Source):
+        return documents.files
+    if documents.kind is not None and documents.kind not in KINDS:
+        near = did_you_mean(str(documents.kind), KINDS)
+        raise UserError(f"kind={documents.kind!r}; set it to one of {', '.join(map(repr, KINDS))}{near}")
+    entries = _entries(documents.files)
+    if documents.kind in (None, TOKENS) and (prepared := _prepared_folder(entries)):
+        from spmd_trainer.inputs.corpus.prepared import PreparedDocuments
+
+        return PreparedDocuments(prepared)
+    if documents.kind == TOKENS:
+        raise UserError(
+            f"kind='tokens' needs `files` to be a folder with a {_PREPARED}, which tools/prepare_text.py writes when it has "
+            f"finished; `files` has {input_files.listed(entries)}"
+        )
+    paths = _paths(entries)
+    kind = documents.kind or file_kinds.kind_of_all(paths)
+    if documents.separator is not None and kind != "text":
+        raise UserError(f"separator={documents.separator!r} is for text files; these are of the kind {kind!r}")
+    return _open_json_lines(paths, documents.column) if kind == "jsonl" else _source(kind, paths, documents)
+
+
+def _source(kind: str, paths: Sequence[str], documents: Documents) -> Source:
+    # Imported here: most need a package that may not be installed.
+    if kind == "parquet":
+        from spmd_trainer.inputs.corpus.parquet_documents import ParquetDocuments
+
+        return ParquetDocuments(paths, documents.column)
+    if kind == "arrow":
+        from spmd_trainer.inputs.corpus.arrow_documents import ArrowDocuments
+
+        return ArrowDocuments(paths, documents.column)
+    if kind == "arrayrecord":
+        from spmd_trainer.inputs.corpus.array_record_documents import ArrayRecordDocuments
+
+        return ArrayRecordDocuments(paths)
+    if kind == "tfrecord":
+        from spmd_trainer.inputs.corpus.tfrecord_documents import TfRecordDocuments
+
+        return TfRecordDocuments(paths, documents.column)
+    if kind == "tar":
+        from spmd_trainer.inputs.corpus.tar_documents import TarDocuments
+
+        return TarDocuments(paths, documents.column)
+    from spmd_trainer.inputs.corpus.text_documents import TextDocuments
+
+    return TextDocuments(paths, documents.separator)
+
+
+def _open_json_lines(paths: Sequence[str], column: str) -> Source:
+    from spmd_trainer.inputs.corpus.json_lines import JsonLines, StreamedJsonLines
+
+    if any(map(is_remote, paths)):
+        return StreamedJsonLines(paths, column)
+    compressed = [path for path in paths if file_kinds.is_compressed(path)]
+    if compressed and len(compressed) < len(paths):
+        plain = next(path for path in paths if path not in compressed)
+        raise UserError(
+            f"{compressed[0]} is compressed and {plain} is not; make a Documents of each, and a Mixture of the two"
+        )
+    if compressed:
+        return StreamedJsonLines(paths, column)
+    for path in paths:
+        first_line = file_kinds.read_head(path).lstrip().partition(b"\n")[0].strip()
+        if first_line in (b"[", b"{"):
+            raise UserError(
+                f"{path} holds one JSON value of many lines, and JSON lines have a whole object in each; convert it, e.g. with "
+                "`jq -c '.[]'`"
+            )
+    return JsonLines(paths, column)
+
+
+def _entries(files: object) -> list[str]:
+    """Returns the paths, patterns and directories of a `files` field."""
+    given = files() if callable(files) else files
+    if isinstance(given, str | bytes | os.PathLike):
+        given = [given]
+    if given is not None and not isinstance(given, Iterable):
+        raise UserError(f"files={given!r}; give paths, a glob such as 'corpus/*.jsonl', a directory, or a function")
+    entries = list(given or ())
+    for entry in entries:
+        if not isinstance(entry, str | bytes | os.PathLike):
+            raise UserError(
+                f"`files` has {entry!r}, which is not a path; give paths, or globs such as 'corpus/*.jsonl'"
+            )
+    if not entries:
+        raise UserError(
+            f"{'the function of `files` returned' if callable(files) else '`files` has'} no paths; give one"
+        )
+    return [file_or_pattern("files", os.fsdecode(entry)) for entry in entries]
+
+
+def _prepared_folder(entries: Sequence[str]) -> str | None:
+    """Returns the folder of a prepared corpus, if `files` is one.
+
+    Raises:
+      UserError: it is one among other entries.
+    """
+    found = [entry for entry in entries if _is_dir(entry) and reading.exists(os.path.join(entry, _PREPARED))]
+    if found and len(entries) > 1:
+        raise UserError(
+            f"{found[0]} is a prepared corpus, and `files` has other entries too; make a Documents of each, and a Mixture of them"
+        )
+    return found[0] if found else None
+
+
+def _paths(entries: Sequence[str]) -> list[str]:
+    """Returns the files of all entries, in order.
+
+    Raises:
+      UserError: an entry gives no file, two give the same one, or all files are empty.
+    """
+    found: list[str] = []
+    for entry in entries:
+        inside = _files_of_directory(entry) if _is_dir(entry) else [entry]
+        twice = set(inside) & set(found) if _is_dir(entry) else set()
+        if twice:
+            raise UserError(f"`files` gives {min(twice)} twice; give directories that don't overlap with other entries")
+        found += inside
+    return list(input_files.find_files(found).paths)
+
+
+def _files_of_directory(directory: str) -> list[str]:
+    """Returns the files of a directory at any depth, sorted. Hidden files and empty marker files ('_SUCCESS') are left out."""
+    if reading.exists(os.path.join(directory, _SAVED_DATASET)):
+        from spmd_trainer.inputs.corpus.arrow_documents import files_of_folder
+
+        return files_of_folder(directory)
+    if reading.exists(os.path.join(directory, _DATASET_DICT)):
+        splits = [name for name in reading.names(directory) if name != _DATASET_DICT]
+        raise UserError(
+            f"{directory} holds a dataset of several splits: {input_files.listed(splits)}; give the folder of one, e.g. "
+            f"{os.path.join(directory, splits[0] if splits else 'train')}"
+        )
+    try:
+        below = files_below(epath.Path(directory))
+        inside = [name for name, info in below.items() if not _is_hidden(name, info.size)]
+        if inside:
+            return [os.path.join(directory, name) for name in inside]
+        held = input_files.listed(reading.names(directory))
+    except OSError as error:
+        raise UserError(f"{directory} can't be read: {reading.problem(directory, error)}") from error
+    raise UserError(f"{directory} has no files that are not hidden; it holds {held}")
+
+
+def _is_hidden(name: str, size: int) -> bool:
+    parts = name.split("/")
+    return any(part.startswith(".") for part in parts) or (parts[-1].startswith("_") and not size)
+
+
+def _is_dir(path: str) -> bool:
+    try:
+        return reading.is_dir(path)
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error

@@ -1,0 +1,210 @@
+"""The order of one source's documents: epochs, each shuffled globally, within a window, or not at all.
+
+The order is a pure function of the source, the seed and the settings. A position in it is four integers, and a stream can begin
+at any position: it reads at most one block of documents that it has given before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import permutations
+from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
+
+GLOBAL, AUTO = "global", "auto"
+# The window of `shuffle='auto'` for a source that can't be read by number: this many documents, or fewer if they have this many
+# bytes, because a window is held in memory.
+AUTO_WINDOW, AUTO_WINDOW_BYTES = 10_000, 2**26
+# Permutations up to this size are stored, because a Feistel network is far from uniform on a handful of numbers.
+_STORED_SIZE = 2**16
+
+
+class Position(NamedTuple):
+    """Where a stream is.
+
+    Attributes:
+      epoch: from 0.
+      chunk: ordinal of the chunk in the epoch's order of chunks; 0 if the documents are read by number.
+      block: the first document of the window, counted in the chunk; 0 without windows.
+      taken: documents taken of the window, of the chunk or, if the documents are read by number, of the epoch.
+    """
+
+    epoch: int = 0
+    chunk: int = 0
+    block: int = 0
+    taken: int = 0
+
+
+class Taken(NamedTuple):
+    """A record, and the stream's position after it."""
+
+    record: Record
+    after: Position
+
+
+def resolve_shuffle(source: Source, shuffle: str | int | None) -> str | int | None:
+    """Returns a source's `shuffle`, with 'auto' only for a source that can't be read by number.
+
+    Args:
+      source: the source.
+      shuffle: 'auto', 'global', documents of a window, or None.
+
+    Raises:
+      UserError: another value, or 'global' for a source that can't be read by number.
+    """
+    if shuffle == AUTO:
+        return GLOBAL if source.random_access else AUTO
+    if shuffle == GLOBAL and not source.random_access:
+        raise UserError(
+            f"shuffle='global' needs documents that can be read by number, and {source.size_text} can be read in order only; "
+            f"set shuffle={AUTO_WINDOW} for a window of so many documents, or convert the files with tools/prepare_text.py"
+        )
+    if shuffle is None or shuffle in (GLOBAL, AUTO):
+        return shuffle
+    if isinstance(shuffle, bool) or not isinstance(shuffle, int) or shuffle < 1:
+        raise UserError(f"shuffle={shuffle!r}; set it to 'auto', 'global', a number of documents (1 or more) or None")
+    return shuffle
+
+
+class DocumentStream:
+    """The records of one source in their order."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        shuffle: str | int | None,
+        seed: int,
+        epochs: int | None,
+        auto_window_bytes: int = AUTO_WINDOW_BYTES,
+        position: Position = Position(),  # noqa: B008  (immutable)
+    ):
+        """Begins the stream.
+
+        Args:
+          source: the documents.
+          shuffle: 'global'. An integer: chunks are shuffled, and windows of this many documents in each chunk. 'auto': the same,
+            with windows of `AUTO_WINDOW` documents or fewer. None: in order.
+          seed: seed of the shuffles; 0 or more.
+          epochs: the stream ends after this many; None: never.
+          auto_window_bytes: a window of 'auto' also ends with the document that reaches this many bytes.
+          position: where to begin.
+        """
+        self._source = source
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epochs = epochs
+        self._auto_window_bytes = auto_window_bytes
+        self._wanted = 1
+        self.seek(position)
+
+    def seek(self, position: Position) -> None:
+        """Makes `take` go on from a position."""
+        self.position = position
+        self._records = self._from(position)
+        self._problem: Exception | None = None
+
+    def take(self, count: int) -> list[Taken]:
+        """Returns the next records: `count` of them, or fewer at the end of the last epoch or before an error.
+
+        Raises:
+          UserError: an epoch has no record; or the source can't be read. Records before the error are returned first.
+        """
+        self._wanted = count
+        found: list[Taken] = []
+        try:
+            if self._problem is not None:
+                raise self._problem
+            for taken in itertools.islice(self._records, count):
+                found.append(taken)
+        except Exception as error:
+            self._problem = error
+            if not found:
+                raise
+        if found:
+            self.position = found[-1].after
+        return found
+
+    def _from(self, position: Position) -> Iterator[Taken]:
+        while self._epochs is None or position.epoch < self._epochs:
+            is_empty, is_whole = True, position == Position(position.epoch)
+            for taken in self._epoch(position):
+                is_empty = False
+                yield taken
+            if is_empty and is_whole:  # an endless stream would look for a document forever
+                raise UserError(f"{self._source.size_text} hold no document; give at least one")
+            position = Position(position.epoch + 1)
+
+    def _epoch(self, position: Position) -> Iterator[Taken]:
+        if self._shuffle == GLOBAL:
+            yield from self._by_number(position)
+            return
+        chunks = self._source.num_chunks
+        order = None if self._shuffle is None else permutation(chunks, self._seed, position.epoch)
+        for ordinal in range(position.chunk, chunks):
+            chunk = ordinal if order is None else int(order(np.array([ordinal]))[0])
+            begin = position if ordinal == position.chunk else Position(position.epoch, ordinal)
+            yield from self._in_order(chunk, begin) if order is None else self._in_windows(chunk, begin)
+
+    def _by_number(self, position: Position) -> Iterator[Taken]:
+        sizes = self._source.chunk_sizes()
+        size = 0 if sizes is None else int(sizes.sum())
+        if not size:
+            return
+        order = permutation(size, self._seed, position.epoch)
+        first = position.taken
+        while first < size:
+            numbers = order(np.arange(first, min(first + self._wanted, size), dtype=np.int64))
+            for record in self._source.read(numbers):
+                first += 1
+                yield Taken(record, position._replace(taken=first))
+
+    def _in_order(self, chunk: int, begin: Position) -> Iterator[Taken]:
+        for taken, record in enumerate(self._source.read_chunk(chunk, begin.taken), begin.taken + 1):
+            yield Taken(record, begin._replace(taken=taken))
+
+    def _in_windows(self, chunk: int, begin: Position) -> Iterator[Taken]:
+        records = self._source.read_chunk(chunk, begin.block)
+        while window := self._read_window(records):
+            order = permutation(len(window), self._seed, begin.epoch, chunk, begin.block)(np.arange(len(window)))
+            for taken in range(begin.taken, len(window)):
+                yield Taken(window[order[taken]], begin._replace(taken=taken + 1))
+            begin = begin._replace(block=begin.block + len(window), taken=0)
+
+    def _read_window(self, records: Iterator[Record]) -> list[Record]:
+        if isinstance(self._shuffle, int):
+            return list(itertools.islice(records, self._shuffle))
+        window, size = [], 0
+        for record in itertools.islice(records, AUTO_WINDOW):
+            window.append(record)
+            size += size_of(record)
+            if size >= self._auto_window_bytes:
+                break
+        return window
+
+
+def size_of(record: Record) -> int:
+    """Returns the bytes of a record's content."""
+    if isinstance(record, BadRecord):
+        return len(record.problem)
+    return len(record.content) if isinstance(record.content, bytes) else record.content.nbytes
+
+
+def permutation(size: int, *seeds: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a permutation of 0 to size - 1: a function from indices, int64 [n], to entries, int64 [n].
+
+    Args:
+      size: 1 or more. Above 65,536, entries are computed when they are asked for, and nothing is stored.
+      *seeds: numbers of 0 or more; other numbers give other permutations.
+    """
+    # numpy guarantees that SeedSequence, MT19937 and RandomState never change.
+    seed = np.random.SeedSequence(seeds)
+    if size > _STORED_SIZE:
+        return permutations.KeyedPermutation(size, int(seed.generate_state(1, np.uint64)[0]), 0)
+    entries = np.random.RandomState(np.random.MT19937(seed)).permutation(size)
+    return lambda indices: entries[indices]

@@ -1,0 +1,293 @@
+"""Tokenises a corpus ahead of training; `tools/prepare_text.py` is its command line.
+
+The documents are divided into parts of a chunk. Several processes tokenise parts, each into an ArrayRecord file with a small
+JSON file beside it. A part that is finished is kept, so a preparation that was stopped goes on where it was. `corpus.json` is
+written last. An input that reads the result gives the same batches as one that tokenises while it trains, if both have the same
+`shuffle`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import tokenizer_field, tokenizers
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, Source
+from spmd_trainer.inputs.corpus.open_source import open_documents
+from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, FORMAT, Description
+from spmd_trainer.inputs.corpus.tokenise import RAISE, Encoder
+from spmd_trainer.sharding.messages import count_text, format_seconds
+from spmd_trainer.storage import files, is_remote
+
+# Documents of a part, at most, where the documents can be read by number.
+DOCUMENTS_PER_PART = 100_000
+# Documents that are encoded at a time.
+_BLOCK = 256
+# Bad records of a part that the description names.
+_NAMED = 5
+# Each record is a block of its own, so that reading one unpacks no others.
+_WRITER_OPTIONS = "group_size:1"
+_LINE_EVERY = 10.0
+# Lengths are counted in buckets of 2^n to 2^(n+1) - 1 tokens.
+_BUCKETS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """What to prepare.
+
+    Attributes:
+      documents: the corpus.
+      tokenizer: as `text_base.TokenizedFiles.tokenizer`: a path that every process can read, or None for bytes.
+      output: folder for the result; local, gs:// or s3://.
+      bad_records: 'raise' ends at the first bad record; 'skip' leaves an empty document in its place.
+      documents_per_part: see `DOCUMENTS_PER_PART`.
+    """
+
+    documents: Documents
+    tokenizer: str | None
+    output: str
+    bad_records: str = RAISE
+    documents_per_part: int = DOCUMENTS_PER_PART
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Documents `start` to `stop` of a chunk; `stop` None: to its end."""
+
+    chunk: int
+    start: int
+    stop: int | None
+
+
+def parts_of(source: Source, documents_per_part: int) -> list[Part]:
+    """Divides a source. Chunks that are read from their beginning only are one part each."""
+    sizes = source.chunk_sizes()
+    if sizes is None or not source.random_access:
+        return [Part(chunk, 0, None) for chunk in range(source.num_chunks)]
+    return [
+        Part(chunk, start, min(start + documents_per_part, int(size)))
+        for chunk, size in enumerate(sizes)
+        for start in range(0, int(size), documents_per_part)
+    ]
+
+
+def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
+    """Tokenises the corpus.
+
+    Args:
+      preparation: what to do.
+      workers: processes.
+
+    Returns:
+      What was written.
+
+    Raises:
+      UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is 'raise'.
+    """
+    source = open_documents(preparation.documents)
+    tokenizer = tokenizer_field.make_tokenizer(preparation.tokenizer, None)
+    parts = parts_of(source, preparation.documents_per_part)
+    folder = epath.Path(preparation.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    key = _key(preparation, source, tokenizer)
+    total = len(parts)
+    done = {i: found for i in range(total) if (found := _finished(folder, i, total, key)) is not None}
+    if done:
+        logging.info("%s of %d are there from before", count_text(len(done), "part"), total)
+    task = functools.partial(_prepare_part, preparation, key, total)
+    waiting = [(i, part) for i, part in enumerate(parts) if i not in done]
+    progress = _Progress(total, len(done))
+    for number, found in _run(task, waiting, workers):
+        done[number] = found
+        progress.add(found)
+    description = _description(source, tokenizer, parts, [done[i] for i in range(total)])
+    files.write_atomically(folder / DESCRIPTION_FILE, description.lines())
+    return description
+
+
+def _run(task: Any, waiting: Sequence[tuple[int, Part]], workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number and the record of each part when it is finished."""
+    if workers == 1 or len(waiting) < 2:
+        yield from ((number, task(number, part)) for number, part in waiting)
+        return
+    # Each process encodes on one thread; together they use the machine.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Not forked: threads of libraries would not live on in the children.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(workers, len(waiting)), mp_context=context) as pool:
+        running = {pool.submit(task, number, part): number for number, part in waiting}
+        try:
+            for future in concurrent.futures.as_completed(running):
+                yield running[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(preparation: Preparation, key: str) -> tuple[Source, tokenizers.Tokenizer]:
+    """Opens the corpus and the tokenizer once per process. `key` changes with the files."""
+    del key
+    return open_documents(preparation.documents), tokenizer_field.make_tokenizer(preparation.tokenizer, None)
+
+
+def _prepare_part(preparation: Preparation, key: str, total: int, number: int, part: Part) -> dict[str, Any]:
+    """Tokenises a part. Returns its record, which is also written beside it."""
+    from array_record.python import array_record_module
+
+    source, tokenizer = _opened(preparation, key)
+    folder = epath.Path(preparation.output)
+    encoder = Encoder(tokenizer, tokenizer.vocab_size)
+    record: dict[str, Any] = {
+        "key": key,
+        "documents": 0,
+        "tokens": 0,
+        "bytes": 0,
+        "empty": 0,
+        "skipped": 0,
+        "named": [],
+    }
+    lengths = np.zeros(_BUCKETS, np.int64)
+    dtype = tokenizers.token_dtype(tokenizer.vocab_size)
+    count = None if part.stop is None else part.stop - part.start
+    records = itertools.islice(source.read_chunk(part.chunk, part.start), count)
+    with tempfile.TemporaryDirectory(dir=None if is_remote(folder) else preparation.output) as scratch:
+        path = os.path.join(scratch, "part")
+        writer = array_record_module.ArrayRecordWriter(path, _WRITER_OPTIONS)
+        while block := list(itertools.islice(records, _BLOCK)):
+            for one, tokens in zip(block, encoder.encode(block), strict=True):
+                tokens = _counted(record, lengths, one, tokens, preparation.bad_records)
+                writer.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+        writer.close()
+        record["lengths"] = lengths.tolist()
+        target = folder / _part_name(number, total)
+        if is_remote(folder):
+            epath.Path(path).copy(target, overwrite=True)
+        else:
+            os.replace(path, os.fspath(target))
+    # Last: it says that the part is whole.
+    files.write_atomically(_record_path(folder, number, total), [json.dumps(record)])
+    return record
+
+
+def _counted(
+    record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: np.ndarray | BadRecord, bad_records: str
+) -> np.ndarray:
+    """Counts a document in a part's record. Returns its tokens; none for a bad one.
+
+    Raises:
+      UserError: it is bad, and these are errors.
+    """
+    record["documents"] += 1
+    if isinstance(tokens, BadRecord):
+        if bad_records == RAISE:
+            raise UserError(
+                f"{tokens.where} {tokens.problem}. Mend it, or leave such records out with --bad_records=skip"
+            )
+        record["skipped"] += 1
+        if len(record["named"]) < _NAMED:
+            record["named"].append(f"{tokens.where} {tokens.problem}")
+        return np.zeros(0, np.uint8)
+    record["tokens"] += len(tokens)
+    record["bytes"] += 0 if isinstance(one, BadRecord) else len(one.content)
+    if len(tokens):
+        lengths[min(len(tokens).bit_length() - 1, _BUCKETS - 1)] += 1
+    else:
+        record["empty"] += 1
+    return tokens
+
+
+def _description(
+    source: Source, tokenizer: tokenizers.Tokenizer, parts: Sequence[Part], records: Sequence[dict[str, Any]]
+) -> Description:
+    chunks = [0] * source.num_chunks
+    for part, record in zip(parts, records, strict=True):
+        chunks[part.chunk] += record["documents"]
+    statistics: dict[str, Any] = {
+        name: sum(record[name] for record in records) for name in ("documents", "tokens", "bytes", "empty", "skipped")
+    }
+    statistics["named"] = [text for record in records for text in record["named"]][: _NAMED * 4]
+    lengths = np.sum([record["lengths"] for record in records], axis=0)
+    statistics["lengths"] = {str(2**n): int(count) for n, count in enumerate(lengths) if count}
+    return Description(
+        tokenizer=tokenizer.fingerprint(),
+        dtype=np.dtype(tokenizers.token_dtype(tokenizer.vocab_size)).name,
+        vocab_size=tokenizer.vocab_size,
+        chunks=chunks,
+        parts=[_part_name(number, len(parts)) for number in range(len(parts))],
+        source=source.fingerprint(),
+        statistics=statistics,
+    )
+
+
+def _key(preparation: Preparation, source: Source, tokenizer: tokenizers.Tokenizer) -> str:
+    """Returns what a finished part must match to be kept: the files, how they are read, and the tokenizer."""
+    documents = preparation.documents
+    settings = [
+        FORMAT,
+        source.fingerprint(),
+        tokenizer.fingerprint(),
+        [documents.column, documents.kind, documents.separator],
+        [preparation.bad_records, preparation.documents_per_part],
+    ]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _finished(folder: epath.Path, number: int, total: int, key: str) -> dict[str, Any] | None:
+    """Returns the record of a part that an earlier preparation finished; None if there is none with this key."""
+    try:
+        record: dict[str, Any] = json.loads(_record_path(folder, number, total).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if record.get("key") == key and (folder / _part_name(number, total)).exists() else None
+
+
+def _part_name(number: int, total: int) -> str:
+    return f"tokens-{number:05d}-of-{total:05d}.arrayrecord"
+
+
+def _record_path(folder: epath.Path, number: int, total: int) -> epath.Path:
+    return folder / f"tokens-{number:05d}-of-{total:05d}.json"
+
+
+class _Progress:
+    """Logs how many parts are finished, the rate, and the time left."""
+
+    def __init__(self, total: int, before: int):
+        self._total, self._done, self._before = total, before, before
+        self._tokens = 0
+        self._start = self._last = time.monotonic()
+
+    def add(self, record: dict[str, Any]) -> None:
+        self._done += 1
+        self._tokens += record["tokens"]
+        now = time.monotonic()
+        if now - self._last < _LINE_EVERY and self._done < self._total:
+            return
+        self._last = now
+        passed = now - self._start
+        left = passed / (self._done - self._before) * (self._total - self._done)
+        logging.info(
+            "%d of %d parts, %s tokens, %s tokens/s, %s left",
+            self._done,
+            self._total,
+            f"{self._tokens:,}",
+            f"{self._tokens / max(passed, 1e-9):,.0f}",
+            format_seconds(left),
+        )

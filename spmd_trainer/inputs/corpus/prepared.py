@@ -1,0 +1,155 @@
+"""A corpus that `tools/prepare_text.py` has tokenised: ArrayRecord files of tokens, and `corpus.json`, which describes them.
+
+Record n holds the tokens of document n of the original source, unsigned little-endian integers, without end-of-text; it is empty
+where the document is empty or was left out. The chunks are those of the original, so every shuffle gives the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import files as input_files
+from spmd_trainer.inputs.corpus.array_record_documents import ArrayRecordDocuments
+from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
+from spmd_trainer.storage import reading
+
+DESCRIPTION_FILE = "corpus.json"
+FORMAT = 1
+# Records that are read at a time where documents are read in order.
+_BLOCK = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What `corpus.json` says.
+
+    Attributes:
+      tokenizer: fingerprint of the tokenizer that made the tokens.
+      dtype: of the tokens, e.g. 'uint16'.
+      vocab_size: tokens are below it.
+      chunks: documents of each chunk of the original source.
+      parts: names of the ArrayRecord files, in order.
+      source: fingerprint of the original files.
+      statistics: counts of documents, tokens, bytes and skipped records; and documents by length.
+    """
+
+    tokenizer: dict[str, Any]
+    dtype: str
+    vocab_size: int
+    chunks: list[int]
+    parts: list[str]
+    source: dict[str, Any]
+    statistics: dict[str, Any]
+
+    def lines(self) -> list[str]:
+        """Returns the content of the file."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1).splitlines()
+
+    @classmethod
+    def read(cls, folder: str) -> Description:
+        """Reads a folder's file.
+
+        Raises:
+          UserError: the folder has none, or it is of another format; names the file.
+        """
+        path = os.path.join(folder, DESCRIPTION_FILE)
+        try:
+            found = json.loads(reading.read(path))
+        except OSError as error:
+            raise UserError(
+                f"{path} can't be read: {reading.problem(path, error)}{input_files.beside(path)}. "
+                "tools/prepare_text.py writes it when all documents are tokenised; if it was stopped, run it again"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON: {error}. Prepare the corpus again") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise UserError(f"{path} is not of format {FORMAT} of prepared corpora; prepare the corpus again")
+        try:
+            return cls(**{field.name: found[field.name] for field in dataclasses.fields(cls)})
+        except KeyError as error:
+            raise UserError(f"{path} lacks {error}; prepare the corpus again") from error
+
+
+class PreparedDocuments(Source):
+    """The documents of a prepared corpus as tokens. Records are read by number."""
+
+    def __init__(self, folder: str):
+        """Reads `corpus.json`.
+
+        Args:
+          folder: what `tools/prepare_text.py` wrote; local, gs:// or s3://.
+
+        Raises:
+          UserError: the folder is no prepared corpus, or a file of it is missing or has another number of records.
+        """
+        self.description = Description.read(folder)
+        self._folder = folder
+        self._dtype = np.dtype(self.description.dtype).newbyteorder("<")
+        self._records = ArrayRecordDocuments([os.path.join(folder, name) for name in self.description.parts])
+        self._ends = np.cumsum(self.chunk_sizes())
+        expected, found = int(self._ends[-1]), int(self._records.chunk_sizes().sum())
+        if expected != found:
+            raise UserError(
+                f"{folder} holds {found:,} documents, and {DESCRIPTION_FILE} says {expected:,}; prepare the corpus again"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.description.chunks)
+
+    @property
+    def random_access(self) -> bool:
+        return True
+
+    @property
+    def size_text(self) -> str:
+        return f"{self.description.statistics['tokens']:,} tokens of {int(self._ends[-1]):,} documents"
+
+    @property
+    def num_bytes(self) -> int:
+        return self._records.num_bytes
+
+    def changed_text(self, before: Mapping[str, Any]) -> str:
+        return self._records.changed_text(before)
+
+    def chunk_sizes(self) -> np.ndarray:
+        return np.array(self.description.chunks, np.int64)
+
+    def read(self, numbers: np.ndarray) -> list[Record]:
+        return [self._tokens(record) for record in self._records.read(numbers)]
+
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        first = int(self._ends[chunk]) - self.description.chunks[chunk]
+        for begin in range(first + start, int(self._ends[chunk]), _BLOCK):
+            yield from self.read(np.arange(begin, min(begin + _BLOCK, int(self._ends[chunk]))))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._records.fingerprint()
+
+    def check_tokenizer(self, fingerprint: Mapping[str, Any]) -> None:
+        """Compares the tokenizer of the input with that of the corpus.
+
+        Raises:
+          UserError: they differ; names what differs.
+        """
+        made = self.description.tokenizer
+        different = [key for key in sorted({*made, *fingerprint}) if made.get(key) != fingerprint.get(key)]
+        if different:
+            what = ", ".join(f"{key} was {made.get(key)} and is {fingerprint.get(key)}" for key in different)
+            raise UserError(
+                f"{self._folder} was tokenised by another tokenizer: {what}. Give that tokenizer, or prepare the corpus again"
+            )
+
+    def _tokens(self, record: Record) -> Record:
+        if isinstance(record, BadRecord) or isinstance(record.content, np.ndarray):
+            return record
+        if len(record.content) % self._dtype.itemsize:
+            return BadRecord(record.where, f"has {len(record.content)} bytes, which are no {self._dtype.name} tokens")
+        return dataclasses.replace(record, content=np.frombuffer(record.content, self._dtype))

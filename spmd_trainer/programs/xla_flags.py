@@ -1,0 +1,81 @@
+"""The XLA flags that an experiment asks for (`BaseExperiment.XLA_FLAGS`), passed to the compiler with its train step."""
+
+from __future__ import annotations
+
+import mmap
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jaxlib
+from absl import logging
+
+from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.errors import UserError, did_you_mean
+
+# Flags of one kind of device, by the beginning of their names.
+_PLATFORMS = {"xla_cpu_": "cpu", "xla_gpu_": "gpu", "xla_tpu_": "tpu"}
+_UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
+# A field in the description of a protocol buffer message: tag, length of the name, name.
+_FIELD = re.compile(rb"\n([\x05-\x7f])(xla_\w+)")
+_INVALID = re.compile(r"While setting option (\w+), (.*)")
+
+
+def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
+    """Returns the experiment's flags for a device. Those of other kinds of devices are left out, and logged.
+
+    Args:
+      experiment: the experiment.
+      device: a device of the mesh; its platform is 'cpu', 'tpu', or for GPUs 'gpu' or 'cuda'.
+    """
+    platform = device.platform if device.platform in ("cpu", "tpu") else "gpu"
+    flags, others = {}, []
+    for name, value in experiment.XLA_FLAGS.items():
+        wanted = next((of for start, of in _PLATFORMS.items() if name.startswith(start)), platform)
+        if wanted == platform:
+            flags[name] = value
+        else:
+            others.append(name)
+    if others:
+        logging.info("XLA flags of other devices, not used: %s", ", ".join(others))
+    return flags
+
+
+def compile_with(lowered: jax.stages.Lowered, flags: Mapping[str, Any], experiment: str) -> jax.stages.Compiled:
+    """Compiles a program with flags.
+
+    Args:
+      lowered: the program.
+      flags: flags by name, without '--'.
+      experiment: the experiment's name, for messages.
+
+    Raises:
+      UserError: the installed XLA doesn't know a flag, or refuses its value.
+    """
+    try:
+        return lowered.compile(compiler_options=dict(flags) or None)
+    except jax.errors.JaxRuntimeError as error:
+        if (unknown := _UNKNOWN.search(str(error))) and (name := unknown[1]) in flags:
+            start = next((start for start in _PLATFORMS if name.startswith(start)), "xla_")
+            raise UserError(
+                f"{experiment}: XLA_FLAGS has {name!r}, which the installed XLA (jaxlib {jaxlib.__version__}) doesn't know"
+                f"{did_you_mean(name, _known(start), otherwise='')}"
+            ) from error
+        if (invalid := _INVALID.search(str(error))) and invalid[1] in flags:
+            raise UserError(f"{experiment}: XLA_FLAGS[{invalid[1]!r}]: {invalid[2]}") from error
+        raise
+
+
+def _known(start: str) -> list[str]:
+    """Returns the installed XLA's flags whose names begin with `start`, of CPUs, GPUs and all devices.
+
+    They are the fields of the message DebugOptions, which jaxlib's libraries describe. libtpu's flags are listed nowhere.
+    """
+    names = set()
+    for library in pathlib.Path(jaxlib.__file__).parent.glob("*.so"):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            fields = (m for m in _FIELD.finditer(content) if m[1][0] == len(m[2]))
+            names |= {m[2].decode() for m in fields}
+    return sorted(name for name in names if name.startswith(start))

@@ -1,0 +1,136 @@
+"""Mixtures: shares of tokens and documents, and what happens when a source ends."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from input_helpers import drain, take
+from memory_documents import documents, make, mixture, segments, texts
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.mixture import Mixture, Schedule, as_mixture, open_mixture
+
+A, B = texts(100, letter=b"a"), texts(40, letter=b"b", longest=200)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=9),
+    count=st.integers(1, 200),
+)
+def test_at_every_moment_each_source_has_its_share_to_within_one_document(weights, sizes, count):
+    shares = [weight / sum(weights) for weight in weights]
+    schedule, taken = Schedule(shares, [0] * len(shares)), [0] * len(shares)
+    for number in range(count):
+        index = schedule.source
+        taken[index] += sizes[number % len(sizes)]
+        schedule.advance(taken[index])
+        ahead = [one / share for one, share in zip(taken, shares, strict=True)]
+        for one, share in zip(ahead, shares, strict=True):
+            # A source that is ahead of the furthest behind is so by its last document at most.
+            assert (one - min(ahead)) * share <= max(sizes) + 1e-6
+
+
+@pytest.mark.parametrize("weigh_by", ["tokens", "documents"])
+def test_an_input_gives_each_source_its_share(weigh_by):
+    source = make(mixture(a=(documents(A), 3), b=(documents(B), 1), weigh_by=weigh_by))
+    for _ in range(60):
+        source.get_next()
+        found = source.tokens_of if weigh_by == "tokens" else source.documents_of
+        longest = 205 if weigh_by == "tokens" else 1
+        assert abs(found["a"] - 3 * found["b"]) <= 3 * longest
+    assert found["a"] > 20
+
+
+def test_the_seed_chooses_the_documents_and_not_the_shares():
+    found = {}
+    for seed in (1, 2):
+        source = make(mixture(a=(documents(A), 3), b=(documents(B), 1), weigh_by="documents"), input_random_seed=seed)
+        found[seed] = segments(take(source, 20))
+        counts = source.documents_of
+        assert counts["b"] > 2
+        assert abs(counts["a"] - 3 * counts["b"]) <= 3
+    assert found[1] != found[2]
+
+
+def test_sources_without_weights_weigh_what_they_hold():
+    unweighted = {"a": documents(A), "b": documents(B)}
+    by_tokens = open_mixture(Mixture(unweighted), is_training=True, shuffle=True)
+    sizes = [sum(map(len, some)) for some in (A, B)]
+    assert [one.share for one in by_tokens] == pytest.approx([size / sum(sizes) for size in sizes])
+    by_documents = open_mixture(Mixture(unweighted, weigh_by="documents"), is_training=True, shuffle=True)
+    assert [one.share for one in by_documents] == pytest.approx([100 / 140, 40 / 140])
+
+
+def test_temperature_makes_shares_more_equal():
+    def shares(temperature):
+        made = Mixture({"a": (documents(A), 9), "b": (documents(B), 1)}, temperature=temperature)
+        return [one.share for one in open_mixture(made, is_training=True, shuffle=True)]
+
+    assert shares(1.0) == pytest.approx([0.9, 0.1])
+    assert shares(2.0) == pytest.approx([0.75, 0.25])
+    assert shares(0.5) == pytest.approx([81 / 82, 1 / 82])
+
+
+def test_repeat_goes_on_without_end():
+    source = make(mixture(a=(documents(A), 1), b=(documents([b"b"]), 1), weigh_by="documents"))
+    take(source, 100)
+    assert source.endless
+    assert min(source.documents_of.values()) > 100
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_drop_gives_every_source_its_epochs_and_goes_on_with_the_others(training):
+    source = make(
+        mixture(a=(documents(A), 1), b=(documents(B, epochs=2), 5), when_one_ends="drop"), is_training=training
+    )
+    assert not source.endless
+    found = b"".join(segments(drain(source)))
+    assert len(found) == sum(len(text) + 1 for text in [*A, *B, *B])
+    assert source.documents_of == {"a": 100, "b": 80}
+    assert source.skipped == {"a": 0, "b": 0}
+
+
+def test_stop_ends_when_the_turn_is_of_a_source_that_has_ended():
+    source = make(mixture(a=(documents(A), 1), b=(documents(B), 1), weigh_by="documents", when_one_ends="stop"))
+    drain(source)
+    assert source.documents_of == {"a": 41, "b": 40}  # then it is b's turn
+
+
+def test_evaluation_gives_each_document_once_whatever_the_weights():
+    source = make(mixture(a=(documents(A), 1), b=(documents(B), 50)), is_training=False)
+    assert source.reset_for_eval
+    assert sorted(b"".join(segments(drain(source)))) == sorted(b"".join(text + b"\n" for text in A + B))
+
+
+BAD = {
+    "weigh_by='token'": lambda: mixture(a=(documents(A), 1), weigh_by="token"),
+    "did you mean 'tokens'|did you mean tokens": lambda: mixture(a=(documents(A), 1), weigh_by="token"),
+    "when_one_ends='stopp'": lambda: mixture(a=(documents(A), 1), when_one_ends="stopp"),
+    "temperature=0": lambda: mixture(a=(documents(A), 1), temperature=0),
+    "has no sources": lambda: Mixture({}),
+    "source 'a' of the mixture has weight -1": lambda: mixture(a=(documents(A), -1)),
+    "source 'a' of the mixture has weight nan": lambda: mixture(a=(documents(A), float("nan"))),
+    "source 'b' of the mixture is 'b.jsonl'": lambda: mixture(a=(documents(A), 1), b="b.jsonl"),
+    "'b' of the mixture has no weight and others": lambda: mixture(a=(documents(A), 1), b=documents(B)),
+    "source 'a' has epochs=0": lambda: mixture(a=(documents(A, epochs=0), 1)),
+    "source 'a' of the mixture has epochs=2": lambda: mixture(a=(documents(A, epochs=2), 1)),
+    "source 'b' of the mixture: shuffle='global' needs": lambda: mixture(
+        a=(documents(A), 1), b=(documents(B, by_number=False, shuffle="global"), 1)
+    ),
+    "known before it is read": lambda: mixture(a=documents(A, sized=False), weigh_by="documents"),
+    "has a share of 0": lambda: mixture(a=(documents(A), 1), b=(documents(B), 1e-300), temperature=0.01),
+    r"give Documents\(": lambda: "corpus/*.jsonl",
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_mixture_that_can_not_be_is_an_error_that_names_its_source(message):
+    with pytest.raises(UserError, match=message):
+        make(BAD[message]())
+
+
+def test_documents_alone_are_a_mixture_of_one():
+    assert as_mixture(documents(A), is_training=True).when_one_ends == "repeat"
+    assert as_mixture(documents(A, epochs=2), is_training=True).when_one_ends == "drop"
+    assert as_mixture(documents(A), is_training=False).when_one_ends == "drop"

@@ -1,0 +1,170 @@
+"""Corpora that are tokenised ahead: the same batches as tokenising on the fly, resumable, and clear about what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from input_helpers import assert_same, take
+from praxis import base_hyperparams, pax_fiddle
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import tokenizers
+from spmd_trainer.inputs.corpus import corpus_input, prepare
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
+from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, Description, PreparedDocuments
+
+TOOL = os.path.join(os.path.dirname(__file__), "..", "..", "..", "tools", "prepare_text.py")
+
+
+@pytest.fixture
+def web(tmp_path):
+    """Three JSON-lines files of 7, 5 and 9 documents; one is empty."""
+    random = np.random.default_rng(0)
+    folder = tmp_path / "web"
+    folder.mkdir()
+    for name, count in (("a", 7), ("b", 5), ("c", 9)):
+        texts = ["x" * int(n) + name for n in random.integers(1, 60, count)]
+        lines = [json.dumps({"text": text}) for text in texts]
+        lines[2] = json.dumps({"text": ""})
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def run(output, files, **fields):
+    return prepare.prepare(prepare.Preparation(Documents(files), None, str(output), **fields))
+
+
+def batches(source, count=6, **fields):
+    config = pax_fiddle.Config(
+        corpus_input.CorpusInput, name="train", is_training=True, source=source, seq_len=32, batch_size=4, **fields
+    )
+    return take(base_hyperparams.instantiate(config), count)
+
+
+@pytest.mark.parametrize("shuffle", ["global", 3, None])
+@pytest.mark.parametrize("packing", ["best_fit", "pad", "split"])
+def test_batches_are_those_of_tokenising_on_the_fly(web, tmp_path, shuffle, packing):
+    files = str(web / "*.jsonl")
+    run(tmp_path / "tokens", files, documents_per_part=4)
+    expected = batches(Documents(files, shuffle=shuffle), input_random_seed=3, packing=packing)
+    assert_same(
+        batches(Documents(str(tmp_path / "tokens"), shuffle=shuffle), input_random_seed=3, packing=packing), expected
+    )
+
+
+def test_the_description_counts_everything(web, tmp_path):
+    found = run(tmp_path / "tokens", str(web / "*.jsonl"), documents_per_part=4)
+    assert found == Description.read(str(tmp_path / "tokens"))
+    texts = [json.loads(line)["text"] for path in sorted(web.iterdir()) for line in path.read_text().splitlines()]
+    assert found.statistics["documents"] == len(texts) == 21
+    assert found.statistics["tokens"] == found.statistics["bytes"] == sum(map(len, texts))
+    assert found.statistics["empty"] == 3
+    assert sum(found.statistics["lengths"].values()) == 18
+    assert found.chunks == [7, 5, 9]
+    assert len(found.parts) == 2 + 2 + 3
+    assert found.tokenizer == tokenizers.ByteTokenizer().fingerprint()
+
+
+def test_several_processes_write_the_same(web, tmp_path):
+    files = Documents(str(web / "*.jsonl"))
+    for workers in (1, 2):
+        prepare.prepare(
+            prepare.Preparation(files, None, str(tmp_path / str(workers)), documents_per_part=6), workers=workers
+        )
+    one, two = (sorted((tmp_path / str(workers)).iterdir()) for workers in (1, 2))
+    assert [path.name for path in one] == [path.name for path in two]
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
+
+
+def test_a_stopped_preparation_goes_on_where_it_was(web, tmp_path, monkeypatch):
+    output, done = tmp_path / "tokens", []
+    whole = prepare._prepare_part
+
+    def counted(preparation, key, total, number, part):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(number)
+        return whole(preparation, key, total, number, part)
+
+    monkeypatch.setattr(prepare, "_prepare_part", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(output, str(web / "*.jsonl"), documents_per_part=4)
+    assert not (output / DESCRIPTION_FILE).exists()
+    with pytest.raises(UserError, match="if it was stopped, run it again"):
+        PreparedDocuments(str(output))
+    again = []
+    monkeypatch.setattr(prepare, "_prepare_part", lambda *args: again.append(args[3]) or whole(*args))
+    run(output, str(web / "*.jsonl"), documents_per_part=4)
+    assert sorted(done + again) == list(range(7))
+
+
+def test_changed_files_or_another_tokenizer_are_prepared_again(web, tmp_path):
+    run(tmp_path / "tokens", str(web / "*.jsonl"))
+    with (web / "b.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "new"}) + "\n")
+    assert run(tmp_path / "tokens", str(web / "*.jsonl")).chunks == [7, 6, 9]
+
+
+def test_another_tokenizer_than_that_of_the_corpus_is_refused(web, tmp_path):
+    run(tmp_path / "tokens", str(web / "*.jsonl"))
+    with pytest.raises(UserError, match=r"tokenised by another tokenizer: eos_id was 256 and is 300"):
+        batches(Documents(str(tmp_path / "tokens")), eos_id=300)
+
+
+def test_bad_records_are_named_or_left_out_and_counted(web, tmp_path):
+    path = web / "b.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:1], "{broken", *lines[1:]]) + "\n")
+    with pytest.raises(UserError, match=r"b\.jsonl:2 is not JSON.*--bad_records=skip"):
+        run(tmp_path / "tokens", str(web / "*.jsonl"))
+    found = run(tmp_path / "tokens", str(web / "*.jsonl"), bad_records="skip")
+    assert found.statistics["skipped"] == 1
+    assert "b.jsonl:2" in found.statistics["named"][0]
+    assert found.chunks == [7, 6, 9]
+
+
+def test_a_damaged_corpus_is_an_error(web, tmp_path):
+    run(tmp_path / "tokens", str(web / "*.jsonl"))
+    record = PreparedDocuments(str(tmp_path / "tokens"))._tokens
+    description = tmp_path / "tokens" / DESCRIPTION_FILE
+    found = json.loads(description.read_text())
+    description.write_text(json.dumps({**found, "chunks": [7, 5, 10]}))
+    with pytest.raises(UserError, match=r"holds 21 documents, and corpus\.json says 22"):
+        PreparedDocuments(str(tmp_path / "tokens"))
+    description.write_text(json.dumps({**found, "format": 7}))
+    with pytest.raises(UserError, match="is not of format 1"):
+        PreparedDocuments(str(tmp_path / "tokens"))
+    assert not isinstance(record, BadRecord)
+
+
+def test_the_command_line(web, tmp_path):
+    command = [sys.executable, TOOL, f"--output={tmp_path / 'tokens'}", str(web / "*.jsonl"), "--workers=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "21 documents" in done.stdout
+    bad = subprocess.run([*command[:-1], "--column=body"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert "Traceback" not in bad.stderr
+    assert "body" in bad.stderr
+
+
+def test_ctrl_c_keeps_the_finished_parts(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("\n".join("word " * 40 for _ in range(150_000)))
+    command = [sys.executable, TOOL, f"--output={tmp_path / 'tokens'}", str(path), "--separator=\n", "--workers=1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list((tmp_path / "tokens").glob("tokens-*.json")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate()
+    assert process.returncode in (0, 130)
+    if process.returncode == 130:
+        assert "finished parts are kept" in stderr
+        assert not (tmp_path / "tokens" / DESCRIPTION_FILE).exists()
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert Description.read(str(tmp_path / "tokens")).statistics["documents"] == 150_000

@@ -1,0 +1,52 @@
+"""ArrayRecord files: many files with few open, and damage that names the file and the records."""
+
+import numpy as np
+import pytest
+from corpus_files import TEXTS, write_array_record
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus import array_record_documents
+from spmd_trainer.inputs.corpus.array_record_documents import ArrayRecordDocuments
+
+pytest.importorskip("array_record.python.array_record_module")
+
+
+def test_more_files_than_may_be_open(tmp_path):
+    many = array_record_documents._MAX_OPEN + 3
+    paths = [str(write_array_record(tmp_path, [f"{n} {i}" for i in range(3)], f"{n:02d}")) for n in range(many)]
+    source = ArrayRecordDocuments(paths)
+    assert source.chunk_sizes().tolist() == [3] * many
+    numbers = np.random.default_rng(0).permutation(3 * many)
+    records = source.read(numbers)
+    assert [record.content.decode() for record in records] == [f"{n // 3} {n % 3}" for n in numbers]
+    assert [record.where for record in source.read(np.array([4]))] == [f"{paths[1]} record 1"]
+    assert len(source._open) == array_record_documents._MAX_OPEN
+
+
+def test_an_empty_file_among_others(tmp_path):
+    parts = (("a", TEXTS[:3]), ("b", []), ("c", TEXTS[3:]))
+    source = ArrayRecordDocuments([str(write_array_record(tmp_path, part, name)) for name, part in parts])
+    assert source.chunk_sizes().tolist() == [3, 0, len(TEXTS) - 3]
+    assert [record.content.decode() for record in source.read(np.array([3, 2]))] == [TEXTS[3], TEXTS[2]]
+    assert list(source.read_chunk(1, 0)) == []
+
+
+@pytest.mark.parametrize("size", [0, 100, 65536])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path, size):
+    path = write_array_record(tmp_path, TEXTS)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(UserError, match=r"a.arrayrecord can't be read as ArrayRecord"):
+        ArrayRecordDocuments([str(path)])
+
+
+def test_damaged_records_are_named(tmp_path):
+    # Bytes that can't be compressed, so that the damage is in a text.
+    texts = [np.random.default_rng(n).bytes(400).hex() for n in range(40)]
+    path = write_array_record(tmp_path, texts)
+    content = bytearray(path.read_bytes())
+    content[5000:5004] = b"!!!!"
+    path.write_bytes(content)
+    source = ArrayRecordDocuments([str(path)])
+    with pytest.raises(UserError, match=r"a.arrayrecord is damaged at one of the records 0 to 39"):
+        list(source.read_chunk(0, 0))
+    assert source.read(np.array([39]))[0].content.decode() == texts[39]

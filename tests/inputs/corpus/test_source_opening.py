@@ -1,0 +1,217 @@
+"""What `files` may be, which kind of file is found, and what is said of files that don't fit."""
+
+import gzip
+import importlib.util
+import os
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+from corpus_files import TEXTS, WRITERS, cache_in, write_arrow, write_jsonl, write_parquet, write_text
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.documents import Documents
+from spmd_trainer.inputs.corpus.open_source import open_documents
+from spmd_trainer.storage.files import write_atomically
+
+
+def _storage_fixtures():
+    """The fixtures of tests/storage: object stores on loopback."""
+    path = pathlib.Path(__file__).parents[2] / "storage" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("storage_fixtures", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_stores = _storage_fixtures()
+gs_address, address_of, use = _stores.gs_address, _stores.address_of, _stores.use
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    cache_in(monkeypatch, tmp_path_factory.mktemp("cache"))
+
+
+def contents(source):
+    records = [record for chunk in range(source.num_chunks) for record in source.read_chunk(chunk, 0)]
+    return [record.content.decode() for record in records]
+
+
+def test_paths_patterns_directories_and_functions(tmp_path):
+    (tmp_path / "in").mkdir()
+    a, b = write_jsonl(tmp_path, ["a"], name="a"), write_jsonl(tmp_path / "in", ["b"], name="b")
+    for given in (
+        str(a),
+        a,
+        os.fsencode(a),
+        [a],
+        str(tmp_path / "*.jsonl"),
+        lambda: [a],
+        lambda: str(a),
+    ):
+        assert contents(open_documents(Documents(given))) == ["a"]
+    for given in (str(tmp_path), f"{tmp_path}/", f"{tmp_path}/**/*.jsonl", [a, tmp_path / "in"], [str(a), b]):
+        assert contents(open_documents(Documents(given))) == ["a", "b"]
+    source = open_documents(Documents(a))
+    assert open_documents(Documents(source)) is source
+
+
+def test_hidden_files_and_empty_markers_of_a_directory_are_left_out(tmp_path):
+    write_parquet(tmp_path, TEXTS)
+    (tmp_path / "_SUCCESS").write_text("")
+    (tmp_path / ".a.parquet.crc").write_bytes(b"\x01")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x.json").write_text("{}")
+    assert contents(open_documents(Documents(str(tmp_path)))) == TEXTS
+
+
+@pytest.mark.parametrize("kind", sorted(set(WRITERS) - {"saved dataset", "text", "jsonl.zst"}))
+def test_a_name_without_suffix_is_told_by_the_first_bytes(tmp_path, kind):
+    path = WRITERS[kind](tmp_path, TEXTS)
+    named = path.rename(tmp_path / "corpus")
+    assert contents(open_documents(Documents(str(named)))) == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (None, "`files` has no paths"),
+        ([], "`files` has no paths"),
+        (lambda: [], "the function of `files` returned no paths"),
+        (7, r"files=7; give paths, a glob"),
+        ([7], r"`files` has 7, which is not a path"),
+        ("{0}/b.jsonl", r"b\.jsonl can't be read: No such file.*did you mean a\.jsonl"),
+        ("{0}/*.parquet", r"matches no file; .* holds a\.jsonl"),
+        (["{0}/a.jsonl", "{0}"], r"`files` gives .*a\.jsonl twice"),
+        ("{0}/empty", "empty has no files that are not hidden; it holds .hidden"),
+    ],
+)
+def test_wrong_files_are_explained(tmp_path, files, says):
+    write_jsonl(tmp_path, TEXTS)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".hidden").write_text("x")
+    if isinstance(files, str | list):
+        listed = [files] if isinstance(files, str) else files
+        files = [entry.format(tmp_path) if isinstance(entry, str) else entry for entry in listed]
+    with pytest.raises(UserError, match=says):
+        open_documents(Documents(files))
+
+
+def test_files_of_several_kinds_are_listed(tmp_path):
+    write_parquet(tmp_path, TEXTS, name="a")
+    write_parquet(tmp_path, TEXTS, name="b")
+    write_text(tmp_path, TEXTS, name="README")
+    with pytest.raises(UserError, match=r"1 of 'text', e\.g\. .*README\.txt; 2 of 'parquet'.*files='.*/\*\.parquet'"):
+        open_documents(Documents(str(tmp_path)))
+    assert contents(open_documents(Documents(f"{tmp_path}/*.parquet"))) == TEXTS * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsnol", b"\x01\x02", r"neither the name of .*a\.jsnol .*did you mean \.json"),
+        ("corpus", b"\x01\x02", "neither the name .* set kind to one of 'jsonl', 'parquet'"),
+        ("corpus.gz", gzip.compress(b"no JSON"), "neither the name"),
+        ("corpus.gz", gzip.compress(b"no JSON")[:9], r"corpus\.gz is damaged"),
+        ("a.csv", b"text,id\na,1\n", r"a\.csv holds rows with commas .*Parquet or JSON lines"),
+    ],
+)
+def test_files_of_no_known_kind_are_refused(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        open_documents(Documents(str(tmp_path / name)))
+
+
+def test_empty_files_among_others_are_read(tmp_path):
+    write_jsonl(tmp_path, ["a"], name="a")
+    (tmp_path / "b.jsonl").write_text("")
+    (tmp_path / "c.jsonl").write_text("\n\n")
+    source = open_documents(Documents(str(tmp_path)))
+    assert contents(source) == ["a"]
+    assert source.chunk_sizes().tolist() == [1, 0, 0]
+    with pytest.raises(UserError, match="all 1 files are empty"):
+        open_documents(Documents(str(tmp_path / "b.jsonl")))
+
+
+def test_saved_datasets(tmp_path):
+    write_arrow(tmp_path, TEXTS, name="train")
+    assert contents(open_documents(Documents(str(tmp_path / "train")))) == TEXTS
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(UserError, match=r"several splits: train; give the folder of one, e.g. .*train"):
+        open_documents(Documents(str(tmp_path)))
+
+
+def test_a_folder_of_tokens_is_given_alone(tmp_path):
+    (tmp_path / "corpus.json").write_text("{}")
+    other = write_jsonl(tmp_path, TEXTS)
+    with pytest.raises(UserError, match="is a prepared corpus, and `files` has other entries too"):
+        open_documents(Documents([tmp_path, other]))
+    with pytest.raises(UserError, match=r"kind='tokens' needs `files` to be a folder with a corpus\.json"):
+        open_documents(Documents(str(other), kind="tokens"))
+
+
+def test_changed_files_are_named(tmp_path):
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder, ["a"], name="0")
+    write_jsonl(tmp_path, ["b"], name="1")
+    before = open_documents(Documents(str(tmp_path)))
+    saved = before.fingerprint()
+    assert open_documents(Documents(str(tmp_path))).fingerprint() == saved
+
+    def text():
+        now = open_documents(Documents(str(tmp_path)))
+        assert now.fingerprint() != saved
+        return now.changed_text(saved)
+
+    write_jsonl(tmp_path, ["bb"], name="1")
+    assert text() == "1.jsonl had 23 bytes and has 24"
+    (tmp_path / "1.jsonl").rename(tmp_path / "2.jsonl")
+    assert text() == "1.jsonl is gone, 2.jsonl is new"
+    write_jsonl(tmp_path, ["b"], name="1")
+    (tmp_path / "2.jsonl").unlink()
+    (tmp_path / "y" / "0.jsonl").unlink()  # x has a file of the same name and size
+    assert text() == "0.jsonl is gone"
+    backwards = open_documents(Documents([tmp_path / "1.jsonl", tmp_path / "x/0.jsonl"]))
+    forwards = open_documents(Documents([tmp_path / "x/0.jsonl", tmp_path / "1.jsonl"]))
+    assert forwards.changed_text(backwards.fingerprint()) == "their order"
+
+
+def test_files_of_many_names_have_a_checksum(tmp_path):
+    for number in range(65):
+        write_jsonl(tmp_path, ["a"], name=str(number))
+    saved = open_documents(Documents(str(tmp_path))).fingerprint()
+    assert "named" not in saved
+    write_jsonl(tmp_path, ["a"], name="more")
+    now = open_documents(Documents(str(tmp_path)))
+    assert now.fingerprint() != saved
+    assert now.changed_text(saved) == "65 files of 1,495 bytes, now 66 files of 1,518 bytes"
+
+
+def test_files_in_an_object_store(tmp_path, address_of, use):
+    from etils import epath
+
+    use("gs", address_of("gs"))
+    remote = epath.Path("gs://bkt/corpus")
+    lines = write_jsonl(tmp_path, TEXTS).read_text().splitlines()
+    for name in ("a.jsonl", "deep/b.jsonl", ".hidden/c.txt"):
+        write_atomically(remote / "lines" / name, lines)
+    for given, times in ((remote / "lines", 2), (remote / "lines/*.jsonl", 1), (remote / "lines/a.jsonl", 1)):
+        source = open_documents(Documents(os.fspath(given)))
+        assert contents(source) == TEXTS * times
+        assert not source.random_access  # every line would take a request
+        assert [record.content.decode() for record in source.read_chunk(0, 5)] == TEXTS[5:]
+    (remote / "lines/a.jsonl").write_text("short")
+    with pytest.raises(UserError, match=r"gs://bkt/corpus/lines/a\.jsonl had \d+ bytes .* has changed"):
+        contents(source)
+    (remote / "texts").mkdir(parents=True)
+    (remote / "texts/a.txt").write_text("one|two|three")
+    assert contents(open_documents(Documents(f"{remote}/texts"))) == ["one|two|three"]
+    by_separator = open_documents(Documents(f"{remote}/texts", separator="|"))
+    assert contents(by_separator) == ["one", "two", "three"]
+    assert by_separator.read(np.array([1]))[0].where == "gs://bkt/corpus/texts/a.txt document 2"
+    with pytest.raises(UserError, match=r"b\.txt can't be read: No such file.*did you mean a\.txt"):
+        open_documents(Documents(f"{remote}/texts/b.txt"))

@@ -1,0 +1,58 @@
+"""Tar shards: samples of several members, folders, and samples without a text."""
+
+import io
+import tarfile
+
+import pytest
+from corpus_files import write_tar
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.documents import BadRecord
+from spmd_trainer.inputs.corpus.tar_documents import TarDocuments
+
+
+def write(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return str(path)
+
+
+def test_members_of_a_name_are_one_sample(tmp_path):
+    members = [
+        ("x/1.json", b"{}"),
+        ("x/1.txt", b"one"),
+        ("x/2.txt", b"two"),
+        ("y/2.txt", b"three"),
+        ("y/2.seg.txt", b"no"),
+    ]
+    path = write(tmp_path / "a.tar", members)
+    records = list(TarDocuments([path], "txt").read_chunk(0, 0))
+    assert [record.content for record in records] == [b"one", b"two", b"three"]
+    (bad, *_, last) = TarDocuments([path], "seg.txt").read_chunk(0, 0)
+    assert isinstance(bad, BadRecord)
+    assert last.content == b"no"
+
+
+def test_a_sample_without_the_text_is_bad_and_the_others_are_read(tmp_path):
+    path = write(tmp_path / "a.tar", [("1.txt", b"one"), ("2.text", b"two"), ("3.txt", b"three")])
+    first, bad, last = TarDocuments([path], "txt").read_chunk(0, 0)
+    assert (first.content, last.content) == (b"one", b"three")
+    assert isinstance(bad, BadRecord)
+    assert bad.where.startswith(f"{path} sample '2'")
+    assert "has no member 'txt'; did you mean" in bad.problem
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_truncated_shard_gives_the_samples_before_and_then_an_error(tmp_path, suffix):
+    texts = [str(n) * 3000 for n in range(10)]
+    path = write_tar(tmp_path, texts, suffix=suffix)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    given: list[str] = []
+    records = TarDocuments([str(path)], "text").read_chunk(0, 0)
+    with pytest.raises(UserError, match=r"a.tar.* is damaged after sample"):
+        given.extend(record.content.decode() for record in records)
+    assert given == texts[: len(given)]
+    assert given or suffix

@@ -1,0 +1,172 @@
+"""Records of TFRecord files: read many at a time, from files that are mapped or not, found by a kept index; and as documents."""
+
+import os
+import struct
+
+import numpy as np
+import pytest
+from corpus_files import TEXTS, cache_in, write_tfrecord
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import record_files, tfrecord
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document
+from spmd_trainer.inputs.corpus.tfrecord_documents import TfRecordDocuments
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    cache_in(monkeypatch, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(params=["mapped", "read"])
+def way(request, monkeypatch):
+    if request.param == "read":
+        monkeypatch.setattr(record_files, "_MAPPED_BYTES", 0)
+
+
+def write(path, records):
+    """A TFRecord file as its definition says."""
+
+    def crc(data):
+        return struct.pack("<I", record_files.masked_crc(data))
+
+    with open(path, "wb") as file:
+        for data in records:
+            length = struct.pack("<Q", len(data))
+            file.write(length + crc(length) + data + crc(data))
+    return str(path)
+
+
+def three_files(folder):
+    parts = [[b"a" * n for n in range(5)], [], [bytes([n]) * 100 for n in range(7)]]
+    paths = [write(folder / f"{n}.tfrecord", part) for n, part in enumerate(parts)]
+    return paths, [record for part in parts for record in part]
+
+
+def test_many_records_in_any_order(tmp_path, way):
+    paths, records = three_files(tmp_path)
+    found = record_files.RecordFiles(paths, max_open=1)
+    numbers = np.array([11, 0, 4, 4, 5, 10, 1])
+    assert found.read_many(numbers) == [records[number] for number in numbers]
+    assert [found.read(number) for number in range(12)] == records
+    assert found.read_many(np.zeros(0, np.int64)) == []
+    assert (len(found), found.counts) == (12, [5, 0, 7])
+
+
+def test_the_broken_one_of_many_records_is_named(tmp_path, way):
+    paths, _ = three_files(tmp_path)
+    found = record_files.RecordFiles(paths)
+    with open(paths[2], "r+b") as file:
+        file.seek(116 + 50)
+        file.write(b"!")
+    with pytest.raises(UserError, match=r"2.tfrecord, record 1 \(at byte 116\) is broken: its data don't match"):
+        found.read_many(np.array([0, 5, 6, 7]))
+    assert found.read_many(np.array([5, 7])) == [b"\0" * 100, b"\2" * 100]
+
+
+def test_a_file_that_is_cut_off_while_it_is_used_does_not_end_the_process(tmp_path, way):
+    paths, _ = three_files(tmp_path)
+    found = record_files.RecordFiles(paths)
+    assert found.read(11) == b"\6" * 100
+    os.truncate(paths[2], 0)
+    with pytest.raises(UserError, match=r"2.tfrecord, record 6 .* is no longer where this run found it"):
+        found.read(11)
+    with pytest.raises(UserError, match=r"2.tfrecord, record 0 .* is no longer where this run found it"):
+        found.read_many(np.array([0, 5, 11]))
+
+
+def test_large_records_among_small_ones_are_found(tmp_path):
+    sizes = [10, 3 * 2**20, 5, 2**20 - 30, 100, 0, 70_000, 70_000, 1, 2**20]
+    path = write(tmp_path / "a.tfrecord", [bytes([n]) * size for n, size in enumerate(sizes)])
+    found = record_files.RecordFiles(path)
+    assert [len(record) for record in found.read_many(np.arange(len(sizes)))] == sizes
+    with open(path, "r+b") as file:
+        file.truncate(os.path.getsize(path) - 2**20 - 10)
+    with pytest.raises(UserError, match=r"record 9 .* is broken: the file ends inside it. The 9 records before it"):
+        record_files.RecordFiles(path)
+
+
+def test_the_index_of_a_large_file_is_made_once(tmp_path, monkeypatch):
+    records = [b"%d" % n * 300 for n in range(2000)]
+    path = write(tmp_path / "a.tfrecord", records)
+    first = record_files.RecordFiles(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(record_files, "_find_records", lambda *_: pytest.fail("the index is made again"))
+        again = record_files.RecordFiles(path)
+    assert again.read(1999) == records[1999]
+    assert again.checksum == first.checksum
+    write(path, records[:1500])
+    changed = record_files.RecordFiles(path)
+    assert len(changed) == 1500
+    assert changed.checksum != first.checksum
+
+
+def test_an_index_that_is_damaged_in_the_cache_is_made_again(tmp_path):
+    path = write(tmp_path / "a.tfrecord", [b"x" * 1000] * 2000)
+    record_files.RecordFiles(path)
+    (kept,) = list((record_files.local_copies.cache_folder() / "index").iterdir())
+    kept.write_bytes(kept.read_bytes()[:200])
+    assert len(record_files.RecordFiles(path)) == 2000
+
+
+def test_documents_of_several_files(tmp_path):
+    paths = [str(write_tfrecord(tmp_path, part, name=name)) for name, part in (("a", TEXTS[:3]), ("b", TEXTS[3:]))]
+    source = TfRecordDocuments(paths)
+    assert source.chunk_sizes().tolist() == [3, len(TEXTS) - 3]
+    records = source.read(np.array([7, 3, 0]))
+    assert [record.content.decode() for record in records] == [TEXTS[7], TEXTS[3], TEXTS[0]]
+    assert [record.content.decode() for record in source.read_chunk(1, 2)] == TEXTS[5:]
+
+
+def test_records_without_the_text_are_bad(tmp_path):
+    path = write_tfrecord(tmp_path, TEXTS)
+    bad = TfRecordDocuments([str(path)], "id").read(np.array([2]))[0]
+    assert isinstance(bad, BadRecord)
+    assert "a.tfrecord, record 2 " in bad.where
+    assert "numbers in the feature 'id' instead of one text" in bad.problem
+    whole = record_files.RecordFiles(str(path)).read(0)
+    garbled = write(tmp_path / "b.tfrecord", [b"\xff\xff\xff", b"", whole[:-1], whole])
+    records = list(TfRecordDocuments([garbled]).read_chunk(0, 0))
+    assert [type(record) for record in records] == [BadRecord, BadRecord, BadRecord, Document]
+    assert "is no tf.train.Example" in records[0].problem
+    assert "has no feature 'text'" in records[1].problem
+
+
+def test_damaged_data_are_a_bad_record_and_the_others_are_read(tmp_path):
+    path = write_tfrecord(tmp_path, TEXTS)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"zwei")] ^= 1
+    path.write_bytes(content)
+    records = list(TfRecordDocuments([str(path)]).read_chunk(0, 0))
+    assert [number for number, record in enumerate(records) if isinstance(record, BadRecord)] == [1]
+    assert "its data don't match their checksum" in records[1].problem
+
+
+def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    paths, _ = three_files(tmp_path)
+    monkeypatch.setattr(record_files, "_MAPPED_BYTES", 0)
+    found = record_files.RecordFiles(paths)
+
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(UserError, match=r"0.tfrecord can no longer be read: Input/output error"):
+        found.read(3)
+
+
+def test_a_shape_may_be_a_list(tmp_path):
+    import tensorflow as tf
+
+    value = tf.train.Feature(float_list=tf.train.FloatList(value=[1, 2]))
+    example = tf.train.Example(features=tf.train.Features(feature={"x": value})).SerializeToString()
+    parsed = tfrecord.ExampleParser({"x": tfrecord.Feature([2], "float32")}, str).parse([example, example])
+    assert parsed["x"].tolist() == [[1, 2], [1, 2]]
+
+
+def test_a_file_that_changed_is_no_bad_record(tmp_path):
+    path = write_tfrecord(tmp_path, TEXTS)
+    source = TfRecordDocuments([str(path)])
+    os.truncate(path, path.stat().st_size - 20)
+    with pytest.raises(UserError, match=r"a.tfrecord, record 7 .* is no longer where this run found it"):
+        source.read(np.array([0, 7]))

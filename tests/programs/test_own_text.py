@@ -1,0 +1,89 @@
+"""`lm.own_text.OwnText`: a file of texts and the same file prepared ahead give the same losses; what --mode=data says."""
+
+import json
+
+import pytest
+from praxis import base_hyperparams, pax_fiddle
+
+from spmd_trainer.inputs import CorpusInput, Documents
+from spmd_trainer.inputs.corpus import prepare
+from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.programs import corpus_summary, experiment_config, show_data, train
+from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.run_config import make_run_config
+
+SMALL = ("NUM_LAYERS=1", "MODEL_DIMS=16", "HIDDEN_DIMS=32", "NUM_HEADS=2", "MAX_SEQ_LEN=32", "GLOBAL_BATCH_SIZE=8")
+STEPS = (
+    "NUM_TRAIN_STEPS=3",
+    "WARMUP_STEPS=1",
+    "CHECKPOINT_EVERY_N_STEPS=3",
+    "EVAL_INTERVAL_STEPS=3",
+    "task.train.summary_interval_steps=1",
+)
+TEXTS = [f"{n} squared is {n * n}." for n in range(300)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def job(directory, files, mode="train"):
+    overrides = (f"FILES={str(files)!r}", *SMALL, *STEPS)
+    return Job.build(make_run_config("lm.own_text.OwnText", directory, mode=mode, overrides=overrides))
+
+
+def test_a_prepared_corpus_trains_like_its_files(corpus, tmp_path):
+    prepare.prepare(prepare.Preparation(Documents(str(corpus)), None, str(tmp_path / "tokens")))
+    losses = []
+    for files in (corpus, tmp_path / "tokens"):
+        directory = tmp_path / f"run_of_{files.name}"
+        train.train(job(directory, files))
+        losses.append({step: record["loss"] for step, record in read_metrics(directory, "train").items()})
+    assert losses[0]
+    assert losses[0] == losses[1]
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer(corpus, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = tmp_path / "m.model"
+    with model.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS),
+            model_writer=file,
+            vocab_size=64,
+            eos_id=1,
+            unk_id=0,
+            bos_id=-1,
+            minloglevel=2,
+        )
+    resolved = experiment_config.resolve("lm.own_text.OwnText", (f"FILES={str(corpus)!r}", f"TOKENIZER={str(model)!r}"))
+    assert resolved.experiment.vocab_size() == 64
+    assert resolved.experiment.decode_datasets() == []
+
+
+def test_what_data_mode_says_of_a_corpus(corpus, tmp_path, capsys):
+    show_data.show_data(job(tmp_path / "shown", corpus, mode="data"))
+    out = capsys.readouterr().out
+    assert "train: CorpusInput" in out
+    assert "of the positions filled" in out
+    assert "1 file of" in out
+    assert "squared is" in out
+    assert (tmp_path / "shown" / "data.html").exists()
+
+
+def test_the_summary_counts_rows_that_are_given(corpus):
+    config = pax_fiddle.Config(
+        CorpusInput, name="all", source=Documents(str(corpus)), seq_len=64, batch_size=7, packing="pad"
+    )
+    source = base_hyperparams.instantiate(config)
+    found = corpus_summary.measure(source)
+    tokens = sum(len(text) + 1 for text in TEXTS)  # with end-of-text
+    assert (found.tokens, found.segments, found.positions) == (tokens, 300, 300 * 64)
+    assert sum(found.lengths.values()) == sum(found.fills.values()) == 300
+    assert found.sources[0].documents == 300
+    (first, *_) = corpus_summary.lines(found)
+    assert f"{tokens:,} tokens" in first
+    assert source.get_next() is not None  # it is at its beginning again

@@ -1,0 +1,139 @@
+"""Predictions before a compilation, and their correction by what was compiled."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from spmd_trainer.analysis import links
+from spmd_trainer.analysis.chips import chip
+from spmd_trainer.analysis.jaxpr_costs import DotCosts
+from spmd_trainer.partitioning.mesh_choice import mesh_over_slices
+from spmd_trainer.programs import plan_calibration, plan_prediction
+from spmd_trainer.programs.job import BatchSettings, Job
+from spmd_trainer.programs.plan_candidates import Candidate
+from spmd_trainer.programs.plan_prediction import Work
+from spmd_trainer.programs.plan_report import Outcome
+from spmd_trainer.programs.run_config import make_run_config
+
+H100 = "NVIDIA H100 80GB HBM3"
+HARDWARE = plan_prediction.Hardware(chip(H100), links.machine(H100))
+SIZES = (
+    "ICI_MESH_SHAPE=(1, 8, 1)",
+    "PERCORE_BATCH_SIZE=2",
+    "MODEL_DIMS=512",
+    "HIDDEN_DIMS=2048",
+    "NUM_HEADS=8",
+    "NUM_KV_HEADS=8",
+    "HEAD_DIMS=64",
+    "VOCAB_SIZE=1024",
+    "MAX_SEQ_LEN=1024",
+)
+# 3 passes over 16 rows of 1,024 tokens.
+FORWARD = 2 * 16 * 1024 * (2 * (4 * 512**2 + 3 * 512 * 2048) + 2 * 512 * 1024)
+WORK = Work(DotCosts(3.0 * FORWARD), DotCosts(1.0 * FORWARD))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("job")
+    return Job.build(make_run_config("lm.llama.TinyLlama", directory, mode="plan", overrides=SIZES))
+
+
+@pytest.fixture(scope="module")
+def predict(base):
+    """Predicts the step on a mesh of these sizes."""
+
+    def on(replica, data, mdl, work=WORK, **settings):
+        mesh = mesh_over_slices({"replica": replica, "data": data, "mdl": mdl})
+        job = base.on_mesh(mesh, BatchSettings(8, 1, 1))
+        return plan_prediction.predict(job, HARDWARE, work, **settings)
+
+    return on
+
+
+def test_activations_cross_the_axes_that_split_weights_but_not_the_batch(predict):
+    """A device of a mesh with a larger 'mdl' has more tokens, whose activations it gathers in each pass."""
+    longest = [predict(1, 8 // mdl, mdl).longest for mdl in (1, 2, 4, 8)]
+    assert longest == sorted(longest)
+    # On 8 chips of 'mdl', at least 7/8 of the activations of two sides in each of 2 layers move 3 times.
+    moved = 3 * 2 * 2 * 16 * 1024 * 512 * 2 * 7 / 8
+    assert longest[3] > longest[0] + moved / HARDWARE.machine.link / 2
+
+
+def test_rematerialisation_repeats_the_forward_pass_and_its_collectives(predict):
+    more = Work(DotCosts(4.0 * FORWARD), DotCosts(1.0 * FORWARD))
+    products = FORWARD / 8 / HARDWARE.machine.achieved.products
+    for mdl in (1, 8):
+        extra = predict(1, 8 // mdl, mdl, more).longest - predict(1, 8 // mdl, mdl).longest
+        assert extra > products
+    assert extra > 2 * products  # with the collectives over 'mdl'
+
+
+def test_each_minibatch_gathers_the_weights(predict):
+    assert predict(1, 8, 1, minibatches=2).longest > predict(1, 8, 1).longest
+    # Without weights that are split, only gradients are summed.
+    assert predict(1, 8, 1).longest > predict(8, 1, 1).longest
+
+
+def test_rows_that_do_not_divide_are_padded(predict):
+    """16 rows in 4 minibatches are 4 rows for 8 devices: half of the devices compute padding."""
+    assert predict(1, 8, 1, minibatches=4).shortest > 1.9 * predict(1, 8, 1).shortest
+
+
+def test_the_range_starts_at_the_peak(predict):
+    found = predict(1, 8, 1, Work(DotCosts(3e15), DotCosts(1e15)))
+    assert found.shortest == pytest.approx(3e15 / 8 / HARDWARE.chip.peak_flops)
+    assert found.shortest < found.seconds < found.longest
+
+
+def test_the_tokens_of_a_batch_without_ids_follow_from_its_flops(base, predict):
+    shapes = base.process_inputs_shape_dtype
+    images = dataclasses.replace(base, process_inputs_shape_dtype=type(shapes)(images=shapes.ids))
+    found = plan_prediction.predict(images, HARDWARE, WORK)
+    # The embeddings are looked up, not multiplied, so the weights seem to see a few tokens less or more.
+    assert found.seconds == pytest.approx(predict(1, 8, 1).seconds, rel=0.2)
+
+
+def outcome(mdl, predicted, seconds=None, **settings):
+    candidate = Candidate((("data", 64 // mdl), ("mdl", mdl)), **settings)
+    shortest = longest = seconds
+    return Outcome(candidate, seconds, shortest, longest, predicted=predicted)
+
+
+def test_without_results_the_standard_deviation_is_a_factor_of_2():
+    found = outcome(1, 3.0)
+    assert plan_calibration.optimistic([found]) == {id(found): pytest.approx(3.0 / 2**2)}
+
+
+def test_results_correct_similar_candidates_more_than_others():
+    known = [outcome(1, 1.0, 1.0), outcome(2, 1.0, 1.0), outcome(64, 1.0, 4.0)]
+    near, far = outcome(32, 1.0), outcome(4, 1.0)
+    found = plan_calibration.optimistic([*known, near, far])
+    assert set(found) == {id(near), id(far)}
+    assert found[id(near)] > 1.5 * found[id(far)]
+
+
+def test_results_make_predictions_of_their_neighbours_certain():
+    alone = outcome(8, 1.0)
+    unsure = plan_calibration.optimistic([alone])[id(alone)]
+    known = [outcome(mdl, 1.0, 1.0) for mdl in (1, 2, 4, 16, 32, 64)]
+    sure = plan_calibration.optimistic([*known, alone])[id(alone)]
+    assert unsure < sure < 1.0
+    # Another policy is another program: less certain.
+    other = outcome(8, 1.0, remat="save_nothing")
+    assert plan_calibration.optimistic([*known, other])[id(other)] < sure
+
+
+def test_a_result_that_does_not_fit_counts():
+    """Its time is known, although its `seconds` are not, because it can't be run."""
+    too_large = dataclasses.replace(outcome(1, 1.0, 5.0), seconds=None, reason="too large")
+    near = outcome(2, 1.0)
+    assert plan_calibration.optimistic([too_large, near])[id(near)] > 1.0
+
+
+def test_equal_results_are_no_division_by_zero():
+    known = [outcome(mdl, 2.0, 4.0) for mdl, _ in itertools.product((1, 2), range(2))]
+    found = outcome(4, 2.0)
+    assert math.isfinite(plan_calibration.optimistic([*known, found])[id(found)])

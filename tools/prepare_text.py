@@ -1,0 +1,69 @@
+"""Tokenises text ahead of training, for `inputs.CorpusInput`.
+
+    python tools/prepare_text.py --output=runs/tokens --tokenizer=tokenizer.json --workers=8 'web/*.parquet'
+    python tools/prepare_text.py --output=gs://bucket/tokens --column=content --bad_records=skip gs://bucket/code
+
+The files may be JSON lines (also .gz, .zst), Parquet, Arrow, ArrayRecord, TFRecord, tar shards or text. The input reads the
+output folder: `Documents("runs/tokens")`. Run the command again after it was stopped: finished parts are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import logging
+
+import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus import prepare, tokenise
+from spmd_trainer.inputs.corpus.documents import Documents
+from spmd_trainer.inputs.corpus.prepared import Description
+
+
+def summary(output: str, found: Description) -> str:
+    """Formats what was prepared."""
+    counts = found.statistics
+    per_document = counts["tokens"] / max(1, counts["documents"])
+    lines = [
+        f"{output}: {counts['documents']:,} documents, {counts['tokens']:,} tokens ({per_document:.1f} per document, "
+        f"{counts['bytes'] / max(1, counts['tokens']):.2f} bytes per token), {counts['empty']:,} empty, "
+        f"{counts['skipped']:,} left out"
+    ]
+    lines += [f"  left out: {text}" for text in counts["named"]]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns 0; 2 if the command, a file or a record is invalid; 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("files", nargs="+", help="paths, globs or directories; local, gs:// or s3://")
+    parser.add_argument("--output", required=True, help="folder to write")
+    parser.add_argument("--tokenizer", help="a SentencePiece .model, a tokenizer.json or its folder; default: bytes")
+    parser.add_argument("--column", default="text", help="column or key with the text; 'a.b' reaches into objects")
+    parser.add_argument("--kind", help="kind of the files, if their names don't say it: jsonl, parquet, arrow, ...")
+    parser.add_argument(
+        "--separator", help="text between the documents of a text file; default: a file is one document"
+    )
+    parser.add_argument("--bad_records", choices=(tokenise.RAISE, tokenise.SKIP), default=tokenise.RAISE)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    args = parser.parse_args(argv)
+    logging.set_verbosity(logging.INFO)
+    documents = Documents(tuple(args.files), column=args.column, kind=args.kind, separator=args.separator)
+    task = prepare.Preparation(documents, args.tokenizer, args.output, args.bad_records)
+    try:
+        found = prepare.prepare(task, workers=max(1, args.workers))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to go on: finished parts are kept", file=sys.stderr)
+        return 130
+    print(summary(args.output, found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
