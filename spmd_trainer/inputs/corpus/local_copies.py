@@ -53,8 +53,8 @@ def local_copy(path: str) -> str:
 def cached_index(path: str, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
     """Returns the index of a file: an array that `make` computes once for each size and time of change of the file.
 
-    A large one is mapped from the cache folder, so that it takes no memory until it is used. If the folder can't be written, a warning is
-    logged, and the index is kept in memory.
+    A large one is mapped from the cache folder, so that it takes no memory until it is used. If the folder can't be written, a
+    warning is logged, and the index is kept in memory.
 
     Args:
       path: the file.
