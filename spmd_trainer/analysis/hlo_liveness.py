@@ -81,12 +81,24 @@ def live_at_peak(hlo: str) -> list[LiveArray]:
     if entry is None or "is_scheduled=true" not in header:
         return []
     computations = {name: list(hlo_text.instructions(body)) for name, body in bodies.items()}
-    aliased = {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
-    return sorted(_Peaks(computations).of_entry(entry, aliased), key=lambda array: -array.num_bytes)
+    return sorted(_Peaks(computations).of_entry(entry, aliased_outputs(hlo)), key=lambda array: -array.num_bytes)
+
+
+def aliased_outputs(hlo: str) -> set[int]:
+    """Returns the numbers of the program's outputs that reuse the buffer of an argument."""
+    header = hlo.partition("\n")[0]
+    return {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
+
+
+def called(instruction: Instruction) -> list[str]:
+    """Returns the names of the computations that a loop, a call or a conditional runs; none for another instruction."""
+    if instruction.opcode not in ("while", "call", "conditional"):
+        return []
+    return [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
 
 
 @dataclasses.dataclass
-class _Buffer:
+class Buffer:
     """The buffer of one array. `born` and `last`: positions of the instruction that makes it and of its last reader."""
 
     leaf: str
@@ -115,18 +127,18 @@ class _Peaks:
         self._computations = computations
         self._known: dict[str, list[LiveArray]] = {}
 
-    def of_entry(self, name: str, aliased_outputs: set[int]) -> list[LiveArray]:
+    def of_entry(self, name: str, aliased: set[int]) -> list[LiveArray]:
         """Returns those of the whole program, which holds its arguments from beginning to end."""
-        return self._scan(self._computations[name], _buffers(self._computations[name], aliased_outputs, is_entry=True))
+        return self._scan(self._computations[name], buffers_of(self._computations[name], aliased, is_entry=True))
 
     def _of(self, name: str) -> list[LiveArray]:
         """Returns those of a called computation; its caller holds the arguments."""
         if name not in self._known:
             instructions = self._computations[name]
-            self._known[name] = self._scan(instructions, _buffers(instructions, set(), is_entry=False))
+            self._known[name] = self._scan(instructions, buffers_of(instructions, set(), is_entry=False))
         return self._known[name]
 
-    def _scan(self, instructions: Sequence[Instruction], buffers: Sequence[_Buffer]) -> list[LiveArray]:
+    def _scan(self, instructions: Sequence[Instruction], buffers: Sequence[Buffer]) -> list[LiveArray]:
         begins: dict[int, list[int]] = collections.defaultdict(list)
         ends: dict[int, list[int]] = collections.defaultdict(list)
         for number, buffer in enumerate(buffers):
@@ -148,19 +160,16 @@ class _Peaks:
         return [array for array in at_peak if array.num_bytes]
 
     def _called(self, instruction: Instruction) -> list[str]:
-        if instruction.opcode not in ("while", "call", "conditional"):
-            return []
-        names = [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
-        return [name for name in names if name in self._computations]
+        return [name for name in called(instruction) if name in self._computations]
 
 
 def _total(arrays: Sequence[LiveArray]) -> int:
     return sum(array.num_bytes for array in arrays)
 
 
-def _buffers(instructions: Sequence[Instruction], aliased_outputs: set[int], *, is_entry: bool) -> list[_Buffer]:
+def buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_entry: bool) -> list[Buffer]:
     """Returns the buffers of one computation; a result that overwrites an operand shares its buffer."""
-    buffers: list[_Buffer] = []
+    buffers: list[Buffer] = []
     held: dict[str, _Value] = {}
     for place, instruction in enumerate(instructions):
         operands = [held[name] for name in instruction.operands if name in held]
@@ -182,13 +191,13 @@ def _buffers(instructions: Sequence[Instruction], aliased_outputs: set[int], *, 
         buffer = buffers[number]
         buffer.last = len(instructions)
         # Donated arguments hold the outputs that they alias; the caller holds the results of a called computation.
-        if (position in aliased_outputs or not is_entry) and not buffer.array.is_argument:
+        if (position in aliased or not is_entry) and not buffer.array.is_argument:
             buffer.array = dataclasses.replace(buffer.array, num_bytes=0)
     return _without_reused(instructions, held, buffers)
 
 
 def _results(
-    place: int, instruction: Instruction, operands: Sequence[_Value], buffers: list[_Buffer], *, is_entry: bool
+    place: int, instruction: Instruction, operands: Sequence[_Value], buffers: list[Buffer], *, is_entry: bool
 ) -> Iterator[int]:
     """Yields the index of each result array's buffer, and adds the instruction's new buffers to `buffers`."""
     opcode = instruction.opcode
@@ -223,7 +232,7 @@ def _aliased_operands(instruction: Instruction) -> dict[int, int]:
     return {int(output or 0): int(operand) for output, operand in _ALIAS.findall(text.partition(")}")[0] + ")")}
 
 
-def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bool) -> _Buffer:
+def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bool) -> Buffer:
     is_argument = instruction.opcode == "parameter"
     here = instruction.opcode not in _HOLDS_NOTHING and not _ELSEWHERE.search(leaf)
     counts = here and (is_entry or not is_argument)
@@ -231,7 +240,7 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
     array = LiveArray(hlo_text.array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)
     # The program holds its own arguments to its end.
     last = _AT_THE_END if is_argument and is_entry else place
-    return _Buffer(leaf, array, _BEFORE if is_argument else place, last)
+    return Buffer(leaf, array, _BEFORE if is_argument else place, last)
 
 
 def _element(instruction: Instruction, operand: _Value) -> Sequence[int]:
@@ -244,8 +253,8 @@ def _element(instruction: Instruction, operand: _Value) -> Sequence[int]:
 
 
 def _without_reused(
-    instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[_Buffer]
-) -> list[_Buffer]:
+    instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[Buffer]
+) -> list[Buffer]:
     """Lets each result reuse the buffer of an operand with the same type and shape whose last reader it is."""
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):

@@ -105,10 +105,7 @@ def schedule(hlo: str) -> Schedule | None:
     header = hlo.partition("\n")[0]
     if entry is None or "is_scheduled=true" not in header:
         return None
-    aliased = {
-        int(output or 0) for output, _ in hlo_liveness._ALIAS.findall(header.partition("input_output_alias=")[2])
-    }
-    found = _Schedules(bodies).of(entry, aliased, is_entry=True)
+    found = _Schedules(bodies).of(entry, hlo_liveness.aliased_outputs(hlo), is_entry=True)
     return dataclasses.replace(found, loops=sorted(found.loops, key=lambda loop: (loop.depth, loop.begin)))
 
 
@@ -140,7 +137,7 @@ class _Schedules:
                     times = hlo_text.trip_count(instruction.rest, self._bodies)
                     own_loops.append((place, Loop(offset, len(made_by) - 1, times, instruction.made_by, 0)))
             ends.append(len(made_by) - 1)
-        for buffer in hlo_liveness._buffers(instructions, aliased_outputs, is_entry=is_entry):
+        for buffer in hlo_liveness.buffers_of(instructions, aliased_outputs, is_entry=is_entry):
             if buffer.array.num_bytes:
                 begin = starts[buffer.born] if buffer.born >= 0 else 0
                 end = ends[buffer.last] if buffer.last < len(ends) else len(made_by) - 1
@@ -157,10 +154,7 @@ class _Schedules:
 
     def _called(self, instruction: Instruction) -> Schedule | None:
         """Returns the schedule that an instruction runs; of a conditional's branches, the one with the most bytes."""
-        if instruction.opcode not in ("while", "call", "conditional"):
-            return None
-        groups = hlo_liveness._CALLED.findall(instruction.rest)
-        names = [name for group in groups for name in re.findall(r"[\w.-]+", group) if name in self._bodies]
+        names = [name for name in hlo_liveness.called(instruction) if name in self._bodies]
         for name in names:
             if name not in self._known:
                 self._known[name] = self.of(name, set())
@@ -172,7 +166,7 @@ def _moved(loops: Sequence[Loop], offset: int, deeper: int) -> Iterator[Loop]:
         yield dataclasses.replace(loop, begin=loop.begin + offset, end=loop.end + offset, depth=loop.depth + deeper)
 
 
-def _fills(loop: Loop, buffer: hlo_liveness._Buffer) -> bool:
+def _fills(loop: Loop, buffer: hlo_liveness.Buffer) -> bool:
     """Returns True if the loop fills the array: zeros before it, with one entry for each iteration."""
     array = buffer.array
     return bool(_ZEROS.search(array.made_by)) and hlo_text.dimensions(array.array)[:1] == (loop.times,)
