@@ -39,6 +39,7 @@ nightly: setup
 GPU_COMPILER := .gpu-compiler
 GPU_COMPILER_TESTS := tests/programs/test_plan.py tests/analysis/test_nvidia.py
 test-gpu-compiler: setup $(GPU_COMPILER)/.synced
+	PYTHONPATH=$(GPU_COMPILER) $(RUN) python -c "import jax_plugins.xla_cuda12"
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)
 
 $(GPU_COMPILER)/.synced: uv.lock

@@ -117,7 +117,7 @@ def lines(found: CorpusSummary) -> Iterator[str]:
     yield (
         f"read for {found.seconds:.1f} s: {found.tokens:,} tokens ({found.tokens / max(found.seconds, 1e-9):,.0f} per second), "
         f"{found.tokens / found.positions:.1%} of the positions filled, {count_text(found.segments, 'segment')} of "
-        f"{found.tokens / max(1, found.segments):.0f} tokens in the mean"
+        f"{found.tokens / max(1, found.segments):.0f} tokens on average"
     )
     all_tokens = sum(one.tokens for one in found.sources) or 1
     header: tuple[Any, ...] = (

@@ -52,7 +52,7 @@ def _dataset(name: str, found: CorpusSummary) -> str:
             f"{found.tokens / max(found.seconds, 1e-9):,.0f} tokens/s",
             f"for {found.seconds:.1f} s, in one process",
         ),
-        ("Segments", f"{found.segments:,}", f"{found.tokens / max(1, found.segments):,.0f} tokens in the mean"),
+        ("Segments", f"{found.segments:,}", f"{found.tokens / max(1, found.segments):,.0f} tokens on average"),
         ("Left out", f"{sum(one.skipped for one in found.sources):,}", "bad records"),
     ]
     cards = "".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,14 +15,18 @@ from spmd_trainer.inputs.corpus.local_copies import local_copy
 
 # The settings that the library recommends for reading by number; they start no threads.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-# Files that are open at a time. A mixture has many sources, and a reader holds its file's index.
-_MAX_OPEN = 8
+# Files that are open at a time: a global shuffle goes back and forth between all files, and opening one costs much more than
+# reading a record. A reader holds its file's index in memory, so the records of all open files are bounded too.
+_MAX_OPEN = 64
+_MAX_OPEN_RECORDS = 2**22
 # Records that are read at a time where documents are read in order.
 _BLOCK = 256
 
 
 class ArrayRecordDocuments(FileSource):
     """Records of ArrayRecord files. A chunk is a file. A file in an object store is copied to the cache folder first."""
+
+    kind: ClassVar[str] = "arrayrecord"
 
     def __init__(self, paths: Sequence[str]):
         """Opens each file once.
@@ -71,11 +75,17 @@ class ArrayRecordDocuments(FileSource):
 
     def _reader(self, index: int) -> Any:
         if index not in self._open:
-            while len(self._open) >= _MAX_OPEN:
+            self.refuse_changed(index)
+            opened = _open(self.paths[index])
+            room = _MAX_OPEN_RECORDS - opened.num_records()
+            while self._open and (len(self._open) >= _MAX_OPEN or self._open_records() > room):
                 self._open.popitem(last=False)[1].close()
-            self._open[index] = _open(self.paths[index])
+            self._open[index] = opened
         self._open.move_to_end(index)
         return self._open[index]
+
+    def _open_records(self) -> int:
+        return sum(reader.num_records() for reader in self._open.values())
 
 
 def _open(path: str) -> Any:

@@ -9,7 +9,7 @@ import collections
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,11 +18,13 @@ from spmd_trainer.inputs.corpus.arrow_rows import damage, documents_of
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.local_copies import local_copy
-from spmd_trainer.storage import reading
+from spmd_trainer.storage import is_remote, reading
 
 STATE_FILE = "state.json"
 _FILE_FORMAT = b"ARROW1"
-_MAX_OPEN = 8
+# Files that are open at a time: a global shuffle goes back and forth between all files. Opening one costs much more than reading
+# a row, and an open file takes address space; only a compressed one holds memory, a record batch.
+_MAX_OPEN = 64
 
 
 def files_of_folder(folder: str) -> list[str]:
@@ -42,7 +44,7 @@ def files_of_folder(folder: str) -> list[str]:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is no state.json of a saved dataset: {error}") from error
+        raise UserError(f"{path} is not the state.json of a saved dataset: {error}") from error
 
 
 class ArrowDocuments(FileSource):
@@ -50,6 +52,8 @@ class ArrowDocuments(FileSource):
 
     A file of an object store is copied to the cache folder first.
     """
+
+    kind: ClassVar[str] = "arrow"
 
     def __init__(self, paths: Sequence[str], column: str = "text"):
         """Opens each file once.
@@ -117,6 +121,9 @@ class ArrowDocuments(FileSource):
 
     def _batches(self, index: int) -> Sequence[Any]:
         """Returns the record batches of a file, with the one column that is needed."""
+        # A local file is mapped: if it was truncated since, reading it would end the process by SIGBUS.
+        if index not in self._open or not is_remote(self.paths[index]):
+            self.refuse_changed(index)
         if index not in self._open:
             while len(self._open) >= _MAX_OPEN:
                 self._open.popitem(last=False)

@@ -20,12 +20,12 @@ def document_of(record: Any, column: str, where: str) -> Record:
     if isinstance(record, dict | Mapping) and column in record:
         return text_document(record[column], column, where)
     if not isinstance(record, Mapping):
-        return BadRecord(where, f"is no object with a {column!r}, but {_kind_of(record)}")
+        return BadRecord(where, f"is {_kind_of(record)}, not an object with the key {column!r}")
     value: Any = record
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
             keys = [key for key in value if isinstance(key, str)] if isinstance(value, Mapping) else []
-            return BadRecord(where, f"has no {column!r}{did_you_mean(name, keys)}")
+            return BadRecord(where, f"has no key {column!r}{did_you_mean(name, keys)}")
         value = value[name]
     return text_document(value, column, where)
 
@@ -35,7 +35,7 @@ def text_document(value: Any, column: str, where: str) -> Record:
     if isinstance(value, bytes):
         return Document(value, where)
     if not isinstance(value, str):
-        return BadRecord(where, f"has a {column!r} that is {_kind_of(value)}, not a text")
+        return BadRecord(where, f"has a {column!r} that is {_kind_of(value)}, not a string")
     try:
         return Document(value.encode(), where)
     except UnicodeEncodeError as error:
@@ -46,7 +46,7 @@ def _kind_of(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        return "a text"
+        return "a string"
     if isinstance(value, list | Mapping):
         return "a list" if isinstance(value, list) else "an object"
     return f"{value!r}" if isinstance(value, bool | int | float) else type(value).__name__

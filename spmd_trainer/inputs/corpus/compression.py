@@ -9,11 +9,26 @@ from typing import Any, BinaryIO
 
 from spmd_trainer.errors import UserError
 
-GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+# A Zstandard file may begin with frames to skip: a byte from 0x50 to 0x5f, and these.
+# https://github.com/facebook/zstd/blob/dev/doc/zstd_compression_format.md
+_SKIPPED_FIRST, _SKIPPED = range(0x50, 0x60), b"\x2a\x4d\x18"
+_HEAD_BYTES = 4
 # Bytes of a compressed file that are read at a time; what they hold can be many times larger.
 _BLOCK = 2**16
 # What reading a damaged file raises: gzip raises EOFError, zlib.error and BadGzipFile, which is an OSError.
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+
+
+def is_zstandard(head: bytes) -> bool:
+    """Returns whether a file's first bytes are those of a Zstandard frame, or of one that is skipped."""
+    is_skipped = head[1:_HEAD_BYTES] == _SKIPPED and head[0] in _SKIPPED_FIRST
+    return is_skipped or head.startswith(_ZSTANDARD)
+
+
+def is_compressed(head: bytes) -> bool:
+    """Returns whether a file's first bytes are those of a file that `decompressed` decompresses."""
+    return head.startswith(_GZIP) or is_zstandard(head)
 
 
 def decompressed(file: BinaryIO, path: str) -> BinaryIO:
@@ -22,11 +37,11 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
     Raises:
       UserError: it is compressed by Zstandard, and zstandard isn't installed.
     """
-    head = file.read(len(ZSTANDARD))
+    head = file.read(_HEAD_BYTES)
     file.seek(0)
-    if head.startswith(GZIP):
+    if head.startswith(_GZIP):
         return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
-    if head.startswith(ZSTANDARD):
+    if is_zstandard(head):
         try:
             import zstandard
         except ImportError as error:

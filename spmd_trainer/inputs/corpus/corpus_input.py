@@ -68,6 +68,7 @@ class CorpusInput(indexed.IndexedInput):
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
     _thread: Any = dataclasses.field(default=None, init=False, repr=False)
     _closed_thread: Any = dataclasses.field(default=None, init=False, repr=False)
+    _ended_at: Any = dataclasses.field(default=None, init=False, repr=False)
     _rows_read: int = dataclasses.field(default=0, init=False, repr=False)
     _tokens_read: int = dataclasses.field(default=0, init=False, repr=False)
 
@@ -76,6 +77,10 @@ class CorpusInput(indexed.IndexedInput):
         self.require_positive("seq_len")
         if self.window_rows is not None:
             self.require_positive("window_rows")
+        if self.shuffle is not None and not isinstance(self.shuffle, bool):
+            raise self.error(
+                f"shuffle={self.shuffle!r}; set it to True, False or None. Windows are set in Documents(shuffle=...)"
+            )
         for field, allowed in (("packing", rows.PACKINGS), ("bad_records", (tokenise.RAISE, tokenise.SKIP))):
             value = getattr(self, field)
             if value not in allowed:
@@ -209,7 +214,7 @@ class CorpusInput(indexed.IndexedInput):
     @property
     def _read_so_far(self) -> dict[str, cursors.SourceCursor]:
         window = self._window
-        cursor = self._at.cursor if window is None else window.end
+        cursor = self._ended_at or (self._at.cursor if window is None else window.end)
         return {one.name: source for one, source in zip(self.sources, cursor.sources, strict=True)}
 
     def _next_window(self, at: cursors.InputPosition) -> windows.Window | None:
@@ -225,8 +230,9 @@ class CorpusInput(indexed.IndexedInput):
         except BaseException:
             self._stop()  # the next call tries again
             raise
-        if window is None:
+        if isinstance(window, windows.Ended):
             self._stop()
+            self._ended_at = window.end
             return None
         if window.begin != at.cursor:  # an interrupted call took the window of this position, and lost it
             self._stop()
@@ -275,5 +281,6 @@ class CorpusInput(indexed.IndexedInput):
 
     def _go_to(self, at: cursors.InputPosition) -> None:
         self._stop()
+        self._ended_at = None
         self._window, self._at = None, at
         self._rows_read = self._tokens_read = 0

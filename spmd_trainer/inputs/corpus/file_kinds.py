@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import os
+import re
 from collections.abc import Sequence
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import file_formats, record_files
-from spmd_trainer.inputs.corpus.compression import DAMAGE, GZIP, ZSTANDARD, decompressed
+from spmd_trainer.inputs.corpus import compression
+from spmd_trainer.inputs.corpus.compression import DAMAGE, decompressed
 from spmd_trainer.inputs.corpus.line_index import open_bytes
 from spmd_trainer.storage import reading
 
@@ -24,6 +26,8 @@ SUFFIXES = {
 TOKENS = "tokens"
 KINDS = (*SUFFIXES, TOKENS)
 _COMPRESSED = (".gz", ".zst")
+# The number of a shard behind a suffix: 'c4.tfrecord-00000-of-01024'.
+_SHARD = re.compile(r"-\d+-of-\d+(?=(\.gz|\.zst)?$)")
 _UNREAD = {".csv": "comma", ".tsv": "tab"}
 # First bytes of files whose names don't say what they are.
 _BEGINNINGS = {
@@ -61,7 +65,7 @@ def kind_of_all(paths: Sequence[str]) -> str:
 
 def is_compressed(path: str) -> bool:
     """Returns whether a file is compressed by gzip or Zstandard, by its first bytes."""
-    return read_head(path).startswith((GZIP, ZSTANDARD))
+    return compression.is_compressed(read_head(path))
 
 
 def read_head(path: str) -> bytes:
@@ -78,7 +82,7 @@ def read_head(path: str) -> bytes:
 
 def _kind(path: str) -> str | None:
     """Returns the kind of a file; None if it is empty, and its name tells nothing."""
-    name = os.path.basename(path).lower()
+    name = _SHARD.sub("", os.path.basename(path).lower())
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
     for kind, suffixes in SUFFIXES.items():
@@ -93,13 +97,16 @@ def _kind(path: str) -> str | None:
     head = _read_content_head(path)
     if not head:
         return None
+    # First: a record of 123 bytes begins with the byte of '{'. No other file begins with a length and its checksum.
+    if record_files.begins_with_record(head):
+        return "tfrecord"
     for beginning, kind in _BEGINNINGS.items():
         if head.lstrip().startswith(beginning):
             return kind
     if head[_TAR_SIGNATURE_AT:].startswith(_TAR_SIGNATURE):
         return "tar"
-    if record_files.begins_with_record(head):
-        return "tfrecord"
+    if (found := file_formats.identify(head)) is not None:
+        raise UserError(f"{path} is {found.name}, which no kind reads. {found.instead}")
     known = [one for suffixes in SUFFIXES.values() for one in suffixes]
     near = did_you_mean(suffix, known) if suffix else ""
     raise UserError(
@@ -110,7 +117,7 @@ def _kind(path: str) -> str | None:
 def _read_content_head(path: str) -> bytes:
     """Returns the first bytes of a file without its compression."""
     head = read_head(path)
-    if not head.startswith((GZIP, ZSTANDARD)):
+    if not compression.is_compressed(head):
         return head
     try:
         with open_bytes(path) as file:

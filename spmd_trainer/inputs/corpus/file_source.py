@@ -8,12 +8,13 @@ import functools
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Record, Source
+from spmd_trainer.inputs.corpus.open_files import changed
 from spmd_trainer.storage import is_remote, reading
 
 # Files that a saved position names with their sizes; of more files it has a checksum only.
@@ -23,7 +24,13 @@ _REQUESTS = 16
 
 
 class FileSource(Source):
-    """A source over files whose sizes are those when it was opened. `paths` and `sizes` are in the order of the documents."""
+    """A source over files whose sizes are those when it was opened. `paths` and `sizes` are in the order of the documents.
+
+    Attributes:
+      kind: how the files are read, one of `file_kinds.KINDS`. A change of it is a change of the data.
+    """
+
+    kind: ClassVar[str]
 
     def __init__(self, paths: Sequence[str]):
         """Takes the sizes of the files.
@@ -63,17 +70,37 @@ class FileSource(Source):
     def read(self, numbers: np.ndarray) -> list[Record]:
         raise NotImplementedError(f"{type(self).__name__} reads documents in order only")
 
+    def refuse_changed(self, index: int) -> None:
+        """Refuses a file whose size has changed since the source was opened.
+
+        Args:
+          index: the file.
+
+        Raises:
+          UserError: its size has changed, or it can't be read; names it.
+        """
+        if _size(self.paths[index]) != self.sizes[index]:
+            raise changed(self.paths[index], self.sizes[index])
+
     @functools.cached_property
     def _named(self) -> list[tuple[str, int]]:
         return [(os.path.basename(path), size) for path, size in zip(self.paths, self.sizes, strict=True)]
 
     def fingerprint(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"checksum": zlib.crc32(repr(self._named).encode()), "size": self.size_text}
+        checksum = zlib.crc32(repr(self._named).encode())
+        found: dict[str, Any] = {"kind": self.kind, "checksum": checksum, "size": self.size_text}
         if len(self.paths) <= _NAMED:
             found["named"] = [list(one) for one in self._named]
         return found
 
     def changed_text(self, before: Mapping[str, Any]) -> str:
+        kind = before.get("kind")
+        parts = [] if kind in (None, self.kind) else [f"they were read as {kind!r} and are read as {self.kind!r}"]
+        if before["checksum"] != self.fingerprint()["checksum"]:
+            parts.append(self._changed_files(before))
+        return ", ".join(parts) or f"their kind was not saved, and is {self.kind!r}"
+
+    def _changed_files(self, before: Mapping[str, Any]) -> str:
         if "named" not in before or len(self.paths) > _NAMED:
             return f"{before['size']}, now {self.size_text}"
         old, new = collections.Counter(map(tuple, before["named"])), collections.Counter(self._named)

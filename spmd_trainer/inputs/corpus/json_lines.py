@@ -9,6 +9,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 class JsonLines(IndexedFiles):
     """Files of JSON lines on a disk, not compressed. Lines are read by number: where each begins is found once."""
+
+    kind: ClassVar[str] = "jsonl"
 
     def __init__(self, paths: Sequence[str], column: str = "text"):
         """Finds the lines.
@@ -61,6 +64,8 @@ class JsonLines(IndexedFiles):
 class StreamedJsonLines(FileSource):
     """Files of JSON lines that are read in order: compressed, or in an object store, where every line would take a request."""
 
+    kind: ClassVar[str] = "jsonl"
+
     def __init__(self, paths: Sequence[str], column: str = "text"):
         """Takes the files; they are opened when they are read.
 
@@ -74,8 +79,7 @@ class StreamedJsonLines(FileSource):
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
         path, line_number, number = self.paths[chunk], 0, 0
         try:
-            if reading.size(path) != self.sizes[chunk]:
-                raise changed(path, self.sizes[chunk])
+            self.refuse_changed(chunk)
             with open_bytes(path) as file:
                 for line_number, line in enumerate(decompressed(file, path), 1):
                     if line in _EMPTY_LINES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import os
+import re
 from collections.abc import Iterable, Sequence
 
 from etils import epath
@@ -18,6 +20,8 @@ from spmd_trainer.storage.paths import file_or_pattern
 
 # Files in a folder that say what the folder is.
 _SAVED_DATASET, _PREPARED, _DATASET_DICT = "state.json", "corpus.json", "dataset_dict.json"
+# Files of a prepared corpus.
+_PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrayrecord|json)")
 
 
 def open_documents(documents: Documents) -> Source:
@@ -34,6 +38,8 @@ def open_documents(documents: Documents) -> Source:
     if documents.kind is not None and documents.kind not in KINDS:
         near = did_you_mean(str(documents.kind), KINDS)
         raise UserError(f"kind={documents.kind!r}; set it to one of {', '.join(map(repr, KINDS))}{near}")
+    if not (isinstance(documents.column, str) and documents.column):
+        raise UserError(f"column={documents.column!r}; set it to the name of the column with the text, e.g. 'text'")
     entries = _entries(documents.files)
     if documents.kind in (None, TOKENS) and (prepared := _prepared_folder(entries)):
         from spmd_trainer.inputs.corpus.prepared import PreparedDocuments
@@ -45,6 +51,8 @@ def open_documents(documents: Documents) -> Source:
             f"finished; `files` has {input_files.listed(entries)}"
         )
     paths = _paths(entries)
+    if documents.kind in (None, "arrayrecord"):
+        _refuse_prepared_parts(paths)
     kind = documents.kind or file_kinds.kind_of_all(paths)
     if documents.separator is not None and kind != "text":
         raise UserError(f"separator={documents.separator!r} is for text files; these are of the kind {kind!r}")
@@ -139,16 +147,38 @@ def _paths(entries: Sequence[str]) -> list[str]:
     """Returns the files of all entries, in order.
 
     Raises:
-      UserError: an entry gives no file, two give the same one, or all files are empty.
+      UserError: an entry gives no file, a directory and another entry give the same one, or all files are empty.
     """
-    found: list[str] = []
+    expanded: list[str] = []
+    in_directories: set[str] = set()
     for entry in entries:
-        inside = _files_of_directory(entry) if _is_dir(entry) else [entry]
-        twice = set(inside) & set(found) if _is_dir(entry) else set()
-        if twice:
-            raise UserError(f"`files` gives {min(twice)} twice; give directories that don't overlap with other entries")
-        found += inside
-    return list(input_files.find_files(found).paths)
+        if _is_dir(entry):
+            inside = _files_of_directory(entry)
+            in_directories.update(map(_normal, inside))
+            expanded += inside
+        else:
+            expanded.append(entry)
+    found = list(input_files.find_files(expanded).paths)
+    counts = collections.Counter(map(_normal, found))
+    twice = [path for path in in_directories if counts[path] > 1]
+    if twice:
+        raise UserError(f"`files` gives {min(twice)} twice; give directories that don't overlap with other entries")
+    return found
+
+
+def _normal(path: str) -> str:
+    return path if is_remote(path) else os.path.abspath(path)
+
+
+def _refuse_prepared_parts(paths: Sequence[str]) -> None:
+    """Refuses parts of a prepared corpus: their records are tokens, not texts."""
+    for path in paths:
+        if _PREPARED_PART.fullmatch(os.path.basename(path)):
+            folder = os.path.dirname(path) or "."
+            raise UserError(
+                f"{path} is a part of a prepared corpus, and holds tokens, not text; give its folder: files={folder!r}. If the "
+                f"folder has no {_PREPARED}, tools/prepare_text.py has not finished; run it again"
+            )
 
 
 def _files_of_directory(directory: str) -> list[str]:

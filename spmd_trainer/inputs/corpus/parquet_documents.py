@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ _ROWS = 256
 
 class ParquetDocuments(FileSource):
     """Rows of Parquet files. A chunk is a row group. Rows are read in order: a row group is decoded from its beginning."""
+
+    kind: ClassVar[str] = "parquet"
 
     def __init__(self, paths: Sequence[str], column: str = "text"):
         """Reads the files' footers.
@@ -95,6 +97,7 @@ class ParquetDocuments(FileSource):
 
     @contextlib.contextmanager
     def _opened(self, index: int) -> Iterator[Any]:
+        self.refuse_changed(index)
         parquet = _pyarrow(self.paths[index]).parquet
         # Few writers add checksums of pages; without one, a changed byte within a text goes unnoticed.
         settings = {"pre_buffer": False, "page_checksum_verification": True}

@@ -25,14 +25,15 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import tokenizer_field, tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, Source
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, FORMAT, Description
-from spmd_trainer.inputs.corpus.tokenise import RAISE, Encoder
+from spmd_trainer.inputs.corpus.tokenise import RAISE, SKIP, Encoder
 from spmd_trainer.sharding.messages import count_text, format_seconds
-from spmd_trainer.storage import files, is_remote
+from spmd_trainer.storage import files, is_remote, reading
+from spmd_trainer.storage.paths import directory
 
 # Documents of a part, at most, where the documents can be read by number.
 DOCUMENTS_PER_PART = 100_000
@@ -64,6 +65,18 @@ class Preparation:
     output: str
     bad_records: str = RAISE
     documents_per_part: int = DOCUMENTS_PER_PART
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+          UserError: `bad_records` or `documents_per_part` has no valid value.
+        """
+        if self.bad_records not in (RAISE, SKIP):
+            near = did_you_mean(str(self.bad_records), (RAISE, SKIP))
+            raise UserError(f"bad_records={self.bad_records!r}; set it to {RAISE!r} or {SKIP!r}{near}")
+        if self.documents_per_part < 1:
+            raise UserError(f"documents_per_part={self.documents_per_part}; set it to 1 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +113,14 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
     Raises:
       UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is 'raise'.
     """
+    preparation = _resolved(preparation)
     source = open_documents(preparation.documents)
     tokenizer = tokenizer_field.make_tokenizer(preparation.tokenizer, None)
     parts = parts_of(source, preparation.documents_per_part)
-    folder = epath.Path(preparation.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    if not parts:
+        raise UserError(f"{source.size_text} hold no document; give at least one")
+    _writer_of_array_records()
+    folder = _output_folder(preparation)
     key = _key(preparation, source, tokenizer)
     total = len(parts)
     done = {i: found for i in range(total) if (found := _finished(folder, i, total, key)) is not None}
@@ -112,6 +128,8 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
         logging.info("%s of %d are there from before", count_text(len(done), "part"), total)
     task = functools.partial(_prepare_part, preparation, key, total)
     waiting = [(i, part) for i, part in enumerate(parts) if i not in done]
+    if waiting:  # until all parts are of this preparation, the folder is no corpus
+        (folder / DESCRIPTION_FILE).unlink(missing_ok=True)
     progress = _Progress(total, len(done))
     for number, found in _run(task, waiting, workers):
         done[number] = found
@@ -126,11 +144,11 @@ def _run(task: Any, waiting: Sequence[tuple[int, Part]], workers: int) -> Iterat
     if workers == 1 or len(waiting) < 2:
         yield from ((number, task(number, part)) for number, part in waiting)
         return
-    # Each process encodes on one thread; together they use the machine.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Not forked: threads of libraries would not live on in the children.
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(workers, len(waiting)), mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(waiting)), mp_context=context, initializer=_use_one_thread
+    ) as pool:
         running = {pool.submit(task, number, part): number for number, part in waiting}
         try:
             for future in concurrent.futures.as_completed(running):
@@ -138,6 +156,46 @@ def _run(task: Any, waiting: Sequence[tuple[int, Part]], workers: int) -> Iterat
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _use_one_thread() -> None:
+    """Makes a worker encode on one thread: together, the workers use the machine."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _resolved(preparation: Preparation) -> Preparation:
+    """Returns the preparation with its paths in a tuple, as other processes need it."""
+    given = preparation.documents.files() if callable(preparation.documents.files) else preparation.documents.files
+    paths = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
+    return dataclasses.replace(preparation, documents=dataclasses.replace(preparation.documents, files=paths))
+
+
+def _output_folder(preparation: Preparation) -> epath.Path:
+    """Returns the output folder, which exists then.
+
+    Raises:
+      UserError: it is no valid path, or can't be made.
+    """
+    folder = directory("--output", preparation.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = reading.problem(os.fspath(folder), error)
+        raise UserError(f"--output={preparation.output} can't be used: {problem}") from error
+    return folder
+
+
+def _writer_of_array_records() -> Any:
+    """Returns array_record's class of writers.
+
+    Raises:
+      UserError: array_record isn't installed.
+    """
+    try:
+        from array_record.python import array_record_module
+    except ImportError as error:
+        raise UserError("prepared corpora need array_record: pip install 'spmd-trainer[data]'") from error
+    return array_record_module.ArrayRecordWriter
 
 
 @functools.lru_cache(maxsize=1)
@@ -149,10 +207,8 @@ def _opened(preparation: Preparation, key: str) -> tuple[Source, tokenizers.Toke
 
 def _prepare_part(preparation: Preparation, key: str, total: int, number: int, part: Part) -> dict[str, Any]:
     """Tokenises a part. Returns its record, which is also written beside it."""
-    from array_record.python import array_record_module
-
     source, tokenizer = _opened(preparation, key)
-    folder = epath.Path(preparation.output)
+    folder = directory("--output", preparation.output)
     encoder = Encoder(tokenizer, tokenizer.vocab_size)
     record: dict[str, Any] = {
         "key": key,
@@ -167,15 +223,17 @@ def _prepare_part(preparation: Preparation, key: str, total: int, number: int, p
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
     count = None if part.stop is None else part.stop - part.start
     records = itertools.islice(source.read_chunk(part.chunk, part.start), count)
-    with tempfile.TemporaryDirectory(dir=None if is_remote(folder) else preparation.output) as scratch:
+    with tempfile.TemporaryDirectory(dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
         path = os.path.join(scratch, "part")
-        writer = array_record_module.ArrayRecordWriter(path, _WRITER_OPTIONS)
+        writer = _writer_of_array_records()(path, _WRITER_OPTIONS)
         while block := list(itertools.islice(records, _BLOCK)):
             for one, tokens in zip(block, encoder.encode(block), strict=True):
                 tokens = _counted(record, lengths, one, tokens, preparation.bad_records)
                 writer.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
         writer.close()
         record["lengths"] = lengths.tolist()
+        # The record of an earlier part must not stand beside this one, whenever the process ends.
+        _record_path(folder, number, total).unlink(missing_ok=True)
         target = folder / _part_name(number, total)
         if is_remote(folder):
             epath.Path(path).copy(target, overwrite=True)
@@ -197,9 +255,7 @@ def _counted(
     record["documents"] += 1
     if isinstance(tokens, BadRecord):
         if bad_records == RAISE:
-            raise UserError(
-                f"{tokens.where} {tokens.problem}. Mend it, or leave such records out with --bad_records=skip"
-            )
+            raise UserError(f"{tokens.where} {tokens.problem}. Fix it, or skip bad records with --bad_records=skip")
         record["skipped"] += 1
         if len(record["named"]) < _NAMED:
             record["named"].append(f"{tokens.where} {tokens.problem}")

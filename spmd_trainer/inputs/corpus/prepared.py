@@ -151,5 +151,7 @@ class PreparedDocuments(Source):
         if isinstance(record, BadRecord) or isinstance(record.content, np.ndarray):
             return record
         if len(record.content) % self._dtype.itemsize:
-            return BadRecord(record.where, f"has {len(record.content)} bytes, which are no {self._dtype.name} tokens")
+            return BadRecord(
+                record.where, f"has {len(record.content)} bytes, not a whole number of {self._dtype.name} tokens"
+            )
         return dataclasses.replace(record, content=np.frombuffer(record.content, self._dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.compression import DAMAGE, decompressed
@@ -24,6 +24,8 @@ _USTAR, _USTAR_AT = b"ustar", 257
 class TarDocuments(FileSource):
     """Samples of tar files, also compressed ones, read in order. A chunk is a file."""
 
+    kind: ClassVar[str] = "tar"
+
     def __init__(self, paths: Sequence[str], column: str = "txt"):
         """Takes the files; they are opened when they are read.
 
@@ -36,11 +38,12 @@ class TarDocuments(FileSource):
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
         path, number = self.paths[chunk], 0
+        self.refuse_changed(chunk)
         try:
             with open_bytes(path) as file:
                 content = decompressed(file, path)
                 archive = tarfile.TarFile.open(fileobj=content, mode="r|", tarinfo=_Header)
-                for number, (name, members) in enumerate(_samples(archive, self._column)):
+                for number, (name, members) in enumerate(_samples(archive, self._column, path)):
                     if number >= start:
                         yield self._record(f"{path} sample {name!r}", members)
                 while content.read(_BLOCK):  # checksums of compressed files are at their end
@@ -85,20 +88,33 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError(f"the header at byte {archive.offset} can't be read: {error}") from error
 
 
-def _samples(archive: tarfile.TarFile, column: str) -> Iterator[tuple[str, dict[str, bytes | None]]]:
-    """Yields the name of each sample and its members by extension; only that of `column` is read."""
+def _samples(archive: tarfile.TarFile, column: str, path: str) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+    """Yields the name of each sample and its members by extension; only the member of `column` is read.
+
+    Raises:
+      UserError: a sample has two members of one extension, or its member of `column` is a link.
+    """
     current: tuple[str, dict[str, bytes | None]] | None = None
     for member in archive:
-        if not member.isfile():
-            continue
+        archive.members = []  # type: ignore[attr-defined] # tarfile would keep the headers of all members
         folder, _, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
+        if extension == column and (member.issym() or member.islnk()):
+            raise UserError(
+                f"{path}: {member.name!r} is a link; pack the shard with `tar --dereference --hard-dereference`"
+            )
+        if not member.isfile():
+            continue
         sample = f"{folder}/{stem}" if folder else stem
         content = cast(tarfile.ExFileObject, archive.extractfile(member)).read() if extension == column else None
         if current is None or current[0] != sample:
             if current is not None:
                 yield current
             current = (sample, {})
+        if extension in current[1]:
+            raise UserError(
+                f"{path}: sample {sample!r} has two members with the extension {extension!r}; give each sample its own name"
+            )
         current[1][extension] = content
     if current is not None:
         yield current

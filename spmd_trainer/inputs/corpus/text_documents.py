@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import functools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ _CACHED_BYTES = 2**20
 class TextDocuments(IndexedFiles):
     """Documents of text files. A chunk is a file."""
 
+    kind: ClassVar[str] = "text"
+
     def __init__(self, paths: Sequence[str], separator: str | None = None):
         """Finds the documents.
 
@@ -32,7 +35,8 @@ class TextDocuments(IndexedFiles):
           separator: text between the documents of a file; None: a file is one document. It is not part of a document.
 
         Raises:
-          UserError: a file can't be read, its first bytes are those of a format that isn't text, or `separator` is empty.
+          UserError: a file can't be read, its first bytes are those of a format that isn't text, or `separator` is empty or
+            in none of the files.
         """
         if separator is not None and not (isinstance(separator, str) and separator):
             raise UserError(
@@ -40,6 +44,9 @@ class TextDocuments(IndexedFiles):
             )
         self._separator = None if separator is None else separator.encode()
         super().__init__(paths)
+        # An empty file counts as one document too.
+        if separator is not None and self.num_bytes and np.all(self._counts == 1):
+            raise UserError(f"separator={separator!r} is in none of the files; in a shell, a newline is $'\\n'")
 
     @property
     def random_access(self) -> bool:

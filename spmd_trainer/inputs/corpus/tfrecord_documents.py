@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ _BLOCK = 64
 
 class TfRecordDocuments(FileSource):
     """Examples of TFRecord files. A chunk is a file."""
+
+    kind: ClassVar[str] = "tfrecord"
 
     def __init__(self, paths: Sequence[str], column: str = "text"):
         """Finds the records.
@@ -73,7 +76,7 @@ class TfRecordDocuments(FileSource):
         try:
             features = example_bytes(data)
         except ValueError as error:
-            return BadRecord(where, f"is no tf.train.Example: {error}")
+            return BadRecord(where, f"is not a tf.train.Example: {error}")
         if self._column not in features:
             return BadRecord(where, f"has no feature {self._column!r}{did_you_mean(self._column, list(features))}")
         values = features[self._column]
@@ -87,7 +90,7 @@ def example_bytes(data: bytes) -> dict[str, list[bytes] | None]:
     """Returns the bytes features of a serialized tf.train.Example by name; None for features of numbers.
 
     Raises:
-      ValueError: it is no such message.
+      ValueError: it is not a tf.train.Example.
     """
     found: dict[str, list[bytes] | None] = {}
     for number, features in _fields(data):

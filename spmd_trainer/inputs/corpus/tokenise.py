@@ -166,7 +166,7 @@ class EncodedStream:
     def _refuse_or_log(self, bad: BadRecord) -> None:
         if not self._skips:
             raise self._error(
-                f"{self._prefix}{bad.where} {bad.problem}. Mend it, or leave such records out with bad_records='skip'"
+                f"{self._prefix}{bad.where} {bad.problem}. Fix it, or skip bad records with bad_records='skip'"
             )
         self._logged += 1
         if self._logged <= _LOGGED:

@@ -80,6 +80,16 @@ class Window(NamedTuple):
         return len(self.order) - 1
 
 
+class Ended(NamedTuple):
+    """There is no further window.
+
+    Attributes:
+      end: where the sources are, after bad records behind the last document.
+    """
+
+    end: Cursor
+
+
 class Cancelled(Exception):
     """The input no longer needs the window that is being made."""
 
@@ -146,8 +156,8 @@ class WindowMaker:
         """Makes `next_window`, called in another thread, raise `Cancelled` soon."""
         self._cancelled.set()
 
-    def next_window(self) -> Window | None:
-        """Returns the next window, or None after the last.
+    def next_window(self) -> Window | Ended:
+        """Returns the next window, or `Ended` after the last.
 
         Raises:
           UserError: a source can't be read or has a bad record, or no source has a document.
@@ -157,7 +167,7 @@ class WindowMaker:
         if not drawn:
             if self._begin.window == 0:
                 raise self._error("the sources have no document with text; give at least one")
-            return None
+            return Ended(self._begin._replace(sources=tuple(self._cursors)))
         table, end = self._split(drawn, ended) if self._settings.packing == rows.SPLIT else self._pack(drawn)
         num_rows = len(table.labels) - 1
         in_order = np.arange(num_rows + 1)
@@ -249,7 +259,7 @@ class WindowThread:
           after: a closed WindowThread on the same sources: the new thread begins when the old one has ended.
         """
         before = None if after is None else after._thread
-        self._results: queue.SimpleQueue[Window | BaseException | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Window | Ended | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(1)
         # The thread must not hold this object, or neither would ever be collected.
         self._thread: threading.Thread = threading.Thread(
@@ -258,8 +268,8 @@ class WindowThread:
         self._cancel = weakref.finalize(self, _cancel, maker, self._room)
         self._thread.start()
 
-    def next_window(self) -> Window | None:
-        """Returns the next window, or None after the last; raises what making it raised. Not to be called again after either."""
+    def next_window(self) -> Window | Ended:
+        """Returns the next window, or `Ended`; raises what making it raised. Not to be called again after either."""
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
@@ -275,7 +285,7 @@ def _run(
     maker: WindowMaker,
     before: threading.Thread | None,
     room: threading.Semaphore,
-    results: queue.SimpleQueue[Window | BaseException | None],
+    results: queue.SimpleQueue[Window | Ended | BaseException],
 ) -> None:
     try:
         if before is not None:
@@ -284,7 +294,7 @@ def _run(
             room.acquire()
             window = maker.next_window()
             results.put(window)
-            if window is None:
+            if isinstance(window, Ended):
                 return
     except Cancelled:
         return

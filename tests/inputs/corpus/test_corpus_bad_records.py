@@ -16,7 +16,9 @@ BAD = [*GOOD[:20], None, *GOOD[20:50], None, None, *GOOD[50:], None]
 
 
 def test_a_bad_record_is_an_error_that_names_it():
-    with pytest.raises(UserError, match=r"CorpusInput '.*': m0:21 is broken\. Mend it, or leave .* bad_records='skip'"):
+    with pytest.raises(
+        UserError, match=r"CorpusInput '.*': m0:21 is broken\. Fix it, or skip bad records with bad_records='skip'"
+    ):
         drain(make(documents(BAD), is_training=False))
 
 
@@ -186,3 +188,19 @@ def test_documents_that_are_tokens_already_must_be_of_this_tokenizer():
 
     with pytest.raises(UserError, match=r"made with another tokenizer than \{'eos_id': 256\}"):
         make(Documents(Tokens([GOOD])))
+
+
+def test_bad_records_behind_the_last_row_are_counted():
+    source = make(
+        documents([*GOOD[:2], None, None]), is_training=False, bad_records="skip", packing="pad", window_rows=1
+    )
+    drain(source)
+    assert source.skipped == {"documents": 2}
+    source.reset()
+    assert source.skipped == {"documents": 0}
+
+
+@pytest.mark.parametrize("shuffle", ["yes", 10_000, 1])
+def test_a_window_in_the_wrong_place_is_refused(shuffle):
+    with pytest.raises(UserError, match=r"set it to True, False or None\. Windows are set in Documents"):
+        make(documents(GOOD), shuffle=shuffle)

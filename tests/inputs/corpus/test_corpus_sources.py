@@ -131,8 +131,8 @@ def test_bad_lines_are_named(tmp_path):
     assert [record.where.rpartition("/")[2] for record in records] == [f"a.jsonl:{n}" for n in range(1, 8)]
     expected = [
         "is not JSON",
-        "is no object",
-        "has no 'text'; did you mean txt?",
+        "not an object",
+        "has no key 'text'; did you mean txt?",
         "that is null",
         "is not UTF-8 (byte 10",
         "surrogate",

@@ -128,6 +128,69 @@ def test_bad_records_are_named_or_left_out_and_counted(web, tmp_path):
     assert found.chunks == [7, 6, 9]
 
 
+def test_a_folder_whose_parts_are_of_two_preparations_is_no_corpus(web, tmp_path, monkeypatch):
+    output, files = tmp_path / "tokens", str(web / "*.jsonl")
+    run(output, files)
+    whole = prepare._prepare_part
+
+    def stops_at_the_last(*args):
+        if args[3] == 2:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(prepare, "_prepare_part", stops_at_the_last)
+    with pytest.raises(KeyboardInterrupt):
+        run(output, files, bad_records="skip")  # another preparation: its parts are not kept
+    with pytest.raises(UserError, match="if it was stopped, run it again"):
+        PreparedDocuments(str(output))
+
+
+def test_a_part_without_its_record_is_made_again(web, tmp_path, monkeypatch):
+    """A process that ends between a part and its record must leave no older record beside the new part."""
+    output, files = tmp_path / "tokens", str(web / "*.jsonl")
+    run(output, files)
+    write = prepare.files.write_atomically
+
+    def ends(path, lines):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare.files, "write_atomically", ends)
+    with pytest.raises(KeyboardInterrupt):
+        run(output, files, bad_records="skip")
+    monkeypatch.setattr(prepare.files, "write_atomically", write)
+    made = []
+    part = prepare._prepare_part
+    monkeypatch.setattr(prepare, "_prepare_part", lambda *args: made.append(args[3]) or part(*args))
+    run(output, files)
+    assert made == [0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"bad_records": "rasie"}, r"bad_records='rasie'; set it to 'raise' or 'skip'; did you mean raise\?"),
+        ({"documents_per_part": 0}, "documents_per_part=0"),
+    ],
+)
+def test_wrong_settings_are_refused(web, tmp_path, settings, match):
+    with pytest.raises(UserError, match=match):
+        run(tmp_path / "tokens", str(web / "*.jsonl"), **settings)
+
+
+def test_paths_may_be_a_list_or_a_function(web, tmp_path):
+    files = sorted(map(str, web.iterdir()))
+    assert run(tmp_path / "a", files).chunks == run(tmp_path / "b", lambda: files).chunks == [7, 5, 9]
+
+
+def test_a_corpus_without_documents_and_an_unusable_output_are_refused(web, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(UserError, match="hold no document"):
+        run(tmp_path / "tokens", str(tmp_path / "empty.jsonl"))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=r"--output=.*file can't be used"):
+        run(tmp_path / "file", str(web / "*.jsonl"))
+
+
 def test_a_damaged_corpus_is_an_error(web, tmp_path):
     run(tmp_path / "tokens", str(web / "*.jsonl"))
     record = PreparedDocuments(str(tmp_path / "tokens"))._tokens

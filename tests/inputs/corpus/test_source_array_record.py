@@ -50,3 +50,40 @@ def test_damaged_records_are_named(tmp_path):
     with pytest.raises(UserError, match=r"a.arrayrecord is damaged at one of the records 0 to 39"):
         list(source.read_chunk(0, 0))
     assert source.read(np.array([39]))[0].content.decode() == texts[39]
+
+
+def counted_opens(monkeypatch):
+    opened, open_one = [], array_record_documents._open
+    monkeypatch.setattr(array_record_documents, "_open", lambda path: opened.append(path) or open_one(path))
+    return opened
+
+
+def test_files_stay_open_in_a_global_shuffle(tmp_path, monkeypatch):
+    paths = [str(write_array_record(tmp_path, [f"{n} {i}" for i in range(3)], f"{n:02d}")) for n in range(12)]
+    opened = counted_opens(monkeypatch)
+    source = ArrayRecordDocuments(paths)
+    for number in np.random.default_rng(0).permutation(36):
+        (record,) = source.read(np.array([number]))
+        assert record.content.decode() == f"{number // 3} {number % 3}"
+    assert opened == paths
+
+
+def test_files_of_many_records_are_closed_earlier(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_record_documents, "_MAX_OPEN_RECORDS", 7)
+    paths = [str(write_array_record(tmp_path, ["a", "b", "c"], f"{n}")) for n in range(4)]
+    paths.append(str(write_array_record(tmp_path, list("0123456789"), "large")))
+    source = ArrayRecordDocuments(paths)
+    assert list(source._open) == [4]  # even a file of more records than the bound can be read
+    records = source.read(np.array([0, 3, 6, 21]))
+    assert [record.content for record in records] == [b"a", b"a", b"a", b"9"]
+    source.read(np.array([0, 3, 6]))
+    assert list(source._open) == [1, 2]
+
+
+def test_a_file_that_changed_before_it_is_opened_again_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_record_documents, "_MAX_OPEN", 1)
+    paths = [str(write_array_record(tmp_path, ["a"], name)) for name in "ab"]
+    source = ArrayRecordDocuments(paths)
+    write_array_record(tmp_path, [np.random.default_rng(0).bytes(200_000).hex()], "a")
+    with pytest.raises(UserError, match=r"a\.arrayrecord had \d+ bytes when this run started, and has changed"):
+        source.read(np.array([0]))

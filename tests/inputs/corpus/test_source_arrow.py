@@ -69,3 +69,29 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, stream):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(UserError, match=r"a.arrow can't be read as Arrow"):
         ArrowDocuments([str(path)])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_file_that_is_truncated_after_opening_is_an_error(tmp_path, stream):
+    path = write_arrow_file(tmp_path, ["x" * 10_000] * 9, stream=stream)
+    source = ArrowDocuments([str(path)])
+    with open(path, "r+b") as file:
+        file.truncate(100)
+    with pytest.raises(UserError, match=r"a\.arrow had \d+ bytes when this run started, and has changed"):
+        source.read(np.array([8]))  # would be a SIGBUS
+
+
+def test_files_stay_open_in_a_global_shuffle(tmp_path, monkeypatch):
+    paths = [str(write_arrow_file(tmp_path, [f"{n} {i}" for i in range(4)], f"{n:02d}")) for n in range(12)]
+    opened, memory_map = [], pyarrow.memory_map
+    monkeypatch.setattr(pyarrow, "memory_map", lambda path: opened.append(path) or memory_map(path))
+    source = ArrowDocuments(paths)
+    numbers = np.random.default_rng(0).permutation(48)
+    assert texts(source.read(numbers)) == [f"{n // 4} {n % 4}" for n in numbers]
+    assert opened == paths
+
+
+def test_a_wrong_state_of_a_saved_dataset_is_explained(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"state\.json is not the state\.json of a saved dataset"):
+        files_of_folder(str(tmp_path))

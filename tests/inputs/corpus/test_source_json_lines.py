@@ -93,12 +93,12 @@ def test_blocks_of_any_size_give_the_same_index(tmp_path, monkeypatch):
     [
         (b'{"text": "a"', r"is not JSON: Expecting ',' delimiter \(character 12 of the line\)"),
         (b"  ", "is not JSON"),
-        (b'["a"]', "is no object with a 'text', but a list"),
-        (b'"a"', "is no object with a 'text', but a text"),
-        (b'{"txt": "a"}', r"has no 'text'; did you mean txt\?"),
+        (b'["a"]', "is a list, not an object with the key 'text'"),
+        (b'"a"', "is a string, not an object with the key 'text'"),
+        (b'{"txt": "a"}', r"has no key 'text'; did you mean txt\?"),
         (b'{"text": null}', "null"),
-        (b'{"text": 7}', "has a 'text' that is 7, not a text"),
-        (b'{"text": ["a"]}', "has a 'text' that is a list, not a text"),
+        (b'{"text": 7}', "has a 'text' that is 7, not a string"),
+        (b'{"text": ["a"]}', "has a 'text' that is a list, not a string"),
         (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": "\xed\xa0\x80"}', r"is not UTF-8 \(byte 10"),
         (b'{"text": "\xff"}', r"is not UTF-8 \(byte 10"),
@@ -258,7 +258,7 @@ def test_files_of_one_json_value_are_refused(tmp_path):
             opened(path)
     path.write_text(json.dumps([{"text": text} for text in TEXTS]))
     (record,) = all_records(opened(path))
-    assert "is no object" in record.problem
+    assert "not an object" in record.problem
 
 
 def test_the_streamed_source_reads_plain_files_too(tmp_path):

@@ -8,9 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from corpus_files import TEXTS, WRITERS, cache_in, write_arrow, write_jsonl, write_parquet, write_text
+from corpus_files import TEXTS, WRITERS, cache_in, write_arrow, write_jsonl, write_parquet, write_text, write_tfrecord
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.storage.files import write_atomically
@@ -86,6 +87,9 @@ def test_a_name_without_suffix_is_told_by_the_first_bytes(tmp_path, kind):
         ("{0}/b.jsonl", r"b\.jsonl can't be read: No such file.*did you mean a\.jsonl"),
         ("{0}/*.parquet", r"matches no file; .* holds a\.jsonl"),
         (["{0}/a.jsonl", "{0}"], r"`files` gives .*a\.jsonl twice"),
+        (["{0}", "{0}/a.jsonl"], r"`files` gives .*a\.jsonl twice"),
+        (["{0}", "{0}/*.jsonl"], r"`files` gives .*a\.jsonl twice"),
+        (["{0}", "{0}/empty/../a.jsonl"], r"`files` gives .*a\.jsonl twice"),
         ("{0}/empty", "empty has no files that are not hidden; it holds .hidden"),
     ],
 )
@@ -116,6 +120,8 @@ def test_files_of_several_kinds_are_listed(tmp_path):
         ("corpus", b"\x01\x02", "neither the name .* set kind to one of 'jsonl', 'parquet'"),
         ("corpus.gz", gzip.compress(b"no JSON", mtime=0), "neither the name"),
         ("corpus.gz", gzip.compress(b"no JSON", mtime=0)[:9], r"corpus\.gz is damaged"),
+        ("a.jsonl.xz", b"\xfd7zXZ\0\0", r"a\.jsonl\.xz is compressed by xz, .* Unpack it with `unxz`"),
+        ("a.jsonl.lz4", b"\x04\x22\x4d\x18\x60", r"a\.jsonl\.lz4 is compressed by LZ4, .* Unpack it with `unlz4`"),
         ("a.csv", b"text,id\na,1\n", r"a\.csv holds rows with commas .*Parquet or JSON lines"),
     ],
 )
@@ -215,3 +221,64 @@ def test_files_in_an_object_store(tmp_path, address_of, use):
     assert by_separator.read(np.array([1]))[0].where == "gs://bkt/corpus/texts/a.txt document 2"
     with pytest.raises(UserError, match=r"b\.txt can't be read: No such file.*did you mean a\.txt"):
         open_documents(Documents(f"{remote}/texts/b.txt"))
+
+
+def test_a_tfrecord_file_that_begins_like_json_is_told_by_its_checksum(tmp_path):
+    text = next(text for text in ("x" * n for n in range(123)) if _first_byte(tmp_path, text) == b"{")
+    path = write_tfrecord(tmp_path, [text]).rename(tmp_path / "corpus")
+    assert contents(open_documents(Documents(str(path)))) == [text]
+
+
+def _first_byte(folder, text):
+    return write_tfrecord(folder, [text]).read_bytes()[:1]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrayrecord", "tfrecord"])
+def test_the_number_of_a_shard_may_follow_the_suffix(tmp_path, kind):
+    path = WRITERS[kind](tmp_path, TEXTS)
+    plain, _, compressed = path.name.removeprefix("a.").partition(".")
+    named = path.rename(tmp_path / f"a.{plain}-00003-of-01000{'.' if compressed else ''}{compressed}")
+    (tmp_path / f"a.{plain}-00004-of-01000").write_bytes(b"")  # only its name tells its kind
+    assert file_kinds.kind_of_all([str(named)]) == plain
+    assert file_kinds.kind_of_all([f"{tmp_path}/a.{plain}-00004-of-01000"]) == plain
+    assert contents(open_documents(Documents(str(named)))) == TEXTS
+
+
+@pytest.mark.parametrize("column", ["", None, 3])
+def test_a_column_without_a_name_is_refused(tmp_path, column):
+    path = write_jsonl(tmp_path, TEXTS)
+    with pytest.raises(UserError, match=r"column=.*set it to the name of the column with the text"):
+        open_documents(Documents(str(path), column=column))
+
+
+@pytest.mark.parametrize("kind", [None, "arrayrecord"])
+@pytest.mark.parametrize("name", ["tokens-00000-of-00002.arrayrecord", "tokens-00000-of-00002.json"])
+def test_parts_of_a_prepared_corpus_are_not_text(tmp_path, name, kind):
+    write_jsonl(tmp_path, TEXTS).rename(tmp_path / name)
+    for given in (str(tmp_path), f"{tmp_path}/tokens-*"):
+        with pytest.raises(
+            UserError, match=r"is a part of a prepared corpus, .*give its folder: .*no corpus\.json, tools"
+        ):
+            open_documents(Documents(given, kind=kind))
+
+
+def test_a_zstandard_file_may_begin_with_a_frame_to_skip(tmp_path):
+    path = write_jsonl(tmp_path, TEXTS, ".zst")
+    path.write_bytes(b"\x5f\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc" + path.read_bytes())
+    assert contents(open_documents(Documents(str(path)))) == TEXTS
+    named = path.rename(tmp_path / "corpus")
+    assert contents(open_documents(Documents(str(named)))) == TEXTS
+
+
+def test_another_kind_is_a_change(tmp_path):
+    path = str(write_jsonl(tmp_path, TEXTS))
+    lines, text = open_documents(Documents(path)), open_documents(Documents(path, kind="text"))
+    saved = lines.fingerprint()
+    assert text.fingerprint() != saved
+    assert text.changed_text(saved) == "they were read as 'jsonl' and are read as 'text'"
+    write_jsonl(tmp_path, ["a"])
+    both = open_documents(Documents(path, kind="text")).changed_text(saved)
+    assert both.startswith("they were read as 'jsonl' and are read as 'text', a.jsonl had ")
+    del saved["kind"]
+    assert text.changed_text(saved) == "their kind was not saved, and is 'text'"
+    assert open_documents(Documents(path)).changed_text(saved).startswith("a.jsonl had ")

@@ -63,5 +63,14 @@ def test_numbers_are_refused_by_row(tmp_path):
     path = str(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"text": np.arange(3)}), path)
     problems = [record.problem for record in ParquetDocuments([path]).read_chunk(0, 0)]
-    assert all("not a text" in problem for problem in problems)
+    assert all("not a string" in problem for problem in problems)
     assert len(problems) == 3
+
+
+def test_a_file_that_changes_is_an_error(tmp_path):
+    path = str(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", "b"]}), path)
+    source = ParquetDocuments([path])
+    parquet.write_table(pyarrow.table({"text": ["other", "texts"]}), path)
+    with pytest.raises(UserError, match=r"a\.parquet had \d+ bytes when this run started, and has changed"):
+        texts(source)

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+import tracemalloc
 
 import pytest
 from corpus_files import write_tar
@@ -56,3 +57,40 @@ def test_a_truncated_shard_gives_the_samples_before_and_then_an_error(tmp_path, 
         given.extend(record.content.decode() for record in records)
     assert given == texts[: len(given)]
     assert given or suffix
+
+
+def test_a_shard_that_changes_is_an_error(tmp_path):
+    path = write(tmp_path / "a.tar", [("1.txt", b"one")])
+    source = TarDocuments([path], "txt")
+    write(path, [(f"{n}.txt", b"x" * 5000) for n in range(9)])
+    with pytest.raises(UserError, match=r"a\.tar had \d+ bytes when this run started, and has changed"):
+        list(source.read_chunk(0, 0))
+
+
+def test_two_members_of_a_sample_with_one_extension_are_an_error(tmp_path):
+    path = write(tmp_path / "a.tar", [("0.txt", b"zero"), ("1.txt", b"one"), ("1.txt", b"another")])
+    with pytest.raises(UserError, match=r"a\.tar: sample '1' has two members with the extension 'txt'"):
+        list(TarDocuments([path], "txt").read_chunk(0, 0))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_are_an_error_where_the_text_should_be(tmp_path, kind):
+    path = write(tmp_path / "a.tar", [("1.txt", b"one")])
+    with tarfile.open(path, "a") as archive:
+        link = tarfile.TarInfo("2.txt")
+        link.type, link.linkname = kind, "1.txt"
+        archive.addfile(link)
+    with pytest.raises(UserError, match=r"a\.tar: '2\.txt' is a link; .*`tar --dereference --hard-dereference`"):
+        list(TarDocuments([path], "txt").read_chunk(0, 0))
+    other = list(TarDocuments([path], "json").read_chunk(0, 0))  # the link is not needed
+    assert [record.where for record in other] == [f"{path} sample '1'"]
+
+
+def test_a_shard_of_many_members_takes_little_memory(tmp_path):
+    path = write(tmp_path / "a.tar", [(f"{n}.txt", b"x") for n in range(3000)])
+    tracemalloc.start()
+    count = sum(1 for _ in TarDocuments([path], "txt").read_chunk(0, 0))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 3000
+    assert peak < 2 * 2**20  # the headers of all members would take more

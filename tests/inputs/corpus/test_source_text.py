@@ -45,7 +45,7 @@ def test_separators(tmp_path, monkeypatch, separator, block):
     random = np.random.default_rng(1)
     for size in (1, 20, 200):
         parts = random.choice(["a", "\n", "<", "END>", "ä", separator], size)
-        path.write_text("".join(parts))
+        path.write_text("".join([*parts, separator]))
         source = opened(path, separator=separator)
         expected = path.read_text().split(separator)
         assert [content.decode() for content in all_contents(source)] == expected
@@ -103,3 +103,13 @@ def test_a_file_of_many_documents_is_not_in_memory_at_once(tmp_path, cache):
     made = index.stat().st_mtime_ns
     assert all_contents(opened(path, separator="\n<END>\n"))[9_999] == b"x" * 2000
     assert index.stat().st_mtime_ns == made
+
+
+def test_a_separator_that_is_in_no_file_is_an_error(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    (tmp_path / "b.txt").write_text("")
+    with pytest.raises(UserError) as error:
+        opened(tmp_path, separator="\\n")
+    assert str(error.value) == r"separator='\\n' is in none of the files; in a shell, a newline is $'\n'"
+    (tmp_path / "b.txt").write_text(r"here\n")
+    assert all_contents(opened(tmp_path, separator="\\n")) == [b"one\ntwo", b"here", b""]

@@ -128,7 +128,7 @@ def test_records_without_the_text_are_bad(tmp_path):
     garbled = write(tmp_path / "b.tfrecord", [b"\xff\xff\xff", b"", whole[:-1], whole])
     records = list(TfRecordDocuments([garbled]).read_chunk(0, 0))
     assert [type(record) for record in records] == [BadRecord, BadRecord, BadRecord, Document]
-    assert "is no tf.train.Example" in records[0].problem
+    assert "is not a tf.train.Example" in records[0].problem
     assert "has no feature 'text'" in records[1].problem
 
 
