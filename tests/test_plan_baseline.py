@@ -59,15 +59,23 @@ def test_the_cases_have_the_sizes_of_their_experiments(name, size):
 
 
 def test_cases_without_their_compiler_are_left_out_and_named(monkeypatch, capsys):
-    def compare(name, case):
+    def devices_of(case):
         if case.topology.startswith("h100"):
             raise UserError("--topology needs the GPU compiler")
-        return 1.04
+        return []
 
-    monkeypatch.setattr(plan_baseline, "compare", compare)
+    monkeypatch.setattr(plan_baseline, "devices_of", devices_of)
+    monkeypatch.setattr(plan_baseline, "compare", lambda name, case, devices: 1.04)
     assert plan_baseline.main(["2B", "2B h100"]) == 0
     assert "2B h100 left out: --topology needs the GPU compiler" in capsys.readouterr().out
     assert plan_baseline.main(["2B h100"]) == 1, "nothing was compared"
+
+    def does_not_fit(name, case, devices):
+        raise UserError("the train step doesn't fit")
+
+    monkeypatch.setattr(plan_baseline, "compare", does_not_fit)
+    with pytest.raises(UserError, match="doesn't fit"):
+        plan_baseline.main(["2B"])
 
 
 def test_the_gpu_benchmark_refuses_to_run_without_a_gpu(capsys):

@@ -149,13 +149,17 @@ class Links:
         groups = collective.groups
         if not groups.size:
             groups = np.arange(len(self._domains))[None]
-        # Groups differ only by where they are; three of them are looked at in case they don't.
+        # Groups usually take equally long. The first, middle and last are checked in case they don't.
         times = [self._of_group(collective, groups[n]) for n in sorted({0, len(groups) // 2, len(groups) - 1})]
         return max(times, key=lambda time: time.inside + time.outside)
 
     def latency(self, collective: Collective) -> float:
         """Returns the seconds that one execution takes besides those of its bytes: of a ring's hops, or of NCCL."""
         reached = self._machine.achieved
+        if collective.kind == "collective-permute" and collective.groups.size:
+            pairs = self._domains[collective.groups]
+            crosses = bool((pairs[:, 0] != pairs[:, 1]).any())
+            return reached.network_latency if crosses and reached.network_latency else reached.latency
         members = collective.groups[0] if collective.groups.size else np.arange(len(self._domains))
         domains = self._domains[members]
         near = members[domains == domains[0]]
@@ -163,9 +167,7 @@ class Links:
         if len(near) == 1:
             return outside
         if self._machine.domain_devices:
-            return outside + reached.latency
-        if collective.kind == "collective-permute":
-            return outside + reached.latency
+            return outside or reached.latency
         passes = 2 if collective.kind == "all-reduce" else 1
         return outside + passes * reached.latency * sum(hops for _, _, hops in self._rings(near))
 

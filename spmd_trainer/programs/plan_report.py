@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from absl import logging
 
 from spmd_trainer.analysis import chips, links
@@ -19,6 +20,7 @@ from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.plan_candidates import Candidate, quoted
 from spmd_trainer.programs.plan_versions import library_versions
 from spmd_trainer.programs.run_directory import report_directory
+from spmd_trainer.programs.same_settings import JAX_OPTIONS
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.storage import files
 
@@ -49,6 +51,7 @@ class Outcome:
       reason: why it is out; '' if it is not.
       not_reached: why it was not compiled in this search, although it may be good.
       compiled_in: seconds of its compilation.
+      too_large: whether it was compiled and doesn't fit.
       details: what a page shows of its compiled program, see `plan_page_data.plan_record`; None if no page shows it.
     """
 
@@ -66,6 +69,7 @@ class Outcome:
     reason: str = ""
     not_reached: str = ""
     compiled_in: float = 0.0
+    too_large: bool = False
     details: dict[str, Any] | None = None
 
     @property
@@ -128,6 +132,7 @@ class Store:
             [os.environ.get(name) for name in _VARIABLES],
             repr((chips.CHIPS, links.MACHINES)),
             sorted(config.experiment.experiment.XLA_FLAGS.items()),
+            [str(jax.config.values[name]) for name in JAX_OPTIONS],
         ]
         self.key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
@@ -139,11 +144,11 @@ class Store:
         try:
             earlier = json.loads(self._path.read_text())
             if earlier["key"] != self.key:
-                logging.info("%s is of other settings or versions and will be replaced", self._path)
+                logging.info("%s was made with other settings or versions and will be replaced", self._path)
                 return
             known = {record["name"]: {name: record[name] for name in fields} for record in earlier["candidates"]}
         except (ValueError, LookupError, TypeError):
-            logging.warning("%s is no record of a search and will be replaced", self._path)
+            logging.warning("%s is not a record of a search and will be replaced", self._path)
             return
         for outcome in outcomes:
             record = known.get(str(outcome.candidate))

@@ -49,7 +49,7 @@ from spmd_trainer.steps import step_fns
 _BEST = 5
 _STEPS: tuple[tuple[StepFn, bool], ...] = ((step_fns.train_step, False), (step_fns.eval_step, True))
 # Errors of the libraries when a candidate is traced or compiled. `UserError` is a ValueError.
-_ERRORS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
+_ERRORS = (ValueError, TypeError, AssertionError, NotImplementedError, jax.errors.JaxRuntimeError)
 _POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
 
 
@@ -157,6 +157,9 @@ class Search:
         """
         started = time.monotonic()
         store.read(self.outcomes)
+        for outcome in self.outcomes:
+            if outcome.too_large:
+                self._leave_out_larger(outcome)
         logging.info("%d candidates, %d known from before", len(self.outcomes), sum(o.is_known for o in self.outcomes))
         self._predict_all(started + budget / 2)
         number, ends = 0, started + budget
@@ -230,7 +233,7 @@ class Search:
             try:
                 text, work = _traced(self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh)))
             except _ERRORS as error:
-                _leave_out(same, first_paragraph(error))
+                _leave_out(same, _reason(error))
                 continue
             first = seen.setdefault((rows, text), policy)
             if first != policy:
@@ -244,7 +247,7 @@ class Search:
             # Policy and number of minibatches don't change the layout.
             job = self._job_of(Candidate(candidate.mesh, rows=candidate.rows))
         except UserError as error:
-            _leave_out([outcome], first_paragraph(error))
+            _leave_out([outcome], _reason(error))
             return
         whole, padding = plan_prediction.state_bytes(job)
         outcome.state_bytes, outcome.rows = whole, job.num_rows
@@ -296,9 +299,10 @@ class Search:
         try:
             result = self.plan_of(outcome.candidate)
         except _ERRORS as error:
-            outcome.reason = first_paragraph(error).partition("\n")[0]
+            outcome.reason = _reason(error)
             outcome.compiled_in = time.monotonic() - started
-            if "RESOURCE_EXHAUSTED" in str(error.__cause__):
+            outcome.too_large = "RESOURCE_EXHAUSTED" in str(error.__cause__)
+            if outcome.too_large:
                 self._leave_out_larger(outcome)
             return
         outcome.compiled_in = time.monotonic() - started
@@ -309,27 +313,37 @@ class Search:
         outcome.shortest, outcome.longest = estimate.shortest, estimate.longest
         if estimate.collectives:
             longest = estimate.collectives[0]
-            outcome.dominant = f"{longest.kind} over {', '.join(longest.axes)}"
+            outcome.dominant = f"{longest.kind} over {', '.join(longest.axes) or 'one device'}"
         if result.fits is False:
             outcome.reason = (
-                f"needs {bytes_text(result.total)} of {bytes_text(result.memory or 0)} per chip, most of it "
+                f"needs {bytes_text(result.total)} of {bytes_text(self.memory)} per chip, most of it "
                 f"{'state' if result.arguments > result.temporaries else 'temporaries'}"
             )
+            outcome.too_large = True
             self._leave_out_larger(outcome)
             return
         outcome.seconds = estimate.middle
 
     def _leave_out_larger(self, too_large: Outcome) -> None:
-        """Leaves out the candidates that have more rows at a time on the same mesh than one that doesn't fit."""
-        known = too_large.candidate
+        """Leaves out the candidates that have more rows at a time on the same mesh than one that doesn't fit.
+
+        One minibatch is never left out for several: these hold the accumulated gradients besides their own.
+        """
+        known, default = too_large.candidate, self._job.partitioner.num_minibatches
+        number = known.minibatches or default
         same = [o for o in self.outcomes if (o.candidate.mesh, o.candidate.remat) == (known.mesh, known.remat)]
         larger = [
             o
             for o in same
             if (o.candidate.rows or 0) >= (known.rows or 0)
-            and (o.candidate.minibatches or 1) <= (known.minibatches or 1)
+            and ((o.candidate.minibatches or default) == number or 1 < (o.candidate.minibatches or default) < number)
         ]
         _leave_out(larger, f"{known} doesn't fit, and this one has no fewer rows in a minibatch")
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error; its kind if it has no text."""
+    return first_paragraph(error).partition("\n")[0] or type(error).__name__
 
 
 def _settings_text(settings: tuple[str | None, int | None]) -> str:

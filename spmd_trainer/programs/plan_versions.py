@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 
-_LIBRARIES = ("spmd-trainer", "jax", "jaxlib", "praxis", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+_LIBRARIES = (
+    "spmd-trainer",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "praxis",
+    "libtpu",
+    *(f"{package}-cu{cuda}" for cuda in (12, 13) for package in ("nvidia-cudnn", "nvidia-cuda-nvcc")),
+    *(f"jax-cuda{cuda}-pjrt" for cuda in (12, 13)),
+)
 
 
 def library_versions() -> dict[str, str]:

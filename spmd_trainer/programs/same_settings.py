@@ -22,7 +22,7 @@ from spmd_trainer.sharding.messages import mesh_text
 
 _PACKAGES = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-checkpoint", "numpy", "fiddle")
 # Options of JAX that change a step's numbers or its program.
-_JAX_OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision", "jax_threefry_partitionable")
+JAX_OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision", "jax_threefry_partitionable")
 # Each process has its own share of the data.
 _OF_ONE_PROCESS = re.compile(r"\.(infeed_host_index|num_infeed_hosts): ")
 
@@ -71,7 +71,7 @@ def _settings(config: RunConfig) -> Iterator[str]:
         "num_minibatches",
     ):
         yield f"--{field}: {getattr(config, field)}"
-    for name in _JAX_OPTIONS:
+    for name in JAX_OPTIONS:
         yield f"--{name}: {jax.config.values[name]}"
     for line in experiment.lines():
         if not _OF_ONE_PROCESS.search(line):

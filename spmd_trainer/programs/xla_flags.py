@@ -29,10 +29,14 @@ def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
     Args:
       experiment: the experiment.
       device: a device of the mesh; its platform is 'cpu', 'tpu', or for GPUs 'gpu' or 'cuda'.
+
+    Raises:
+      UserError: a name doesn't begin with 'xla_', or a value is no bool, number or string.
     """
     platform = device.platform if device.platform in ("cpu", "tpu") else "gpu"
     flags, others = {}, []
     for name, value in experiment.XLA_FLAGS.items():
+        _check(name, value)
         wanted = next((of for start, of in _PLATFORMS.items() if name.startswith(start)), platform)
         if wanted == platform:
             flags[name] = value
@@ -41,6 +45,19 @@ def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
     if others:
         logging.info("XLA flags of other devices, not used: %s", ", ".join(others))
     return flags
+
+
+def _check(name: object, value: object) -> None:
+    """Refuses what isn't a flag.
+
+    Raises:
+      UserError: the name or the value has another form.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"xla_\w+", name):
+        near = str(name).lstrip("-").replace("-", "_")
+        raise UserError(f"XLA_FLAGS has {name!r}; names begin with 'xla_', without dashes, e.g. {near!r}")
+    if not isinstance(value, bool | int | float | str):
+        raise UserError(f"XLA_FLAGS[{name!r}] is {value!r}; set it to a bool, a number or a string")
 
 
 def compile_with(lowered: jax.stages.Lowered, flags: Mapping[str, Any], experiment: str) -> jax.stages.Compiled:

@@ -76,3 +76,18 @@ def test_a_value_that_a_flag_does_not_take_is_refused():
         UserError, match=r"exp: XLA_FLAGS\['xla_cpu_enable_fast_math'\]: 'maybe' is not a valid bool value"
     ):
         xla_flags.compile_with(lowered, {"xla_cpu_enable_fast_math": "maybe"}, "exp")
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ({"--xla_cpu_x": True}, r"XLA_FLAGS has '--xla_cpu_x'; .*e\.g\. 'xla_cpu_x'"),
+        ({"xla-cpu-x": 1}, r"e\.g\. 'xla_cpu_x'"),
+        ({3: 1}, "XLA_FLAGS has 3"),
+        ({"xla_cpu_x": None}, r"XLA_FLAGS\['xla_cpu_x'\] is None; set it to a bool, a number or a string"),
+        ({"xla_cpu_x": [1]}, r"is \[1\]"),
+    ],
+)
+def test_what_is_no_flag_is_refused(flags, match):
+    with pytest.raises(UserError, match=match):
+        xla_flags.flags_for(types.SimpleNamespace(XLA_FLAGS=flags), types.SimpleNamespace(platform="cpu"))

@@ -501,11 +501,53 @@ def test_what_needs_more_memory_than_one_that_does_not_fit_is_left_out(tmp_path,
     monkeypatch.setattr(plan_search.Search, "_next", lambda self: next((o for o in outcomes if not o.is_known), None))
     outcomes = found.outcomes[::-1]
     found.run(1000.0, plan_report.Store(job, ("minibatches",)))
-    assert compiled == [8]
+    # One minibatch holds no accumulated gradients, so it may fit.
+    assert compiled == [8, 1]
     assert [o.candidate.minibatches for o in outcomes] == [8, 4, 2, 1]
-    assert all("8 minibatches doesn't fit, and this one has no fewer rows" in o.reason for o in outcomes[1:])
+    assert all("8 minibatches doesn't fit, and this one has no fewer rows" in o.reason for o in outcomes[1:3])
+    assert [o.too_large for o in outcomes] == [True, False, False, True]
     assert outcomes[0].reason.startswith("the train step doesn't fit:" if by_compiler else "needs 1.0 TiB of")
     assert "\n" not in outcomes[0].reason
+
+
+def test_an_error_without_text_leaves_a_candidate_out_too(tmp_path, as_h100, monkeypatch):
+    def fails(job):
+        raise NotImplementedError
+
+    monkeypatch.setattr(plan_search.plan, "plan", fails)
+    job = make_job(tmp_path, overrides=("train_datasets[0].batch_size.global_batch_size=8",))
+    outcomes = plan_search.Search(job, ("minibatches",)).run(1000.0, plan_report.Store(job, ("minibatches",)))
+    assert {outcome.reason for outcome in outcomes} == {"NotImplementedError"}
+
+
+def test_a_second_search_leaves_out_what_the_first_left_out(tmp_path, as_h100, monkeypatch):
+    def too_large(job):
+        found = fake_plan(job)
+        return types.SimpleNamespace(**{**vars(found), "fits": False, "total": 2**40, "arguments": 1, "temporaries": 2})
+
+    monkeypatch.setattr(plan_search.plan, "plan", too_large)
+    job = make_job(tmp_path, overrides=("train_datasets[0].batch_size.global_batch_size=8",))
+    store = plan_report.Store(job, ("minibatches",))
+    first = plan_search.Search(job, ("minibatches",))
+    first.outcomes.sort(key=lambda o: -o.candidate.minibatches)
+    first.compile(first.outcomes[0])
+    store.write(first.outcomes)
+    again = plan_search.Search(job, ("minibatches",))
+    again.run(0.0, store)
+    assert [bool(o.reason) for o in again.outcomes] == [o.candidate.minibatches > 1 for o in again.outcomes]
+
+
+@pytest.mark.parametrize("option", ["jax_default_matmul_precision", "jax_threefry_partitionable"])
+def test_options_of_jax_are_part_of_the_key(tmp_path, as_h100, option):
+    job = make_job(tmp_path)
+    before = plan_report.Store(job, ("mesh",)).key
+    value = {"jax_default_matmul_precision": "highest", "jax_threefry_partitionable": False}[option]
+    old = jax.config.values[option]
+    jax.config.update(option, value)
+    try:
+        assert plan_report.Store(job, ("mesh",)).key != before
+    finally:
+        jax.config.update(option, old)
 
 
 def test_the_bound_does_not_write_frozen_variables(tmp_path):
