@@ -99,7 +99,7 @@ class KeptSearch(plan_search.Search):
             try:
                 self._plans[name] = super().plan_of(candidate)
             except UserError as error:
-                self._plans[name] = str(error)
+                self._plans[name] = f"{error}\n\n{error.__cause__ or ''}".strip()
             self._write()
         found = self._plans[name]
         if isinstance(found, str):

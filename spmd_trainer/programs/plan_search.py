@@ -301,7 +301,7 @@ class Search:
         except _ERRORS as error:
             outcome.reason = _reason(error)
             outcome.compiled_in = time.monotonic() - started
-            outcome.too_large = "RESOURCE_EXHAUSTED" in str(error.__cause__)
+            outcome.too_large = "RESOURCE_EXHAUSTED" in f"{error} {error.__cause__}"
             if outcome.too_large:
                 self._leave_out_larger(outcome)
             return

@@ -12,7 +12,10 @@ _LIBRARIES = (
     "optax",
     "praxis",
     "libtpu",
-    *(f"{package}-cu{cuda}" for cuda in (12, 13) for package in ("nvidia-cudnn", "nvidia-cuda-nvcc")),
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-cuda-nvcc",  # of CUDA 13
     *(f"jax-cuda{cuda}-pjrt" for cuda in (12, 13)),
 )
 

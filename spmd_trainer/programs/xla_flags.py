@@ -54,7 +54,8 @@ def _check(name: object, value: object) -> None:
       UserError: the name or the value has another form.
     """
     if not isinstance(name, str) or not re.fullmatch(r"xla_\w+", name):
-        near = str(name).lstrip("-").replace("-", "_")
+        near = re.sub(r"\W", "_", str(name).lstrip("-"))
+        near = near if near.startswith("xla_") else f"xla_{near}"
         raise UserError(f"XLA_FLAGS has {name!r}; names begin with 'xla_', without dashes, e.g. {near!r}")
     if not isinstance(value, bool | int | float | str):
         raise UserError(f"XLA_FLAGS[{name!r}] is {value!r}; set it to a bool, a number or a string")
