@@ -7,7 +7,7 @@ import pytest
 from xla_flags import xla_flags
 
 DEVICES = "--xla_force_host_platform_device_count=8"
-PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
 NO_LLVM_OPTIMISATION, OLD_EMITTERS = "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"
 
 

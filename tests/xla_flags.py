@@ -13,7 +13,7 @@ def xla_flags(flags: str, level: str, jaxlib: str) -> str:
     emitters for fusions, because the newer ones (MLIR) take most of a compilation. "normal" leaves XLA's defaults.
 
     XLA aborts a process whose host devices wait for each other for 40 s, which happens on a busy machine; here they may wait
-    for 10 minutes.
+    for 2 minutes.
 
     Args:
       flags: XLA_FLAGS of the environment; other flags are kept.
@@ -29,7 +29,7 @@ def xla_flags(flags: str, level: str, jaxlib: str) -> str:
     # XLA aborts the process on a flag that it doesn't know. jaxlib 0.10 knows all of these, 0.12 not all.
     older = Version(jaxlib) < Version("0.11")
     if older:
-        ours.append("--xla_cpu_collective_call_terminate_timeout_seconds=600")
+        ours.append("--xla_cpu_collective_call_terminate_timeout_seconds=120")
     if level == "cheap":
         ours.append("--xla_backend_optimization_level=0")
         if older:
