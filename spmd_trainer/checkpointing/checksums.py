@@ -29,6 +29,7 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from spmd_trainer.sharding.host_devices import finish_on_host_devices
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 from spmd_trainer.train_states import PyTree
 
@@ -49,8 +50,8 @@ def checksums(arrays: Mapping[str, jax.Array], specs: Mapping[str, VariableSpec]
       {path: 16 hexadecimal digits}.
     """
     shapes = {path: x.shape if specs is None else specs[path].logical_shape for path, x in arrays.items()}
-    # All sums are dispatched before the first is waited for.
-    sums = {path: _summing(shapes[path], x.sharding)(x) for path, x in arrays.items()}
+    # All sums are dispatched before the first is waited for, except where that deadlocks.
+    sums = {path: finish_on_host_devices(_summing(shapes[path], x.sharding)(x)) for path, x in arrays.items()}
     return {path: "".join(f"{half:08x}" for half in np.asarray(both).tolist()) for path, both in sums.items()}
 
 

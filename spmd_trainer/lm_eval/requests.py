@@ -26,6 +26,7 @@ from spmd_trainer.lm_eval.answers import Answers, request_key
 from spmd_trainer.lm_eval.shapes import Shape
 from spmd_trainer.lm_eval.steps import generate_step, score_step
 from spmd_trainer.partitioning.partitioner import PartitionedStep, Partitioner
+from spmd_trainer.sharding.host_devices import finish_on_host_devices
 from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
@@ -230,7 +231,7 @@ class Requests:
                 source.between_batches()
                 keys = [todo[index] for index in batch.requests]
                 dispatched = (keys, self._dispatch(run, keys, batch.shape, source.state))
-                # The host reads a batch while the devices run the next one.
+                # The host reads a batch while accelerators run the next one.
                 if waiting is not None:
                     found |= self._read(run, *waiting, source)
                     progress.advance()
@@ -250,7 +251,8 @@ class Requests:
         placed = self._partitioner.preprocess_inputs(
             jax.tree.map(lambda x: x[rows], arrays), step.inputs_partition_spec
         )
-        return step.fn(state, jax.random.key(self._task.decode.random_seed), placed)[1]
+        outputs = step.fn(state, jax.random.key(self._task.decode.random_seed), placed)[1]
+        return finish_on_host_devices(outputs)
 
     def _read(self, run: _Run, keys: list[str], outputs: Any, source: Source) -> dict[str, Any]:
         *values, row_index = jax.device_get(outputs)

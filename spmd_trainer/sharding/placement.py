@@ -12,6 +12,7 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from spmd_trainer.sharding.host_devices import finish_on_host_devices
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.sharding.path_rules import Strategy, plan_sharding
 from spmd_trainer.sharding.specs import PyTree, check_divides, mesh_shape_of
@@ -184,9 +185,8 @@ def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: 
         # A compiled program has one device order: add the padding in the leaf's order, then move it.
         devices = leaf.sharding.mesh.devices.reshape(sharding.mesh.devices.shape)
         here = NamedSharding(Mesh(devices, sharding.mesh.axis_names), sharding.spec)
-        leaf = jax.jit(lambda x: _pad_to(x, shape), out_shardings=here)(leaf)
-    moved: jax.Array = jax.device_put(leaf, sharding)
-    return moved
+        leaf = finish_on_host_devices(jax.jit(lambda x: _pad_to(x, shape), out_shardings=here)(leaf))
+    return finish_on_host_devices(jax.device_put(leaf, sharding))
 
 
 def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
+from spmd_trainer.sharding.host_devices import finish_on_host_devices
 from spmd_trainer.sharding.intermediate_sharding import Intermediate
 
 Bounds = tuple[tuple[int, int], ...]
@@ -115,7 +116,7 @@ def _move(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None
     if _device_order(x.sharding) == _device_order(sharding):
         program = plans.program(x, sharding, donate)
         if program is not None:
-            return _used_up(x, program(x), donate)
+            return _used_up(x, finish_on_host_devices(program(x)), donate)
     if not x.is_fully_addressable:
         return _put(x, sharding, donate, may_alias)
     shards, wanted = _shards(x), _wanted(x.shape, sharding)
@@ -129,7 +130,8 @@ def _move(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None
 
 def _put(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None) -> jax.Array:
     """Does `move_here` by `jax.device_put`."""
-    return _used_up(x, jax.device_put(x, sharding, may_alias=False if donate else may_alias), donate)
+    moved = jax.device_put(x, sharding, may_alias=False if donate else may_alias)
+    return _used_up(x, finish_on_host_devices(moved), donate)
 
 
 def _used_up(x: jax.Array, moved: jax.Array, donate: bool) -> jax.Array:
