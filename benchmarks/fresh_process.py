@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,8 @@ import time
 
 import psutil
 
-TRAINER = [sys.executable, "-m", "spmd_trainer.main", "--noenable_checkpoint_saving", "--noeval_on_test"]
+TRAINER = [sys.executable, "-m", "spmd_trainer.main", "--noeval_on_test"]
+NO_SAVES = "--noenable_checkpoint_saving"
 BASELINE = [sys.executable, "-m", "benchmarks.baseline_lm"]
 EXPERIMENTS = {"speed": "benchmarks.speed_lm.SpeedLm", "stdlib": "lm.stdlib.StdlibBytes"}
 # Both programs print a line with the loss once a step is computed.
@@ -37,7 +39,14 @@ class Ran:
     peak_rss: float
 
 
-def run(name: str, *, steps: int = 1, size: str = "speed", cache: pathlib.Path | None = None) -> Ran:
+def run(
+    name: str,
+    *,
+    steps: int = 1,
+    size: str = "speed",
+    cache: pathlib.Path | None = None,
+    resumes: pathlib.Path | None = None,
+) -> Ran:
     """Runs the trainer or the baseline to its end and returns its measurements.
 
     Args:
@@ -45,6 +54,7 @@ def run(name: str, *, steps: int = 1, size: str = "speed", cache: pathlib.Path |
       steps: number of training steps.
       size: model, 'speed' or 'stdlib'.
       cache: compilation cache directory; None to compile everything.
+      resumes: the directory of a run of `prepare_run`, which the trainer continues; None for a new run.
 
     Raises:
       SystemExit: the process failed or took more than TIMEOUT_SECONDS. The message has its output.
@@ -52,8 +62,7 @@ def run(name: str, *, steps: int = 1, size: str = "speed", cache: pathlib.Path |
     with tempfile.TemporaryDirectory() as directory:
         command = [*BASELINE, f"--steps={steps}", f"--size={size}"]
         if name == "trainer":
-            command = [*TRAINER, f"--exp={EXPERIMENTS[size]}", f"--fdl.set=task.train.num_train_steps={steps}"]
-            command += [f"--job_log_dir={pathlib.Path(directory) / 'run'}"]
+            command = [*_trainer(size, 2 if resumes else steps, resumes or pathlib.Path(directory) / "run"), NO_SAVES]
         started = time.perf_counter()
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(cache)
@@ -73,6 +82,18 @@ def run(name: str, *, steps: int = 1, size: str = "speed", cache: pathlib.Path |
         if process.returncode or first is None:
             raise SystemExit(f"{name} failed with {process.returncode}:\n{log}")
         return Ran(*first, peak)
+
+
+def prepare_run(directory: pathlib.Path, *, size: str, cache: pathlib.Path) -> None:
+    """Trains for 2 steps and removes the second checkpoint, as if the run had been killed. Keeps its compiled step in `cache`."""
+    subprocess.run(_trainer(size, 2, directory), check=True, capture_output=True, env=_environment(cache))
+    shutil.rmtree(directory / "checkpoints" / "2")
+
+
+def _trainer(size: str, steps: int, directory: pathlib.Path) -> list[str]:
+    fields = {"num_train_steps": steps, "save_interval_steps": 1}
+    overrides = [f"--fdl.set=task.train.{name}={value}" for name, value in fields.items()]
+    return [*TRAINER, f"--exp={EXPERIMENTS[size]}", *overrides, f"--job_log_dir={directory}"]
 
 
 def _peak_rss(pid: int) -> int:

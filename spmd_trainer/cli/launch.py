@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from absl import flags
+from etils import epath
 
 from spmd_trainer import experiment_registry, multihost
 from spmd_trainer.callbacks import CallbackError
@@ -17,6 +18,8 @@ from spmd_trainer.errors import UserError, first_paragraph, user_code
 from spmd_trainer.experiment_registry import modules
 from spmd_trainer.programs import garbage, start_checks
 from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.kept.reads import Recorder
+from spmd_trainer.programs.kept.step import StepKeeper
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.programs.run_directory import LOGS
 from spmd_trainer.programs.same_settings import check_same_settings
@@ -39,7 +42,9 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
         raise UserError("--exp=NAME is required; --list shows the experiments")
     cluster = None if flag_values.dump else distributed.cluster_from_flags(flag_values)
     with distributed.Processes(cluster) as processes:
-        config = run_flags.run_config_from_flags(flag_values, processes.join)
+        recorder = Recorder()
+        with recorder.recording():
+            config = run_flags.run_config_from_flags(flag_values, processes.join)
         if flag_values.dump:
             sys.stdout.write("\n".join([*config.experiment.lines(), ""]))
             return
@@ -49,7 +54,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
 
             jax.profiler.start_server(flag_values.jax_profiler_port)
         with _errors_of_users(config, run_log):
-            job = build_job(config)
+            job = build_job(config, recorder)
             open_log(config, run_log)
             if config.mode != "train":
                 garbage.resume()  # training resumes it later, once its step is traced
@@ -96,14 +101,19 @@ def open_log(config: RunConfig, run_log: log_lines.RunLog) -> None:
         run_log.open(config.job_log_dir / LOGS / name)
 
 
-def build_job(config: RunConfig) -> Job:
+def build_job(config: RunConfig, recorder: Recorder | None = None) -> Job:
     """Checks everything that can be checked before a run starts, then builds its job. Writes nothing into the run's directory.
+
+    Args:
+      config: the run's.
+      recorder: knows what was read since the experiment was imported. With it, the compiled train step is kept for later
+        starts, where the compilation cache is.
 
     Raises:
       UserError: the directory, the checkpoints, the experiment, the mesh and the devices don't fit each other.
     """
     # A program compiled for a topology could be read back only on a machine with its chips.
-    compile_cache.enable("" if config.topology else config.jax_cache_dir)
+    cache = compile_cache.enable("" if config.topology else config.jax_cache_dir)
     start_checks.check_settings(config)
     if MODES[config.mode].has_run:
         start_checks.check_directories(config)
@@ -111,9 +121,15 @@ def build_job(config: RunConfig) -> Job:
         from spmd_trainer.programs import plan_search  # only this mode needs its imports
 
         return plan_search.build_job(config)
-    job = Job.build(config)
-    if config.mode == "train":
-        start_checks.check_training(job)
+    if config.mode != "train":
+        return Job.build(config)
+    if recorder is None or cache is None:
+        job = Job.build(config)
+    else:
+        keeper = StepKeeper(config, epath.Path(cache) / "steps", recorder)
+        with keeper.tracing():
+            job = Job.build(config, keeper)
+    start_checks.check_training(job)
     return job
 
 

@@ -59,6 +59,7 @@ class MeshSteps:
         inputs_shape_dtype: NestedShapeDtypeStruct,
         row_padding: RowPadding,
         plan: state_layout.Plan | None = None,
+        kept: state_layout.KeptLayout | None = None,
     ) -> MeshSteps:
         """Checks the task's input mappings and works out the layout of its state. Allocates nothing on devices.
 
@@ -68,6 +69,7 @@ class MeshSteps:
           inputs_shape_dtype: ShapeDtypeStructs of the global training batch.
           row_padding: how missing rows of a batch are filled.
           plan: see `state_layout.build`.
+          kept: the layout that an earlier process has worked out, instead of tracing the initialisation again.
 
         Raises:
           ValueError: a mapping that the mesh or a variable doesn't allow, with the path.
@@ -77,7 +79,8 @@ class MeshSteps:
             sharding.validate_split_mapping(mapping, mesh.axis_names, inputs_shape_dtype)
             sharding.input_partition_specs(mapping, dict(mesh.shape), inputs_shape_dtype)
         init_variables = initialization.variables_initialiser(task, inputs_shape_dtype)
-        return cls(task, mesh, state_layout.build(task, init_variables, mesh, plan), init_variables, row_padding)
+        metadata = state_layout.build(task, init_variables, mesh, plan) if kept is None else kept.on(mesh)
+        return cls(task, mesh, metadata, init_variables, row_padding)
 
     def metadata_for(self, *, with_opt_states: bool) -> StateMetadata:
         """Returns the metadata of the state, with or without optimizer states."""

@@ -186,7 +186,8 @@ def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: 
         devices = leaf.sharding.mesh.devices.reshape(sharding.mesh.devices.shape)
         here = NamedSharding(Mesh(devices, sharding.mesh.axis_names), sharding.spec)
         leaf = finish_on_host_devices(jax.jit(lambda x: _pad_to(x, shape), out_shardings=here)(leaf))
-    return finish_on_host_devices(jax.device_put(leaf, sharding))
+    moved: jax.Array = finish_on_host_devices(jax.device_put(leaf, sharding))
+    return moved
 
 
 def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -59,6 +59,10 @@ def test_two_processes_give_the_numbers_of_one(one_process, cache, tmp_path):
     mesh = json.loads((directory / "checkpoints" / str(STEPS) / "record" / "record.json").read_text())["mesh"]
     assert mesh["processes"] == 2
 
+    again = run(Settings(tmp_path / "again", 2, cache, FIELDS))
+    assert "the compiled train step of an earlier start is used" in again.logs[0]
+    assert losses(tmp_path / "again") == losses(directory)
+
 
 def test_two_processes_decode_the_same_as_one(one_process, cache, tmp_path):
     checkpoints = one_process.settings.directory / "checkpoints"

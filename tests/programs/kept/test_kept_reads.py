@@ -1,0 +1,110 @@
+"""What a program was made from, and what of it has changed."""
+
+import importlib
+import os
+import sys
+import threading
+
+import pytest
+
+from spmd_trainer.programs.kept.reads import Recorder
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A user's module that reads a file and an environment variable."""
+    path = tmp_path / "reads_things.py"
+    path.write_text(
+        "import os, pathlib\ndef read(file): return pathlib.Path(file).read_text() + os.environ.get('MINE', '')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("reads_things")
+    del sys.modules["reads_things"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("one")
+    return path
+
+
+def recorded(module, text, without="/nowhere"):
+    recorder = Recorder()
+    with recorder.recording():
+        module.read(text)
+    return recorder.reads(without)
+
+
+def test_nothing_has_changed_at_once(module, text):
+    assert recorded(module, text).changed() == ""
+
+
+def test_a_file_with_other_content_has_changed_also_at_the_same_time_and_size(module, text):
+    reads, before = recorded(module, text), text.stat()
+    text.write_text("two")
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert reads.changed() == f"{text} has changed"
+
+
+def test_a_file_that_is_gone_has_changed(module, text):
+    reads = recorded(module, text)
+    text.unlink()
+    assert reads.changed() == f"{text} has changed"
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("1", None), ("1", "2")])
+def test_a_variable_that_is_set_removed_or_changed(module, text, monkeypatch, before, after):
+    def put(value):
+        monkeypatch.delenv("MINE", raising=False)
+        if value is not None:
+            monkeypatch.setenv("MINE", value)
+
+    put(before)
+    reads = recorded(module, text)
+    put(after)
+    assert reads.changed() == "the environment variable MINE has changed"
+
+
+def test_code_that_was_edited_or_comes_from_elsewhere(module, text, tmp_path):
+    reads = recorded(module, text)
+    path = tmp_path / "reads_things.py"
+    code = path.read_text()
+    path.write_text(code + "\n")
+    assert reads.changed() == f"{path} has changed"
+    path.write_text(code)
+    module.__file__ = "/elsewhere/reads_things.py"
+    assert "reads_things is imported from /elsewhere/reads_things.py now" in reads.changed()
+
+
+def test_a_users_module_that_was_not_imported_then(module, text, tmp_path):
+    reads = recorded(module, text)
+    (tmp_path / "imported_later.py").write_text("")
+    try:
+        importlib.import_module("imported_later")
+        assert reads.changed() == f"imported_later ({tmp_path / 'imported_later.py'}) was not imported then"
+    finally:
+        sys.modules.pop("imported_later", None)
+
+
+def test_the_runs_own_files_do_not_count(module, text, tmp_path):
+    assert recorded(module, text, without=str(tmp_path)).files == {}
+
+
+def test_other_threads_and_libraries_do_not_count(module, text):
+    recorder = Recorder()
+    with recorder.recording():
+        thread = threading.Thread(target=module.read, args=(text,))
+        thread.start()
+        thread.join()
+        os.environ.get("READ_BY_A_TEST_OF_THE_TRAINER")
+    assert not recorder.reads("/nowhere").files
+    assert "MINE" not in recorder.reads("/nowhere").environment
+
+
+def test_reading_and_looking_up_are_as_before_afterwards(module, text):
+    plain_open, plain_look = open, type(os.environ).__getitem__
+    recorded(module, text)
+    assert (open, type(os.environ).__getitem__) == (plain_open, plain_look)
+    with pytest.raises(KeyError):
+        os.environ["NOT_THERE_AT_ALL"]
