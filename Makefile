@@ -8,7 +8,7 @@ JOB_DIR ?= runs/stdlib_bytes
 # More flags for `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
 TRAIN_FLAGS ?=
 
-.PHONY: setup train test nightly test-gpu-compiler test-installed interop faults lint format bench plan clean
+.PHONY: setup train test nightly test-gpu-compiler test-installed docs test-docs interop faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -27,13 +27,13 @@ train: setup
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once $(TRAIN_FLAGS)
 
 test: setup
-	$(RUN) pytest -n 2 --dist loadgroup -m "not slow and not installed"
+	$(RUN) pytest -n 2 --dist loadgroup -m "not slow and not installed and not docs"
 
 # `make test` compiles with XLA's optimisations reduced, because compilation is most of its time. This runs the same tests at
 # XLA's normal level, as users compile. NIGHTLY_TESTS: files or folders to run.
 NIGHTLY_TESTS ?= tests
 nightly: setup
-	SPMD_TEST_XLA_OPTIMISATION=normal $(RUN) pytest -n 2 --dist loadgroup -m "not slow and not installed" $(NIGHTLY_TESTS)
+	SPMD_TEST_XLA_OPTIMISATION=normal $(RUN) pytest -n 2 --dist loadgroup -m "not slow and not installed and not docs" $(NIGHTLY_TESTS)
 
 # Plans for NVIDIA topologies, with the compiler alone: a tenth of the extra cuda12, half a minute.
 GPU_COMPILER := .gpu-compiler
@@ -51,6 +51,14 @@ $(GPU_COMPILER)/.synced: uv.lock
 # Builds the wheel, installs it in each way that README documents, and uses it as a user would. Three minutes.
 test-installed: setup
 	$(RUN) pytest tests/installed
+
+# The pages of docs/ as a site in build/site. A dead link or a missing reference is an error.
+docs: setup
+	$(RUN) mkdocs build --quiet --strict
+
+# Builds the site, and runs the commands of README and of all pages as pasted, with fewer steps. Five minutes.
+test-docs: docs
+	$(RUN) pytest -n 2 -m docs tests/docs
 
 # Every model family against Hugging Face transformers, live: logits, training, generation, export. An hour on 2 cores.
 # transformers and torch get an environment of their own. TORCH: the requirement to install; see tests/interop_live/requirements.txt.
@@ -117,4 +125,4 @@ plan: setup
 	$(PLAN_GPU) python -m benchmarks.attention_memory
 
 clean:
-	rm -rf .venv .venv-tpu .venv-gpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(GPU_COMPILER) $(GPU_COMPILER).txt $(UV_DIR) runs
+	rm -rf .venv .venv-tpu .venv-gpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(GPU_COMPILER) $(GPU_COMPILER).txt $(UV_DIR) build/site runs

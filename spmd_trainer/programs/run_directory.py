@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 
 import jax
@@ -26,6 +27,8 @@ LOGS = "logs"
 _END_OF_TRAINING = "end_of_training.json"
 # Why the last training process failed.
 _FAILURE = "failure.json"
+# What the modes that only look may have written here before the run began: inspect, plan, data.
+_OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|data\.html")
 # Holds the lock of the training process.
 LOCK = "lock"
 
@@ -94,8 +97,10 @@ def _names_in(directory: epath.Path) -> set[str]:
 
 
 def _may_be_ours(names: set[str]) -> bool:
-    """Returns True if a directory has a marker, be it unreadable, or nothing but what a start leaves that is killed."""
-    return MARKER in names or all(name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) for name in names)
+    """Returns True if a directory has a marker, be it unreadable, or nothing but what a killed start or a look leaves."""
+    return MARKER in names or all(
+        name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) or _OF_LOOKING.fullmatch(name) for name in names
+    )
 
 
 def describe(directory: epath.Path, experiment: str, settings: Sequence[str]) -> None:

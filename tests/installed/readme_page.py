@@ -1,4 +1,4 @@
-"""README's page "Your own project", as a user pastes from it."""
+"""The page `docs/own_project.md`, as a user pastes from it."""
 
 import pathlib
 import re
@@ -18,10 +18,8 @@ class Page:
     """
 
     def __init__(self) -> None:
-        text = (ROOT / "README.md").read_text()
-        page = re.search(r"^## Your own project\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
-        assert page, "README.md has no page 'Your own project'"
-        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page[1], re.DOTALL | re.MULTILINE)
+        page = (ROOT / "docs" / "own_project.md").read_text()
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
         self.experiment, *self.cells = [code for kind, code in blocks if kind == "python"]
         self.uv_tables, self.entry_point = [code for kind, code in blocks if kind == "toml"]
         self.commands = [line for kind, code in blocks if not kind for line in code.splitlines()]

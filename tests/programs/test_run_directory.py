@@ -47,6 +47,12 @@ def test_a_directory_where_a_start_was_killed_can_be_used(tmp_path):
     run_directory.check_directory(directory, EXPERIMENT, trains=True)
 
 
+def test_a_directory_that_was_only_looked_at_can_be_used(tmp_path):
+    for name in ("sharding_report.html", "sharding_report.json", "plan.html", "plan_search.json", "data.html"):
+        (tmp_path / name).write_text("")
+    run_directory.check_directory(epath.Path(tmp_path), "mine", trains=True)
+
+
 def test_what_is_no_run_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty and no run of this trainer"):
