@@ -2,18 +2,22 @@
 
     python -m benchmarks.input_rate [--rounds 10] [--batches 60] [--json FILE]
 
-Three pairs, each in one process: `TextInput` against tf.data on the same windows of the same text, shuffled, whole batches
+Four pairs, each in one process: `TextInput` against tf.data on the same windows of the same text, shuffled, whole batches
 gathered; `TfRecordInput` against a TFRecordDataset, shuffled and parsed by the batch; `GrainInput` against the same
-`grain.MapDataset`, batched by Grain. The programs of a pair take turns of --batches batches of 256, after one unmeasured turn.
+`grain.MapDataset`, batched by Grain; `ImageInput` over a tar shard against tf.data on the same JPEG images in memory, decoded,
+cropped and scaled by the same operations in as many threads. The programs of a pair take turns of --batches batches of 256
+(images: a fifth of them), after one unmeasured turn.
 The baselines have no position that any number of processes can resume from, no order independent of buffers, no row weights,
 and no checks.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +28,13 @@ from praxis import base_hyperparams, pax_fiddle
 
 from benchmarks import reporting
 from spmd_trainer.inputs import grain_input, stdlib_text, text, tfrecord
+from spmd_trainer.inputs.images import image_input
+from spmd_trainer.inputs.images.images import Images
 
 BATCH, LENGTH = 256, 128
 NUM_RECORDS, NUM_FILES, WIDTH = 20_000, 4, 64
 GRAIN_THREADS, GRAIN_AHEAD = 4, 64
+NUM_IMAGES, IMAGE_THREADS = 512, 8
 
 Turn = Callable[[], Any]
 
@@ -105,6 +112,39 @@ def grain_inputs() -> tuple[Turn, Turn]:
     return ours, _next_of(iter(baseline))
 
 
+def image_inputs(directory: str) -> tuple[Turn, Turn]:
+    """Returns both readers of JPEG images, 240 x 320 each, that are scaled to 112 x 112."""
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+    smooth = tf.image.resize(rng.integers(0, 256, (NUM_IMAGES, 15, 20, 3)).astype(np.float32), (240, 320), "bicubic")
+    contents = [tf.io.encode_jpeg(tf.cast(tf.clip_by_value(image, 0, 255), tf.uint8)).numpy() for image in smooth]
+    path = os.path.join(directory, "images.tar")
+    with tarfile.open(path, "w") as archive:
+        for number, content in enumerate(contents):
+            for name, data in ((f"{number:06}.jpg", content), (f"{number:06}.cls", b"%d" % number)):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+
+    def decode(content: Any, label: Any) -> dict[str, Any]:
+        image = tf.io.decode_image(content, channels=3, expand_animations=False)[:, 40:280]
+        image = tf.image.resize(image, (112, 112), antialias=True)
+        return {"image": tf.cast(tf.clip_by_value(tf.round(image), 0, 255), tf.uint8), "label": label}
+
+    images = tf.data.Dataset.from_tensor_slices((contents, np.arange(NUM_IMAGES, dtype=np.int32)))
+    images = (
+        images.shuffle(NUM_IMAGES, seed=1)
+        .repeat()
+        .map(decode, num_parallel_calls=IMAGE_THREADS)
+        .batch(BATCH)
+        .prefetch(2)
+    )
+    source = Images(path, label="cls")
+    ours = make(image_input.ImageInput, source=source, shape=(112, 112, 3), threads=IMAGE_THREADS)
+    return ours, _next_of(images.as_numpy_iterator())
+
+
 def _next_of(iterator: Iterator[Any]) -> Turn:
     return lambda: next(iterator)
 
@@ -136,6 +176,7 @@ def main() -> int:
         compare(report, "text", text_inputs(), args.rounds, args.batches)
         compare(report, "TFRecord", record_inputs(directory), args.rounds, args.batches)
         compare(report, "Grain", grain_inputs(), args.rounds, args.batches)
+        compare(report, "images", image_inputs(directory), args.rounds, max(1, args.batches // 5))
     return report.finish()
 
 

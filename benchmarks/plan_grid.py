@@ -8,7 +8,8 @@ It searches the candidates of a small model of two layers as `--mode=plan` does,
 than 40.
 
 Two candidates whose steps have the same first four digits count as the same: the compiler may give equal programs for both.
-`--json` keeps what was compiled, so that an interrupted run goes on where it ended. Each candidate takes 10 to 60 s on one core.
+`--json` keeps what was compiled, so that an interrupted run goes on where it ended, and another rule for the search can be tried
+without compiling again: what the search asks for counts as compiled in any case. Each candidate takes 10 to 60 s on one core.
 TPU topologies need the `tpu` extra, and those of GPUs `cuda12` or `cuda13`.
 """
 
@@ -79,36 +80,41 @@ class KeptSearch(plan_search.Search):
         Args:
           job, searched: as for `Search`.
           path: the file; None keeps plans in memory only.
-          key: of the versions and settings that the plans depend on. Plans of another key are not used.
+          key: of the versions and settings that the plans depend on. Plans with another key are not used, nor are those of a
+            program that has changed; see `Outcome.program`.
         """
         super().__init__(job, searched)
         self.outcomes = [outcome for outcome in self.outcomes if in_grid(outcome.candidate)]
         self.order: list[str] = []
         self._path, self._key = path, key
-        self._plans: dict[str, plan.Plan | str] = {}
+        self._plans: dict[tuple[str, str], plan.Plan | str] = {}
         if path is not None and path.exists():
             kept = json.loads(path.read_text())
             if kept["key"] == key:
-                self._plans = {name: _plan_of(record) for name, record in kept["plans"].items()}
+                self._plans = {(row["name"], row["program"]): _plan_of(row["plan"]) for row in kept["plans"]}
 
     def plan_of(self, candidate: Candidate) -> plan.Plan:
         """See `Search.plan_of`."""
         name = str(candidate)
+        key = name, next(outcome.program for outcome in self.outcomes if outcome.candidate == candidate)
         self.order.append(name)
-        if name not in self._plans:
+        if key not in self._plans:
             try:
-                self._plans[name] = super().plan_of(candidate)
+                self._plans[key] = super().plan_of(candidate)
             except UserError as error:
-                self._plans[name] = f"{error}\n\n{error.__cause__ or ''}".strip()
+                self._plans[key] = f"{error}\n\n{error.__cause__ or ''}".strip()
             self._write()
-        found = self._plans[name]
+        found = self._plans[key]
         if isinstance(found, str):
             raise UserError(found)
         return found
 
     def _write(self) -> None:
         if self._path is not None:
-            plans = {name: _record_of(p) if isinstance(p, plan.Plan) else p for name, p in self._plans.items()}
+            plans = [
+                {"name": name, "program": program, "plan": _record_of(found) if isinstance(found, plan.Plan) else found}
+                for (name, program), found in self._plans.items()
+            ]
             self._path.write_text(json.dumps({"key": self._key, "plans": plans}) + "\n")
 
 

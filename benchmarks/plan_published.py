@@ -28,7 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from praxis.layers import AutodiffCheckpointType
 
 from spmd_trainer.analysis import links, roofline
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import MissingCompilerError
 from spmd_trainer.experiments.lm import gpt2, llama
 
 BAR = 0.25
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.names or RUNS:
         try:
             results[name] = estimate(name, RUNS[name], options.programs)
-        except UserError as error:
+        except MissingCompilerError as error:
             print(f"{name:20} left out: {error}", flush=True)
             continue
         print(row(name, results[name]), flush=True)

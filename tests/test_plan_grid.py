@@ -63,10 +63,13 @@ def test_brute_force_compiles_what_the_search_left_out():
     assert left_out.reason == "slow"  # the search's outcome stays
 
 
+CANDIDATES = [Candidate((("data", 8),)), Candidate((("data", 8),), minibatches=2)]
+
+
 @pytest.fixture
 def searches(tmp_path, monkeypatch):
     """Makes searches without candidates that share a file, and counts what they compile."""
-    compiled = []
+    compiled, programs = [], ["program"]
     found = roofline.CollectiveTime("all-gather", ("data", "mdl"), 0.5, "ICI")
     sizes = dict.fromkeys(roofline.Estimate.__dataclass_fields__, 1.0)
     estimate = roofline.Estimate(**{**sizes, "collectives": [found]})
@@ -74,7 +77,7 @@ def searches(tmp_path, monkeypatch):
     result = plan.Plan(**{**fields, "arguments": 1, "temporaries": 2, "outputs": 3, "estimate": estimate})
 
     def start(self, job, searched):
-        self.outcomes = []
+        self.outcomes = [Outcome(candidate, program=programs[-1]) for candidate in CANDIDATES]
 
     def make(self, candidate):
         compiled.append(candidate)
@@ -84,20 +87,22 @@ def searches(tmp_path, monkeypatch):
 
     monkeypatch.setattr(plan_search.Search, "__init__", start)
     monkeypatch.setattr(plan_search.Search, "plan_of", make)
-    return lambda key: plan_grid.KeptSearch(None, (), tmp_path / "kept.json", key), compiled, result
+    return lambda key: plan_grid.KeptSearch(None, (), tmp_path / "kept.json", key), compiled, programs, result
 
 
 def test_plans_are_kept(searches):
-    make, compiled, result = searches
-    mesh = (("data", 8),)
+    make, compiled, programs, result = searches
     for _ in range(2):
         search = make("one")
-        assert search.plan_of(Candidate(mesh)) == result
+        assert search.plan_of(CANDIDATES[0]) == result
         with pytest.raises(UserError, match="too large"):
-            search.plan_of(Candidate(mesh, minibatches=2))
+            search.plan_of(CANDIDATES[1])
     assert len(compiled) == 2
-    make("another").plan_of(Candidate(mesh))
+    make("another").plan_of(CANDIDATES[0])
     assert len(compiled) == 3
+    programs.append("another program")
+    make("another").plan_of(CANDIDATES[0])
+    assert len(compiled) == 4
 
 
 def test_the_grids_are_limited():

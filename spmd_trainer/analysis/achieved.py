@@ -5,7 +5,7 @@ Sources, by the letters in the table:
 a. Matrix products of the fastest shapes: https://github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable
    Matmul FLOPS". OpenXLA's own table (xla/service/gpu/model/matmul_interpolator_data.h) ends at 805 TFLOP/s for H100.
 b. Products of 8,192 x 8,192 matrices on v5e: https://docs.jax.dev/en/latest/pallas/tpu/matmul.html, "XLA matmul", 92.3% of the
-   peak. Nobody has published v4's and v5p's, which have MXUs of the same size: the same share is assumed.
+   peak. No source was found for v4 and v5p, whose MXUs have the same size: the same share is assumed.
 c. Products of 8,192 x 8,192 matrices, and a copy of 32 MiB at 83% of the bandwidth, on v6e:
    https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks. The share of the bandwidth is assumed for other TPUs too.
 d. A copy in the memory of an H100, 2,903 GB/s: https://github.com/aigatech/vpbenchmarking. The share of the bandwidth, 86.6%, is
@@ -37,7 +37,7 @@ class Achieved:
       links: share of the bandwidth of ICI or NVLink that large collectives reach.
       latency: seconds that a small collective takes; on TPUs, per hop.
       network_latency: the same between NVLink domains; 0 for TPUs.
-      attention: FLOP/s of the attention kernel's forward and backward pass; None where nobody has published it.
+      attention: FLOP/s of the attention kernel's forward and backward pass; None if no source was found.
     """
 
     products: float

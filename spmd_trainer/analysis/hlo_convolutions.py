@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 from spmd_trainer.analysis import hlo_text
@@ -52,9 +53,17 @@ def _positions(
     image: int, kernel: int, output: int, *, stride: int, low: int, image_dilation: int, kernel_dilation: int
 ) -> int:
     """Returns how many pairs of output and kernel positions of one dimension meet an element of the image, not padding."""
-    if image_dilation == stride == kernel_dilation == 1:
-        # Output o and kernel k meet element o + k - low, which must be from 0 to image - 1.
-        return sum(max(0, min(kernel, image + low - o) - max(0, low - o)) for o in range(output))
-    dilated = (image - 1) * image_dilation + 1
-    places = (o * stride + k * kernel_dilation - low for o in range(output) for k in range(kernel))
-    return sum(0 <= place < dilated and place % image_dilation == 0 for place in places)
+    # Output o and kernel k meet place o * stride + k * kernel_dilation - low, which is an element of the image if it is a
+    # multiple of image_dilation: for every `period`-th k, or for none.
+    common = math.gcd(kernel_dilation, image_dilation)
+    period = image_dilation // common
+    inverse = pow(kernel_dilation // common, -1, period)
+    last, found = (image - 1) * image_dilation, 0
+    for o in range(output):
+        offset = low - o * stride
+        if offset % common:
+            continue
+        phase = offset // common * inverse % period
+        least, most = max(0, -(-offset // kernel_dilation)), min(kernel - 1, (offset + last) // kernel_dilation)
+        found += max(0, (most - phase) // period - (least - 1 - phase) // period)
+    return found

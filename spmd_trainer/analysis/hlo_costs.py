@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from spmd_trainer.analysis import hlo_convolutions, hlo_kernels, hlo_text
 from spmd_trainer.analysis.hlo_text import Instruction
 
-# A memory space other than the device's main memory: a core's own memory, or the host's.
-_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
 # Instructions that move nothing by themselves.
 _FREE = frozenset(
     {
@@ -256,7 +254,7 @@ class _Program:
 
 def _main_memory(shape: str) -> int:
     """Returns the bytes of a shape's arrays that lie in main memory."""
-    return sum(hlo_text.array_bytes(array) for array in hlo_text.arrays(shape) if not _ELSEWHERE.search(array))
+    return sum(hlo_text.array_bytes(array) for array in hlo_text.arrays(shape) if hlo_text.is_in_main_memory(array))
 
 
 def _as_large_as(part: str, shapes: Sequence[str]) -> int:

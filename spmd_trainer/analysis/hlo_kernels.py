@@ -133,15 +133,20 @@ def seen_pairs(queries: int, keys: int, *, causal: bool, window: int | None = No
     """Returns how many pairs of a query and a key attention has to compute.
 
     Args:
-      queries, keys: their numbers.
+      queries, keys: how many there are. The first query is at the position of the first key.
       causal: a query sees the keys up to its own position.
       window: a query sees itself and the window - 1 keys before it; None or 0 for no window. Only with `causal`.
     """
     if not causal:
         return float(queries * keys)
-    if window and window < keys:
-        return window * keys - window * (window - 1) / 2
-    return queries * (keys + 1) / 2
+    too_far = _causal_pairs(queries - window, keys) if window else 0
+    return float(_causal_pairs(queries, keys) - too_far)
+
+
+def _causal_pairs(queries: int, keys: int) -> int:
+    """Returns how many keys all queries see together if each sees those up to its own position."""
+    growing = max(0, min(queries, keys))
+    return growing * (growing + 1) // 2 + max(0, queries - keys) * keys
 
 
 # Settings of the blocks of a splash attention kernel by a part of its name; its matrix products per pair of blocks: the logits

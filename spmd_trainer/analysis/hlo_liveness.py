@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from spmd_trainer.analysis import hlo_text
 from spmd_trainer.analysis.hlo_text import Instruction
@@ -19,8 +19,6 @@ _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _CALLED = re.compile(
     r"(?:body|to_apply|branch_computations|true_computation|false_computation)=\{?((?:%?[\w.-]+(?:, )?)+)"
 )
-# A memory space other than the device's main memory: a core's own memory, or the host's.
-_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
 _IN_PLACE = frozenset({"bitcast", "optimization-barrier", "while", "add-dependency"})
 _HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all", "create-token"})
 # Operations that can't overwrite an operand of the same shape: they read and write elements in different orders.
@@ -46,6 +44,10 @@ _NEEDS_OWN = frozenset(
         "triangular-solve",
     }
 )
+# Where XLA merges operations, one name lists those of all of them: 'scope/(a/mul:b/add)'.
+_MERGED = re.compile(r"\(([^():]*):.*")
+# Rows of the largest arrays.
+_LARGEST = 8
 # Positions before the first instruction and after the last one.
 _BEFORE, _AT_THE_END = -1, 2**62
 
@@ -84,6 +86,25 @@ def live_at_peak(hlo: str) -> list[LiveArray]:
     return sorted(_Peaks(computations).of_entry(entry, aliased_outputs(hlo)), key=lambda array: -array.num_bytes)
 
 
+def largest(arrays: Iterable[tuple[LiveArray, str]]) -> list[tuple[LiveArray, str, int]]:
+    """Returns the arrays that take the most bytes together with those equal to them, largest first. Arguments are left out.
+
+    Args:
+      arrays: each with a label. Arrays with different labels are not equal.
+
+    Returns:
+      At most 8 arrays, each with its label and how many of them there are.
+    """
+    counts = collections.Counter(pair for pair in arrays if not pair[0].is_argument)
+    ranked = sorted(counts.items(), key=lambda item: -item[0][0].num_bytes * item[1])
+    return [(array, label, count) for (array, label), count in ranked[:_LARGEST]]
+
+
+def first_operation(made_by: str) -> str:
+    """Returns the name of an operation; of operations that XLA has merged, that of the first."""
+    return _MERGED.sub(r"\1", made_by)
+
+
 def aliased_outputs(hlo: str) -> set[int]:
     """Returns the numbers of the program's outputs that reuse the buffer of an argument."""
     header = hlo.partition("\n")[0]
@@ -109,7 +130,7 @@ class Buffer:
     @property
     def key(self) -> tuple[str, bool]:
         """What two arrays must have in common to use the same buffer."""
-        return self.array.array, bool(_ELSEWHERE.search(self.leaf))
+        return self.array.array, hlo_text.is_in_main_memory(self.leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +255,7 @@ def _aliased_operands(instruction: Instruction) -> dict[int, int]:
 
 def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bool) -> Buffer:
     is_argument = instruction.opcode == "parameter"
-    here = instruction.opcode not in _HOLDS_NOTHING and not _ELSEWHERE.search(leaf)
+    here = instruction.opcode not in _HOLDS_NOTHING and hlo_text.is_in_main_memory(leaf)
     counts = here and (is_entry or not is_argument)
     shape = leaf.partition("{")[0]
     array = LiveArray(hlo_text.array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)

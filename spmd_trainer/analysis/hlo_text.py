@@ -21,6 +21,8 @@ _LOOP = re.compile(r" while\(.*body=%?([\w.-]+)")
 _ITEM_BITS = re.compile(r"\d+")
 # Each array in a shape, with its layout.
 _LEAF = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
+# In a layout, a memory space other than the device's main memory: a core's own memory, or the host's.
+_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +162,12 @@ def dimensions(array: str) -> tuple[int, ...]:
 def array_bytes(result: str) -> int:
     """Returns the bytes of an array or a tuple of arrays in XLA's notation, e.g. 'f32[8,128]{1,0}'."""
     found = re.findall(r"\b(\w+)\[([\d,]*)\]", result)
-    return sum(_item_bytes(kind) * math.prod(int(n) for n in sizes.split(",") if n) for kind, sizes in found)
+    return sum(-(-_item_bits(kind) * math.prod(int(n) for n in sizes.split(",") if n) // 8) for kind, sizes in found)
+
+
+def is_in_main_memory(array: str) -> bool:
+    """Returns whether an array, written with its layout, lies in the device's main memory."""
+    return not _ELSEWHERE.search(array)
 
 
 def tuple_elements(shape: str) -> Sequence[str]:
@@ -174,10 +181,10 @@ def tuple_elements(shape: str) -> Sequence[str]:
     return elements
 
 
-def _item_bytes(kind: str) -> int:
-    """Returns the bytes of one element of an XLA type such as f32, bf16, s8, pred or f8e4m3fn."""
+def _item_bits(kind: str) -> int:
+    """Returns the bits of one element of an XLA type such as f32, bf16, s4, pred or f8e4m3fn. XLA packs small ones."""
     bits = _ITEM_BITS.search(kind)
-    return 1 if bits is None else max(1, int(bits[0]) // 8)
+    return 8 if bits is None else int(bits[0])
 
 
 def _split_shape(text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from spmd_trainer.analysis.chips import Gpu
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import MissingCompilerError
 
 # JAX's plugins for CUDA, by the extra that installs them.
 _PLUGINS = {"cuda12": "jax_plugins.xla_cuda12", "cuda13": "jax_plugins.xla_cuda13"}
@@ -19,7 +19,7 @@ def gpu_devices(gpu: Gpu, num_slices: int, hosts: int, gpus: int) -> Sequence[ja
     """Returns compile-only devices: `num_slices` groups of `hosts` hosts with `gpus` GPUs each.
 
     Raises:
-      UserError: no extra for CUDA is installed.
+      MissingCompilerError: no extra for CUDA is installed.
     """
     from jax.experimental import topologies
 
@@ -50,7 +50,7 @@ def _register_plugin() -> None:
             continue
         plugin.initialize()
         return
-    raise UserError(
+    raise MissingCompilerError(
         "--topology needs the GPU compiler: install it with `uv sync --extra cuda12` (or cuda13), or use --plan to plan for "
         "the available devices"
     )

@@ -2,13 +2,17 @@
 
 Three parts take time on a chip: computation (matrix products, and operations of the vector units), main memory and collectives.
 At best, every part runs at the rate of the data sheet, all collectives and asynchronous copies run while the chip computes, and
-each instruction takes the longest of its products, operations and bytes. At worst, nothing overlaps, and every part runs at a
-rate that was measured alone (`achieved.py`): all are added up, with the latency of each collective.
+each instruction takes as long as the slowest of its products, operations and bytes. At worst, nothing overlaps: the times of
+all parts are added up, with the latency of each collective. Products, main memory, and ICI or NVLink then run at rates that were
+measured separately (`achieved.py`). The vector units and the network between slices or NVLink domains run at the rates of the
+data sheet at this end too: no measurement of them was found.
 
-Two limits of the hardware count in both: a TPU's matrix units are partly idle if the heads of an attention kernel don't fill
-them, and float32 products take twice as long on GPUs (TF32).
+Two limits of the hardware count at both ends: a TPU's matrix units are partly idle if the heads of an attention kernel don't
+fill them, and float32 products take twice as long as bfloat16 ones on GPUs (TF32).
 
-Left out: the host, the start of kernels, products that are slower than large ones, and contention between collectives.
+Left out: the host; the time to launch a kernel; that small or narrow products run slower than large ones; that the vector units
+rarely reach their peak; contention between collectives; and loops whose number of iterations the program doesn't state, which
+count once.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class Estimate:
       memory_bytes: bytes read and written in main memory.
       matrix_seconds: of the matrix products at the chip's peak.
       achieved_matrix_seconds: of the matrix products at measured rates; see `achieved.py`, also for the next ones.
-      vector_seconds: of element-wise operations and reductions.
+      vector_seconds: of element-wise operations and reductions at the rate of the data sheet.
       memory_seconds: of `memory_bytes` at the memory's bandwidth.
       achieved_memory_seconds: of `memory_bytes` at a bandwidth that was measured.
       computing_seconds: sum over the instructions of the longest of products, operations and bytes; without asynchronous copies.
@@ -87,10 +91,15 @@ class Estimate:
         return max(self.computing_seconds, self.memory_seconds, inside, self.outside_seconds)
 
     @property
+    def achieved_links_seconds(self) -> float:
+        """The collectives at measured rates, with their latency."""
+        return self.achieved_inside_seconds + self.outside_seconds + self.latency_seconds
+
+    @property
     def longest(self) -> float:
         """The step if nothing overlaps."""
-        links_seconds = self.achieved_inside_seconds + self.outside_seconds + self.latency_seconds
-        return self.achieved_matrix_seconds + self.vector_seconds + self.achieved_memory_seconds + links_seconds
+        computing = self.achieved_matrix_seconds + self.vector_seconds + self.achieved_memory_seconds
+        return computing + self.achieved_links_seconds
 
     @property
     def middle(self) -> float:
@@ -205,8 +214,10 @@ def estimate_text(found: Estimate) -> str:
     links_seconds = found.inside_seconds + found.outside_seconds
     lines = [
         f"estimated step {found.shortest:.4g} s (all overlaps) to {found.longest:.4g} s (nothing does)",
-        f"  products {found.matrix_seconds:.4g} s ({found.matrix_flops:.3e} FLOPs per chip), memory "
-        f"{found.memory_seconds:.4g} s, links {links_seconds:.4g} s",
+        f"  products {found.matrix_seconds:.4g} to {found.achieved_matrix_seconds:.4g} s ({found.matrix_flops:.3e} FLOPs per "
+        f"chip), element-wise {found.vector_seconds:.4g} s, "
+        f"memory {found.memory_seconds:.4g} to {found.achieved_memory_seconds:.4g} s, "
+        f"links {links_seconds:.4g} to {found.achieved_links_seconds:.4g} s",
     ]
     lines += [
         f"  {row.seconds:8.4g} s of {row.kind} over {', '.join(row.axes) or 'one device'} ({row.links})"

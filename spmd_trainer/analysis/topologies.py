@@ -10,7 +10,7 @@ import jax
 
 from spmd_trainer.analysis.chips import BY_TOPOLOGY
 from spmd_trainer.analysis.nvidia import gpu_devices
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import MissingCompilerError, UserError, did_you_mean
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -39,7 +39,8 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]
       num_slices: number of slices of this shape, connected by the data-center network. For GPUs it multiplies the hosts.
 
     Raises:
-      UserError: an unknown chip or shape, more GPUs than a host has, or the extra with its compiler is not installed.
+      UserError: an unknown chip or shape, or more GPUs than a host has.
+      MissingCompilerError: the extra with its compiler is not installed.
     """
     name, _, shape = topology.partition(":")
     chip = BY_TOPOLOGY.get(name)
@@ -73,7 +74,7 @@ def _tpu_devices(topology: str, num_slices: int) -> Sequence[jax.Device]:
     except Exception as error:
         text = str(error)
         if "TPU support not installed" in text or "libtpu" in text:
-            raise UserError(
+            raise MissingCompilerError(
                 "--topology needs the TPU compiler: install it with `uv sync --extra tpu`, or use --plan to plan for the "
                 "available devices"
             ) from error

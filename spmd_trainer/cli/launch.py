@@ -117,12 +117,8 @@ def build_job(config: RunConfig, recorder: Recorder | None = None) -> Job:
     start_checks.check_settings(config)
     if MODES[config.mode].has_run:
         start_checks.check_directories(config)
-    if config.mode == "plan":
-        from spmd_trainer.programs import plan_search  # only this mode needs its imports
-
-        return plan_search.build_job(config)
     if config.mode != "train":
-        return Job.build(config)
+        return MODES[config.mode].build_job(config)
     if recorder is None or cache is None:
         job = Job.build(config)
     else:

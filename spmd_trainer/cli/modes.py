@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spmd_trainer.programs.job import Job
+    from spmd_trainer.programs.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,19 +21,33 @@ class Mode:
       module: the module of `spmd_trainer.programs` that defines the program. Imported only when the mode runs.
       function: name of the program's function in that module; it takes a `Job`.
       has_run: True if the mode reads or writes a run's directory.
+      builder: name of the function in that module that builds the job from a `RunConfig`; '' for `Job.build`.
     """
 
     help: str
     module: str
     function: str
     has_run: bool = True
+    builder: str = ""
 
     def program(self) -> Callable[[Job], object]:
         """Imports and returns the program."""
-        program: Callable[[Job], object] = getattr(
-            importlib.import_module(f"spmd_trainer.programs.{self.module}"), self.function
-        )
+        program: Callable[[Job], object] = self._import(self.function)
         return program
+
+    def build_job(self, config: RunConfig) -> Job:
+        """Builds the mode's job.
+
+        Raises:
+          UserError: see `Job.build`.
+        """
+        from spmd_trainer.programs import job  # imports JAX, which --help doesn't need
+
+        build: Callable[[RunConfig], Job] = self._import(self.builder) if self.builder else job.Job.build
+        return build(config)
+
+    def _import(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"spmd_trainer.programs.{self.module}"), name)
 
 
 MODES = {
@@ -68,6 +83,7 @@ MODES = {
         "plan_search",
         "search",
         has_run=False,
+        builder="build_job",
     ),
     "data": Mode(
         "Print the first rows of each dataset: their text, with the labels that count in the loss in colour (in brackets if the "

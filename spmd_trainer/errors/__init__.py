@@ -6,7 +6,7 @@ import re
 
 from spmd_trainer.sharding.messages import did_you_mean
 
-__all__ = ["UserError", "did_you_mean", "first_paragraph"]
+__all__ = ["MissingCompilerError", "UserError", "did_you_mean", "first_line", "first_paragraph"]
 
 _FIDDLE_UNKNOWN_FIELD = re.compile(
     r"^No parameter named '(\w+)' exists for <class '([\w.]+)'>; valid parameter names: ([\w, ]+)"
@@ -31,6 +31,10 @@ class UserError(ValueError):
             self.exit_status = exit_status
 
 
+class MissingCompilerError(UserError):
+    """The compiler for a topology's chips is not installed."""
+
+
 def first_paragraph(error: BaseException) -> str:
     """Returns an error's message without the configuration that fiddle appends.
 
@@ -42,3 +46,8 @@ def first_paragraph(error: BaseException) -> str:
         return text
     field, owner, fields = unknown.groups()
     return f"{owner.removeprefix('spmd_trainer.')} has no field {field!r}{did_you_mean(field, fields.split(', '))}"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of `first_paragraph`, or the error's class if it has no text."""
+    return first_paragraph(error).partition("\n")[0] or type(error).__name__

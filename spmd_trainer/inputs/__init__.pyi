@@ -11,6 +11,8 @@ from .examples import ExamplesInput as ExamplesInput
 from .grain_input import GrainInput as GrainInput
 from .grain_input import GrainStreamInput as GrainStreamInput
 from .huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+from .images.image_input import ImageInput as ImageInput
+from .images.images import Images as Images
 from .indexed import ExampleOrder as ExampleOrder
 from .indexed import IndexedInput as IndexedInput
 from .packed_text import PackedTextInput as PackedTextInput

@@ -211,15 +211,15 @@ def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) 
       UserError: an example has other leaves, another shape or another dtype.
     """
     flat = specs.FlattenItems()
-    rows = []
+    names = {path for path, _ in flat}
+    columns: dict[str, list[np.ndarray]] = {path: [] for path, _ in flat}
     for i, example in enumerate(examples):
         try:
-            row = dict(from_nested_dict(example).FlattenItems())
+            row = _leaves(example, names)
         except UserError as error:
             raise UserError(f"{name_of(i)} is not an example: {error}") from error
-        rows.append(row)
-        if row.keys() != dict(flat).keys():
-            raise UserError(f"{name_of(i)} has {sorted(row)}, others have {sorted(dict(flat))}; all must have the same")
+        if row.keys() != names:
+            raise UserError(f"{name_of(i)} has {sorted(row)}, others have {sorted(names)}; all must have the same")
         for path, spec in flat:
             value = np.asarray(row[path])
             if value.shape != spec.shape or value.dtype != spec.dtype:
@@ -227,4 +227,16 @@ def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) 
                     f"{name_of(i)} has {path} of shape {value.shape} and dtype {value.dtype}, others have {spec.shape} "
                     f"and {spec.dtype}; crop, pad or cast it before it is batched"
                 )
-    return specs.Pack([np.stack([np.asarray(row[path]) for row in rows]) for path, _ in flat])
+            columns[path].append(value)
+    return specs.Pack([np.stack(columns[path]) for path, _ in flat])
+
+
+def _leaves(example: Any, names: set[str]) -> Mapping[str, Any]:
+    """Returns the leaves of an example by path. One without nesting already holds them."""
+    if (
+        isinstance(example, dict)
+        and example.keys() == names
+        and not any(isinstance(x, Mapping) for x in example.values())
+    ):
+        return example
+    return dict(from_nested_dict(example).FlattenItems())

@@ -89,7 +89,7 @@ def find_files(files: FileSource | None) -> TextFiles:
         name = f"{getattr(files, '__name__', files)}() returned" if callable(files) else "`files` has"
         raise UserError(f"{name} no paths; give at least one file")
     paths = _expand(entries)
-    sizes = tuple(_size(path) for path in paths)
+    sizes = reading.for_each(paths, _size)
     if not any(sizes):
         raise UserError(f"all {len(paths)} files are empty, the first is {paths[0]}; give at least one with data in it")
     return TextFiles(paths, sizes)

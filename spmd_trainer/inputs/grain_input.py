@@ -59,7 +59,7 @@ class GrainInput(indexed.IndexedInput):
         Raises:
           UserError: grain isn't installed, or `dataset` is not a MapDataset, or is empty.
         """
-        grain = _import_grain(self.error)
+        grain = import_grain(self.error)
         dataset = self.dataset() if callable(self.dataset) else self.dataset
         if isinstance(dataset, grain.IterDataset):
             raise self.error(
@@ -103,7 +103,7 @@ class GrainInput(indexed.IndexedInput):
         return self._batch(position, map(self._element, self._indices(position).tolist()))
 
     def _iterate(self, start: int) -> Iterator[NestedMap]:
-        grain = _import_grain(self.error)
+        grain = import_grain(self.error)
         stop = sys.maxsize if self.num_batches is None else self.num_batches * self.batch_size
         # The elements of this process' rows, with its rows counted over all its batches.
         share = grain.MapDataset.range(start * self.batch_size, stop).map(self._element_of_row)
@@ -120,7 +120,7 @@ class GrainInput(indexed.IndexedInput):
 
     def _element_of_row(self, row: int) -> tuple[Any]:
         position, column = divmod(int(row), self.batch_size)
-        return self._element(int(self._indices(position)[column]))
+        return self._element(self.first_index(position) + column)
 
     def _element(self, index: int) -> tuple[Any]:
         # In a tuple, because Grain silently drops elements that are None; here they are an error.
@@ -170,7 +170,7 @@ class GrainStreamInput(base_input.BaseInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        grain = _import_grain(self._error)
+        grain = import_grain(self._error)
         if not self.is_training and self.num_infeed_hosts > 1:
             raise self._error(
                 f"it is not for training, and {self.num_infeed_hosts} processes share it: their shares of a stream may "
@@ -262,7 +262,15 @@ def _batch_specs(example: NestedMap, batch_size: int) -> NestedMap:
     return specs
 
 
-def _import_grain(error_of: Callable[[str], UserError]) -> Any:
+def import_grain(error_of: Callable[[str], UserError]) -> Any:
+    """Imports Grain.
+
+    Args:
+      error_of: returns an error that names the input.
+
+    Raises:
+      UserError: it isn't installed.
+    """
     try:
         import grain
     except ImportError as error:

@@ -2,19 +2,16 @@
 
 A record is its length (8 bytes, little endian), a checksum of these 8 bytes (4), the data, and a checksum of the data (4);
 the checksums are masked CRC-32C (tensorflow.org/tutorials/load_data/tfrecord). All lengths are read at the start, the data of
-a record when it is needed. Where the records of a large file are is kept in the cache folder (`corpus.local_copies`).
+a record when it is needed. Where the records of a large file are is kept in the cache folder (`storage.local_copies`).
 """
 
 from __future__ import annotations
 
 import array
-import bisect
-import collections
 import functools
 import mmap
 import os
 import struct
-import threading
 import zlib
 from typing import BinaryIO
 
@@ -24,8 +21,9 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files
-from spmd_trainer.inputs.corpus import local_copies
-from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.inputs.last_used import LastUsed, OpenFile
+from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.storage import is_remote, local_copies, reading
 
 _HEADER = struct.Struct("<QI")
 _LENGTH_BYTES = 8
@@ -52,7 +50,11 @@ class BrokenRecord(UserError):
 
 
 class RecordFiles:
-    """Records of TFRecord files, numbered from 0 in the order of the files."""
+    """Records of TFRecord files, numbered from 0 in the order of the files. Several threads may read at a time.
+
+    Attributes:
+      numbering: the records of each file.
+    """
 
     def __init__(self, source: files.FileSource | None, *, max_open: int | None = None):
         """Finds the records of all files.
@@ -66,17 +68,14 @@ class RecordFiles:
             the record and its byte).
         """
         self._files = files.find_files(source)
-        self._max_open = max_open or _MAX_OPEN
         # Of each file: where each record begins, and then where the last one ends.
         self._bounds = [_bounds_of(path) for path in self._files.paths]
-        self._ends = np.cumsum([len(bounds) - 1 for bounds in self._bounds]).tolist()
-        self._open: collections.OrderedDict[int, int | mmap.mmap] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self.numbering = Numbering([len(bounds) - 1 for bounds in self._bounds])
+        self._open: LastUsed[OpenFile | mmap.mmap] = LastUsed(max_open or _MAX_OPEN)
 
     def __len__(self) -> int:
         """Returns the number of records in all files."""
-        count: int = self._ends[-1]
-        return count
+        return len(self.numbering)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -86,7 +85,7 @@ class RecordFiles:
     @property
     def counts(self) -> list[int]:
         """Records in each file."""
-        return [len(bounds) - 1 for bounds in self._bounds]
+        return self.numbering.counts.tolist()
 
     @functools.cached_property
     def checksum(self) -> int:
@@ -105,7 +104,7 @@ class RecordFiles:
 
     def describe(self, record: int) -> str:
         """Returns where a record is, for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
-        index, number = self._locate(record)
+        index, number = self.numbering.locate(record)
         return _describe(self.paths[index], number, int(self._bounds[index][number]))
 
     def read(self, record: int) -> bytes:
@@ -115,7 +114,7 @@ class RecordFiles:
           BrokenRecord: the record doesn't match its checksum; names the file and the record.
           UserError: the file can't be read, or has changed since it was found; names it.
         """
-        index, number = self._locate(record)
+        index, number = self.numbering.locate(record)
         begin, end = self._bounds[index][number : number + 2].tolist()
         (frame,) = self._read(index, [(begin, end - begin)])
         return self._data(frame, end - begin, record)
@@ -128,20 +127,15 @@ class RecordFiles:
         """
         frames: list[bytes] = [b""] * len(records)
         sizes = np.zeros(len(records), np.int64)
-        indices = np.searchsorted(self._ends, records, side="right")
-        for index in np.unique(indices).tolist():
-            rows = np.flatnonzero(indices == index)
-            bounds = self._bounds[index]
-            numbers = records[rows] - (self._ends[index] - len(bounds) + 1)
-            begins = bounds[numbers]
-            sizes[rows] = bounds[numbers + 1] - begins
+        for index, rows, numbers in self.numbering.split(records):
+            begins, ends = self._bounds[index][numbers], self._bounds[index][numbers + 1]
+            sizes[rows] = ends - begins
             spans = list(zip(begins.tolist(), sizes[rows].tolist(), strict=True))
             for row, frame in zip(rows.tolist(), self._read(index, spans), strict=True):
                 frames[row] = frame
-        found = [frame[_HEADER.size : -_FOOTER.size] for frame in frames]
-        if not _are_whole(frames, found, sizes):
-            for frame, size, record in zip(frames, sizes.tolist(), records.tolist(), strict=True):
-                self._data(frame, size, record)
+        found = _data_of_whole(frames, sizes)
+        if found is None:
+            found = [self._data(*one) for one in zip(frames, sizes.tolist(), records.tolist(), strict=True)]
         return found
 
     def _data(self, frame: bytes, size: int, record: int) -> bytes:
@@ -161,54 +155,22 @@ class RecordFiles:
                 return [reading.read(path, begin, begin + size) for begin, size in spans]
             except OSError as error:
                 raise UserError(f"{path} can no longer be read: {reading.problem(path, error)}") from error
-        with self._lock:  # another thread might close the file before it is read
-            file = self._opened(index)
-            try:
-                if isinstance(file, int):
-                    return [os.pread(file, size, begin) for begin, size in spans]
-                if file.size() < len(file):  # truncated: touching the missing bytes would kill the process
-                    return [b""] * len(spans)
-            except OSError as error:
-                raise UserError(f"{path} can no longer be read: {error.strerror}") from error
-            return [file[begin : begin + size] for begin, size in spans]
+        try:
+            file = self._open.get(index, self._open_file)
+            if isinstance(file, OpenFile):
+                return [os.pread(file.number, size, begin) for begin, size in spans]
+            if file.size() < len(file):  # truncated: touching the missing bytes would kill the process
+                return [b""] * len(spans)
+        except OSError as error:
+            raise UserError(f"{path} can no longer be read: {error.strerror}") from error
+        return [file[begin : begin + size] for begin, size in spans]
 
-    def _locate(self, record: int) -> tuple[int, int]:
-        """Returns the file that a record is in, and its number there."""
-        index = bisect.bisect_right(self._ends, record)
-        return index, record - (self._ends[index] - len(self._bounds[index]) + 1)
-
-    def _opened(self, index: int) -> int | mmap.mmap:
-        """Returns a file's descriptor or mapping, opened if needed."""
-        if index not in self._open:
-            while len(self._open) >= self._max_open:
-                _close(self._open.popitem(last=False)[1])
-            try:
-                self._open[index] = _open(self.paths[index], map_it=self._files.total_bytes <= _MAPPED_BYTES)
-            except OSError as error:
-                raise UserError(f"{self.paths[index]} can no longer be read: {error.strerror}") from error
-        self._open.move_to_end(index)
-        return self._open[index]
-
-    def __del__(self) -> None:
-        for file in getattr(self, "_open", {}).values():
-            _close(file)
-
-
-def _open(path: str, *, map_it: bool) -> int | mmap.mmap:
-    file = os.open(path, os.O_RDONLY)
-    if not map_it or not os.fstat(file).st_size:  # an empty file can't be mapped
-        return file
-    try:
-        return mmap.mmap(file, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(file)
-
-
-def _close(file: int | mmap.mmap) -> None:
-    if isinstance(file, int):
-        os.close(file)
-    else:
-        file.close()
+    def _open_file(self, index: int) -> OpenFile | mmap.mmap:
+        file = OpenFile(self.paths[index])
+        # An empty file can't be mapped.
+        if self._files.total_bytes > _MAPPED_BYTES or not os.fstat(file.number).st_size:
+            return file
+        return mmap.mmap(file.number, 0, prot=mmap.PROT_READ)
 
 
 def masked_crc(data: bytes) -> int:
@@ -217,15 +179,28 @@ def masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _are_whole(frames: list[bytes], data: list[bytes], sizes: np.ndarray) -> bool:
-    """Returns whether records have these sizes and match their checksums. Checks all at once, which is faster."""
-    if list(map(len, frames)) != sizes.tolist():
-        return False
-    lengths = np.frombuffer(b"".join([frame[:_LENGTH_BYTES] for frame in frames]), "<u8")
-    stored = np.frombuffer(b"".join([frame[-_FOOTER.size :] for frame in frames]), "<u4")
+def _data_of_whole(frames: list[bytes], sizes: np.ndarray) -> list[bytes] | None:
+    """Returns the data of records, or None if one of them hasn't its size, or doesn't match its checksum.
+
+    Checks all at once, which is faster.
+    """
+    if not frames or list(map(len, frames)) != sizes.tolist():
+        return None
+    together = b"".join(frames)
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    lengths, stored = _at(together, begins, "<u8"), _at(together, ends - _FOOTER.size, "<u4")
+    firsts, lasts = (begins + _HEADER.size).tolist(), (ends - _FOOTER.size).tolist()
+    data = [together[first:last] for first, last in zip(firsts, lasts, strict=True)]
     crcs = np.fromiter(map(google_crc32c.value, data), np.uint32, len(data))
     masked = (crcs >> np.uint32(15) | crcs << np.uint32(17)) + np.uint32(0xA282EAD8)
-    return bool((lengths == sizes - _FRAME).all() and (stored == masked).all())
+    return data if (lengths == sizes - _FRAME).all() and (stored == masked).all() else None
+
+
+def _at(content: bytes, places: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns the numbers that begin at these bytes of `content`."""
+    size = len(content) - np.dtype(dtype).itemsize + 1
+    return np.ndarray((size,), dtype, content, strides=(1,))[places]
 
 
 def begins_with_record(head: bytes) -> bool:

@@ -8,43 +8,29 @@ from typing import Any
 import numpy as np
 
 from spmd_trainer.errors import UserError, first_paragraph
-from spmd_trainer.inputs import file_formats, indexed, record_files, tokenizer_field, tokenizers
+from spmd_trainer.inputs import file_formats, record_files, tokenized, tokenizer_field, tokenizers
 from spmd_trainer.inputs import files as text_files
 
 
-class TokenizedFiles(indexed.IndexedInput):
+class TokenizedFiles(tokenized.TokenizedInput):
     """Base of inputs over text files.
 
     Attributes:
       files: paths and glob patterns ('corpus/*.txt', 'corpus/**/*.txt', sorted), one of them, or a function without
         arguments that returns them.
-      tokenizer: None reads by byte. Otherwise the path of a SentencePiece .model file, of a Hugging Face tokenizer.json or
-        of a folder that holds one; a `tokenizers.Tokenizer` or a fast tokenizer of transformers; or an object with the
-        methods of `spmd_trainer.inputs.tokenizers.Tokenizer`, or its config. After construction, the tokenizer.
-      eos_id: end-of-text. None is 256 when reading by byte (a vocabulary of 257), or the tokenizer's own. Can be set for
-        bytes and for Hugging Face tokenizers only.
-      start: the token before the first token of each text. 'eos': end-of-text, as in Pax. 'bos': the tokenizer's
-        beginning-of-text. 'none': no token, so that a prompt begins with its own first token; in training, the first token of a
-        text follows the end-of-text of the text before. 'tokenizer': 'bos' or 'none', whichever a Hugging Face tokenizer does
-        itself (by its post-processor), as in transformers.
+      tokenizer, eos_id, start: see `tokenized.TokenizedInput`.
       allow_binary: True reads any file. False refuses files whose first bytes show a format that isn't text (Parquet, gzip,
         TFRecord, ...) and, with a tokenizer that reads UTF-8, files with NUL bytes.
     """
 
     files: Any = None
-    tokenizer: Any = None
-    eos_id: int | None = None
-    start: str = "eos"
     allow_binary: bool = False
-    start_id: int | None = dataclasses.field(default=None, init=False, repr=False)
     found: Any = dataclasses.field(default=None, init=False, repr=False)
-    _model_vocab_size: int | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            self.tokenizer = tokenizer_field.make_tokenizer(self.tokenizer, self.eos_id)
-            self.start_id = tokenizer_field.start_token(self.tokenizer, self.start)
+            self.make_tokenizer()
             self.found: text_files.TextFiles = text_files.find_files(self.files)
             if not self.allow_binary:
                 for index in range(len(self.found.paths)):
@@ -57,25 +43,6 @@ class TokenizedFiles(indexed.IndexedInput):
     def paths(self) -> tuple[str, ...]:
         """The files, in the order of the tokens."""
         return self.found.paths
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the tokenizer's vocabulary: tokens are below it."""
-        return self.tokenizer.vocab_size
-
-    @property
-    def encoded_vocab_size(self) -> int:
-        """Vocabulary size that a model needs: `vocab_size` without special tokens that occur only if a text spells them."""
-        of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
-        return of_text if self.start_id is None else max(of_text, self.start_id + 1)
-
-    def limit_vocabulary(self, model_vocab_size: int) -> None:
-        """Makes reading a token that the model has no embedding for an error. Call it before the first batch.
-
-        Args:
-          model_vocab_size: the model's vocabulary size; its tokens are 0 to `model_vocab_size` - 1.
-        """
-        self._model_vocab_size = model_vocab_size
 
     def refuse_unknown_ids(self, tokens: np.ndarray, path: str) -> None:
         """Checks the tokens [n] of a file, or of a part of it, against `limit_vocabulary`.
@@ -112,11 +79,6 @@ class TokenizedFiles(indexed.IndexedInput):
         first = [] if self.start_id in (None, self.tokenizer.eos_id) else [self.start_id]
         around = [np.array(ids, self.token_dtype) for ids in (first, [self.tokenizer.eos_id])]
         return np.concatenate([around[0], tokens.astype(self.token_dtype), around[1]])
-
-    def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
-        """Returns the text of the first lengths[b] of each row of ids [B, T]. End-of-text and tokens without text are dropped."""
-        del key
-        return self.tokenizer.decode(ids, lengths)
 
     def _refuse_unless_text(self, index: int) -> None:
         path = self.found.paths[index]

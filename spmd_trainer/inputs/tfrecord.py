@@ -13,8 +13,8 @@ import numpy as np
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import example_layouts, record_files, wire_format
 from spmd_trainer.inputs import examples as examples_lib
-from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed, import_tensorflow
 
 ENCODINGS = ("numbers", "raw", "image")
@@ -113,7 +113,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
 
 
 class ExampleParser:
-    """Parses batches of serialized tf.train.Examples with TensorFlow."""
+    """Parses batches of serialized tf.train.Examples: with TensorFlow, unless they differ in their values only."""
 
     def __init__(self, features: Mapping[str, Feature], describe: Callable[[int], str]):
         """Sets what to parse.
@@ -122,7 +122,8 @@ class ExampleParser:
           features: {name in the batch: Feature}.
           describe: returns where row i of a batch comes from, for errors.
         """
-        self._features = features
+        # A shape may be a list, which can't be hashed.
+        self._features = {name: dataclasses.replace(x, shape=tuple(x.shape)) for name, x in features.items()}
         self._describe = describe
 
     def parse(self, serialized: list[bytes]) -> dict[str, np.ndarray]:
@@ -132,11 +133,17 @@ class ExampleParser:
           UserError: a record is not an Example, or a feature is missing or has another type, size or range; names the file
             and the record.
         """
+        layouts = _layouts(tuple(self._features.items()))
+        if layouts is not None and (alike := layouts.parse(serialized)) is not None:
+            return {
+                name: self._cast(name, alike[name]) if feature.encoding == "numbers" else alike[name]
+                for name, feature in self._features.items()
+            }
         tf = _tensorflow()
         wanted = {feature.key or name: _parsed_as(tf, feature) for name, feature in self._features.items()}
         try:
             parsed = _compiled_parser(tuple(wanted.items()))(tf.constant(serialized, tf.string))
-        except tf.errors.OpError as error:
+        except (tf.errors.OpError, UnicodeDecodeError) as error:  # TensorFlow can't always decode its own message
             raise self._explain(tf, serialized, wanted) from error
         return {name: self._convert(tf, name, parsed[x.key or name].numpy()) for name, x in self._features.items()}
 
@@ -171,16 +178,35 @@ class ExampleParser:
         for row, record in enumerate(serialized):
             try:
                 tf.io.parse_example([record], wanted)
-            except tf.errors.OpError as error:
+            except (tf.errors.OpError, UnicodeDecodeError) as error:
+                is_known = isinstance(error, tf.errors.OpError)
+                problem = _plain(error) if is_known else "it is not a tf.train.Example"
                 return UserError(
-                    f"{self._describe(row)} does not match `features`: {_plain(error)}. Make `features` fit, or write the "
-                    "file again"
+                    f"{self._describe(row)} does not match `features`: {problem}. Make `features` fit, or write the file again"
                 )
         raise AssertionError("a batch of records failed to parse, and none of them did by itself")
 
 
 # Importing hides the GPUs each time, which takes as long as parsing a small batch.
 _tensorflow = functools.cache(import_tensorflow)
+
+
+@functools.lru_cache(maxsize=16)
+def _layouts(features: tuple[tuple[str, Feature], ...]) -> example_layouts.Layouts | None:
+    """Returns the layouts of Examples with these features; None if one is an image: those are never alike."""
+    keys = [feature.key or name for name, feature in features]
+    if any(feature.encoding == "image" or 0 in feature.shape for _, feature in features) or len(set(keys)) < len(keys):
+        return None
+    wanted = {}
+    for name, feature in features:
+        if feature.encoding == "raw":
+            kind, dtype = wire_format.BYTES_LIST, feature.dtype
+        elif _is_float(feature):
+            kind, dtype = wire_format.FLOAT_LIST, "float32"
+        else:
+            kind, dtype = wire_format.INT64_LIST, "int64"
+        wanted[feature.key or name] = example_layouts.Wanted(name, kind, tuple(feature.shape), dtype)
+    return example_layouts.Layouts(wanted)
 
 
 @functools.lru_cache(maxsize=16)
@@ -202,8 +228,11 @@ def _plain(error: Any) -> str:
 def _parsed_as(tf: Any, feature: Feature) -> Any:
     if feature.encoding != "numbers":
         return tf.io.FixedLenFeature((), tf.string)
-    is_float = jax.dtypes.issubdtype(np.dtype(feature.dtype), np.floating)
-    return tf.io.FixedLenFeature(tuple(feature.shape), tf.float32 if is_float else tf.int64)
+    return tf.io.FixedLenFeature(tuple(feature.shape), tf.float32 if _is_float(feature) else tf.int64)
+
+
+def _is_float(feature: Feature) -> bool:
+    return bool(jax.dtypes.issubdtype(np.dtype(feature.dtype), np.floating))
 
 
 def _decode_raw(tf: Any, value: bytes, feature: Feature) -> np.ndarray:

@@ -17,7 +17,7 @@ from praxis import pax_fiddle
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.base_experiment import BaseExperiment, check_overrides
-from spmd_trainer.errors import UserError, first_paragraph, user_code
+from spmd_trainer.errors import MissingCompilerError, UserError, first_paragraph, user_code
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.text_base import TokenizedFiles
 from spmd_trainer.models.vocabulary import vocabulary_size
@@ -222,6 +222,8 @@ def _errors_of_building(config: RunConfig) -> Iterator[None]:
     """Turns what praxis and this project raise about settings into a UserError with the experiment and the user's line."""
     try:
         yield
+    except MissingCompilerError:
+        raise
     except UserError as error:
         raise UserError(first_paragraph(error)) from error
     except (ValueError, AssertionError) as error:  # praxis asserts what its layers need of their settings

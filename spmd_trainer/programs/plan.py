@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import html
 import json
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -21,20 +20,18 @@ from absl import logging
 
 from spmd_trainer.analysis import hlo_collectives, hlo_liveness, roofline
 from spmd_trainer.analysis.chips import BY_TOPOLOGY, GIB, chip, model_flops
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, first_line
 from spmd_trainer.partitioning.state_layout import StateMetadata
 from spmd_trainer.programs import plan_memory
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_directory import report_directory
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
+from spmd_trainer.storage import files
 
-_LARGEST = 8
 # Share of a GPU's memory that JAX takes if nothing else is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
 _GPU_SHARE = 0.75
 # The largest share that is advised: CUDA, cuDNN and NCCL need the rest.
 _MOST_OF_GPU = 0.95
-# Where XLA merges operations, one name lists those of all of them: 'scope/(a/mul:b/add)'.
-_MERGED = re.compile(r"\(([^():]*):[^()]*\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +157,7 @@ def plan(job: Job) -> Plan:
                 f"the train step doesn't fit: {_shortened(str(error))}" + (f"\n{_least_text(least)}" if least else "")
             ) from error
         chips_text = topology or "these devices"
-        raise UserError(
-            f"the compiler can't compile the train step for {chips_text}: {str(error).strip().partition(chr(10))[0]}"
-        ) from error
+        raise UserError(f"the compiler can't compile the train step for {chips_text}: {first_line(error)}") from error
     compiled = step.fn
     text = compiled.as_text()
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
@@ -175,7 +170,7 @@ def plan(job: Job) -> Plan:
         chips=chips,
         kind=job.partitioner.mesh.devices.flat[0].device_kind,
         mesh=dict(mesh),
-        padding=sum(v.bytes_per_device(mesh) * v.padding_bytes() // max(1, _whole(v)) for v in metadata.records()),
+        padding=sum(variable.padding_per_device(mesh) for variable in metadata.records()),
         memory=_memory(topology),
         num_params=metadata.num_params() + metadata.num_frozen_params(),
         model_flops=_model_flops(metadata, tokens) / chips if tokens else None,
@@ -210,10 +205,6 @@ def _least_text(least: int) -> str:
     )
 
 
-def _whole(variable: Any) -> int:
-    return int(variable.logical_bytes() + variable.padding_bytes())
-
-
 def _model_flops(metadata: StateMetadata, tokens: int) -> float:
     return model_flops(metadata.num_params(), tokens, num_frozen=metadata.num_frozen_params())
 
@@ -232,17 +223,12 @@ def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
 
 def _largest(text: str) -> list[dict[str, Any]]:
     """Returns the largest non-argument arrays live at the peak; equal arrays of one operation of the model share a row."""
-    counts = collections.Counter(array for array in hlo_liveness.live_at_peak(text) if not array.is_argument)
-    largest = sorted(counts.items(), key=lambda item: -item[0].num_bytes * item[1])[:_LARGEST]
-    return [
-        {
-            "bytes": array.num_bytes * count,
-            "count": count,
-            "array": array.array,
-            "made_by": _MERGED.sub(r"\1 and others", array.made_by),
-        }
-        for array, count in largest
-    ]
+    rows = []
+    for array, _, count in hlo_liveness.largest((array, "") for array in hlo_liveness.live_at_peak(text)):
+        first = hlo_liveness.first_operation(array.made_by)
+        made_by = first if first == array.made_by else f"{first} and others"
+        rows.append({"bytes": array.num_bytes * count, "count": count, "array": array.array, "made_by": made_by})
+    return rows
 
 
 def _shortened(text: str) -> str:
@@ -348,5 +334,5 @@ def _write_record(job: Job, result: Plan) -> None:
         "estimate": estimate,
     }
     del record["memory_over_time"]  # plan.html has it
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    files.write_atomically(path, json.dumps(record, indent=1).splitlines())
     logging.info("wrote %s", path)

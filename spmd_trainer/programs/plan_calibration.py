@@ -1,9 +1,13 @@
 """Corrects the predictions of a search by what compiled candidates really take.
 
-Predictions of similar candidates are wrong in a similar way: one that splits activations over a large axis, say, moves more than
-the prediction counts wherever that axis is large. So the logarithm of estimate / prediction is a Gaussian process over the
-candidates, whose covariance falls with the distance between them. Nothing is fitted to any model or chip: the process' mean and
-spread are those of the candidates compiled so far.
+Predictions of candidates that share a setting are wrong in a similar way: one that splits activations over a large axis, say,
+moves more than the prediction counts with every policy. So the logarithm of estimate / prediction is a Gaussian process: a sum
+of one part for the mesh, one for the policy, one for the number of minibatches and one for the batch, each of which differs
+little between similar settings. So results with the same mesh, and others with the same policy, together say much about a
+candidate that has both.
+
+The mean and the spread of the process are those of the candidates compiled so far. `_LENGTH` and `_OWN` are round numbers that
+were chosen by hand, not measured.
 """
 
 from __future__ import annotations
@@ -13,20 +17,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spmd_trainer.programs.plan_candidates import Candidate
 from spmd_trainer.programs.plan_report import Outcome
 
 # Before any compilation, the standard deviation is a factor of 2. This counts as much as one candidate.
 _SPREAD, _COUNTS = math.log(2), 1
-# Distance of two candidates (see `_features`) at which the covariance has fallen to 1 / e.
+# Distance of two settings (see `_settings`) at which the covariance has fallen to 1 / e. The farthest meshes of 64 chips are 6
+# apart.
 _LENGTH = 5.0
-# Share of the variance that is a candidate's own: no neighbour explains it.
+# Share of the variance that is a candidate's own: no other one explains it.
 _OWN = 0.05
-# A candidate takes less time than this many standard deviations below its expectation in one case of 40.
+# In one case out of 40, a candidate takes less time than is expected minus this many standard deviations.
 _DEVIATIONS = 2.0
 
 
 def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Returns seconds that each candidate's step hardly takes less than.
+    """Returns a time in seconds for each candidate that its step is unlikely to beat.
 
     Args:
       outcomes: candidates with a prediction; those with `estimated` seconds are what is known.
@@ -47,10 +53,9 @@ def _correction(known: Sequence[Outcome], waiting: Sequence[Outcome]) -> tuple[n
     errors = np.array([math.log((outcome.estimated or 0.0) / outcome.predicted) for outcome in known])
     if not len(errors):
         return np.zeros(len(waiting)), np.full(len(waiting), _SPREAD)
-    policies = sorted({outcome.candidate.remat for outcome in (*known, *waiting)}, key=str)
-    points = _features(known, policies)
-    between = _covariance(points, points) + _OWN * np.eye(len(known))
-    across = _covariance(_features(waiting, policies), points)
+    covariance = _covariance([outcome.candidate for outcome in (*known, *waiting)])
+    between = covariance[: len(known), : len(known)] + _OWN * np.eye(len(known))
+    across = covariance[len(known) :, : len(known)]
     weights = np.linalg.solve(between, np.ones(len(known)))
     mean = float(weights @ errors / weights.sum())
     rest = np.linalg.solve(between, errors - mean)
@@ -59,19 +64,27 @@ def _correction(known: Sequence[Outcome], waiting: Sequence[Outcome]) -> tuple[n
     return mean + across @ rest, np.sqrt(variance * np.maximum(unexplained, _OWN))
 
 
-def _covariance(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns the covariance of two lists of candidates in units of the variance, [some, others]; takes their `_features`."""
-    squares = np.sum((some[:, None] - others[None]) ** 2, axis=-1)
-    covariance: np.ndarray = np.exp(-np.sqrt(squares) / _LENGTH)
+def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
+    """Returns the covariance of candidates in units of the variance, [candidates, candidates]."""
+    parts = []
+    for points in _settings(candidates):
+        if np.ptp(points, axis=0).any():  # a setting that all candidates share explains no difference
+            distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
+            parts.append(np.exp(-distances / _LENGTH))
+    covariance: np.ndarray = np.mean(parts, axis=0) if parts else np.ones((len(candidates), len(candidates)))
     return covariance
 
 
-def _features(outcomes: Sequence[Outcome], policies: Sequence[str | None]) -> np.ndarray:
-    """Returns the candidates as points, [candidates, features]: logarithms of their sizes, and which policy they have.
+def _settings(candidates: Sequence[Candidate]) -> list[np.ndarray]:
+    """Returns the candidates' meshes, policies, minibatches and rows, each as points [candidates, coordinates].
 
-    Halving one axis and doubling another is a distance of 1, and so is another policy.
+    Sizes are logarithms. Halving one axis and doubling another is a distance of 1, and so is another policy, or twice as many
+    minibatches or rows.
     """
-    found = [outcome.candidate for outcome in outcomes]
-    sizes = [[*(size for _, size in c.mesh), c.minibatches or 1, c.rows or 1] for c in found]
-    chosen = [[c.remat == policy for policy in policies] for c in found]
-    return np.concatenate([np.log2(sizes), np.array(chosen, float)], axis=1) / math.sqrt(2)
+    policies = sorted({candidate.remat for candidate in candidates}, key=str)
+    return [
+        np.log2([[size for _, size in c.mesh] for c in candidates]) / math.sqrt(2),
+        np.array([[c.remat == policy for policy in policies] for c in candidates], float) / math.sqrt(2),
+        np.log2([[c.minibatches or 1] for c in candidates]),
+        np.log2([[c.rows or 1] for c in candidates]),
+    ]

@@ -12,14 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-from spmd_trainer.analysis import hlo_memory_over_time
+from spmd_trainer.analysis import hlo_liveness, hlo_memory_over_time
 from spmd_trainer.analysis.hlo_memory_over_time import LiveRange, Schedule
 
 Path = tuple[str, ...]
 Kind = Literal["variables", "optimizer", "batch", "saved", "gradients", "layer", "rest"]
 
 _MOST_POINTS = 400
-_LARGEST = 8
 # Groups of layers; the chart has a colour for each.
 _MOST_LAYERS = 5
 # Share of the peak below which a group is part of the rest.
@@ -42,8 +41,6 @@ _NAMES: Mapping[Kind, str] = {
 _WRAPPER = re.compile(
     r"(?:jit|jvp|transpose|vmap|pjit|remat)\(.*|while|body|cond|closed_call|checkpoint|remat\w*|branch_\d+_fun|einsum|.*->.*"
 )
-# Where XLA merges operations, one name lists those of all of them: 'scope/(a/mul:b/add)'.
-_MERGED, _FIRST = re.compile(r"\(([^():]*):.*"), r"\1"
 # Number at the end of a layer's name, by which equal layers differ.
 _NUMBER = re.compile(r"(?:^|(?<=_))\d+$")
 
@@ -171,7 +168,7 @@ def layer_path(operation: str) -> Path:
 
     Numbers of equal layers become '*'.
     """
-    *scopes, _ = _MERGED.sub(_FIRST, operation).split("/")
+    *scopes, _ = hlo_liveness.first_operation(operation).split("/")
     path: list[str] = []
     for scope in scopes:
         if _WRAPPER.fullmatch(scope):
@@ -238,17 +235,13 @@ def _named_ranges(schedule: Schedule) -> list[tuple[Kind, str, list[LiveRange]]]
 
 def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) -> list[PeakArray]:
     """Returns the largest temporaries that are live at a position of the schedule."""
-    counts = collections.Counter(
-        (live.array, name)
-        for _, name, ranges in named
-        for live in ranges
-        if live.begin <= position <= live.end and not live.array.is_argument
+    live_there = (
+        (live.array, name) for _, name, ranges in named for live in ranges if live.begin <= position <= live.end
     )
-    largest = sorted(counts.items(), key=lambda item: -item[0][0].num_bytes * item[1])[:_LARGEST]
     found = []
-    for (array, name), count in largest:
+    for array, name, count in hlo_liveness.largest(live_there):
         scope = operation_text(array.made_by)
-        operation = f"{scope}: {_MERGED.sub(_FIRST, array.made_by).rpartition('/')[2]}" if scope else ""
+        operation = f"{scope}: {hlo_liveness.first_operation(array.made_by).rpartition('/')[2]}" if scope else ""
         found.append(PeakArray(array.num_bytes * count, count, array.array, name, operation))
     return found
 

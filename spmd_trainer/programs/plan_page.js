@@ -68,7 +68,7 @@ function drawMemory() {
   const legend = [entry(`peak ${bytesText(peak)}`, draw("circle", { ...dot, cx: 11, cy: 7 })),
     limitEntry("allocated", plan.total, most, "allocated")];
   if (plan.usable_memory) {
-    const name = plan.usable_memory === plan.chip_memory ? "memory of a chip" : "memory of a chip that JAX can take";
+    const name = plan.usable_memory === plan.chip_memory ? "memory of a chip" : "memory that JAX can take";
     legend.push(limitEntry(name, plan.usable_memory, most));
   }
   $("memory-legend").replaceChildren(...legend);
@@ -169,7 +169,7 @@ function scatterLegend() {
   });
   const onFront = [draw("path", { class: "front-line", d: "M0,7H22" }), mark({ status: "fits", front: true }, 11, 7)];
   if (placed.some(p => p.front)) entries.push(entry("Pareto front", ...onFront));
-  if (search.chip_memory) entries.push(limitEntry("memory of a chip", search.chip_memory, highestOf(placed)));
+  if (search.chip_memory) entries.push(limitEntry("memory that JAX can take", search.chip_memory, highestOf(placed)));
   $("scatter-legend").replaceChildren(...entries);
 }
 /* Writes the numbers of the front's table; points that lie together share a text such as 2–4. */

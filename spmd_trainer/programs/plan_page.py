@@ -68,7 +68,7 @@ def write_search_page(
       job: the search's job.
       outcomes: all candidates.
       plans: `plan_page_data.plan_record`s of the candidates that are shown in full; see `plan_page_data.worth_showing`.
-      chip_memory: bytes of memory of one chip; None if unknown.
+      chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
       flags: returns the command line's flags that run a candidate.
     """
     record = plan_page_data.search_record(outcomes, plans, chip_memory=chip_memory, flags=flags)
@@ -174,7 +174,7 @@ def _fits_fact(plan: Record) -> tuple[str, str, str, str]:
 def _step_fact(seconds: Mapping[str, float] | None) -> tuple[str, str, str, str] | None:
     if seconds is None:
         return None
-    return "Estimated step", _range_text(seconds), "if all that can overlap does, to if nothing does", ""
+    return "Estimated step", _range_text(seconds), "from everything overlapping to nothing overlapping", ""
 
 
 def _range_text(seconds: Mapping[str, float]) -> str:

@@ -16,7 +16,7 @@ from spmd_trainer.sharding.messages import mesh_text
 
 # A JSON object.
 Record = dict[str, Any]
-# Most candidates and compiled programs of a page, so that it stays below 500 KB. All candidates are in plan_search.json.
+# The most candidates and compiled programs that a page shows, so that it stays below 500 KB. plan_search.json has all candidates.
 MOST_CANDIDATES = 800
 MOST_PLANS = 8
 
@@ -91,7 +91,7 @@ def search_record(
     Args:
       outcomes: all candidates.
       plans: `plan_record`s of those that `worth_showing` names; others may be missing.
-      chip_memory: bytes of memory of one chip; None if unknown.
+      chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
       flags: returns the command line's flags that run a candidate.
     """
     front = {id(outcome) for outcome in plan_report.pareto_front(outcomes)}

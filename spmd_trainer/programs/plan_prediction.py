@@ -86,10 +86,7 @@ def state_bytes(job: Job) -> tuple[int, int]:
     mesh = job.partitioner.mesh_shape()
     records = job.partitioner.metadata.records()
     whole = sum(v.bytes_per_device(mesh) for v in records)
-    padding = sum(
-        v.bytes_per_device(mesh) * v.padding_bytes() // max(1, v.logical_bytes() + v.padding_bytes()) for v in records
-    )
-    return whole, padding
+    return whole, sum(v.padding_per_device(mesh) for v in records)
 
 
 def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -> Prediction:
@@ -138,8 +135,8 @@ def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -
 
 
 def lower_bound(job: Job, hardware: Hardware, flops: float) -> float:
-    """Returns seconds that no step takes less than: its products on all devices, or its state read and,
-    except for frozen variables, written once.
+    """Returns the least seconds that a step can take: for its products on all devices, or for reading its state and writing all
+    of it but frozen variables.
 
     Args:
       job: the candidate's job.

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,9 @@ import jax
 from absl import logging
 
 from spmd_trainer.analysis import chips, links
+from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.programs import plan
-from spmd_trainer.programs.job import Job
+from spmd_trainer.programs.job import Job, make_partitioner
 from spmd_trainer.programs.plan_candidates import Candidate, quoted
 from spmd_trainer.programs.plan_versions import library_versions
 from spmd_trainer.programs.run_directory import report_directory
@@ -30,7 +30,6 @@ _SHOWN = 10
 _REASONS = 3
 # Variables of the environment that change a compiled program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclasses.dataclass
@@ -47,11 +46,12 @@ class Outcome:
       rows: global batch.
       dominant: the collective that takes longest, and its axes.
       predicted: seconds predicted before the compilation.
-      bound: seconds that no step of this candidate takes less than.
+      bound: the least seconds that a step of this candidate can take.
       reason: why it is out; '' if it is not.
-      not_reached: why it was not compiled in this search, although it may be good.
+      not_reached: why it was not compiled in this search, although it may be a good one.
       compiled_in: seconds of its compilation.
       too_large: whether it was compiled and doesn't fit.
+      program: a hash of the traced step and of the layout of its arguments, before the mesh is changed; '' if it was not traced.
       details: what a page shows of its compiled program, see `plan_page_data.plan_record`; None if no page shows it.
     """
 
@@ -70,6 +70,7 @@ class Outcome:
     not_reached: str = ""
     compiled_in: float = 0.0
     too_large: bool = False
+    program: str = ""
     details: dict[str, Any] | None = None
 
     @property
@@ -86,6 +87,11 @@ class Outcome:
     def per_row(self) -> float:
         """Estimated seconds of a step / rows; infinite if it was not compiled or doesn't fit."""
         return math.inf if self.seconds is None else self.seconds / self.rows
+
+    def forget(self) -> None:
+        """Resets all fields but the candidate."""
+        for name, value in vars(Outcome(self.candidate)).items():
+            setattr(self, name, value)
 
     def line(self) -> str:
         """Returns the outcome in one line."""
@@ -106,7 +112,7 @@ class Store:
     """`plan_search.json` in the run's directory; without a directory nothing is kept.
 
     Attributes:
-      key: of all that a compiled step and its estimate depend on.
+      key: a hash of all that a compiled step and its estimate depend on, besides the program; see `Outcome.program`.
     """
 
     def __init__(self, job: Job, searched: Sequence[str]):
@@ -122,8 +128,8 @@ class Store:
         self._searched = list(searched)
         self._versions = library_versions()
         settings = [
-            # A default that is a plain object is printed with its address, which each process has anew.
-            *(_ADDRESS.sub("", line) for line in config.experiment.lines()),
+            # A default that is a plain object is printed with its address, which differs between processes.
+            *map(without_addresses, config.experiment.lines()),
             config.topology,
             config.num_slices,
             config.num_minibatches,
@@ -209,7 +215,7 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
             f"{bytes_text(outcome.padding or 0):>10}  {outcome.candidate}; {outcome.dominant or 'none'}"
         )
     if ranked:
-        lines.append("* nothing else is both faster per row and smaller. The best runs with")
+        lines.append("* nothing else is both faster per row and smaller. The best one runs with")
         lines.append(f"  {run_flags(job, ranked[0].candidate)}")
         first = job.partitioner.mesh.devices.flat[0].device_kind
         known = chips.chip(first)
@@ -232,7 +238,7 @@ def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
     waiting = [o.not_reached for o in outcomes if o.not_reached]
     if waiting and not any(o.compiled_in for o in outcomes):
         longer = "; use a longer --budget" if "budget" in waiting[0] else ""
-        return f"no candidate is compiled: {waiting[0]}{longer}"
+        return f"no candidate was compiled: {waiting[0]}{longer}"
     reasons = "; ".join(f"{o.candidate}: {o.reason or o.not_reached}" for o in outcomes[:_REASONS])
     if all(o.state_bytes is None for o in outcomes):
         return f"no candidate can be built for {job.config.topology}: {reasons}"
@@ -257,7 +263,7 @@ def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
 
 
 def _partitioner_settings(job: Job) -> str:
-    """Returns the partitioner's class and those of its settings that are plain values."""
-    partitioner = job.partitioner
-    plain = {k: v for k, v in vars(partitioner).items() if v is None or isinstance(v, str | int | float | tuple)}
-    return f"{type(partitioner).__module__}.{type(partitioner).__qualname__}: {sorted(plain.items())}"
+    """Returns the partitioner's class and its settings, as the experiment sets them."""
+    partitioner = make_partitioner(job.config.experiment.experiment)
+    settings = sorted(vars(partitioner).items())
+    return without_addresses(f"{type(partitioner).__module__}.{type(partitioner).__qualname__}: {settings}")

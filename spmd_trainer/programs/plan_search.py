@@ -1,8 +1,9 @@
 """`--mode=plan`: searches the meshes, rematerialisation policies, minibatches and batches of an experiment for a topology.
 
-Nothing runs: candidates whose state doesn't fit, whose least possible step is too long, or whose program is that of another
-candidate are left out; the others are compiled, most promising first, until the budget ends or no other can be among the fastest
-five. Each candidate's result or reason is in `plan_search.json`, where a later search of the same settings finds it.
+Nothing is run. A candidate is left out if its state doesn't fit, if even its fastest possible step is too slow, or if another
+candidate has the same program. The others are compiled, most promising first, until the budget runs out or none of those that
+are left is likely to be among the fastest five. `plan_search.json` has the result of each candidate, or the reason why it was
+left out; a later search with the same settings starts from there.
 """
 
 from __future__ import annotations
@@ -10,23 +11,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 import jax
 from absl import logging
-from jax.extend import core
 
 from spmd_trainer import tasks_lib
-from spmd_trainer.analysis import jaxpr_costs, links
+from spmd_trainer.analysis import links
 from spmd_trainer.analysis.chips import chip
 from spmd_trainer.analysis.topologies import topology_devices
-from spmd_trainer.errors import UserError, first_paragraph
+from spmd_trainer.errors import UserError, first_line, first_paragraph
 from spmd_trainer.partitioning import model_mesh
 from spmd_trainer.partitioning.mesh_choice import mesh_over_slices
-from spmd_trainer.partitioning.partitioner import StepFn
 from spmd_trainer.programs import (
     experiment_config,
     plan,
@@ -36,6 +34,7 @@ from spmd_trainer.programs import (
     plan_page_data,
     plan_prediction,
     plan_report,
+    plan_trace,
 )
 from spmd_trainer.programs.job import BatchSettings, Job
 from spmd_trainer.programs.phases import Phase
@@ -43,14 +42,11 @@ from spmd_trainer.programs.plan_candidates import Candidate
 from spmd_trainer.programs.plan_report import Outcome
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.sharding.messages import bytes_text, count_text
-from spmd_trainer.steps import step_fns
 
-# The search ends when no other candidate can be among so many fastest ones.
+# The search ends when no other candidate is likely to be among this many fastest ones.
 _BEST = 5
-_STEPS: tuple[tuple[StepFn, bool], ...] = ((step_fns.train_step, False), (step_fns.eval_step, True))
 # Errors of the libraries when a candidate is traced or compiled. `UserError` is a ValueError.
 _ERRORS = (ValueError, TypeError, AssertionError, NotImplementedError, jax.errors.JaxRuntimeError)
-_POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
 
 
 def search(job: Job) -> None:
@@ -123,7 +119,7 @@ class Search:
         kind = job.partitioner.mesh.devices.flat[0].device_kind
         known, machine = chip(kind), links.machine(kind)
         if known is None or machine is None:
-            raise UserError(f"--mode=plan knows no bandwidths of {kind}")
+            raise UserError(f"--mode=plan has no bandwidths for {kind}")
         self._job = job
         self._hardware = plan_prediction.Hardware(known, machine)
         self._devices = job.partitioner.mesh.devices.flatten().tolist()
@@ -146,7 +142,7 @@ class Search:
         return plan.usable_memory(self._devices[0].device_kind, self._hardware.chip.memory_bytes)
 
     def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
-        """Compiles the promising candidates until no other can be among the best, or the budget ends.
+        """Compiles the promising candidates until no other is likely to be among the best, or the budget runs out.
 
         Args:
           budget: seconds. At most half of them go to tracing and predicting.
@@ -157,10 +153,6 @@ class Search:
         """
         started = time.monotonic()
         store.read(self.outcomes)
-        for outcome in self.outcomes:
-            if outcome.too_large:
-                self._leave_out_larger(outcome)
-        logging.info("%d candidates, %d known from before", len(self.outcomes), sum(o.is_known for o in self.outcomes))
         self._predict_all(started + budget / 2)
         number, ends = 0, started + budget
         while time.monotonic() < ends and (promising := self._next()) is not None:
@@ -174,7 +166,7 @@ class Search:
         for outcome in self.outcomes:
             if not outcome.is_known:
                 what = "compiled" if outcome.predicted else "predicted"
-                outcome.not_reached = f"the budget ended before it was {what}"
+                outcome.not_reached = f"the budget ran out before it was {what}"
         return self.outcomes
 
     def _job_of(self, candidate: Candidate) -> Job:
@@ -189,16 +181,18 @@ class Search:
                 experiment = base.config.experiment
                 overrides = (*experiment.overrides, *candidate.overrides(experiment))
                 resolved = experiment_config.resolve(experiment.name, overrides)
-                base = Job.build(dataclasses.replace(base.config, experiment=resolved, mesh=self._mesh))
+                # The experiment's number of minibatches may not divide other rows.
+                config = dataclasses.replace(base.config, experiment=resolved, mesh=self._mesh, num_minibatches=1)
+                base = Job.build(config)
             self._jobs[candidate.settings] = base
         base = self._jobs[candidate.settings]
-        number = candidate.minibatches or base.partitioner.num_minibatches
+        default = self._job.partitioner.num_minibatches
         if candidate not in self._jobs_on_meshes:
             try:
                 mesh = mesh_over_slices(dict(candidate.mesh), self._devices)
             except (ValueError, NotImplementedError) as error:
                 raise UserError(first_paragraph(error)) from error
-            settings = BatchSettings(mesh.size, base.partitioner.num_minibatches, number)
+            settings = BatchSettings(mesh.size, default, candidate.minibatches or default)
             self._jobs_on_meshes[candidate] = base.on_mesh(mesh, settings)
         return self._jobs_on_meshes[candidate]
 
@@ -210,6 +204,11 @@ class Search:
         """Traces each policy and batch, and predicts the candidates, until `ends` (`time.monotonic()`)."""
         with Phase(f"tracing and predicting {count_text(len(self.outcomes), 'candidate')}") as phase:
             self._trace_all(ends)
+            from_before = [outcome for outcome in self.outcomes if outcome.compiled_in]
+            logging.info("%d candidates, %d compiled before", len(self.outcomes), len(from_before))
+            for outcome in from_before:
+                if outcome.too_large:
+                    self._leave_out_larger(outcome)
             for outcome in self.outcomes:
                 if time.monotonic() > ends:
                     break
@@ -219,35 +218,41 @@ class Search:
             phase.done = f"predicted {predicted} of {count_text(len(self.outcomes), 'candidate')}"
 
     def _trace_all(self, ends: float) -> None:
-        """Traces each policy and batch once: policies that save what the model doesn't have give the program of another one."""
+        """Traces each policy and batch once.
+
+        A policy that saves something the model doesn't have gives the same program as another one. What an earlier search
+        compiled is traced too, even after `ends`: its results count only if the program is still the same.
+        """
         seen: dict[tuple[int | None, str], str | None] = {}
-        # What an earlier search compiled is traced too: the programs of others may be the same.
         all_settings = dict.fromkeys(o.candidate.settings for o in self.outcomes)
         for number, settings in enumerate(all_settings):
-            if time.monotonic() > ends:
-                return
             policy, rows = settings
+            same = [o for o in self.outcomes if o.candidate.settings == settings]
+            if time.monotonic() > ends and not any(outcome.compiled_in for outcome in same):
+                continue
             if len(all_settings) > 1:
                 logging.info("tracing %s: %d of %d", _settings_text(settings), number + 1, len(all_settings))
-            same = [o for o in self.outcomes if o.candidate.settings == settings]
             try:
-                text, work = _traced(self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh)))
+                job = self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh))
+                text, work = plan_trace.traced(job)
             except _ERRORS as error:
-                _leave_out(same, _reason(error))
+                _of_program(same, "")
+                _leave_out(same, first_line(error))
                 continue
+            _of_program(same, plan_trace.program(job, text))
             first = seen.setdefault((rows, text), policy)
             if first != policy:
-                _leave_out(same, f"the same program as with {first}")
+                _leave_out(same, f"the same program as {first}")
             self._work[settings] = work
 
     def _predict(self, outcome: Outcome) -> None:
         """Predicts a candidate's step, or gives the reason why it can't be the best."""
         candidate = outcome.candidate
         try:
-            # Policy and number of minibatches don't change the layout.
-            job = self._job_of(Candidate(candidate.mesh, rows=candidate.rows))
+            # Policy and number of minibatches don't change the layout, and 1 divides every batch.
+            job = self._job_of(Candidate(candidate.mesh, minibatches=1, rows=candidate.rows))
         except UserError as error:
-            _leave_out([outcome], _reason(error))
+            _leave_out([outcome], first_line(error))
             return
         whole, padding = plan_prediction.state_bytes(job)
         outcome.state_bytes, outcome.rows = whole, job.num_rows
@@ -256,20 +261,22 @@ class Search:
             _leave_out([outcome], f"the state alone takes {bytes_text(whole)} of {bytes_text(self.memory)} per chip")
             return
         work = self._work[candidate.settings]
-        number = candidate.minibatches or job.partitioner.num_minibatches
+        number = candidate.minibatches or self._job.partitioner.num_minibatches
         outcome.bound = plan_prediction.lower_bound(job, self._hardware, work.step.flops)
         outcome.predicted = plan_prediction.predict(job, self._hardware, work, minibatches=number).seconds
 
     def _next(self) -> Outcome | None:
-        """Returns the most promising candidate that isn't compiled; None if no other can be among the best.
+        """Returns the most promising candidate that isn't compiled; None if no other is likely to be among the best.
 
-        Then all others get the reason.
+        In that case the others are given this as their reason.
         """
         fastest = sorted(o.per_row for o in self.outcomes if o.seconds is not None)
         limit = fastest[_BEST - 1] if len(fastest) >= _BEST else math.inf
         _leave_out(
             [o for o in self.outcomes if o.bound / o.rows > limit],
-            lambda o: f"its products and its state alone take {o.bound:.3g} s, longer than the {_BEST} fastest",
+            lambda o: (
+                f"its matrix products or its state alone take {o.bound:.3g} s, longer than the {_BEST} fastest steps"
+            ),
         )
         seconds = plan_calibration.optimistic([o for o in self.outcomes if o.predicted])
         waiting = [o for o in self.outcomes if o.predicted and not o.is_known]
@@ -279,8 +286,8 @@ class Search:
         _leave_out(
             waiting,
             lambda o: (
-                f"predicted from those that were compiled to take at least {seconds[id(o)]:.3g} s, longer than the "
-                f"{_BEST} fastest"
+                f"judging by those that were compiled, it takes at least {seconds[id(o)]:.3g} s, longer than the {_BEST} "
+                "fastest steps"
             ),
         )
         return None
@@ -299,7 +306,7 @@ class Search:
         try:
             result = self.plan_of(outcome.candidate)
         except _ERRORS as error:
-            outcome.reason = _reason(error)
+            outcome.reason = first_line(error)
             outcome.compiled_in = time.monotonic() - started
             outcome.too_large = "RESOURCE_EXHAUSTED" in f"{error} {error.__cause__}"
             if outcome.too_large:
@@ -311,8 +318,8 @@ class Search:
         estimate = result.estimate
         assert estimate is not None  # the chip is known
         outcome.shortest, outcome.longest = estimate.shortest, estimate.longest
-        if estimate.collectives:
-            longest = estimate.collectives[0]
+        longest = next((row for row in estimate.collectives if row.seconds), None)
+        if longest is not None:
             outcome.dominant = f"{longest.kind} over {', '.join(longest.axes) or 'one device'}"
         if result.fits is False:
             outcome.reason = (
@@ -327,7 +334,7 @@ class Search:
     def _leave_out_larger(self, too_large: Outcome) -> None:
         """Leaves out the candidates that have more rows at a time on the same mesh than one that doesn't fit.
 
-        One minibatch is never left out for several: these hold the accumulated gradients besides their own.
+        A candidate with one minibatch is never left out because of one with several: that one also holds accumulated gradients.
         """
         known, default = too_large.candidate, self._job.partitioner.num_minibatches
         number = known.minibatches or default
@@ -338,12 +345,7 @@ class Search:
             if (o.candidate.rows or 0) >= (known.rows or 0)
             and ((o.candidate.minibatches or default) == number or 1 < (o.candidate.minibatches or default) < number)
         ]
-        _leave_out(larger, f"{known} doesn't fit, and this one has no fewer rows in a minibatch")
-
-
-def _reason(error: Exception) -> str:
-    """Returns the first line of an error; its kind if it has no text."""
-    return first_paragraph(error).partition("\n")[0] or type(error).__name__
+        _leave_out(larger, f"{known} doesn't fit, and this one has at least as many rows in a minibatch")
 
 
 def _settings_text(settings: tuple[str | None, int | None]) -> str:
@@ -366,16 +368,9 @@ def _drop_details(outcomes: Sequence[Outcome]) -> None:
             outcome.details = None
 
 
-def _traced(job: Job) -> tuple[str, plan_prediction.Work]:
-    """Returns the traced train step as text, without what differs between equal programs, and what it computes."""
-    step, forward = (_jaxpr(job, fn, is_eval=is_eval) for fn, is_eval in _STEPS)
-    work = plan_prediction.Work(jaxpr_costs.dot_costs(step.jaxpr), jaxpr_costs.dot_costs(forward.jaxpr))
-    return _POLICY.sub("", str(step)), work
-
-
-def _jaxpr(job: Job, fn: StepFn, *, is_eval: bool) -> core.ClosedJaxpr:
-    """Traces a step on the job's mesh."""
-    partitioner = job.partitioner
-    step = partitioner.partition(fn, job.inputs_shape_dtype, is_eval=is_eval)
-    state = partitioner.abstract_state(with_opt_states=not is_eval)
-    return step.fn.trace(state, job.abstract_prng_key, partitioner.abstract_inputs(step)).jaxpr
+def _of_program(outcomes: Sequence[Outcome], program: str) -> None:
+    """Sets the program of candidates, and forgets what an earlier search found with another one."""
+    for outcome in outcomes:
+        if outcome.compiled_in and outcome.program != program:
+            outcome.forget()
+        outcome.program = program

@@ -74,6 +74,11 @@ class VariableSpec:
         """Returns the bytes that padding adds to one whole copy, which the devices share."""
         return math.prod(self.padded_shape) * self.dtype.itemsize - self.logical_bytes()
 
+    def padding_per_device(self, mesh_shape: Mapping[str, int]) -> int:
+        """Returns the bytes of padding in a device's shard, on average. `mesh_shape` maps axis names to sizes."""
+        padding = self.padding_bytes()
+        return self.bytes_per_device(mesh_shape) * padding // max(1, self.logical_bytes() + padding)
+
 
 def make_variable_spec(
     path: str,

@@ -5,10 +5,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import glob as glob_lib
 import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from spmd_trainer.storage import access, backends, retry
+
+# Requests that wait for an object store at a time.
+_REQUESTS = 16
+
+T = TypeVar("T")
 
 
 def exists(path: str) -> bool:
@@ -31,6 +39,18 @@ def size(path: str) -> int:
     """
     scheme = backends.scheme_of(path)
     return os.stat(path).st_size if scheme is None else backends.object_store(scheme).size(path)
+
+
+def for_each(paths: Sequence[str], call: Callable[[str], T]) -> tuple[T, ...]:
+    """Returns the results of a function of a path, e.g. of `size`, in order. Several requests wait for an object store at a time.
+
+    Raises:
+      Exception: what the function raises for the first path for which it raises.
+    """
+    if all(backends.scheme_of(path) is None for path in paths):
+        return tuple(map(call, paths))
+    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+        return tuple(pool.map(call, paths))
 
 
 def names(folder: str) -> list[str]:

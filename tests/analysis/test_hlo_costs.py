@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.analysis import hlo_costs
+from spmd_trainer.analysis import hlo_convolutions, hlo_costs, hlo_kernels, hlo_text
 
 LAYERS, ROWS, WIDTH, HIDDEN = 6, 64, 32, 128
 
@@ -277,3 +277,48 @@ def test_a_pallas_kernel_that_states_its_flops():
         'backend_config={"custom_call_config":{"cost_estimate":{"flops":123,"bytes_accessed":64}}}',
     )
     assert costs(text)["a"].flops == 123
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (3, 9), (9, 3), (1, 8)])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 20])
+def test_pairs_of_causal_attention(queries, keys, window):
+    seen = [key <= query and (not window or query - key < window) for query in range(queries) for key in range(keys)]
+    assert hlo_kernels.seen_pairs(queries, keys, causal=True, window=window) == sum(seen)
+
+
+@pytest.mark.parametrize("image_dilation", [1, 2, 3])
+@pytest.mark.parametrize("kernel_dilation", [1, 2, 4])
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize(("kernel", "low"), [(1, 0), (4, 3), (3, -2)])
+def test_products_of_a_convolution_without_padding(image_dilation, kernel_dilation, stride, kernel, low):
+    image, output = 5, 6
+    # Each place of the padded, dilated image that the kernel visits; elements of the image have a number.
+    elements = {element * image_dilation for element in range(image)}
+    visited = [o * stride + k * kernel_dilation - low for o in range(output) for k in range(kernel)]
+    convolution = hlo_text.Instruction(
+        "c",
+        f"f32[1,{output},1]",
+        "convolution",
+        (),
+        f"window={{size={kernel} stride={stride} pad={low}_0 lhs_dilate={image_dilation} rhs_dilate={kernel_dilation}}}, "
+        "dim_labels=b0f_0io->b0f",
+        is_root=True,
+    )
+    shapes = (f"f32[1,{image},1]", f"f32[{kernel},1,1]", f"f32[1,{output},1]")
+    assert hlo_convolutions.flops(convolution, *shapes) == 2 * sum(place in elements for place in visited)
+
+
+def test_products_of_a_large_convolution_are_counted_at_once():
+    """As many pairs of an output and a kernel position as a loop over them would take minutes for."""
+    size = 100_000
+    convolution = hlo_text.Instruction(
+        "c",
+        "",
+        "convolution",
+        (),
+        f"window={{size={size} pad=0_{size - 1} lhs_dilate=2}}, dim_labels=b0f_0io->b0f",
+        is_root=True,
+    )
+    shapes = (f"f32[1,{size},1]", f"f32[{size},1,1]", f"f32[1,{size},1]")
+    pairs = sum(len(range(o + o % 2, o + size, 2)) for o in range(size))
+    assert hlo_convolutions.flops(convolution, *shapes) == 2 * pairs

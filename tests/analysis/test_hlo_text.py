@@ -75,7 +75,13 @@ def test_attributes_of_kernels_contain_line_breaks():
 
 @pytest.mark.parametrize(
     ("shape", "size"),
-    [("f32[8,128]{1,0}", 4096), ("(bf16[4]{0}, s8[3]{0}, pred[])", 12), ("f8e4m3fn[16]", 16), ("s4[2]", 2)],
+    [
+        ("f32[8,128]{1,0}", 4096),
+        ("(bf16[4]{0}, s8[3]{0}, pred[])", 12),
+        ("f8e4m3fn[16]", 16),
+        ("s4[2]{0:E(4)}", 1),
+        ("u4[3]", 2),
+    ],
 )
 def test_bytes_of_a_shape(shape, size):
     assert hlo_text.array_bytes(shape) == size

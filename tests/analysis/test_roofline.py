@@ -1,6 +1,7 @@
 """The range of a step's time, from a program whose parts are computed by hand."""
 
 import itertools
+import re
 import types
 
 import pytest
@@ -157,6 +158,19 @@ def test_the_text_names_the_range_and_the_longest_collectives(estimate):
         f"estimated step {estimate.shortest:.4g} s (all overlaps) to {estimate.longest:.4g} s (nothing does)"
     )
     assert "s of all-reduce over mdl (ICI)" in text
+
+
+def test_the_parts_of_the_text_add_up_to_the_slow_end(estimate):
+    parts = roofline.estimate_text(estimate).splitlines()[1]
+    # The last number of each part; those at the fast end come before.
+    slow = [float(seconds) for seconds in re.findall(r"([\d.e+-]+) s\b", parts)]
+    assert sum(slow) == pytest.approx(estimate.longest, rel=1e-3)
+    assert [name for name in ("products", "element-wise", "memory", "links") if name in parts] == [
+        "products",
+        "element-wise",
+        "memory",
+        "links",
+    ]
 
 
 def test_unknown_chips_have_no_estimate():

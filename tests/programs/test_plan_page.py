@@ -90,7 +90,7 @@ OUTCOMES = [
     compiled(4, 3.0, 7 * GIB),  # slower and larger than the second
     compiled(8, 0.5, 20 * GIB, fits=False),
     Outcome(candidate(1, 2), predicted=4.0, state_bytes=3 * GIB, rows=8, reason="predicted 4 s"),
-    Outcome(candidate(2, 2), predicted=2.5, state_bytes=2 * GIB, rows=8, not_reached="the budget ended before it was compiled"),
+    Outcome(candidate(2, 2), predicted=2.5, state_bytes=2 * GIB, rows=8, not_reached="the budget ran out before it was compiled"),
     Outcome(candidate(4, 2), reason=f"Mesh <b>doesn't</b> fit {EVIL}"),
 ]  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_each_candidate_has_a_status_a_position_and_its_reason():
     }
     assert reasons["data:8, 1 minibatches"] == ""
     assert reasons["data:8, 2 minibatches"] == "predicted 4 s"
-    assert reasons["data:4,mdl:2, 2 minibatches"] == "the budget ended before it was compiled"
+    assert reasons["data:4,mdl:2, 2 minibatches"] == "the budget ran out before it was compiled"
 
 
 def test_a_candidate_that_the_compiler_refused_is_no_other_one_that_is_out():

@@ -9,6 +9,7 @@ import pytest
 from spmd_trainer.analysis import links
 from spmd_trainer.analysis.chips import chip
 from spmd_trainer.analysis.jaxpr_costs import DotCosts
+from spmd_trainer.experiments.lm import llama
 from spmd_trainer.partitioning.mesh_choice import mesh_over_slices
 from spmd_trainer.programs import plan_calibration, plan_prediction
 from spmd_trainer.programs.job import BatchSettings, Job
@@ -137,3 +138,39 @@ def test_equal_results_are_no_division_by_zero():
     known = [outcome(mdl, 2.0, 4.0) for mdl, _ in itertools.product((1, 2), range(2))]
     found = outcome(4, 2.0)
     assert math.isfinite(plan_calibration.optimistic([*known, found])[id(found)])
+
+
+def test_the_bound_does_not_write_frozen_variables(tmp_path):
+    class TinyLora(llama.Lora, llama.TinyLlama):
+        pass
+
+    job = Job.build(make_run_config(TinyLora, tmp_path, mode="plan"))
+    whole, _ = plan_prediction.state_bytes(job)
+    mesh = job.partitioner.mesh_shape()
+    frozen = sum(
+        v.bytes_per_device(mesh)
+        for v in job.partitioner.metadata.records()
+        if v.path.startswith("mdl_vars/params/") and "lora" not in v.path
+    )
+    assert 0 < frozen < whole
+    bound = plan_prediction.lower_bound(job, HARDWARE, 0.0)
+    assert bound == pytest.approx((2 * whole - frozen) / HARDWARE.machine.memory)
+
+
+def test_results_with_each_setting_alone_predict_one_with_both():
+    """A mesh and a policy each change the estimate by a factor."""
+    factors = {1: 1.0, 2: 1.2, 4: 1.1, 8: 1.4, 64: 2.0}
+    known = [outcome(mdl, 1.0, factor, remat="save_everything") for mdl, factor in factors.items()]
+    known += [outcome(mdl, 1.0, 3.0 * factors[mdl], remat="save_nothing") for mdl in (1, 2, 4, 8)]
+    mean, deviation = plan_calibration._correction(known, [outcome(64, 1.0, remat="save_nothing")])
+    assert math.exp(mean[0]) == pytest.approx(6.0, rel=0.2)  # its nearest results are 2 and 4.2
+    assert deviation[0] < plan_calibration._correction(known, [outcome(64, 1.0, remat="save_context")])[1][0]
+
+
+def test_a_setting_that_all_share_changes_nothing():
+    def found(**settings):
+        known = [outcome(1, 1.0, 1.0, **settings), outcome(8, 1.0, 3.0, **settings)]
+        waiting = outcome(64, 1.0, **settings)
+        return plan_calibration.optimistic([*known, waiting])[id(waiting)]
+
+    assert found() == pytest.approx(found(remat="save_nothing", minibatches=4, rows=512))

@@ -5,7 +5,8 @@ import types
 import pytest
 
 from benchmarks import plan_published
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import MissingCompilerError, UserError
+from spmd_trainer.programs import job
 
 NAMES = list(plan_published.RUNS)[:2]
 
@@ -33,7 +34,7 @@ CLOSE_ONLY = result(0.8, 0.9, 0.95)
 def test_a_run_counts_if_it_is_inside_and_near_the_middle(monkeypatch, results, status):
     def estimate(name, run, programs):
         if (found := results[NAMES.index(name)]) is None:
-            raise UserError("no compiler")
+            raise MissingCompilerError("no compiler")
         return found
 
     monkeypatch.setattr(plan_published, "estimate", estimate)
@@ -48,3 +49,24 @@ def test_each_of_six_inside_or_close_is_not_enough(monkeypatch):
     monkeypatch.setattr(plan_published, "row", lambda name, result: name)
     # 5 of 6 are inside and 5 of 6 close, but only 4 are both.
     assert plan_published.main(names) == 1
+
+
+def test_only_a_missing_compiler_leaves_a_run_out(monkeypatch, capsys):
+    errors = iter([MissingCompilerError("no GPU compiler"), UserError("the step doesn't fit")])
+
+    def estimate(name, run, programs):
+        raise next(errors)
+
+    monkeypatch.setattr(plan_published, "estimate", estimate)
+    with pytest.raises(UserError, match="doesn't fit"):
+        plan_published.main(NAMES)
+    assert f"{NAMES[0]:20} left out: no GPU compiler" in capsys.readouterr().out
+
+
+def test_building_a_job_says_that_a_compiler_is_missing(monkeypatch):
+    def devices(topology, num_slices):
+        raise MissingCompilerError("no TPU compiler")
+
+    monkeypatch.setattr(job, "topology_devices", devices)
+    with pytest.raises(MissingCompilerError, match="no TPU compiler"):
+        plan_published.estimate(NAMES[0], plan_published.RUNS[NAMES[0]], None)

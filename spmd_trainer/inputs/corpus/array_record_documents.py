@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -10,8 +9,10 @@ import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Document, Record
-from spmd_trainer.inputs.corpus.file_source import FileSource
-from spmd_trainer.inputs.corpus.local_copies import local_copy
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles
+from spmd_trainer.inputs.last_used import LastUsed
+from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.storage.local_copies import local_copy
 
 # The settings that the library recommends for reading by number; they start no threads.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
@@ -23,7 +24,7 @@ _MAX_OPEN_RECORDS = 2**22
 _BLOCK = 256
 
 
-class ArrayRecordDocuments(FileSource):
+class ArrayRecordDocuments(NumberedFiles):
     """Records of ArrayRecord files. A chunk is a file. A file in an object store is copied to the cache folder first."""
 
     kind: ClassVar[str] = "arrayrecord"
@@ -35,30 +36,20 @@ class ArrayRecordDocuments(FileSource):
           UserError: array_record isn't installed, or a file is empty, damaged or of another format; names it.
         """
         super().__init__(paths)
-        self._open: collections.OrderedDict[int, Any] = collections.OrderedDict()
-        self._counts = np.array([self._reader(index).num_records() for index in range(len(self.paths))], np.int64)
-        self._ends = np.cumsum(self._counts)
-
-    @property
-    def random_access(self) -> bool:
-        return True
-
-    def chunk_sizes(self) -> np.ndarray:
-        return self._counts
+        self._open: LastUsed[Any] = LastUsed(
+            _MAX_OPEN, size_of=lambda reader: reader.num_records(), most_size=_MAX_OPEN_RECORDS
+        )
+        self.numbering = Numbering([self._reader(index).num_records() for index in range(len(self.paths))])
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         found: list[Record | None] = [None] * len(numbers)
-        files = np.searchsorted(self._ends, numbers, side="right")
-        for index in np.unique(files):
-            places = np.flatnonzero(files == index)
-            first = int(self._ends[index] - self._counts[index])
-            inside = (np.asarray(numbers)[places] - first).tolist()
-            for place, record in zip(places, self._records(int(index), inside), strict=True):
+        for index, places, inside in self.numbering.split(numbers):
+            for place, record in zip(places.tolist(), self._records(index, inside.tolist()), strict=True):
                 found[place] = record
         return [record for record in found if record is not None]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        count = int(self._counts[chunk])
+        count = int(self.numbering.counts[chunk])
         for begin in range(start, count, _BLOCK):
             yield from self._records(chunk, list(range(begin, min(begin + _BLOCK, count))))
 
@@ -74,18 +65,11 @@ class ArrayRecordDocuments(FileSource):
         return [Document(content, f"{path} record {n}") for n, content in zip(numbers, contents, strict=True)]
 
     def _reader(self, index: int) -> Any:
-        if index not in self._open:
-            self.refuse_changed(index)
-            opened = _open(self.paths[index])
-            room = _MAX_OPEN_RECORDS - opened.num_records()
-            while self._open and (len(self._open) >= _MAX_OPEN or self._open_records() > room):
-                self._open.popitem(last=False)[1].close()
-            self._open[index] = opened
-        self._open.move_to_end(index)
-        return self._open[index]
+        return self._open.get(index, self._open_file)
 
-    def _open_records(self) -> int:
-        return sum(reader.num_records() for reader in self._open.values())
+    def _open_file(self, index: int) -> Any:
+        self.refuse_changed(index)
+        return _open(self.paths[index])
 
 
 def _open(path: str) -> Any:

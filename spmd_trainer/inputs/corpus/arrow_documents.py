@@ -5,7 +5,6 @@ Needs pyarrow: extra `data`.
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs.corpus.arrow_rows import damage, documents_of
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.arrow_rows import damage, documents_of, no_column
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record
-from spmd_trainer.inputs.corpus.file_source import FileSource
-from spmd_trainer.inputs.corpus.local_copies import local_copy
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles
+from spmd_trainer.inputs.last_used import LastUsed
+from spmd_trainer.inputs.numbering import Numbering
 from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.storage.local_copies import local_copy
 
 STATE_FILE = "state.json"
 _FILE_FORMAT = b"ARROW1"
@@ -47,7 +48,7 @@ def files_of_folder(folder: str) -> list[str]:
         raise UserError(f"{path} is not the state.json of a saved dataset: {error}") from error
 
 
-class ArrowDocuments(FileSource):
+class ArrowDocuments(NumberedFiles):
     """Rows of Arrow files, mapped into memory and read by number. A chunk is a record batch.
 
     A file of an object store is copied to the cache folder first.
@@ -67,7 +68,7 @@ class ArrowDocuments(FileSource):
         """
         super().__init__(paths)
         self._column = column
-        self._open: collections.OrderedDict[int, Sequence[Any]] = collections.OrderedDict()
+        self._open: LastUsed[Sequence[Any]] = LastUsed(_MAX_OPEN)
         self._chunks: list[tuple[int, int]] = []
         counts: list[int] = []
         for index in range(len(self.paths)):
@@ -78,27 +79,17 @@ class ArrowDocuments(FileSource):
             raise UserError(
                 f"{self.size_text} hold no rows, the first is {self.paths[0]}; give at least one with text in it"
             )
-        self._counts = np.array(counts, np.int64)
-        self._ends = np.cumsum(self._counts)
+        self.numbering = Numbering(counts)
 
     @property
     def num_chunks(self) -> int:
         return len(self._chunks)
 
-    @property
-    def random_access(self) -> bool:
-        return True
-
-    def chunk_sizes(self) -> np.ndarray:
-        return self._counts
-
     def read(self, numbers: np.ndarray) -> list[Record]:
-        chunks = np.searchsorted(self._ends, numbers, side="right")
-        rows = np.asarray(numbers) - (self._ends - self._counts)[chunks]
-        return [self._record(int(chunk), int(row)) for chunk, row in zip(chunks, rows, strict=True)]
+        return [self._record(*self.numbering.locate(number)) for number in np.asarray(numbers).tolist()]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        for row in range(start, int(self._counts[chunk])):
+        for row in range(start, int(self.numbering.counts[chunk])):
             yield self._record(chunk, row)
 
     def _record(self, chunk: int, row: int) -> Record:
@@ -122,14 +113,9 @@ class ArrowDocuments(FileSource):
     def _batches(self, index: int) -> Sequence[Any]:
         """Returns the record batches of a file, with the one column that is needed."""
         # A local file is mapped: if it was truncated since, reading it would end the process by SIGBUS.
-        if index not in self._open or not is_remote(self.paths[index]):
+        if index not in self._open.kept or not is_remote(self.paths[index]):
             self.refuse_changed(index)
-        if index not in self._open:
-            while len(self._open) >= _MAX_OPEN:
-                self._open.popitem(last=False)
-            self._open[index] = self._read(self.paths[index])
-        self._open.move_to_end(index)
-        return self._open[index]
+        return self._open.get(index, lambda index: self._read(self.paths[index]))
 
     def _read(self, path: str) -> Sequence[Any]:
         try:
@@ -146,10 +132,7 @@ class ArrowDocuments(FileSource):
             names = list(reader.schema.names)
             column = self._column if self._column in names else self._column.partition(".")[0]
             if column not in names:
-                raise UserError(
-                    f"{path} has no column {self._column!r}{did_you_mean(self._column, names)}; its columns are "
-                    f"{', '.join(map(repr, names))}"
-                )
+                raise no_column(path, self._column, names)
             return _FileBatches(reader, column) if is_file else [batch.select([column]) for batch in reader]
         except damage() as error:
             raise _unreadable(path, error) from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.columns import document_of
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record
 
@@ -34,6 +35,12 @@ def documents_of(batch: Any, column: str, where: Callable[[int], str]) -> Iterat
 def _same(where: str, row: int) -> str:
     del row
     return where
+
+
+def no_column(path: str, column: str, names: Sequence[str]) -> UserError:
+    """Returns the error about a file that has other columns: `names`."""
+    listed = ", ".join(map(repr, names))
+    return UserError(f"{path} has no column {column!r}{did_you_mean(column, names)}; its columns are {listed}")
 
 
 def damage() -> tuple[type[Exception], ...]:

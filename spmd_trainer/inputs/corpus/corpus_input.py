@@ -21,7 +21,7 @@ from praxis import base_input
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
-from spmd_trainer.inputs import batches, indexed, packed_text, tokenizer_field
+from spmd_trainer.inputs import batches, packed_text, tokenized
 from spmd_trainer.inputs.corpus import cursors, mixture, rows, saved_data, tokenise, windows
 
 # The default of `window_rows`: the first, or as many rows as hold the second number of tokens, but at least the third.
@@ -32,7 +32,7 @@ _SAVED_SETTINGS = (
 )  # fmt: skip
 
 
-class CorpusInput(indexed.IndexedInput):
+class CorpusInput(tokenized.TokenizedInput):
     """Language-model input over documents from files of many kinds, packed into rows (see the module docstring).
 
     Training: endless, unless the sources have `epochs`. Otherwise: every document once, then StopIteration until `reset()`. The
@@ -41,7 +41,7 @@ class CorpusInput(indexed.IndexedInput):
 
     Attributes:
       source: `Documents`, or a `Mixture` of them.
-      tokenizer, eos_id, start: see `text_base.TokenizedFiles`.
+      tokenizer, eos_id, start: see `tokenized.TokenizedInput`.
       seq_len: tokens per row, T.
       packing: 'best_fit': pieces of at most T tokens, several in a row, each a segment. 'pad': one piece in a row. 'split': the
         documents one after the other, cut every T tokens: no padding, and attention across documents.
@@ -53,17 +53,12 @@ class CorpusInput(indexed.IndexedInput):
     """
 
     source: Any = None
-    tokenizer: Any = None
-    eos_id: int | None = None
-    start: str = "eos"
     seq_len: int = 0
     packing: str = rows.BEST_FIT
     shuffle: bool | None = None
     window_rows: int | None = None
     bad_records: str = tokenise.RAISE
-    start_id: int | None = dataclasses.field(default=None, init=False, repr=False)
     sources: Any = dataclasses.field(default=None, init=False, repr=False)
-    _model_vocab_size: int | None = dataclasses.field(default=None, init=False, repr=False)
     _at: Any = dataclasses.field(default=None, init=False, repr=False)
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
     _thread: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -87,8 +82,7 @@ class CorpusInput(indexed.IndexedInput):
                 near = did_you_mean(str(value), allowed)
                 raise self.error(f"{field}={value!r}; set it to one of {', '.join(map(repr, allowed))}{near}")
         try:
-            self.tokenizer = tokenizer_field.make_tokenizer(self.tokenizer, self.eos_id)
-            self.start_id = tokenizer_field.start_token(self.tokenizer, self.start)
+            self.make_tokenizer()
             self._mixture = mixture.as_mixture(self.source, is_training=self.is_training)
             self.sources: list[mixture.OpenSource] = mixture.open_mixture(
                 self._mixture, is_training=self.is_training, shuffle=self._shuffles
@@ -112,25 +106,6 @@ class CorpusInput(indexed.IndexedInput):
         return None
 
     @property
-    def vocab_size(self) -> int:
-        """Size of the tokenizer's vocabulary: tokens are below it."""
-        return self.tokenizer.vocab_size
-
-    @property
-    def encoded_vocab_size(self) -> int:
-        """Vocabulary size that a model needs: `vocab_size` without special tokens that occur only if a text spells them."""
-        of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
-        return of_text if self.start_id is None else max(of_text, self.start_id + 1)
-
-    def limit_vocabulary(self, model_vocab_size: int) -> None:
-        """Makes a document with a token that the model has no embedding for a bad record. Call it before the first batch.
-
-        Args:
-          model_vocab_size: the model's vocabulary size; its tokens are 0 to `model_vocab_size` - 1.
-        """
-        self._model_vocab_size = model_vocab_size
-
-    @property
     def fill(self) -> float | None:
         """Share of the positions that hold a token, in the windows read so far; None before the first."""
         return self._tokens_read / (self._rows_read * self.seq_len) if self._rows_read else None
@@ -152,11 +127,6 @@ class CorpusInput(indexed.IndexedInput):
 
     def input_specs(self) -> NestedMap:
         return batches.lm_input_specs(self.batch_size, self.seq_len)
-
-    def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
-        """Returns the text of the first lengths[b] of each row of ids [B, T]. End-of-text and tokens without text are dropped."""
-        del key
-        return self.tokenizer.decode(ids, lengths)
 
     def get_next(self) -> NestedMap:
         """Returns the next batch and advances the position.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import functools
 import os
 import zlib
@@ -15,12 +14,11 @@ import numpy as np
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Record, Source
 from spmd_trainer.inputs.corpus.open_files import changed
-from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.storage import reading
 
 # Files that a saved position names with their sizes; of more files it has a checksum only.
 _NAMED = 64
-# Requests for sizes that wait for an object store at a time.
-_REQUESTS = 16
 
 
 class FileSource(Source):
@@ -42,11 +40,7 @@ class FileSource(Source):
           UserError: a file can't be read; names it.
         """
         self.paths = tuple(paths)
-        if any(map(is_remote, self.paths)):
-            with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
-                self.sizes = tuple(pool.map(_size, self.paths))
-        else:
-            self.sizes = tuple(map(_size, self.paths))
+        self.sizes = reading.for_each(self.paths, _size)
 
     @property
     def num_chunks(self) -> int:
@@ -112,6 +106,23 @@ class FileSource(Source):
         parts += [f"{name} is new" for name, _ in added if name not in resized]
         parts += [f"{name} had {size:,} bytes and has {sizes[name]:,}" for name, size in resized.items()]
         return ", ".join(parts) or "their order"
+
+
+class NumberedFiles(FileSource):
+    """A source over files whose documents can be read by their number.
+
+    Attributes:
+      numbering: the documents of each chunk.
+    """
+
+    numbering: Numbering
+
+    @property
+    def random_access(self) -> bool:
+        return True
+
+    def chunk_sizes(self) -> np.ndarray:
+        return self.numbering.counts
 
 
 def _size(path: str) -> int:

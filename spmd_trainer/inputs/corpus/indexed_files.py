@@ -8,14 +8,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from spmd_trainer.inputs.corpus.documents import Record
-from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles
 from spmd_trainer.inputs.corpus.open_files import OpenFiles
+from spmd_trainer.inputs.numbering import Numbering
 
 # Bytes that are read at a time where records are read in order; more if one record is larger.
 _BYTES_AT_ONCE = 2**20
 
 
-class IndexedFiles(FileSource):
+class IndexedFiles(NumberedFiles):
     """Records of files, read by number. A chunk is a file."""
 
     def __init__(self, paths: Sequence[str]):
@@ -30,8 +31,7 @@ class IndexedFiles(FileSource):
         super().__init__(paths)
         self._files = OpenFiles(self.paths, self.sizes)
         self._starts = [self.find_records(index) for index in range(len(self.paths))]
-        self._counts = np.array([len(starts) - 1 for starts in self._starts], np.int64)
-        self._ends = np.cumsum(self._counts)
+        self.numbering = Numbering([len(starts) - 1 for starts in self._starts])
 
     @abc.abstractmethod
     def find_records(self, index: int) -> np.ndarray:
@@ -47,26 +47,16 @@ class IndexedFiles(FileSource):
           content: the bytes from the record's beginning up to the next record's.
         """
 
-    @property
-    def random_access(self) -> bool:
-        return True
-
-    def chunk_sizes(self) -> np.ndarray:
-        return self._counts
-
     def read(self, numbers: np.ndarray) -> list[Record]:
         found: dict[int, Record] = {}
-        files = np.searchsorted(self._ends, numbers, side="right")
-        for index in np.unique(files).tolist():
-            places = np.flatnonzero(files == index)
-            inside = np.asarray(numbers)[places] - (self._ends[index] - self._counts[index])
+        for index, places, inside in self.numbering.split(numbers):
             starts, stops = self._starts[index][inside].tolist(), self._starts[index][inside + 1].tolist()
             for place, number, start, stop in zip(places.tolist(), inside.tolist(), starts, stops, strict=True):
                 found[place] = self.record(index, number, self._files.read(index, start, stop))
         return [found[place] for place in range(len(numbers))]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        starts, count = self._starts[chunk], int(self._counts[chunk])
+        starts, count = self._starts[chunk], int(self.numbering.counts[chunk])
         while start < count:
             stop = int(np.searchsorted(starts, starts[start] + _BYTES_AT_ONCE, side="right")) - 1
             stop = min(max(stop, start + 1), count)

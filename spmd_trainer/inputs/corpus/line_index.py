@@ -7,8 +7,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from etils import epath
 
-from spmd_trainer.inputs.corpus.local_copies import cached_index
 from spmd_trainer.storage import is_remote
+from spmd_trainer.storage.local_copies import cached_index
 
 # Bytes that are searched for newlines at a time.
 _BLOCK = 2**22

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,20 +98,27 @@ def as_mixture(given: Any, *, is_training: bool) -> Mixture:
     return Mixture({ONLY: (given, 1.0)}, when_one_ends=REPEAT if repeats else DROP)
 
 
-def open_mixture(mixture: Mixture, *, is_training: bool, shuffle: bool) -> list[OpenSource]:
+def open_mixture(
+    mixture: Mixture,
+    *,
+    is_training: bool,
+    shuffle: bool,
+    open_one: Callable[[Documents], Source] = open_documents,
+) -> list[OpenSource]:
     """Opens all sources of a mixture.
 
     Args:
       mixture: the mixture.
       is_training: False gives every source an end.
       shuffle: False gives the documents of every source in order.
+      open_one: opens a source.
 
     Raises:
       UserError: a source can't be opened, has no weight while others have one, can't be shuffled as it asks for, or has
         `epochs` that would have no effect; names the source.
     """
     entries = {name: _entry(name, given) for name, given in mixture.sources.items()}
-    opened = {name: _named(name, mixture, open_documents, documents) for name, (documents, _) in entries.items()}
+    opened = {name: _named(name, mixture, open_one, documents) for name, (documents, _) in entries.items()}
     weights = _weights(mixture, {name: weight for name, (_, weight) in entries.items()}, opened)
     shares = _shares(weights, mixture.temperature)
     if not all(shares):

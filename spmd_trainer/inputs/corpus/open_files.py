@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.last_used import LastUsed, OpenFile
 from spmd_trainer.storage import is_remote, reading
 
 # Files that one source has open at a time. A mixture has many sources.
@@ -14,7 +14,10 @@ _MAX_OPEN = 8
 
 
 class OpenFiles:
-    """The files of a source, opened when they are first read. A file that changes its size while it is used is an error."""
+    """The files of a source, opened when they are first read. A file that changes its size while it is used is an error.
+
+    Several threads may read at a time.
+    """
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         """Opens nothing yet.
@@ -24,7 +27,7 @@ class OpenFiles:
           sizes: bytes of each, when the source was opened.
         """
         self._paths, self._sizes = tuple(paths), tuple(sizes)
-        self._open: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._open: LastUsed[OpenFile] = LastUsed(_MAX_OPEN)
 
     def read(self, index: int, start: int, stop: int) -> bytes:
         """Returns the bytes of a file from `start` up to `stop`.
@@ -42,7 +45,9 @@ class OpenFiles:
         return content
 
     def _read_local(self, index: int, start: int, stop: int) -> bytes:
-        file = self._opened(index)
+        # Held, so that it isn't closed while it is read.
+        opened = self._open.get(index, lambda index: OpenFile(self._paths[index]))
+        file = opened.number
         if os.fstat(file).st_size != self._sizes[index]:
             raise self._changed(index)
         content = os.pread(file, stop - start, start)
@@ -55,20 +60,8 @@ class OpenFiles:
             parts.append(content)
         return b"".join(parts)
 
-    def _opened(self, index: int) -> int:
-        if index not in self._open:
-            while len(self._open) >= _MAX_OPEN:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[index] = os.open(self._paths[index], os.O_RDONLY)
-        self._open.move_to_end(index)
-        return self._open[index]
-
     def _changed(self, index: int) -> UserError:
         return changed(self._paths[index], self._sizes[index])
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
-        for file in getattr(self, "_open", {}).values():
-            close(file)
 
 
 def changed(path: str, size: int) -> UserError:

@@ -59,6 +59,15 @@ def open_documents(documents: Documents) -> Source:
     return _open_json_lines(paths, documents.column) if kind == "jsonl" else _source(kind, paths, documents)
 
 
+def paths_of(files: object) -> list[str]:
+    """Returns the files of a `files` field, in order.
+
+    Raises:
+      UserError: an entry gives no file, a directory and another entry give the same one, or all files are empty.
+    """
+    return _paths(_entries(files))
+
+
 def _source(kind: str, paths: Sequence[str], documents: Documents) -> Source:
     # Imported here: most need a package that may not be installed.
     if kind == "parquet":

@@ -101,10 +101,6 @@ class DocumentStream:
         self._epochs = epochs
         self._auto_window_bytes = auto_window_bytes
         self._wanted = 1
-        self.seek(position)
-
-    def seek(self, position: Position) -> None:
-        """Makes `take` go on from a position."""
         self.position = position
         self._records = self._from(position)
         self._problem: Exception | None = None

@@ -284,10 +284,8 @@ def _description(
     return Description(
         tokenizer=tokenizer.fingerprint(),
         dtype=np.dtype(tokenizers.token_dtype(tokenizer.vocab_size)).name,
-        vocab_size=tokenizer.vocab_size,
         chunks=chunks,
         parts=[_part_name(number, len(parts)) for number in range(len(parts))],
-        source=source.fingerprint(),
         statistics=statistics,
     )
 

@@ -18,6 +18,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.array_record_documents import ArrayRecordDocuments
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
+from spmd_trainer.inputs.numbering import Numbering
 from spmd_trainer.storage import reading
 
 DESCRIPTION_FILE = "corpus.json"
@@ -33,19 +34,15 @@ class Description:
     Attributes:
       tokenizer: fingerprint of the tokenizer that made the tokens.
       dtype: of the tokens, e.g. 'uint16'.
-      vocab_size: tokens are below it.
       chunks: documents of each chunk of the original source.
       parts: names of the ArrayRecord files, in order.
-      source: fingerprint of the original files.
       statistics: counts of documents, tokens, bytes and skipped records; and documents by length.
     """
 
     tokenizer: dict[str, Any]
     dtype: str
-    vocab_size: int
     chunks: list[int]
     parts: list[str]
-    source: dict[str, Any]
     statistics: dict[str, Any]
 
     def lines(self) -> list[str]:
@@ -93,8 +90,8 @@ class PreparedDocuments(Source):
         self._folder = folder
         self._dtype = np.dtype(self.description.dtype).newbyteorder("<")
         self._records = ArrayRecordDocuments([os.path.join(folder, name) for name in self.description.parts])
-        self._ends = np.cumsum(self.chunk_sizes())
-        expected, found = int(self._ends[-1]), int(self._records.chunk_sizes().sum())
+        self._numbering = Numbering(self.description.chunks)
+        expected, found = len(self._numbering), int(self._records.chunk_sizes().sum())
         if expected != found:
             raise UserError(
                 f"{folder} holds {found:,} documents, and {DESCRIPTION_FILE} says {expected:,}; prepare the corpus again"
@@ -110,7 +107,7 @@ class PreparedDocuments(Source):
 
     @property
     def size_text(self) -> str:
-        return f"{self.description.statistics['tokens']:,} tokens of {int(self._ends[-1]):,} documents"
+        return f"{self.description.statistics['tokens']:,} tokens of {len(self._numbering):,} documents"
 
     @property
     def num_bytes(self) -> int:
@@ -120,15 +117,15 @@ class PreparedDocuments(Source):
         return self._records.changed_text(before)
 
     def chunk_sizes(self) -> np.ndarray:
-        return np.array(self.description.chunks, np.int64)
+        return self._numbering.counts
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         return [self._tokens(record) for record in self._records.read(numbers)]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        first = int(self._ends[chunk]) - self.description.chunks[chunk]
-        for begin in range(first + start, int(self._ends[chunk]), _BLOCK):
-            yield from self.read(np.arange(begin, min(begin + _BLOCK, int(self._ends[chunk]))))
+        first, end = self._numbering.span(chunk)
+        for begin in range(first + start, end, _BLOCK):
+            yield from self.read(np.arange(begin, min(begin + _BLOCK, end)))
 
     def fingerprint(self) -> dict[str, Any]:
         return self._records.fingerprint()

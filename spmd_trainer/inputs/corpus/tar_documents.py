@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs.corpus.compression import DAMAGE, decompressed
+from spmd_trainer.inputs.corpus.compression import decompressed
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.line_index import open_bytes
-from spmd_trainer.storage import reading
+from spmd_trainer.inputs.corpus.tar_members import TAR_DAMAGE, Header, content, refuse_without_end, samples
 
 # Bytes that are read at a time.
 _BLOCK = 2**20
-# Tar files end with two empty blocks of 512 bytes.
-_END = bytes(1024)
-_ERRORS: tuple[type[Exception], ...] = (*DAMAGE, tarfile.TarError)
-_USTAR, _USTAR_AT = b"ustar", 257
 
 
 class TarDocuments(FileSource):
@@ -41,15 +37,15 @@ class TarDocuments(FileSource):
         self.refuse_changed(chunk)
         try:
             with open_bytes(path) as file:
-                content = decompressed(file, path)
-                archive = tarfile.TarFile.open(fileobj=content, mode="r|", tarinfo=_Header)
-                for number, (name, members) in enumerate(_samples(archive, self._column, path)):
+                unpacked = decompressed(file, path)
+                archive = tarfile.TarFile.open(fileobj=unpacked, mode="r|", tarinfo=Header)
+                for number, (name, members) in enumerate(samples(archive, path, {self._column}, content)):
                     if number >= start:
                         yield self._record(f"{path} sample {name!r}", members)
-                while content.read(_BLOCK):  # checksums of compressed files are at their end
+                while unpacked.read(_BLOCK):  # checksums of compressed files are at their end
                     pass
-            self._refuse_without_end(chunk)
-        except _ERRORS as error:
+            refuse_without_end(path, self.sizes[chunk])
+        except TAR_DAMAGE as error:
             raise UserError(
                 f"{path} is damaged after sample {number}: {error or type(error).__name__}. Write the file again, or leave it out"
             ) from error
@@ -59,62 +55,3 @@ class TarDocuments(FileSource):
         if content is None:
             return BadRecord(where, f"has no member {self._column!r}{did_you_mean(self._column, list(members))}")
         return Document(content, where)
-
-    def _refuse_without_end(self, chunk: int) -> None:
-        """Refuses a tar file that was cut off between two members, which tarfile takes for whole.
-
-        Compressed files have checksums, so a cut shows when they are unpacked.
-        """
-        path, size = self.paths[chunk], self.sizes[chunk]
-        is_plain = reading.read(path, _USTAR_AT, _USTAR_AT + len(_USTAR)) == _USTAR
-        if is_plain and reading.read(path, size - len(_END), size) != _END:
-            raise tarfile.ReadError("the file lacks the empty blocks at its end, so it may have been cut off")
-
-
-class _Header(tarfile.TarInfo):
-    """A header that must be whole: tarfile takes a damaged one, or a single empty block, for the end of the file."""
-
-    @classmethod
-    def fromtarfile(cls, archive: Any) -> Any:
-        try:
-            return super().fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("an empty block stands before the end, or the end is cut off") from None
-            raise
-        except tarfile.EmptyHeaderError:  # type: ignore[attr-defined]
-            raise tarfile.ReadError("the file lacks the empty blocks at its end, so it may have been cut off") from None
-        except tarfile.HeaderError as error:
-            raise tarfile.ReadError(f"the header at byte {archive.offset} can't be read: {error}") from error
-
-
-def _samples(archive: tarfile.TarFile, column: str, path: str) -> Iterator[tuple[str, dict[str, bytes | None]]]:
-    """Yields the name of each sample and its members by extension; only the member of `column` is read.
-
-    Raises:
-      UserError: a sample has two members of one extension, or its member of `column` is a link.
-    """
-    current: tuple[str, dict[str, bytes | None]] | None = None
-    for member in archive:
-        archive.members = []  # type: ignore[attr-defined] # tarfile would keep the headers of all members
-        folder, _, name = member.name.rpartition("/")
-        stem, _, extension = name.partition(".")
-        if extension == column and (member.issym() or member.islnk()):
-            raise UserError(
-                f"{path}: {member.name!r} is a link; pack the shard with `tar --dereference --hard-dereference`"
-            )
-        if not member.isfile():
-            continue
-        sample = f"{folder}/{stem}" if folder else stem
-        content = cast(tarfile.ExFileObject, archive.extractfile(member)).read() if extension == column else None
-        if current is None or current[0] != sample:
-            if current is not None:
-                yield current
-            current = (sample, {})
-        if extension in current[1]:
-            raise UserError(
-                f"{path}: sample {sample!r} has two members with the extension {extension!r}; give each sample its own name"
-            )
-        current[1][extension] = content
-    if current is not None:
-        yield current

@@ -8,14 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.inputs import record_files
+from spmd_trainer.inputs import record_files, wire_format
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
-from spmd_trainer.inputs.corpus.file_source import FileSource
-
-# Wire types of protocol buffers: https://protobuf.dev/programming-guides/encoding/.
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-# Field numbers: Example.features, Features.feature, the key and the value of a map's entry, Feature.bytes_list, BytesList.value.
-_FEATURES, _FEATURE, _KEY, _VALUE, _BYTES_LIST, _BYTES_VALUE = 1, 1, 1, 2, 1, 1
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles
 
 # Files that are open at a time: a mixture has many sources.
 _MAX_OPEN = 8
@@ -23,7 +18,7 @@ _MAX_OPEN = 8
 _BLOCK = 64
 
 
-class TfRecordDocuments(FileSource):
+class TfRecordDocuments(NumberedFiles):
     """Examples of TFRecord files. A chunk is a file."""
 
     kind: ClassVar[str] = "tfrecord"
@@ -41,15 +36,7 @@ class TfRecordDocuments(FileSource):
         super().__init__(paths)
         self._column = column
         self._records = record_files.RecordFiles(list(paths), max_open=_MAX_OPEN)
-        self._counts = np.array(self._records.counts, np.int64)
-        self._ends = np.cumsum(self._counts)
-
-    @property
-    def random_access(self) -> bool:
-        return True
-
-    def chunk_sizes(self) -> np.ndarray:
-        return self._counts
+        self.numbering = self._records.numbering
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         numbers = np.asarray(numbers)
@@ -60,8 +47,8 @@ class TfRecordDocuments(FileSource):
         return [self._document(number, data) for number, data in zip(numbers.tolist(), found, strict=True)]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        end = int(self._ends[chunk])
-        for first in range(end - int(self._counts[chunk]) + start, end, _BLOCK):
+        begin, end = self.numbering.span(chunk)
+        for first in range(begin + start, end, _BLOCK):
             yield from self.read(np.arange(first, min(first + _BLOCK, end)))
 
     def _read_one(self, number: int) -> Record:
@@ -93,52 +80,10 @@ def example_bytes(data: bytes) -> dict[str, list[bytes] | None]:
       ValueError: it is not a tf.train.Example.
     """
     found: dict[str, list[bytes] | None] = {}
-    for number, features in _fields(data):
-        if number != _FEATURES:
-            continue
-        for inner, entry in _fields(_message(features)):
-            if inner != _FEATURE:
-                continue
-            parts = dict(_fields(_message(entry)))
-            kinds = dict(_fields(_message(parts.get(_VALUE, b""))))
-            name = _message(parts.get(_KEY, b"")).decode()
-            values = kinds.get(_BYTES_LIST)
-            found[name] = (
-                None if values is None else [_message(v) for n, v in _fields(_message(values)) if n == _BYTES_VALUE]
-            )
+    for feature in wire_format.example_features(data):
+        values = None
+        if feature.kind == wire_format.BYTES_LIST:
+            inside = wire_format.fields(data, feature.begin, feature.end)
+            values = [data[part.begin : part.end] for part in inside if part.number == wire_format.LIST_VALUE]
+        found[feature.name.decode()] = values
     return found
-
-
-def _message(value: bytes | int) -> bytes:
-    if isinstance(value, int):
-        raise ValueError("a number stands where a message should be")
-    return value
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Yields number and value of each field of a message."""
-    place = 0
-    while place < len(data):
-        tag, place = _varint(data, place)
-        kind = tag & 7
-        if kind == _VARINT:
-            value, place = _varint(data, place)
-            yield tag >> 3, value
-            continue
-        size = {_FIXED64: 8, _FIXED32: 4}.get(kind)
-        if kind == _BYTES:
-            size, place = _varint(data, place)
-        if size is None or place + size > len(data):
-            raise ValueError(f"the field at byte {place} is cut off" if size is not None else f"wire type {kind}")
-        yield tag >> 3, data[place : place + size]
-        place += size
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value, shift = 0, 0
-    while place < len(data) and shift < 64:
-        byte = data[place]
-        value, place, shift = value | (byte & 0x7F) << shift, place + 1, shift + 7
-        if byte < 0x80:
-            return value, place
-    raise ValueError(f"a number at byte {place} is cut off")

@@ -20,7 +20,7 @@ def test_more_files_than_may_be_open(tmp_path):
     records = source.read(numbers)
     assert [record.content.decode() for record in records] == [f"{n // 3} {n % 3}" for n in numbers]
     assert [record.where for record in source.read(np.array([4]))] == [f"{paths[1]} record 1"]
-    assert len(source._open) == array_record_documents._MAX_OPEN
+    assert len(source._open.kept) == array_record_documents._MAX_OPEN
 
 
 def test_an_empty_file_among_others(tmp_path):
@@ -73,11 +73,11 @@ def test_files_of_many_records_are_closed_earlier(tmp_path, monkeypatch):
     paths = [str(write_array_record(tmp_path, ["a", "b", "c"], f"{n}")) for n in range(4)]
     paths.append(str(write_array_record(tmp_path, list("0123456789"), "large")))
     source = ArrayRecordDocuments(paths)
-    assert list(source._open) == [4]  # even a file of more records than the bound can be read
+    assert source._open.kept == [4]  # even a file of more records than the bound can be read
     records = source.read(np.array([0, 3, 6, 21]))
     assert [record.content for record in records] == [b"a", b"a", b"a", b"9"]
     source.read(np.array([0, 3, 6]))
-    assert list(source._open) == [1, 2]
+    assert source._open.kept == [1, 2]
 
 
 def test_a_file_that_changed_before_it_is_opened_again_is_an_error(tmp_path, monkeypatch):

@@ -12,9 +12,10 @@ from absl import logging
 from corpus_files import TEXTS, cache_in, damage, write_jsonl
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import json_lines, line_index, local_copies
+from spmd_trainer.inputs.corpus import json_lines, line_index
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents
 from spmd_trainer.inputs.corpus.open_source import open_documents
+from spmd_trainer.storage import local_copies
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,11 @@
 """What `files` may be, which kind of file is found, and what is said of files that don't fit."""
 
 import gzip
-import importlib.util
 import os
-import pathlib
-import sys
 
 import numpy as np
 import pytest
+import store_fixtures
 from corpus_files import TEXTS, WRITERS, cache_in, write_arrow, write_jsonl, write_parquet, write_text, write_tfrecord
 
 from spmd_trainer.errors import UserError
@@ -16,19 +14,7 @@ from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.storage.files import write_atomically
 
-
-def _storage_fixtures():
-    """The fixtures of tests/storage: object stores on loopback."""
-    path = pathlib.Path(__file__).parents[2] / "storage" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("storage_fixtures", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-_stores = _storage_fixtures()
-gs_address, address_of, use = _stores.gs_address, _stores.address_of, _stores.use
+gs_address, address_of, use = store_fixtures.gs_address, store_fixtures.address_of, store_fixtures.use
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import record_files, tfrecord
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document
 from spmd_trainer.inputs.corpus.tfrecord_documents import TfRecordDocuments
+from spmd_trainer.storage import local_copies
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,7 @@ def test_the_index_of_a_large_file_is_made_once(tmp_path, monkeypatch):
 def test_an_index_that_is_damaged_in_the_cache_is_made_again(tmp_path):
     path = write(tmp_path / "a.tfrecord", [b"x" * 1000] * 2000)
     record_files.RecordFiles(path)
-    (kept,) = list((record_files.local_copies.cache_folder() / "index").iterdir())
+    (kept,) = list((local_copies.cache_folder() / "index").iterdir())
     kept.write_bytes(kept.read_bytes()[:200])
     assert len(record_files.RecordFiles(path)) == 2000
 

@@ -1,4 +1,4 @@
-"""The cache folder of corpora: indices of files, and local copies of files that a library reads from a disk only.
+"""The cache folder: indices of files, and local copies of files that a library reads from a disk only.
 
 The folder is `$SPMD_TRAINER_CACHE`, or `spmd-trainer` in the user's cache folder. It can be deleted at any time.
 """

@@ -1,0 +1,108 @@
+"""Parquet files: their row groups and columns. Needs pyarrow: extra `data`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.arrow_rows import damage, no_column
+from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.line_index import open_bytes
+from spmd_trainer.inputs.numbering import Numbering
+
+
+class ParquetFiles(FileSource):
+    """Base of the sources over Parquet files. A chunk is a row group."""
+
+    kind: ClassVar[str] = "parquet"
+
+    def __init__(self, paths: Sequence[str], columns: Sequence[str]):
+        """Reads the files' footers.
+
+        Args:
+          paths: the files.
+          columns: columns that each must have; 'a.b' is entry b of the struct a.
+
+        Raises:
+          UserError: pyarrow isn't installed; or a file can't be read, is damaged, or lacks a column; names the file.
+        """
+        super().__init__(paths)
+        self._columns = tuple(columns)
+        # File, and number in the file, of each row group.
+        self.groups: list[tuple[int, int]] = []
+        counts: list[int] = []
+        for index in range(len(self.paths)):
+            for group, rows in enumerate(self._group_sizes(index)):
+                self.groups.append((index, group))
+                counts.append(rows)
+        if not counts:
+            raise UserError(f"{self.size_text} hold no rows, the first is {self.paths[0]}; give at least one with rows")
+        self.numbering = Numbering(counts)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.groups)
+
+    def chunk_sizes(self) -> np.ndarray:
+        return self.numbering.counts
+
+    @contextlib.contextmanager
+    def opened(self, index: int) -> Iterator[Any]:
+        """Gives a file as a pyarrow.parquet.ParquetFile.
+
+        Raises:
+          UserError: it has changed since it was opened, or pyarrow isn't installed.
+        """
+        path = self.paths[index]
+        self.refuse_changed(index)
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise UserError(f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[data]'") from error
+        # Few writers add checksums of pages; without one, a changed byte within a value goes unnoticed.
+        settings = {"pre_buffer": False, "page_checksum_verification": True}
+        with open_bytes(path) as handle, pyarrow.parquet.ParquetFile(handle, **settings) as file:
+            yield file
+
+    def _group_sizes(self, index: int) -> list[int]:
+        path = self.paths[index]
+        try:
+            with self.opened(index) as file:
+                for column in self._columns:
+                    check_column(file, column, path)
+                rows = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+                total = file.metadata.num_rows
+        except damage() as error:
+            raise UserError(
+                f"{path} can't be read as Parquet: {first_line(error)}. Write the file again, or leave it out"
+            ) from error
+        if sum(rows) != total:
+            raise UserError(
+                f"{path} says that it has {total} rows, and its row groups have {sum(rows)}; write the file again"
+            )
+        return rows
+
+
+def leaves_of(file: Any) -> list[str]:
+    """Returns the columns of a pyarrow.parquet.ParquetFile that hold values: 'a.b' for entry b of the struct a."""
+    return [file.schema.column(i).path for i in range(len(file.schema))]
+
+
+def check_column(file: Any, column: str, path: str) -> None:
+    """Checks that a file has a column, or an entry of a struct.
+
+    Raises:
+      UserError: it has not; names the file and its columns.
+    """
+    leaves = leaves_of(file)
+    if column not in file.schema_arrow.names and column not in leaves:
+        raise no_column(path, column, leaves)
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of pyarrow's message."""
+    return str(error).partition("\n")[0].rstrip(".")

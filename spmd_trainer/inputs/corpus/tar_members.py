@@ -1,0 +1,105 @@
+"""Tar shards in webdataset's layout: which members a sample has. Shared by texts and images."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar, cast
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.compression import DAMAGE
+from spmd_trainer.storage import reading
+
+# Tar files end with two empty blocks of 512 bytes.
+_END = bytes(1024)
+# What reading a damaged tar file raises.
+TAR_DAMAGE: tuple[type[Exception], ...] = (*DAMAGE, tarfile.TarError)
+_USTAR, _USTAR_AT = b"ustar", 257
+
+T = TypeVar("T")
+
+
+class Header(tarfile.TarInfo):
+    """A header that must be whole: tarfile takes a damaged one, or a single empty block, for the end of the file."""
+
+    @classmethod
+    def fromtarfile(cls, archive: Any) -> Any:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("an empty block stands before the end, or the end is cut off") from None
+            raise
+        except tarfile.EmptyHeaderError:  # type: ignore[attr-defined]
+            raise tarfile.ReadError("the file lacks the empty blocks at its end, so it may have been cut off") from None
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"the header at byte {archive.offset} can't be read: {error}") from error
+
+
+def samples(
+    archive: tarfile.TarFile,
+    path: str,
+    wanted: Collection[str],
+    take: Callable[[tarfile.TarFile, tarfile.TarInfo], T],
+) -> Iterator[tuple[str, dict[str, T | None]]]:
+    """Yields the name of each sample, and its members by extension.
+
+    Args:
+      archive: opened with `Header`.
+      path: the file, for errors.
+      wanted: extensions of the members to take; the others are None.
+      take: returns what is wanted of a member.
+
+    Raises:
+      UserError: a sample has two members of one extension, or a wanted member is a link.
+    """
+    current: tuple[str, dict[str, T | None]] | None = None
+    for member in archive:
+        archive.members = []  # type: ignore[attr-defined] # tarfile would keep the headers of all members
+        folder, _, name = member.name.rpartition("/")
+        stem, _, extension = name.partition(".")
+        if extension in wanted and (member.issym() or member.islnk()):
+            raise UserError(
+                f"{path}: {member.name!r} is a link; pack the shard with `tar --dereference --hard-dereference`"
+            )
+        if not member.isfile():
+            continue
+        sample = f"{folder}/{stem}" if folder else stem
+        taken = take(archive, member) if extension in wanted else None
+        if current is None or current[0] != sample:
+            if current is not None:
+                yield current
+            current = (sample, {})
+        if extension in current[1]:
+            raise UserError(
+                f"{path}: sample {sample!r} has two members with the extension {extension!r}; give each sample its own name"
+            )
+        current[1][extension] = taken
+    if current is not None:
+        yield current
+
+
+def content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    """Returns the bytes of a member."""
+    return cast(tarfile.ExFileObject, archive.extractfile(member)).read()
+
+
+def is_plain(path: str) -> bool:
+    """Returns whether a tar file is not compressed."""
+    return reading.read(path, _USTAR_AT, _USTAR_AT + len(_USTAR)) == _USTAR
+
+
+def refuse_without_end(path: str, size: int) -> None:
+    """Refuses a tar file that was cut off between two members, which tarfile takes for whole.
+
+    Compressed files have checksums, so a cut shows when they are unpacked.
+
+    Args:
+      path: the file.
+      size: its bytes.
+
+    Raises:
+      tarfile.ReadError: it was cut off.
+    """
+    if is_plain(path) and reading.read(path, size - len(_END), size) != _END:
+        raise tarfile.ReadError("the file lacks the empty blocks at its end, so it may have been cut off")

@@ -1,0 +1,98 @@
+"""Decodes the bytes of an image file to an array of a fixed size.
+
+TensorFlow decodes, because it is installed with the trainer, and its decoders let other Python threads run. The EXIF orientation
+is not applied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
+
+CROP, STRETCH, EXACT = "crop", "stretch", "exact"
+RESIZES = (CROP, STRETCH, EXACT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Decodes JPEG, PNG, GIF (its first frame) and BMP images.
+
+    Attributes:
+      shape: height, width and channels of the result: 1 channel is grey, 3 are RGB and 4 RGBA.
+      resize: 'crop': the largest centre with the shape's aspect, scaled. 'stretch': scaled to the shape, whatever its own.
+        'exact': an image of another shape is an error.
+    """
+
+    shape: tuple[int, int, int]
+    resize: str
+
+    def decode(self, content: bytes) -> np.ndarray:
+        """Returns the image, uint8 `shape`.
+
+        Raises:
+          UserError: it isn't an image, it is damaged, or it has another shape; a clause, 'is not an image: ...'.
+        """
+        tf = _tensorflow()
+        try:
+            found = _compiled(self.shape, self.resize)(tf.constant(content)).numpy()
+        except (tf.errors.OpError, UnicodeDecodeError) as error:  # TensorFlow can't always decode its own message
+            raise UserError(f"is not a whole image{_why(tf, content, self.shape[2])}") from error
+        if found.shape != self.shape:
+            raise UserError(f"is an image of shape {found.shape}, not {self.shape}; set resize to 'crop' or 'stretch'")
+        return np.asarray(found)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(shape: tuple[int, int, int], resize: str) -> Any:
+    """Returns a function from the bytes of an image to its pixels as one graph: step by step, it takes half as long again."""
+    tf = _tensorflow()
+    height, width, channels = shape
+
+    def decode(content: Any) -> Any:
+        image = tf.io.decode_image(content, channels=channels, expand_animations=False)
+        if resize == EXACT:
+            return image
+        if resize == CROP:
+            image = _centre(tf, image, height, width)
+        scaled = tf.image.resize(image, (height, width), antialias=True)
+        return tf.cast(tf.clip_by_value(tf.round(scaled), 0, 255), tf.uint8)
+
+    return tf.function(decode, input_signature=[tf.TensorSpec([], tf.string)]).get_concrete_function()
+
+
+def _centre(tf: Any, image: Any, height: int, width: int) -> Any:
+    """Returns the largest centre of an image that has the aspect of height and width."""
+    size = tf.shape(image)
+    rows, columns = size[0], size[1]
+    # Whole numbers: half a row is rounded up.
+    kept_rows = tf.clip_by_value((2 * columns * height + width) // (2 * width), 1, rows)
+    kept_columns = tf.clip_by_value((2 * rows * width + height) // (2 * height), 1, columns)
+    top, left = (rows - kept_rows) // 2, (columns - kept_columns) // 2
+    return image[top : top + kept_rows, left : left + kept_columns]
+
+
+def _why(tf: Any, content: bytes, channels: int) -> str:
+    """Returns ': ' and TensorFlow's message about an image that can't be decoded. That of a graph is a long one."""
+    try:
+        tf.io.decode_image(content, channels=channels, expand_animations=False)
+    except tf.errors.OpError as error:
+        return f": {_plain(error)}"
+    except UnicodeDecodeError:
+        return ""
+    return ": it can't be scaled"
+
+
+# Importing hides the GPUs each time, which takes as long as decoding a small image.
+_tensorflow = functools.cache(import_tensorflow)
+
+
+def _plain(error: Any) -> str:
+    """Returns TensorFlow's message without the names of operations."""
+    return re.sub(r"^\{\{.*?\}\} | \[Op:\w+\]| name: *$", "", error.message).strip()

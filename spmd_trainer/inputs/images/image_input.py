@@ -1,0 +1,269 @@
+"""Input over images in Parquet files and tar shards, decoded ahead by Grain's threads. Needs the extra `grain`.
+
+Batch n is a function of n and of the settings, as in every `IndexedInput`: the number of images in each chunk is known, so the
+image at any index of a mixture of shuffled sources is computed without reading. So a position is one number for any number of
+processes and any batch size, and each process reads and decodes the images of its own rows only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import numbers
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs import examples
+from spmd_trainer.inputs.corpus import mixture
+from spmd_trainer.inputs.corpus.documents import BadRecord
+from spmd_trainer.inputs.grain_input import import_grain
+from spmd_trainer.inputs.images.decode import CROP, RESIZES, Decoder
+from spmd_trainer.inputs.images.image_order import ImageOrder
+from spmd_trainer.inputs.images.image_source import ImageSource, open_images
+from spmd_trainer.inputs.images.images import Image, ImageRecord, Images
+
+RAISE, SKIP = "raise", "skip"
+# Images that Grain decodes ahead, in batches; at least so many images.
+_BATCHES_AHEAD, _LEAST_AHEAD = 2, 64
+_MAX_LABEL = 2**31 - 1
+
+# The pixels and the label of an image; what is wrong with it; or why its file can't be read.
+_Row = tuple[np.ndarray, int] | BadRecord | UserError
+
+
+class ImageInput(examples.ExamplesInput):
+    """Input over images and labels. See `ExamplesInput` for batches and `transform`, and `Mixture` for mixtures.
+
+    Example, in an experiment:
+
+        def datasets(self):
+            images = Images("gs://bucket/train/*.tar", label="cls")
+            return [pax_fiddle.Config(
+                ImageInput, name="train", is_training=True, batch_size=256, source=images, shape=(224, 224, 3),
+                transform=lambda batch: {**batch, "image": batch.image.astype("float32") / 255},
+            )]
+
+    A batch has `image` uint8 [B, height, width, channels], `label` int32 [B] if the sources have labels, and
+    `eval_sample_weights` float32 [B].
+
+    Attributes:
+      source: `Images`, or a `Mixture` of them; its weights are shares of images.
+      shape: height, width and channels of an image: 1 channel is grey, 3 are RGB.
+      resize: 'crop': the largest centre of an image with the shape's aspect is scaled to it. 'stretch': the whole image is.
+        'exact': an image of another shape is bad.
+      classes: names of the classes: a label is the place of its name among them. None: labels are whole numbers, as numbers or
+        as text.
+      bad_records: 'raise': an image that can't be decoded, or without a label, is an error with its file and member. 'skip': its
+        row has weight 0, and is black with label 0; it is counted in `skipped` and logged. So the other rows stay where they are.
+      threads: Grain's threads that read and decode; 0 decodes in the thread that makes the batch.
+    """
+
+    source: Any = None
+    shape: tuple[int, int, int] = (224, 224, 3)
+    resize: str = CROP
+    classes: Sequence[str] | None = None
+    bad_records: str = RAISE
+    threads: int = 8
+    _skipped: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._check_settings()
+        super().__post_init__()
+        self._skipped: dict[str, int] = {one.name: 0 for one in self.sources}
+
+    @functools.cached_property
+    def sources(self) -> list[mixture.OpenSource]:
+        """The sources, opened.
+
+        Raises:
+          UserError: one can't be opened; names it.
+        """
+        try:
+            found = mixture.open_mixture(
+                self._mixture, is_training=self.is_training, shuffle=self._shuffles, open_one=open_images
+            )
+        except UserError as error:
+            raise self.error(str(error)) from error
+        if len({_images_of(one).label is None for one in found}) > 1:
+            raise self.error("some sources of the mixture have a label and others have none; give all one, or none")
+        return found
+
+    @functools.cached_property
+    def _mixture(self) -> mixture.Mixture:
+        if not isinstance(self.source, Images | mixture.Mixture):
+            raise self.error(f"source={self.source!r}; give Images('train/*.tar', label='cls') or a Mixture of them")
+        given = mixture.as_mixture(self.source, is_training=self.is_training)
+        return dataclasses.replace(given, weigh_by=mixture.DOCUMENTS)
+
+    @functools.cached_property
+    def order(self) -> ImageOrder:  # type: ignore[override]
+        # A seed of its own for each source, that doesn't depend on the other sources.
+        seeds = [self.seed * 2**32 + zlib.crc32(one.name.encode()) for one in self.sources]
+        sizes = [_images_of(one).chunk_sizes() for one in self.sources]
+        return ImageOrder(self.sources, sizes, seeds, self._mixture.when_one_ends)
+
+    @property
+    def endless(self) -> bool:
+        return self.is_training and self._mixture.when_one_ends == mixture.REPEAT
+
+    @property
+    def num_examples(self) -> int:
+        """Images of all sources, each counted once."""
+        return self.order.num_images
+
+    @property
+    def example_specs(self) -> NestedMap:
+        specs = NestedMap(image=jax.ShapeDtypeStruct(self.shape, np.uint8))
+        if self._has_labels:
+            specs.label = jax.ShapeDtypeStruct((), np.int32)
+        return specs
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Bad images in the batches that this object has given, by source."""
+        return dict(self._skipped)
+
+    def batch_at(self, position: int) -> NestedMap:
+        return self._batch(position, map(self._row, self.examples_at(position).tolist()))
+
+    def _iterate(self, start: int) -> Iterator[NestedMap]:
+        grain = import_grain(self.error)
+        stop = sys.maxsize if self.num_batches is None else self.num_batches * self.batch_size
+        # This process' rows, counted over all its batches.
+        rows = grain.MapDataset.range(start * self.batch_size, stop).map(self._row_of)
+        ahead = max(_LEAST_AHEAD, _BATCHES_AHEAD * self.batch_size)
+        decoded = iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)))
+        for position in itertools.count(start):
+            yield self._batch(position, decoded)
+
+    def _row_of(self, row: int) -> _Row:
+        position, column = divmod(int(row), self.batch_size)
+        return self._row(int(self._numbers(position)[column]))
+
+    @functools.cached_property
+    def _numbers(self) -> Any:
+        # Grain asks for one row at a time.
+        return functools.lru_cache(maxsize=16)(self.examples_at)
+
+    def _row(self, number: int) -> _Row:
+        """Returns an image, decoded. After the end: the last one."""
+        source, image = self.order.source_of(min(number, self.num_examples - 1))
+        try:
+            found: ImageRecord = _images_of(self.sources[source]).image(image)
+        except UserError as error:
+            return error  # Grain would change the message of one that is raised
+        return found if isinstance(found, BadRecord) else self._decode(found)
+
+    def _decode(self, image: Image) -> tuple[np.ndarray, int] | BadRecord:
+        try:
+            label = self._label_of(image.label) if self._has_labels else 0
+            return Decoder(self.shape, self.resize).decode(image.content), label
+        except UserError as error:
+            return BadRecord(image.where, str(error))
+
+    def _label_of(self, value: Any) -> int:
+        if self.classes is not None:
+            try:
+                return self._class_numbers[str(value)]
+            except KeyError:
+                near = did_you_mean(str(value), list(self._class_numbers))
+                raise UserError(f"has the label {value!r}, which is not one of `classes`{near}") from None
+        try:
+            is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            number = int(value) if is_number or isinstance(value, str) else None
+        except ValueError:
+            number = None
+        if number is None:
+            raise UserError(f"has the label {value!r}, which is not a whole number; set `classes` to the names")
+        if abs(number) > _MAX_LABEL:
+            raise UserError(f"has the label {number}, which int32 can't hold")
+        return number
+
+    @functools.cached_property
+    def _class_numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.classes or ())}
+
+    def _batch(self, position: int, rows: Iterator[Any]) -> NestedMap:
+        numbers_here = self._numbers(position)
+        real = numbers_here < self.num_examples
+        images = np.zeros((self.batch_size, *self.shape), np.uint8)
+        labels = np.zeros(self.batch_size, np.int32)
+        for place, number in enumerate(numbers_here.tolist()):
+            row: _Row = next(rows)
+            if isinstance(row, UserError):
+                raise self.error(str(row)) from row
+            if not isinstance(row, BadRecord):
+                images[place], labels[place] = row
+            elif self.bad_records == RAISE:
+                end = "" if row.problem.endswith("?") else "."
+                raise self.error(f"{row.where} {row.problem}{end} Mend it, leave it out, or set bad_records='skip'")
+            elif real[place]:
+                real[place] = False
+                self._count(number, row)
+        batch = NestedMap(image=images, label=labels) if self._has_labels else NestedMap(image=images)
+        return self._finish(batch, real)
+
+    def _count(self, number: int, bad: BadRecord) -> None:
+        self._skipped[self.sources[self.order.source_of(number)[0]].name] += 1
+        logging.log_every_n_seconds(
+            logging.WARNING, "input %s leaves out %s: it %s", 10, self.name, bad.where, bad.problem
+        )
+
+    @property
+    def _has_labels(self) -> bool:
+        return _images_of(self.sources[0]).label is not None
+
+    @property
+    def _shuffles(self) -> bool:
+        return self.shuffle and self.is_training
+
+    def _check_settings(self) -> None:
+        shape = self.shape
+        is_shape = isinstance(shape, tuple | list) and len(shape) == 3
+        if not is_shape or not all(isinstance(size, int) and size > 0 for size in shape) or shape[2] not in (1, 3, 4):
+            raise self.error(f"shape={shape!r}; give (height, width, channels), with 1, 3 or 4 channels: (224, 224, 3)")
+        self.shape = (shape[0], shape[1], shape[2])
+        for field, allowed in (("resize", RESIZES), ("bad_records", (RAISE, SKIP))):
+            value = getattr(self, field)
+            if value not in allowed:
+                near = did_you_mean(str(value), allowed)
+                raise self.error(f"{field}={value!r}; set it to one of {', '.join(map(repr, allowed))}{near}")
+        if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 0:
+            raise self.error(f"threads={self.threads!r}; set it to 0 or more")
+        if self.classes is not None and (isinstance(self.classes, str) or len(set(self.classes)) < len(self.classes)):
+            raise self.error(f"classes={self.classes!r}; give a list of names, each once")
+
+    def _fingerprint(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "num_images": self.num_examples,
+            "shuffle": self._shuffles,
+            "seed": self.seed,
+            "shape": list(self.shape),
+            "resize": self.resize,
+            "classes": None if self.classes is None else zlib.crc32(repr(list(self.classes)).encode()),
+            "bad_records": self.bad_records,
+            "when_one_ends": self._mixture.when_one_ends,
+            "sources": [one.name for one in self.sources],
+        }
+        for one in self.sources:
+            found[f"settings of {one.name}"] = {**one.settings(), "label": _images_of(one).label}
+            found[f"files of {one.name}"] = _images_of(one).fingerprint()["checksum"]
+        return found
+
+    def _sizes_behind_checksums(self) -> dict[str, str]:
+        return {f"files of {one.name}": one.source.size_text for one in self.sources}
+
+
+def _images_of(one: mixture.OpenSource) -> ImageSource:
+    if not isinstance(one.source, ImageSource):
+        raise UserError(f"source {one.name!r} holds no images")
+    return one.source

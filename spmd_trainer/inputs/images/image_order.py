@@ -1,0 +1,180 @@
+"""The order of the images of a mixture, as a function of the index: no position but a number, for any number of processes.
+
+How many images each chunk of a source holds is known at the start. So the image at any index is computed, without reading.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd_trainer.inputs.corpus import order
+from spmd_trainer.inputs.corpus.mixture import STOP, OpenSource, Schedule
+from spmd_trainer.inputs.numbering import Numbering
+
+
+class SourceOrder:
+    """The images of one source: epochs, each shuffled globally, in windows, or not at all. See `documents.Documents.shuffle`."""
+
+    def __init__(self, sizes: np.ndarray, shuffle: str | int | None, seed: int):
+        """Sets the order.
+
+        Args:
+          sizes: images of each chunk, int64 [chunks].
+          shuffle: 'global'. An integer: chunks are shuffled, and windows of so many images in each chunk. 'auto': the same with
+            windows of `order.AUTO_WINDOW` images. None: in order.
+          seed: 0 or more.
+        """
+        self.size = int(sizes.sum())
+        self._sizes, self._shuffle, self._seed = sizes, shuffle, seed
+        self._firsts = np.cumsum(sizes) - sizes
+        self._window = shuffle if isinstance(shuffle, int) else order.AUTO_WINDOW
+        # Each process makes the permutations of its batches only, so few are needed at a time.
+        self._permutation = functools.lru_cache(maxsize=8)(order.permutation)
+        self._chunks = functools.lru_cache(maxsize=2)(self._chunks_of_epoch)
+
+    def images(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the images at int64 [n] indices of the order, int64 [n]."""
+        epochs, within = np.divmod(indices, self.size)
+        if self._shuffle is None:
+            return within
+        found = np.empty_like(within)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            one_epoch = self._by_number if self._shuffle == order.GLOBAL else self._in_windows
+            found[here] = one_epoch(epoch, within[here])
+        return found
+
+    def _by_number(self, epoch: int, within: np.ndarray) -> np.ndarray:
+        return self._permutation(self.size, self._seed, epoch)(within)
+
+    def _in_windows(self, epoch: int, within: np.ndarray) -> np.ndarray:
+        chunks, begins = self._chunks(epoch)
+        ordinals = np.searchsorted(begins, within, side="right") - 1
+        inside = within - begins[ordinals]
+        blocks = inside // self._window
+        found = np.empty_like(within)
+        for ordinal, block in np.unique(np.stack([ordinals, blocks], axis=1), axis=0).tolist():
+            here = (ordinals == ordinal) & (blocks == block)
+            chunk, first = int(chunks[ordinal]), block * self._window
+            count = min(self._window, int(self._sizes[chunk]) - first)
+            shuffled = self._permutation(count, self._seed, epoch, chunk, first)(inside[here] - first)
+            found[here] = self._firsts[chunk] + first + shuffled
+        return found
+
+    def _chunks_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the chunks in an epoch's order, and where each begins in the epoch."""
+        chunks = order.permutation(len(self._sizes), self._seed, epoch)(np.arange(len(self._sizes)))
+        chunks = chunks[self._sizes[chunks] > 0]
+        sizes = self._sizes[chunks]
+        return chunks, np.cumsum(sizes) - sizes
+
+
+class ImageOrder:
+    """The images of all sources of a mixture, numbered through in the order of the sources.
+
+    The next image always comes from the source that is furthest behind its share, as in `mixture.Schedule`: source j gives its
+    image k when k / share[j] is the least of all. So how many each source has given at any index is found by bisection.
+    """
+
+    def __init__(
+        self, sources: Sequence[OpenSource], sizes: Sequence[np.ndarray], seeds: Sequence[int], when_one_ends: str
+    ):
+        """Sets the order.
+
+        Args:
+          sources: the sources.
+          sizes: of each source, the images of each chunk.
+          seeds: a seed for each source.
+          when_one_ends: see `Mixture`.
+        """
+        self._shares = [one.share for one in sources]
+        self._orders = [
+            SourceOrder(size, one.shuffle, seed) for one, size, seed in zip(sources, sizes, seeds, strict=True)
+        ]
+        self._numbering = Numbering([one.size for one in self._orders])
+        self._limits = [
+            None if one.epochs is None else one.epochs * of.size for one, of in zip(sources, self._orders, strict=True)
+        ]
+        self.num_images = len(self._numbering)
+        self.endless = None in self._limits
+        self.num_examples = None if self.endless else self._length(when_one_ends)
+
+    def examples(self, first: int, count: int) -> np.ndarray:
+        """Returns the images at indices [first, first + count), int64 [count]; `num_images` after a finite order's end."""
+        sources, places = self._places(first, count)
+        found = np.full(count, self.num_images, np.int64)
+        for source in np.unique(sources[sources >= 0]).tolist():
+            here = sources == source
+            found[here] = self._numbering.span(source)[0] + self._orders[source].images(places[here])
+        return found
+
+    def source_of(self, image: int) -> tuple[int, int]:
+        """Returns the source of an image, and the image's number in it."""
+        return self._numbering.locate(image)
+
+    def _places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns for each index its source, -1 after the end, and the index in that source's order: both int64 [count]."""
+        taken = self._taken_before(first)
+        schedule = Schedule(self._shares, taken)
+        sources, places = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+        end = count if self.num_examples is None else min(count, self.num_examples - first)
+        for number in range(sum(taken) - first, end):
+            while (source := schedule.source) is not None and taken[source] == self._limits[source]:
+                schedule.drop()
+            if source is None:
+                break
+            if number >= 0:
+                sources[number], places[number] = source, taken[source]
+            taken[source] += 1
+            schedule.advance(taken[source])
+        return sources, places
+
+    def _taken_before(self, index: int) -> list[int]:
+        """Returns how many images each source has given at an index, or a little before it."""
+        low, high = 0.0, 1.0
+        while sum(self._taken_at(high)) <= index and (self.endless or high < self._last):
+            low, high = high, high * 2
+        while True:
+            middle = (low + high) / 2
+            if middle in (low, high):
+                return self._taken_at(low)
+            low, high = (middle, high) if sum(self._taken_at(middle)) <= index else (low, middle)
+
+    @functools.cached_property
+    def _last(self) -> float:
+        return max(limit / share for limit, share in zip(self._limits, self._shares, strict=True) if limit is not None)
+
+    def _taken_at(self, time: float) -> list[int]:
+        """Returns how many images k of each source have k / share below `time`."""
+        return [
+            _count(time, share) if limit is None else min(limit, _count(time, share))
+            for share, limit in zip(self._shares, self._limits, strict=True)
+        ]
+
+    def _length(self, when_one_ends: str) -> int:
+        if when_one_ends != STOP:
+            return sum(limit for limit in self._limits if limit is not None)
+        # It ends when it is the turn of a source that has no image left.
+        ends = [
+            (limit / share, j) for j, (limit, share) in enumerate(zip(self._limits, self._shares, strict=True)) if limit
+        ]
+        time, ended = min(ends)
+        # Of sources with the same turn, the first comes first.
+        return sum(_count(time, share) + (j < ended and _is_turn(time, share)) for j, share in enumerate(self._shares))
+
+
+def _count(time: float, share: float) -> int:
+    """Returns how many whole numbers k, from 0, have k / share < time."""
+    count = max(0, int(time * share))
+    while count and (count - 1) / share >= time:
+        count -= 1
+    while count / share < time:
+        count += 1
+    return count
+
+
+def _is_turn(time: float, share: float) -> bool:
+    return _count(time, share) / share == time

@@ -1,0 +1,47 @@
+"""What an image input reads: how users name it (`Images`), and its records."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
+
+
+@dataclasses.dataclass(frozen=True)
+class Images(Documents):
+    """Images in Parquet files or in tar shards, as users name them.
+
+    Example: `Images("gs://bucket/train/*.tar", label="cls")`.
+
+    Attributes:
+      files, epochs: as in `Documents`.
+      column: Parquet: the column of the images' bytes; of a struct with the entry 'bytes', that entry. Tar: the extension of the
+        member, or several with commas between, of which each sample has one. None: 'image', and 'jpg,jpeg,png'.
+      label: Parquet: the column of the labels. Tar: the extension of the member that holds it as text; 'json.a' is key a of the
+        object in the member 'json'. None: no labels.
+      kind: 'parquet' or 'tar'; None finds out by the names and the first bytes of the files.
+      shuffle: as in `Documents`. Tar shards are read by number, so they are shuffled globally. Parquet files are read by row
+        group: row groups are shuffled, and windows of so many rows in each; 'auto' takes windows of 10,000.
+    """
+
+    column: Any = None
+    label: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Image:
+    """One image.
+
+    Attributes:
+      content: the bytes of its file.
+      label: what stands for its label: text from a tar member, any value from JSON or Parquet; None without labels.
+      where: the file and the member or row, for messages: 'a.tar, member 7.jpg', 'a.parquet row group 2, row 17'.
+    """
+
+    content: bytes
+    label: Any
+    where: str
+
+
+ImageRecord = Image | BadRecord

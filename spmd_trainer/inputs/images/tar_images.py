@@ -1,0 +1,153 @@
+"""Images in tar shards of webdataset's layout, read by number: where each sample's members are is found once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs.corpus.documents import BadRecord
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles
+from spmd_trainer.inputs.corpus.line_index import open_bytes
+from spmd_trainer.inputs.corpus.open_files import OpenFiles
+from spmd_trainer.inputs.corpus.tar_members import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
+from spmd_trainer.inputs.images.image_source import ImageSource
+from spmd_trainer.inputs.images.images import Image, ImageRecord
+from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.storage.local_copies import cached_index
+
+_EXTENSIONS = ("jpg", "jpeg", "png")
+_JSON = "json"
+# The size of a member that a sample lacks.
+_MISSING = -1
+
+
+class _Member(NamedTuple):
+    """Where a member's content is: its first byte and its bytes."""
+
+    begin: int
+    size: int
+
+
+_NONE = _Member(0, _MISSING)
+
+
+class TarImages(NumberedFiles, ImageSource):
+    """Samples of tar files that are not compressed. A chunk is a file."""
+
+    kind: ClassVar[str] = "tar"
+
+    def __init__(self, paths: Sequence[str], column: str | None = None, label: str | None = None):
+        """Finds the samples of all files; the result is kept in the cache folder.
+
+        Args:
+          paths: the files.
+          column: extensions of the members that are images, with commas between; None: jpg, jpeg and png.
+          label: extension of the member that is the label, or 'json.KEY'; None: no labels.
+
+        Raises:
+          UserError: a file can't be read, is compressed or damaged, or has a sample with several images; names the file.
+        """
+        super().__init__(paths)
+        self._images = _EXTENSIONS if column is None else tuple(part.strip() for part in column.split(","))
+        self.label = label
+        self._label, _, self._key = (label or "").partition(".")
+        if self._key and self._label != _JSON:
+            self._label, self._key = label or "", ""
+        settings = zlib.crc32(repr((self._images, self._label)).encode())
+        # Of each sample: begin and size of its image, and of its label.
+        self._members = [
+            cached_index(path, f"tar-{settings:08x}", lambda index=index: self._find(index))  # type: ignore[misc]
+            for index, path in enumerate(self.paths)
+        ]
+        self.numbering = Numbering([len(found) for found in self._members])
+        self._files = OpenFiles(self.paths, self.sizes)
+
+    def image(self, number: int) -> ImageRecord:
+        file, inside = self.numbering.locate(number)
+        begin, size, label_begin, label_size = self._members[file][inside].tolist()
+        if size == _MISSING:
+            name, members = self._sample(file, inside)
+            wanted = " or ".join(map(repr, self._images))
+            return BadRecord(
+                f"{self.paths[file]}, sample {name!r}",
+                f"has no member {wanted}{did_you_mean(self._images[0], members)}",
+            )
+        # The header stands before the content.
+        block = self._files.read(file, begin - tarfile.BLOCKSIZE, begin + size)
+        try:
+            header = tarfile.TarInfo.frombuf(block[: tarfile.BLOCKSIZE], tarfile.ENCODING, "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise UserError(f"{self.paths[file]} has changed at byte {begin}: {error}; start the run again") from error
+        where = f"{self.paths[file]}, member {header.name}"
+        label: Any = None
+        if self._label:
+            if label_size == _MISSING:
+                _, members = self._sample(file, inside)
+                return BadRecord(where, f"has no member {self._label!r} beside it{did_you_mean(self._label, members)}")
+            label = self._files.read(file, label_begin, label_begin + label_size)
+            label = self._label_of(label, where)
+        return label if isinstance(label, BadRecord) else Image(block[tarfile.BLOCKSIZE :], label, where)
+
+    def _label_of(self, content: bytes, where: str) -> Any:
+        """Returns the label in the content of its member, or a BadRecord."""
+        try:
+            if self._label != _JSON:
+                return content.decode().strip()
+            value = json.loads(content)
+        except ValueError as error:
+            return BadRecord(where, f"has a member {self._label!r} beside it that can't be read: {error}")
+        for name in filter(None, self._key.split(".")):
+            if not isinstance(value, Mapping) or name not in value:
+                keys = list(map(str, value)) if isinstance(value, Mapping) else []
+                return BadRecord(where, f"has no key {self._key!r} in its member 'json'{did_you_mean(name, keys)}")
+            value = value[name]
+        return value
+
+    def _find(self, index: int) -> np.ndarray:
+        """Returns begin and size of the image and of the label of each sample of a file, int64 [samples, 4]."""
+        path = self.paths[index]
+        self.refuse_changed(index)
+        logging.info("finding the samples of %s", path)
+        found: list[tuple[int, int, int, int]] = []
+        try:
+            if not is_plain(path):
+                raise UserError(
+                    f"{path} is compressed or no tar file, so its images can't be read by number; unpack it"
+                )
+            for name, members in self._walk(path):
+                images = {one: member for one in self._images if (member := members.get(one)) is not None}
+                if len(images) > 1:
+                    raise UserError(
+                        f"{path}: sample {name!r} has {' and '.join(images)}; set column to the one that is the image"
+                    )
+                found.append((*next(iter(images.values()), _NONE), *(members.get(self._label) or _NONE)))
+            refuse_without_end(path, self.sizes[index])
+        except TAR_DAMAGE as error:
+            problem = error or type(error).__name__
+            raise UserError(
+                f"{path} is damaged after sample {len(found)}: {problem}. Write the file again, or leave it out"
+            ) from error
+        return np.array(found, np.int64).reshape(-1, 4)
+
+    def _walk(self, path: str) -> Iterator[tuple[str, dict[str, _Member | None]]]:
+        with open_bytes(path) as file:
+            archive = tarfile.TarFile.open(fileobj=file, mode="r:", tarinfo=Header)
+            yield from samples(archive, path, {*self._images, self._label}, _member)
+
+    def _sample(self, file: int, number: int) -> tuple[str, list[str]]:
+        """Returns the name of a sample and the extensions of its members, for an error: the file is read up to it."""
+        name, members = next(itertools.islice(self._walk(self.paths[file]), number, None))
+        return name, list(members)
+
+
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> _Member:
+    del archive
+    return _Member(member.offset_data, member.size)

@@ -1,0 +1,117 @@
+"""The candidates of `--mode=plan`, and the flags that choose and describe them."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+from plan_helpers import EXPERIMENT, make_job
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.programs import plan_candidates
+from spmd_trainer.programs.plan_candidates import Candidate
+from spmd_trainer.programs.run_config import make_run_config
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return make_job(tmp_path_factory.mktemp("job"))
+
+
+def test_all_ways_to_factor_the_devices():
+    found = list(plan_candidates.meshes(("replica", "data", "mdl"), 64))
+    assert len(found) == len(set(found)) == 28  # 2 ** 6 over three axes
+    assert (("replica", 1), ("data", 16), ("mdl", 4)) in found
+    assert len(list(plan_candidates.meshes(("data", "mdl"), 12))) == 6
+    across = list(plan_candidates.meshes(("replica", "data", "mdl"), 8, num_slices=4))
+    # Only an outermost axis of 4 or 8 crosses the slices.
+    assert all(next(size for _, size in mesh if size > 1) % 4 == 0 for mesh in across)
+    assert (("replica", 1), ("data", 4), ("mdl", 2)) in across
+    assert (("replica", 2), ("data", 4), ("mdl", 1)) not in across
+
+
+def test_flags_of_a_candidate_give_its_settings(job, tmp_path):
+    candidate = Candidate((("replica", 1), ("data", 2), ("mdl", 4)), "save_dot_only", 2, 12)
+    # As a shell reads them.
+    assert shlex.split(candidate.flags(job.config.experiment)) == [
+        "--mesh=replica:1,data:2,mdl:4",
+        "--num_minibatches=2",
+        "--fdl.set=task.model.lm_tpl.checkpoint_policy='save_dot_only'",
+        "--fdl.set=train_datasets[0].batch_size.global_batch_size=12",
+    ]
+    changed = make_run_config(EXPERIMENT, tmp_path, overrides=candidate.overrides(job.config.experiment))
+    lines = changed.experiment.lines()
+    assert "task.model.lm_tpl.checkpoint_policy: 'save_dot_only'" in lines
+    assert "train_datasets[0].batch_size.global_batch_size: 12" in lines
+
+
+def test_the_dimensions_multiply(job):
+    def count(*searched):
+        return len(
+            plan_candidates.enumerate_candidates(
+                job.config.experiment,
+                searched,
+                mesh=job.partitioner.mesh_shape(),
+                num_slices=1,
+                rows=job.num_rows,
+            )
+        )
+
+    assert count("mesh") == 10
+    assert count("mesh", "minibatches") == 20  # 6 rows: 1 or 2
+    assert count("mesh", "remat") == 10 * 17
+    assert count("batch") == 4
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400)])
+def test_budgets(text, seconds):
+    assert plan_candidates.parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["20", "m", "-1m", "20 minutes"])
+def test_a_budget_that_cannot_be_read(text):
+    with pytest.raises(UserError, match=f"--budget={text} is not of the form 90s, 20m or 1h"):
+        plan_candidates.parse_budget(text)
+
+
+@pytest.mark.parametrize("text", ["0s", "0.0h"])
+def test_a_budget_of_no_time(text):
+    with pytest.raises(UserError, match=f"--budget={text} leaves no time to compile a candidate"):
+        plan_candidates.parse_budget(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode=plan"], "--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8"),
+        (["--mode=inspect", "--budget=5m"], "--budget goes with --mode=plan"),
+        (["--mode=inspect", "--num_slices=2"], "--num_slices goes with --topology"),
+        (["--mode=eval", "--num_minibatches=2"], "--num_minibatches goes with --mode=train, inspect, plan and verify"),
+        (["--mode=plan", "--topology=v5e:2x2", "--search=mehs"], "--search has no 'mehs'"),
+        (["--mode=plan", "--topology=v5e:2x2", "--budget=20"], "--budget=20 is not of the form 90s, 20m or 1h"),
+        (["--mode=train", "--topology=v5e:2x2"], "--topology goes with --mode=inspect and --mode=plan"),
+    ],
+)
+def test_flags_that_do_not_go_together(tmp_path, arguments, message):
+    command = [
+        sys.executable,
+        "-m",
+        "spmd_trainer.main",
+        f"--exp={EXPERIMENT}",
+        f"--job_log_dir={tmp_path}",
+        *arguments,
+    ]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 2
+    assert message in finished.stderr
+
+
+def test_the_number_of_minibatches_is_that_of_the_flag(tmp_path):
+    assert make_job(tmp_path, num_minibatches=2).partitioner.num_minibatches == 2
+    with pytest.raises(UserError, match="num_minibatches=4"):
+        make_job(tmp_path, num_minibatches=4)  # 6 rows
+
+
+def test_an_unknown_dimension_gets_a_suggestion():
+    with pytest.raises(UserError, match=r"--search has no 'remta'; it takes mesh, remat, .*did you mean remat"):
+        plan_candidates.parse_dimensions(["remta"])
