@@ -53,6 +53,15 @@ flags.DEFINE_string(
 )
 flags.DEFINE_string("mesh", None, "Use this mesh instead of the experiment's, e.g. data:4,mdl:2. One size may be -1.")
 flags.DEFINE_string("module", None, "File, folder or module written for paxml, for --mode=port.")
+flags.DEFINE_string(
+    "page_file",
+    None,
+    "With --mode=page: write this file instead of run.html in --job_log_dir, or compare.html for several runs.",
+)
+flags.DEFINE_bool(
+    "follow", False, "With --mode=page: serve the page on this machine, up to date while the run goes on, until Ctrl-C."
+)
+flags.DEFINE_integer("port", 0, "With --follow: the port; 0 takes a free one.", lower_bound=0, upper_bound=65535)
 flags.DEFINE_string("export_dir", None, "With --mode=export: the folder to write. It must be new or empty.")
 flags.DEFINE_enum(
     "export_dtype",
@@ -181,6 +190,12 @@ def main(argv: Sequence[str]) -> None:
             return
         if flags.FLAGS.mode == "port":
             _port(flags.FLAGS.module)
+        if flags.FLAGS.mode == "page":
+            _page(argv[1:])
+            return
+        for name in ("page_file", "follow", "port"):
+            if flags.FLAGS[name].present:
+                raise UserError(f"--{name} goes with --mode=page")
         if flags.FLAGS.module:
             raise UserError("--module goes with --mode=port; --exp_module=MODULE adds experiments of your own")
         # Imports JAX and praxis: only once the flags are parsed, and while garbage collection is off.
@@ -222,6 +237,20 @@ def _port(module: str | None) -> NoReturn:
     from spmd_trainer.programs import port
 
     raise SystemExit(0 if port.print_reports(module) else 1)
+
+
+def _page(more_directories: Sequence[str]) -> None:
+    """Writes or serves the page of the runs in --job_log_dir and in the directories that are given as arguments."""
+    from spmd_trainer.programs import run_page
+
+    first = [flags.FLAGS.job_log_dir] if flags.FLAGS.job_log_dir else []
+    if flags.FLAGS.page_file and flags.FLAGS.follow:
+        raise UserError("--follow writes no file: leave --page_file out")
+    if flags.FLAGS["port"].present and not flags.FLAGS.follow:
+        raise UserError("--port goes with --follow")
+    run_page.show(
+        run_page.PageRequest([*first, *more_directories], flags.FLAGS.page_file, flags.FLAGS.follow, flags.FLAGS.port)
+    )
 
 
 def run() -> None:

@@ -64,6 +64,13 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    def wait_for(self, expression: str) -> None:
+        """Waits until a JavaScript expression is true."""
+        ends = time.monotonic() + _DEADLINE
+        while not self.evaluate(expression):
+            assert time.monotonic() < ends, f"{expression} has not become true"
+            time.sleep(0.02)
+
     def texts(self, selector: str) -> list[str]:
         """Returns the visible text of the elements that a CSS selector finds."""
         return self.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText.trim())")
@@ -75,7 +82,7 @@ class Page:
     def press(self, key: str) -> None:
         """Presses a key that needs no text, such as 'ArrowRight' or 'Tab'."""
         for kind in ("rawKeyDown", "keyUp"):
-            codes = {"Tab": 9, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+            codes = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
 
     def move_to(self, x: float, y: float) -> None:
@@ -124,8 +131,8 @@ class Browser:
                 assert "error" not in message, f"{method}: {message}"
                 return message["result"]
 
-    def open(self, file: pathlib.Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
-        """Opens a file in a new page and waits until it is loaded."""
+    def open(self, file: pathlib.Path | str, *, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
+        """Opens a file, or the page at a URL, in a new page and waits until it is loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session)
@@ -136,7 +143,7 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
-        page.call("Page.navigate", url=file.as_uri())
+        page.call("Page.navigate", url=file if isinstance(file, str) else file.as_uri())
         while session not in self._loaded:
             self._read()
         return page

@@ -24,7 +24,7 @@ LAYERS = [
     ["steps"],
     ["metrics", "checkpointing"],
     ["partitioning"],
-    ["interop", "lm_eval"],
+    ["interop", "lm_eval", "pages"],
     ["callbacks"],
     ["programs"],
     ["pax_names"],

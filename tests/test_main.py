@@ -46,6 +46,12 @@ def refused(*args: str, **env: str) -> str:
         ([f"--exp={TINY}", "--dump", "--jax_log_compile"], ["--jax_log_compile", "jax_log_compiles"]),
         (["--study=mine"], ["--study", "there is no tuner"]),
         (["--mode=port"], ["--module=FILE"]),
+        (["--mode=page"], ["--mode=page needs --job_log_dir=DIR"]),
+        (["--mode=page", "--job_log_dir=/nonexistent/run"], ["/nonexistent/run does not exist", "trained in"]),
+        (["--mode=page", "--job_log_dir=/"], ["--job_log_dir=/ holds no run of this trainer"]),
+        (["--mode=page", "--job_log_dir=runs", "--port=8080"], ["--port goes with --follow"]),
+        (["--mode=page", "--job_log_dir=runs", "--follow", "--page_file=x.html"], ["--follow writes no file"]),
+        ([f"--exp={TINY}", "--job_log_dir=runs", "--follow"], ["--follow goes with --mode=page"]),
         ([f"--exp={TINY}", "--module=my_pkg"], ["--module", "--mode=port", "--exp_module"]),
     ],
 )

@@ -11,6 +11,8 @@ early_stop.py     asks `task.early_stopping_fn`, and keeps the best checkpoint
 invalid_steps.py  counts steps with NaN, Inf or a rejected gradient
 profiler.py       profiles some steps
 watchdog.py       reports a step, save or evaluation that hangs
+run_times.py      keeps where the time goes in run_times.jsonl
+run_page.py       writes the run's page, run.html, at the end
 lm_eval.py        judges the model with lm-eval's tasks every N steps; an experiment adds it
 """
 

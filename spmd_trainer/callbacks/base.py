@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.metrics.run_times import RunTimes
 
 if TYPE_CHECKING:
     from spmd_trainer.inputs.prefetch import Prefetcher
@@ -43,6 +44,7 @@ class Run:
       input: the training input; its `state` is its position after the batch of `step`.
       config_lines: the resolved config, one 'path: value' a line.
       began: `time.monotonic()` when the run began.
+      times: adds up where this process' time goes.
       first_step: the step of the state that this start of the run began with.
       step: the number of training steps that `state` has taken.
       stop_reason: why training ends; empty while it goes on.
@@ -74,6 +76,7 @@ class Run:
         self.input: Prefetcher | None = None
         self.num_steps = int(task.train.num_train_steps)
         self.began = time.monotonic()
+        self.times = RunTimes()
         self.first_step = 0
         self.step = 0
         self._state: TrainState | None = None
@@ -111,9 +114,14 @@ class Run:
         """What the run does now, e.g. 'training step 12', and `time.monotonic()` when it began to."""
         return self._activity
 
-    def begin(self, activity: str) -> None:
-        """Notes that one activity has ended and the next one begins. Cheap."""
-        self._activity = (activity, time.monotonic())
+    def begin(self, activity: str, part: str = "other") -> None:
+        """Notes that one activity has ended and the next one begins. Cheap.
+
+        Args:
+          activity: what the run does now; for messages.
+          part: what its time counts as, one of `metrics.run_times.PARTS`.
+        """
+        self._activity = (activity, self.times.begin(part))
 
     def log(self, scalars: Mapping[str, float]) -> None:
         """Adds scalars to the training summary of the step that `after_step` is called for.
@@ -143,8 +151,8 @@ class Callback:
     """What a training run calls at its moments. Every method does nothing; override the ones you need.
 
     Callbacks are called in this order: the trainer's own, then the experiment's (`task.train.callbacks`), then the caller's
-    (`spmd_trainer.train(callbacks=...)`), then the trainer's summaries and checkpoints. Each process of a job calls its own.
-    An exception in a callback ends the run; the error names the callback.
+    (`spmd_trainer.train(callbacks=...)`), then the trainer's summaries, checkpoints, times and page. Each process of a job calls
+    its own. An exception in a callback ends the run; the error names the callback.
 
     On GPUs and TPUs, copies from a device to the host between two steps are refused unless they are explicit: in
     `after_dispatch` and `after_step`, read arrays with `jax.device_get` (JAX does not check this on CPU). It waits for the

@@ -101,7 +101,7 @@ class LmEval(Callback):
     def _evaluate(self, run: Run, step: int) -> None:
         if self._judge is None or self._partitioner is not run.partitioner:
             self._judge = self._make(run)
-        run.begin(f"lm_eval at step {step}")
+        run.begin(f"lm_eval at step {step}", "evaluation")
         state = run.state.to_eval_state()
         if run.task.train.eval_use_ema_states and has_ema(run.task.learner):
             state = dataclasses.replace(state, mdl_vars=extract_ema(run.state.opt_states, run.state.mdl_vars))

@@ -49,6 +49,7 @@ GROUPS = {
         "jax_profiler_port=PORT",
         "jax_cache_dir=DIR",
     ),
+    "The page of a run": ("page_file=FILE", "follow", "port=PORT"),
     "Several processes": (
         "distributed=auto",
         "coordinator_address=HOST:PORT",

@@ -108,6 +108,13 @@ MODES = {
         "judging",
         "judge",
     ),
+    "page": Mode(
+        "Write a page with the curves, times, samples and settings of the run in --job_log_dir: run.html. More directories may "
+        "follow as arguments; their runs are compared. Needs no --exp. Training writes it too, at its end.",
+        "run_page",
+        "show",
+        has_run=False,
+    ),
     "port": Mode(
         "Print what an experiment file written for paxml (--module=FILE) needs here, and its renamed imports as a diff. "
         "Runs nothing of the file. Exit status 1: it uses something that has no counterpart.",

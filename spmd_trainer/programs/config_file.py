@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
 from absl import logging
 from etils import epath
 
-from spmd_trainer.models import config_lines
+from spmd_trainer.models.config_changes import Change, changes
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.storage.files import write_atomically
+from spmd_trainer.storage.run_files import CONFIG_FILE, EARLIER_CONFIG
 
-CONFIG_FILE = "config.txt"
-_EARLIER = re.compile(r"config\.(\d{4,})\.txt")
 _MAX_TOLD = 10
-_MAX_VALUE_CHARS = 120
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """One changed setting.
-
-    Attributes:
-      path: the setting, e.g. 'task.train.num_train_steps'.
-      before: its value as text in the last run, or None if the setting did not exist.
-      now: its value as text, or None if the setting no longer exists.
-    """
-
-    path: str
-    before: str | None
-    now: str | None
-
-    def __str__(self) -> str:
-        if self.before is None:
-            return f"{self.path} is new: {_shortened(self.now or '', '')}"
-        if self.now is None:
-            return f"{self.path} was removed; it was {_shortened(self.before, '')}"
-        return f"{self.path} was {_shortened(self.before, self.now)}, is now {_shortened(self.now, self.before)}"
 
 
 def run_lines(mesh_shape: Mapping[str, int], processes: int, batch_rows: int, num_minibatches: int) -> list[str]:
@@ -86,12 +61,6 @@ def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
     return changed
 
 
-def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:
-    """Returns the changes between two lists of 'path: value' lines, sorted by path; memory addresses are ignored."""
-    old, new = _settings(before), _settings(now)
-    return [Change(path, old.get(path), new.get(path)) for path in sorted(old | new) if old.get(path) != new.get(path)]
-
-
 def _message(changed: Sequence[Change], kept: epath.Path, path: epath.Path) -> str:
     told = "\n".join(f"  {change}" for change in changed[:_MAX_TOLD])
     more = f"\n  and {len(changed) - _MAX_TOLD} more" if len(changed) > _MAX_TOLD else ""
@@ -119,7 +88,7 @@ def _keep(directory: epath.Path, lines: list[str]) -> epath.Path:
 
     The newest one has them if an earlier start was killed just after writing it.
     """
-    numbers = [int(match[1]) for entry in directory.iterdir() if (match := _EARLIER.fullmatch(entry.name))]
+    numbers = [int(match[1]) for entry in directory.iterdir() if (match := EARLIER_CONFIG.fullmatch(entry.name))]
     newest = max(numbers, default=0)
     path = directory / f"config.{newest:04}.txt"
     if newest and _read(path) == lines:
@@ -129,30 +98,6 @@ def _keep(directory: epath.Path, lines: list[str]) -> epath.Path:
     return path
 
 
-def _settings(lines: Sequence[str]) -> dict[str, str]:
-    """Returns {path: value} without memory addresses. A line without ': ' continues the value before it."""
-    settings: dict[str, str] = {}
-    path = ""
-    for line in lines:
-        start, separator, value = config_lines.without_addresses(line).partition(": ")
-        if separator:
-            path = start
-            settings[path] = value
-        elif path:
-            settings[path] += f" {start.strip()}"
-    return settings
-
-
 def _on_one_line(line: str) -> str:
     """Joins the lines of a multi-line value, such as an array's text."""
     return re.sub(r"\s*\n\s*", " ", line)
-
-
-def _shortened(value: str, other: str) -> str:
-    """Returns the value; of a long one, only the part around the first difference from `other`."""
-    if len(value) <= _MAX_VALUE_CHARS:
-        return value
-    same = next((i for i, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), 0)
-    start = max(0, min(same - _MAX_VALUE_CHARS // 4, len(value) - _MAX_VALUE_CHARS))
-    end = start + _MAX_VALUE_CHARS
-    return ("..." if start else "") + value[start:end] + ("..." if end < len(value) else "")

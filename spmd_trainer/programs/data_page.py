@@ -1,11 +1,11 @@
-"""What `--mode=data` found out about corpora as a self-contained page, `data.html`. It has the style sheet of `plan.html`."""
+"""What `--mode=data` found out about corpora as a self-contained page, `data.html`."""
 
 from __future__ import annotations
 
 import html
-import importlib.resources
 from collections.abc import Mapping, Sequence
 
+from spmd_trainer.pages import page
 from spmd_trainer.programs.corpus_summary import CorpusSummary, SourceSummary
 
 FILE = "data.html"
@@ -14,7 +14,6 @@ _STYLE = """
 .bars div { flex: 1 1 0; min-width: 0; background: var(--accent); border-radius: 3px 3px 0 0; }
 .ticks { display: flex; gap: 2px; margin: 3px 0 0; color: var(--soft); font-size: 11.5px; font-variant-numeric: tabular-nums; }
 .ticks span { flex: 1 1 0; min-width: 0; overflow: visible; white-space: nowrap; text-align: center; }
-.facts { display: flex; flex-wrap: wrap; gap: 12px; margin: 0 0 14px; }
 .scroll { overflow-x: auto; }
 .scroll table { min-width: 820px; }
 section > h2 { margin: 22px 0 8px; font-size: 17px; }
@@ -33,7 +32,7 @@ def data_page(experiment: str, found: Mapping[str, CorpusSummary]) -> str:
       experiment: its name.
       found: {name of the dataset: what was measured}.
     """
-    style = importlib.resources.files(__package__).joinpath("plan_page.css").read_text() + _STYLE
+    style = page.shared("page.css") + _STYLE
     body = "".join(_dataset(name, summary) for name, summary in found.items())
     title = html.escape(experiment)
     return (

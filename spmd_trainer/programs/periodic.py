@@ -61,7 +61,7 @@ class PeriodicWork:
         """
         run, task = self._run, self._job.task
         if due.evaluate:
-            run.begin(f"evaluation at step {run.step}")
+            run.begin(f"evaluation at step {run.step}", "evaluation")
             skips = task.train.eval_skip_train
             self.results = self._evaluations.run(
                 _eval_state(task, run.state, ema=task.train.eval_use_ema_states),
@@ -73,7 +73,7 @@ class PeriodicWork:
             self.evaluated = run.step
             self._callbacks.call("after_eval", run, run.step, self.results)
         if due.decode:
-            run.begin(f"decoding at step {run.step}")
+            run.begin(f"decoding at step {run.step}", "decode")
             eval_state = _eval_state(task, run.state, ema=task.train.decode_use_ema_states)
             self._decodes.run(eval_state, run.step, between_batches)
             self._decoded = run.step

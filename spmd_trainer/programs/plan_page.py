@@ -1,19 +1,17 @@
 """A plan as a self-contained page, `plan.html`: one compiled plan, or the result of a search.
 
-Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.js.
+Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.js, and page.css and page.js of `pages`.
 """
 
 from __future__ import annotations
 
-import functools
 import html
-import importlib.resources
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from absl import logging
 
+from spmd_trainer.pages import page
 from spmd_trainer.programs import plan_page_data
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.plan import Plan
@@ -107,11 +105,11 @@ def search_page(about: Mapping[str, str], search: Record) -> str:
     return _page("Search for a plan", about, facts, {"plan": None, "search": search}, _front_table(search))
 
 
-def _write(job: Job, page: str) -> None:
+def _write(job: Job, text: str) -> None:
     if not job.config.writes_reports:
         return
     path = report_directory(job.config.job_log_dir) / FILE
-    files.write_atomically(path, page.split("\n"))
+    files.write_atomically(path, text.split("\n"))
     logging.info("wrote %s", path)
 
 
@@ -136,7 +134,7 @@ def _page(
     title = about["experiment"]
     parts = {
         "TITLE": html.escape(f"{title}: {kicker.lower()}"),
-        "CSS": _asset("plan_page.css"),
+        "CSS": page.shared("page.css") + _asset("plan_page.css"),
         "KICKER": html.escape(kicker),
         "EXPERIMENT": html.escape(title).replace(".", ".<wbr>"),
         "ABOUT": "".join(
@@ -146,12 +144,10 @@ def _page(
         ),
         "FACTS": "".join(_fact(*fact) for fact in facts),
         "FRONT": table,
-        # Nothing in the data may end the script element that contains it.
-        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "SCRIPT": _asset("plan_page_charts.js") + _asset("plan_page.js"),
+        "DATA": page.script_json(data),
+        "SCRIPT": page.shared("page.js") + _asset("plan_page_charts.js") + _asset("plan_page.js"),
     }
-    # Substitute in one pass: a text that looks like a mark of the template must stay as it is.
-    return re.sub(r"__PLAN_(\w+?)__", lambda mark: parts[mark[1]], _asset("plan_page.html"))
+    return page.fill(_asset("plan_page.html"), parts)
 
 
 def _fact(name: str, value: str, note: str, tone: str) -> str:
@@ -231,6 +227,5 @@ def _front_row(number: int, shown: Record, per_row: bool) -> str:
     )
 
 
-@functools.cache
 def _asset(name: str) -> str:
-    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return page.asset(__package__, name)

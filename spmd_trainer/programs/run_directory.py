@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from absl import logging
@@ -16,17 +16,10 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.interop import pax
 from spmd_trainer.programs import config_file
 from spmd_trainer.storage.files import UNFINISHED_SUFFIX, write_atomically, write_if_changed
+from spmd_trainer.storage.run_files import ABOUT, END_OF_TRAINING, FAILURE, LOGS, MARKER
 
 # What reading a file that is cut short, or no file of ours, raises.
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
-# Says which experiment a job_log_dir belongs to.
-MARKER = "experiment.json"
-# Full logs of the processes that worked in a job_log_dir.
-LOGS = "logs"
-# The step with which training has ended, which may be earlier than num_train_steps.
-_END_OF_TRAINING = "end_of_training.json"
-# Why the last training process failed.
-_FAILURE = "failure.json"
 # What the modes that only look may have written here before the run began: inspect, plan, data.
 _OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|data\.html")
 # Holds the lock of the training process.
@@ -118,9 +111,20 @@ def describe(directory: epath.Path, experiment: str, settings: Sequence[str]) ->
     if jax.process_index():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / _FAILURE).unlink(missing_ok=True)
+    (directory / FAILURE).unlink(missing_ok=True)
     write_if_changed(directory / MARKER, [json.dumps({"experiment": experiment})])
     config_file.write_config(directory, settings)
+
+
+def write_about(directory: epath.Path, about: Mapping[str, object]) -> None:
+    """Writes what this start of a training run is, for the run's page. Process 0 does.
+
+    Args:
+      directory: the `job_log_dir`.
+      about: facts by name; JSON.
+    """
+    if jax.process_index() == 0:
+        write_if_changed(directory / ABOUT, json.dumps(about, indent=1).splitlines())
 
 
 def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list[epath.Path]:
@@ -142,13 +146,13 @@ def report_directory(job_log_dir: epath.Path) -> epath.Path:
 def mark_begin_of_training(directory: epath.Path) -> None:
     """Takes back that an earlier start of the run has ended. Process 0 does."""
     if jax.process_index() == 0:
-        (directory / _END_OF_TRAINING).unlink(missing_ok=True)
+        (directory / END_OF_TRAINING).unlink(missing_ok=True)
 
 
 def mark_end_of_training(directory: epath.Path, step: int) -> None:
     """Says in a run's directory that training has ended with the checkpoint of `step`. Process 0 does."""
     if jax.process_index() == 0:
-        write_if_changed(directory / _END_OF_TRAINING, [json.dumps({"step": step})])
+        write_if_changed(directory / END_OF_TRAINING, [json.dumps({"step": step})])
 
 
 def end_of_training(directory: epath.Path) -> int | None:
@@ -157,7 +161,7 @@ def end_of_training(directory: epath.Path) -> int | None:
     Args:
       directory: the run's `job_log_dir`.
     """
-    path = directory / _END_OF_TRAINING
+    path = directory / END_OF_TRAINING
     try:
         return int(json.loads(path.read_text())["step"])
     except FileNotFoundError:
@@ -187,7 +191,7 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     failure = Failure(step, jax.process_index(), reason)
     if directory.exists():
-        write_atomically(directory / _FAILURE, [json.dumps(dataclasses.asdict(failure))])
+        write_atomically(directory / FAILURE, [json.dumps(dataclasses.asdict(failure))])
 
 
 def failure(directory: epath.Path) -> Failure | None:
@@ -196,7 +200,7 @@ def failure(directory: epath.Path) -> Failure | None:
     Args:
       directory: the run's `job_log_dir`.
     """
-    path = directory / _FAILURE
+    path = directory / FAILURE
     try:
         return Failure(**json.loads(path.read_text()))
     except FileNotFoundError:

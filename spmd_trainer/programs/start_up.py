@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.job import Job, vocabulary_size
 from spmd_trainer.programs.kept.step import NewStep
 from spmd_trainer.programs.phases import Phase
+from spmd_trainer.programs.plan_versions import library_versions
 from spmd_trainer.steps import step_fns
 from spmd_trainer.train_states import PyTree, TrainState
 
@@ -67,6 +69,7 @@ def start(
     """
     config = job.config
     run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines())
+    run_directory.write_about(config.job_log_dir, _about(job))
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
     compiling = None if _seems_finished(job, checkpointer) else pool.submit(compile_train_step, job)
     # Not waited for: an error in the checkpoint or the input is reported before the compiler is done.
@@ -85,8 +88,11 @@ def start(
         why = run.stop_reason or "there is nothing to train"
         said = f"already finished at step {run.step} of {run.num_steps}: {why}"
     else:
+        run.times.begin("input")
         batches.peek()
+        run.times.begin("compile")
         step = compiling.result() if compiling else compile_train_step(job)
+        run.times.begin("start")
         for line in step.attention:
             logging.info("%s", line)
         said = f"training from step {run.step} to {run.num_steps}"
@@ -95,6 +101,18 @@ def start(
     run_directory.mark_begin_of_training(config.job_log_dir)
     logging.info("%s", said)
     return step, batches
+
+
+def _about(job: Job) -> dict[str, object]:
+    """Returns what a start of the run is, besides its settings."""
+    devices = job.partitioner.mesh.devices
+    return {
+        "experiment": job.config.experiment.name,
+        "overrides": list(job.config.experiment.overrides),
+        "parameters": job.partitioner.metadata.num_params() + job.partitioner.metadata.num_frozen_params(),
+        "devices": {"count": int(devices.size), "kind": devices.flat[0].device_kind, "processes": jax.process_count()},
+        "versions": {"python": platform.python_version(), **library_versions()},
+    }
 
 
 def move(
@@ -115,6 +133,7 @@ def move(
     Raises:
       UserError: see `elastic.rebuild`.
     """
+    run.times.begin("compile")
     with jax.transfer_guard_device_to_host("allow"):
         job, run.state = elastic.rebuild(job, devices, run.state)
         batches.close()

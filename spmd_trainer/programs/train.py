@@ -19,6 +19,8 @@ from spmd_trainer.callbacks.early_stop import EarlyStop
 from spmd_trainer.callbacks.invalid_steps import InvalidSteps
 from spmd_trainer.callbacks.profiler import Profiler
 from spmd_trainer.callbacks.progress import ProgressLines
+from spmd_trainer.callbacks.run_page import RunPage
+from spmd_trainer.callbacks.run_times import TimeRecord
 from spmd_trainer.callbacks.summaries import Summaries
 from spmd_trainer.callbacks.watchdog import Watchdog
 from spmd_trainer.checkpointing import CheckpointError
@@ -87,8 +89,9 @@ def train(job: Job) -> TrainResult:
 
         with jax.transfer_guard_device_to_host("disallow"):  # what the host waits for, it must mean to
             while run.step < num_steps and not leave:
-                run.begin(f"training step {run.step + 1}")
+                run.begin(f"training step {run.step + 1}", "input")
                 prefetched = next(batches, None)
+                run.times.begin("step")
                 if prefetched is None:
                     logging.warning("%s after step %d of %d", _INPUT_ENDED, run.step, num_steps)
                     run.stop(_INPUT_ENDED)
@@ -134,6 +137,7 @@ def _pause(run: Run, callbacks: CallbackList) -> Iterator[None]:
     """A pause between two steps, for what the trainer does in it and then for the callbacks' own work."""
     with jax.transfer_guard_device_to_host("allow"):
         yield
+        run.times.begin("other")
         callbacks.call("on_pause", run, run.step)
         callbacks.call("after_pause", run, run.step)
 
@@ -184,7 +188,7 @@ def _take_request(request: SaveRequest, run: Run) -> bool:
 
 def _save(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
     """Starts to save the run's state."""
-    run.begin(f"saving step {run.step}")
+    run.begin(f"saving step {run.step}", "save")
     callbacks.call("before_save", run, run.step)
     checkpoints.save(run)
 
@@ -206,7 +210,7 @@ def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
-    """Returns a run's callbacks in order. Checkpoints and summaries come last: they write what the others have said."""
+    """Returns a run's callbacks in order. Summaries and checkpoints write what the others have said; the page shows it all."""
     policy = job.config.failure_policy
     return [
         Watchdog(policy.watchdog_seconds),
@@ -218,6 +222,8 @@ def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
         *job.config.callbacks,
         Summaries(),
         checkpoints,
+        TimeRecord(),
+        RunPage(),
     ]
 
 
@@ -232,9 +238,11 @@ def _end(
     complete: bool,
 ) -> TrainResult:
     """Waits until everything is on disk, logs how the run ended and where its results are, and returns its result."""
+    run.begin("waiting for the last save", "save")
     with Phase("waiting for the last save to be on disk", announce_after=2.0):
         checkpoints.checkpointer.wait_until_finished()
         _report_saved(run, callbacks, checkpoints)
+        run.begin("the end of the run")
         callbacks.call("on_end", run)
     if complete:
         run_directory.mark_end_of_training(run.job_log_dir, run.step)

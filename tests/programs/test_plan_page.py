@@ -17,7 +17,7 @@ from spmd_trainer.programs.plan_report import Outcome
 from spmd_trainer.programs.run_config import make_run_config
 
 GIB = 2**30
-EVIL = "</script><b>x</b>__PLAN_CSS__"
+EVIL = "</script><b>x</b>__PAGE_CSS__"
 ABOUT = {"experiment": f"lm.tiny.{EVIL}", "overrides": "task.train.num_train_steps=3", "topology": "v5e:2x4: 8 chips"}
 
 
@@ -199,7 +199,7 @@ def test_all_text_is_escaped_and_all_marks_of_the_template_are_replaced():
         assert EVIL not in page.split('id="data">')[0]
         assert html.escape(EVIL) in page
         assert page.count("</script>") == 2
-        assert set(re.findall(r"__PLAN_\w+?__", page)) == {"__PLAN_CSS__"}, "the one in the experiment's name"
+        assert set(re.findall(r"__PAGE_\w+?__", page)) == {"__PAGE_CSS__"}, "the one in the experiment's name"
         assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert data_of(pages[0])["plan"]["memory"]["groups"][2]["name"] == f"attn {EVIL}"
     assert data_of(pages[1])["search"]["reasons"][-1] == f"Mesh <b>doesn't</b> fit {EVIL}"

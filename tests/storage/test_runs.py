@@ -1,6 +1,8 @@
 """Runs whose directory is in an object store: train, resume, evaluate, decode. `test_faults_on_stores.py` has the faults."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 from etils import epath
 from proxy import Proxy
 
+from spmd_trainer.metrics.run_times import read_run_times
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.storage import append
 
@@ -56,6 +59,17 @@ def test_a_round(scheme, address_of, use, tmp_path, on_disk):
     assert len((directory / "decode_out/heldout_prompts/step_6.jsonl").read_text().splitlines()) == 5
     log = append.read_joined(directory / "logs" / "train.log")
     assert log.count("training from step") == 2
+    assert [(start.first_step, start.step, start.ended) for start in read_run_times(directory)] == [
+        (0, 4, "finished"),
+        (4, 6, "finished"),
+    ]
+    written = (directory / "run.html").read_text()
+    succeed(directory, environment, mode="page", cwd=tmp_path)
+    for page in (written, (directory / "run.html").read_text()):
+        data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+        assert data["runs"][0]["notes"] == []
+        (loss,) = (chart for chart in data["charts"] if chart["key"] == "train/loss")
+        assert (sum(loss["series"][0]["steps"]), loss["series"][0]["values"][-1]) == (6, on_disk[6])
     assert list(tmp_path.iterdir()) == []  # no folder 'gs:'
     assert not os.path.exists(f"/{scheme}")
 

@@ -1,0 +1,199 @@
+"""The scalars of a run, read from its `summaries/*/metrics.jsonl`, again and again while the run writes; and thinned."""
+
+from __future__ import annotations
+
+import array
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from etils import epath
+
+from spmd_trainer.metrics.writers import METRICS_FILE
+from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage import is_remote
+from spmd_trainer.storage.append import read_joined
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+# The summaries of training: where a start goes back to an earlier step, it takes the steps after that again.
+TRAIN = "train"
+# JSON's whole numbers have no end, those of a column have.
+_LARGEST = 10**300
+
+
+class ScalarsFile:
+    """The scalars of one `metrics.jsonl`, kept as columns.
+
+    Attributes:
+      bad_lines: lines that could not be read.
+      back: steps at which a later start of the run has begun again.
+    """
+
+    def __init__(self, path: epath.Path):
+        """Reads nothing yet.
+
+        Args:
+          path: the file; in an object store, it may be in parts.
+        """
+        self._path = path
+        self._is_remote = is_remote(path)
+        self._forget()
+
+    def update(self) -> bool:
+        """Reads what was added since the last call. Returns whether that was anything.
+
+        Raises:
+          OSError: the file can't be read.
+        """
+        before = self._offset
+        if self._is_remote:
+            text = read_joined(self._path).encode()
+            if len(text) != before:
+                self._forget()
+                self._add(text)
+        else:
+            with open(self._path, "rb") as file:
+                if file.seek(0, 2) < before:  # it is another file by now
+                    self._forget()
+                file.seek(self._offset)
+                while block := file.read(1 << 24):
+                    self._add(block)
+        return self._offset != before
+
+    def names(self) -> list[str]:
+        """Returns the names of the scalars in the order in which they first appear."""
+        return list(self._values)
+
+    def series(self, name: str) -> tuple[Floats, Floats]:
+        """Returns the steps and values of a scalar, each [n] float64, by increasing step.
+
+        Each step has its last value. In training, values of steps that a later start took again are left out.
+        """
+        empty = np.empty(0)
+        if name not in self._values:
+            return empty, empty
+        steps, values = (np.frombuffer(column, np.float64).copy() for column in self._values[name])
+        if self._path.parent.name == TRAIN:
+            later = np.minimum.accumulate(steps[::-1])[::-1]
+            kept = np.append(steps[:-1] < later[1:], True)
+            return steps[kept], values[kept]
+        _, last = np.unique(steps[::-1], return_index=True)
+        chosen = steps.size - 1 - last
+        return steps[chosen], values[chosen]
+
+    def _forget(self) -> None:
+        self._offset = 0
+        self._rest = b""
+        self._values: dict[str, tuple[array.array[float], array.array[float]]] = {}
+        self._last_step = -1
+        self.bad_lines = 0
+        self.back: list[int] = []
+
+    def _add(self, block: bytes) -> None:
+        self._offset += len(block)
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        for line in lines:
+            if line.strip():
+                self._add_line(line)
+
+    def _add_line(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            step = int(record.pop("step"))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            self.bad_lines += 1
+            return
+        if step <= self._last_step:
+            self.back.append(step)
+        self._last_step = step
+        for name, value in record.items():
+            if type(value) is not float and type(value) is not int:
+                continue  # a note
+            if name not in self._values:
+                self._values[name] = (array.array("d"), array.array("d"))
+            steps, values = self._values[name]
+            steps.append(step)
+            values.append(value if type(value) is float or abs(value) < _LARGEST else math.inf)
+
+
+class RunScalars:
+    """The scalars of a run, by the directory below `summaries` that they are in."""
+
+    def __init__(self, job_log_dir: epath.Path):
+        """Reads nothing yet."""
+        self._root = job_log_dir / "summaries"
+        self.files: dict[str, ScalarsFile] = {}
+
+    def update(self) -> Iterator[str]:
+        """Reads what is new. Yields a note for each file that can't be read or has lines that can't be."""
+        try:
+            names = sorted(path.name for path in self._root.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+        for name in names:
+            path = self._root / name / METRICS_FILE
+            file = self.files.setdefault(name, ScalarsFile(path))
+            try:
+                file.update()
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # events of another program
+            except OSError as error:
+                yield f"summaries/{name}/{METRICS_FILE} can't be read: {error}"
+            if file.bad_lines:
+                yield f"summaries/{name}/{METRICS_FILE}: {count_text(file.bad_lines, 'line')} can't be read; the others are shown"
+
+
+def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:
+    """Returns few points of a long curve: of each bucket of neighbours the least, the greatest and the first that is not finite.
+
+    Spikes stay visible, and the first and the last point are kept. A curve of at most `2 * buckets` points is returned whole.
+
+    Args:
+      steps: [n].
+      values: [n].
+      buckets: the number of buckets.
+    """
+    inner = steps.size - 2
+    if steps.size <= 2 * buckets:
+        return steps, values
+    width = -(-inner // buckets)
+    count = -(-inner // width)
+    padded = np.full(count * width, np.nan)
+    padded[:inner] = values[1:-1]
+    rows = padded.reshape(count, width)
+    finite = np.isfinite(rows)
+    starts = 1 + width * np.arange(count)
+    lowest = starts + np.where(finite, rows, np.inf).argmin(axis=1)
+    highest = starts + np.where(finite, rows, -np.inf).argmax(axis=1)
+    broken = ~finite
+    broken.reshape(-1)[inner:] = False
+    first_broken = (starts + broken.argmax(axis=1))[broken.any(axis=1)]
+    chosen = np.unique(np.concatenate([[0], lowest, highest, first_broken, [steps.size - 1]]))
+    return steps[chosen], values[chosen]
+
+
+def rounded(values: Floats) -> list[float | None]:
+    """Returns values for JSON: as many digits as a plot can show, but the first and the last exactly; None if not finite."""
+    finite = values[np.isfinite(values)]
+    digits = _digits(finite) if finite.size else 6
+    found = [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]
+    for end in {0, len(found) - 1} if found else set():
+        found[end] = float(values[end]) if np.isfinite(values[end]) else None
+    return found
+
+
+def _digits(values: Floats) -> int:
+    """Returns how many significant digits keep differences of a 100,000th of the values' range, and at least six."""
+    largest, extent = float(np.abs(values).max()), float(np.ptp(values))
+    if not extent or not math.isfinite(extent):
+        return 17
+    return min(17, max(6, 5 + math.ceil(math.log10(largest / extent) + 1e-9)))
+
+
+def differences(steps: Sequence[int]) -> list[int]:
+    """Returns the first step and the differences to each next one: shorter as text than the steps."""
+    return [step - before for before, step in zip([0, *steps], steps, strict=False)]

@@ -1,0 +1,114 @@
+"""`--mode=page`, and the page and the times that training leaves behind."""
+
+import json
+import re
+
+import pytest
+from etils import epath
+from made_up_run import make_run
+from trained_helpers import ONE_DEVICE, make_job
+
+from spmd_trainer.callbacks import Callback, CallbackError
+from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.run_times import goodput, read_run_times
+from spmd_trainer.pages import run_page as pages
+from spmd_trainer.programs import run_page, train
+from spmd_trainer.programs.run_page import PageRequest
+
+# One worker: what these tests share is compiled once.
+pytestmark = pytest.mark.xdist_group("trained")
+
+FIELDS = (
+    "task.train.num_train_steps=4",
+    "task.train.save_interval_steps=2",
+    "task.train.eval_interval_steps=2",
+    "task.train.decode_interval_steps=2",
+    "task.train.summary_interval_steps=1",
+    "eval_datasets[0].max_windows=4",
+)
+
+
+def data_of(path):
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"))[1])
+
+
+class FailAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def after_step(self, run, step, scalars):
+        if step == self.step:
+            raise RuntimeError("no <b>more</b>")
+
+
+def test_training_leaves_its_page_and_its_times(tmp_path):
+    directory = epath.Path(tmp_path) / "run"
+    first = make_job(directory, mesh=ONE_DEVICE, fields=FIELDS, decode_during_train=True, callbacks=[FailAt(4)])
+    with pytest.raises(CallbackError):
+        train.train(first)
+    (run,) = data_of(directory / "run.html")["runs"]
+    assert (run["state"]["text"], run["state"]["tone"]) == ("failed at step 4 of 4", "bad")
+    assert "no <b>more</b>" in run["state"]["note"]
+
+    train.train(make_job(directory, mesh=ONE_DEVICE, fields=FIELDS, decode_during_train=True))
+    data = data_of(directory / "run.html")
+    (run,) = data["runs"]
+    assert (run["state"]["text"], run["notes"]) == ("finished at step 4 of 4", [])
+    assert set(FIELDS) <= set(run["overrides"])
+    assert run["restarts"] == [2]
+    assert [one["step"] for one in run["samples"]["decode_out/heldout_prompts"]["steps"]] == [2, 4]
+    assert run["report"]["axes"] == [["replica", 1], ["data", 1], ["mdl", 1]]
+    assert {"jax", "praxis", "python"} <= set(json.loads((directory / "run.json").read_text())["versions"])
+    titles = [chart["title"] for chart in data["charts"] if chart["main"]]
+    assert titles[0] == "Training loss"
+    assert {"Learning rate", "Gradient norm", "Tokens per second"} <= set(titles)
+
+    starts = read_run_times(directory)
+    assert [(start.first_step, start.step, start.ended) for start in starts] == [(0, 4, "failed"), (2, 4, "finished")]
+    for start in starts:
+        for part in ("start", "input", "step", "save", "evaluation", "decode"):
+            assert start.seconds[part] > 0, part
+    assert goodput(starts).redone_steps == 2
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise OSError("no space")
+
+    monkeypatch.setattr(pages, "write_page", fail)
+    fields = ("task.train.num_train_steps=1", "task.train.summary_interval_steps=1")
+    result = train.train(make_job(tmp_path / "run", mesh=ONE_DEVICE, fields=fields, enable_checkpoint_saving=False))
+    assert result.step == 1
+    assert "run.html could not be written" in caplog.text
+
+
+def test_where_the_page_is_written(tmp_path, capsys):
+    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
+    run_page.show(PageRequest([str(one)]))
+    assert capsys.readouterr().out == f"{one / 'run.html'}\n"
+    before = (one / "run.html").read_text()
+    run_page.show(PageRequest([str(one), str(other)]))
+    assert capsys.readouterr().out == f"{one / 'compare.html'}\n"
+    assert (one / "run.html").read_text() == before
+    assert len(data_of(one / "compare.html")["runs"]) == 2
+    run_page.show(PageRequest([str(one)], file=str(tmp_path / "new" / "mine.html")))
+    assert (tmp_path / "new" / "mine.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("request_of", "says"),
+    [
+        (lambda run: PageRequest([]), "needs --job_log_dir=DIR"),
+        (lambda run: PageRequest([str(run), str(run)]), "was given twice"),
+        (lambda run: PageRequest([str(run / "logs")]), "holds no run of this trainer"),
+        (
+            lambda run: PageRequest([str(run)], file=str(run)),
+            r"is a directory; give the file to write, e.g. .*/run.html",
+        ),
+        (lambda run: PageRequest([str(run)], file=str(run / "run.json" / "x.html")), "can't be written"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(tmp_path, request_of, says):
+    run = make_run(tmp_path / "one")
+    with pytest.raises(UserError, match=says):
+        run_page.show(request_of(run))
