@@ -66,6 +66,7 @@ def train(
     overrides: Iterable[str] = (),
     mesh: MeshSizes | None = None,
     callbacks: Sequence[Callback] = (),
+    track: Sequence[str] = (),
 ) -> TrainResult:
     """Trains an experiment, from the newest checkpoint in `job_log_dir` if there is one. Ctrl-C saves and returns.
 
@@ -75,13 +76,16 @@ def train(
       overrides: as `--fdl.set`, e.g. ['task.train.num_train_steps=200'].
       mesh: as `--mesh`, e.g. 'data:4,mdl:2' or {'data': 4, 'mdl': 2}; None for the experiment's own.
       callbacks: called while training goes on, after those of `task.train.callbacks`.
+      track: as `--track`, e.g. ['wandb', 'mlflow'].
 
     Raises:
       UserError: something in the arguments, the experiment or its files is wrong; the message says what would be right.
     """
     from spmd_trainer.programs import train as program
 
-    with _job("train", exp, job_log_dir, overrides, mesh, callbacks=tuple(callbacks)) as job:
+    if isinstance(track, str):
+        raise UserError(f"track={track!r} is one text; give a list of names, e.g. track=[{track!r}]")
+    with _job("train", exp, job_log_dir, overrides, mesh, callbacks=tuple(callbacks), track=tuple(track)) as job:
         return program.train(job)
 
 

@@ -169,6 +169,12 @@ flags.DEFINE_bool(
     "Stop the run at a step whose loss or gradient norm is NaN or Inf, or whose gradient norm reaches "
     "skip_step_gradient_norm_value, instead of skipping the step.",
 )
+flags.DEFINE_multi_string(
+    "track",
+    [],
+    "Also tell these trackers of a training run, e.g. --track=wandb,mlflow; there are wandb, mlflow, trackio and tensorboard. "
+    "May be repeated.",
+)
 flags.DEFINE_bool("list", False, "Print the registered experiments, one per line, and exit.")
 flags.DEFINE_bool("dump", False, "Print the resolved config, one 'path: value' per line, and exit.")
 flags.DEFINE_bool(

@@ -24,7 +24,7 @@ LAYERS = [
     ["steps"],
     ["metrics", "checkpointing"],
     ["partitioning"],
-    ["interop", "lm_eval", "pages"],
+    ["interop", "lm_eval", "pages", "tracking"],
     ["callbacks"],
     ["programs"],
     ["pax_names"],

@@ -13,7 +13,9 @@ profiler.py       profiles some steps
 watchdog.py       reports a step, save or evaluation that hangs
 run_times.py      keeps where the time goes in run_times.jsonl
 run_page.py       writes the run's page, run.html, at the end
+tracking.py       tells trackers of the run (--track)
 lm_eval.py        judges the model with lm-eval's tasks every N steps; an experiment adds it
+variable_histograms.py  counts the variables' values for trackers
 """
 
 from __future__ import annotations

@@ -192,6 +192,16 @@ class Callback:
           metrics: {'DATASET/metric': mean over the dataset}.
         """
 
+    def after_decode(self, run: Run, step: int, dataset: str, samples: Sequence[Mapping[str, object]]) -> None:
+        """Called on process 0 after a decode during training, once for each dataset.
+
+        Args:
+          run: the run.
+          step: the step that was decoded.
+          dataset: the dataset's name.
+          samples: the first 32 records at most, as in `decode_out/DATASET/step_N.jsonl`.
+        """
+
     def asks_for_pause(self, run: Run, step: int) -> bool:
         """Returns True if training should pause after `step`. With several processes, all must return the same."""
         del run, step

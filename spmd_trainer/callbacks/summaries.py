@@ -22,6 +22,10 @@ class Summaries(Callback):
         self._interval = train_p.summary_interval_steps
         self._averages = StepAverages(train_p.summary_accumulate_interval_steps, self._interval)
 
+    def on_start(self, run: Run) -> None:
+        """Makes TensorBoard forget steps that an earlier start has taken after the checkpoint: they are taken again."""
+        run.summaries.replace_from("train", run.first_step + 1)
+
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
         """Adds the step to the averages, and writes them where a summary is due."""
         logged = run.take_logged()

@@ -46,6 +46,7 @@ GROUPS = {
         "num_minibatches=N",
         "stop_on_invalid_step",
         "watchdog_seconds=SECONDS",
+        "track=NAME,...",
         "jax_profiler_port=PORT",
         "jax_cache_dir=DIR",
     ),

@@ -15,6 +15,7 @@ from logging.handlers import MemoryHandler
 from absl import logging
 from etils import epath
 
+from spmd_trainer import tracking
 from spmd_trainer.errors import user_code
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import open_append
@@ -58,6 +59,8 @@ class _Wanted:
             return False
         if not user_code.is_library(record.pathname):
             return True
+        if (record.threadName or "").startswith(tracking.THREADS):
+            return False  # the trainer says itself that a tracker has failed
         if record.exc_info and record.pathname.endswith(_RAISED_LATER):
             return False
         if record.levelno != std_logging.WARNING or record.exc_info:

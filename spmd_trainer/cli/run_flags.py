@@ -16,6 +16,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.lm_eval import settings as lm_eval_settings
 from spmd_trainer.programs import host_devices, plan_candidates
 from spmd_trainer.programs.run_config import ExportSettings, FailurePolicy, RunConfig
+from spmd_trainer.tracking import registry as trackers
 
 Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
 MeshSizes: TypeAlias = Sequence[tuple[str, int]]
@@ -59,6 +60,8 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         raise UserError("--num_slices goes with --topology")
     if flag_values.num_minibatches is not None and mode not in ("train", "inspect", "plan", "verify"):
         raise UserError("--num_minibatches goes with --mode=train, inspect, plan and verify")
+    if flag_values.track and mode != "train":
+        raise UserError("--track goes with --mode=train")
     search, budget = _search_settings(flag_values)
     if flag_values.topology:
         topologies.run_on_host()
@@ -92,6 +95,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         writes_reports=bool(flag_values.job_log_dir),
         mesh=mesh,
         failure_policy=FailurePolicy(flag_values.watchdog_seconds, flag_values.stop_on_invalid_step),
+        track=trackers.split_names(flag_values.track),
         jax_cache_dir=flag_values.jax_cache_dir,
         export=export,
         lm_eval=lm_eval,

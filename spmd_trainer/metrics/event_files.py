@@ -1,4 +1,4 @@
-"""TensorBoard event files of scalars, written by TensorBoard's own code without TensorFlow.
+"""TensorBoard event files, written by TensorBoard's own code without TensorFlow.
 
 `tensorboard.summary.writer.event_file_writer` and clu's `SummaryWriter` import TensorFlow where it is installed, which takes
 seconds and hundreds of MB. TensorBoard's record writer and its scalar summaries do not.
@@ -31,15 +31,21 @@ class EventFile:
     step at once. In an object store TensorBoard sees it after a few seconds, or after `flush`.
     """
 
-    def __init__(self, directory: epath.Path):
+    def __init__(self, directory: epath.Path, *, replaces_from: int | None = None):
         """Chooses a file name that no other process uses. The first write creates the file.
 
         Args:
           directory: where to write.
+          replaces_from: TensorBoard forgets what earlier files of the directory have of this step and later ones: a run that
+            was killed does the steps after its last checkpoint again. None forgets nothing.
         """
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_FILE_NUMBERS):06d}.v2"
         header = event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2")
         self._file = open_append(directory / name, header=_record(header), separate_files=True)
+        self._begin = b""  # not in the header, which every part in an object store begins with
+        if replaces_from is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._begin = _record(event_pb2.Event(wall_time=time.time(), step=replaces_from, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends the scalars of one step.
@@ -54,7 +60,20 @@ class EventFile:
         summary = summary_pb2.Summary()
         for tag, value in scalars.items():
             summary.MergeFrom(summary_v2.scalar_pb(tag, value))
-        self._file.write(_record(event_pb2.Event(wall_time=time.time(), step=step, summary=summary)))
+        self.add(step, summary)
+
+    def add(self, step: int, summary: summary_pb2.Summary) -> None:
+        """Appends a summary of any kind; see `event_summaries`.
+
+        Args:
+          step: the training step.
+          summary: TensorBoard's message.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        self._file.write(self._begin + _record(event_pb2.Event(wall_time=time.time(), step=step, summary=summary)))
+        self._begin = b""
 
     def flush(self) -> None:
         """Makes everything visible to TensorBoard.

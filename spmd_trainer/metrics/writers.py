@@ -10,7 +10,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etils import epath
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from spmd_trainer.metrics.event_files import EventFile
 
 METRICS_FILE = "metrics.jsonl"
+# (name, step, scalars, notes), as `SummaryWriters.write` is given them.
+Listener: TypeAlias = Callable[[str, int, Mapping[str, float], Mapping[str, str]], None]
 # Tries of a write on a file system, seconds 0, 1, 3, 7 and 15; storage itself repeats what fails in an object store.
 _ATTEMPTS = 5
 
@@ -56,6 +58,23 @@ class SummaryWriters:
         self._has_failed = False
         self._raises_at_end = raises_at_end
         self._failure_taken = False
+        self._listeners: list[Listener] = []
+        self._replaced: dict[str, int] = {}
+
+    def listen(self, listener: Listener) -> None:
+        """Has a function called for each later `write` of this process, if it writes.
+
+        Args:
+          listener: called in the thread of the caller of `write`; it must return at once.
+        """
+        self._listeners.append(listener)
+
+    def replace_from(self, name: str, step: int) -> None:
+        """Makes TensorBoard forget what it has of `step` and later steps under a name, once something is written there.
+
+        `read_metrics` takes the last record of each step anyway.
+        """
+        self._replaced[name] = step
 
     def write(self, name: str, step: int, scalars: Mapping[str, float], notes: Mapping[str, str] | None = None) -> None:
         """Queues scalars of one step.
@@ -72,11 +91,12 @@ class SummaryWriters:
         self._raise_earlier_error()
         if self._has_failed or not self._enabled or not scalars:
             return
+        values, texts = dict(scalars), dict(notes or {})
+        for listener in self._listeners:
+            listener(name, step, values, texts)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="summary-writer", daemon=True)
             self._thread.start()
-        values = dict(scalars)
-        texts = dict(notes or {})
         self._queue.put(lambda: self._write_now(name, step, values, texts))
 
     def flush(self) -> None:
@@ -152,7 +172,7 @@ class SummaryWriters:
         directory = self._root / name
         if not is_remote(directory):
             _end_last_line(directory / METRICS_FILE)
-        return EventFile(directory), open_append(directory / METRICS_FILE)
+        return EventFile(directory, replaces_from=self._replaced.get(name)), open_append(directory / METRICS_FILE)
 
     def _flush_now(self) -> None:
         for event_file, lines in self._files.values():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +31,8 @@ from spmd_trainer.train_states import PyTree, TrainState
 
 # Number of decoded examples per dataset that are also logged.
 _LOGGED = 5
+# Number of decoded examples per dataset that callbacks get.
+_SAMPLES = 32
 # Inputs that the step returns with the outputs, so that process 0 can write the examples of all processes.
 _RETURNED = ("ids", "eval_sample_weights", "prompt_index", "prefix_lengths")
 
@@ -68,6 +72,10 @@ class Decodes:
             if read_metrics(job.config.job_log_dir, name).get(step, {}).items() >= scalars.items():
                 continue  # an earlier run wrote these metrics
             self._writers.write(name, step, scalars)
+
+    def samples(self, step: int) -> dict[str, list[dict[str, Any]]]:
+        """Returns {DATASET: its first records, at most 32} of a step that `run` has decoded. On process 0."""
+        return {dataset.name: dataset.first_records(step, _SAMPLES) for dataset in self._datasets or ()}
 
 
 class DecodeDataset(FiniteDataset):
@@ -125,6 +133,11 @@ class DecodeDataset(FiniteDataset):
         metrics, examples = output.finish(batches)
         logging.info("decoded %d examples of %s at step %d into %s", examples, self.name, step, output.path)
         return metrics
+
+    def first_records(self, step: int, count: int) -> list[dict[str, Any]]:
+        """Returns the first records of a step that was decoded, at most `count`."""
+        with (self._directory / f"step_{step}.jsonl").open() as file:
+            return [json.loads(line) for line in itertools.islice(file, count)]
 
     def _check_prompts(self) -> None:
         """Checks all prompts before decoding the first, so that a prompt that is too long doesn't fail hours later."""

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from spmd_trainer.callbacks.base import CallbackList, Run
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.prefetch import Prefetcher
@@ -77,6 +79,9 @@ class PeriodicWork:
             eval_state = _eval_state(task, run.state, ema=task.train.decode_use_ema_states)
             self._decodes.run(eval_state, run.step, between_batches)
             self._decoded = run.step
+            if jax.process_index() == 0:
+                for dataset, samples in self._decodes.samples(run.step).items():
+                    self._callbacks.call("after_decode", run, run.step, dataset, samples)
 
     def complete(self, schedule: Schedule, request: SaveRequest, batches: Prefetcher, batch: PyTree | None) -> None:
         """Evaluates and decodes the last step if that isn't done yet, while its checkpoint is written.

@@ -70,6 +70,7 @@ class RunConfig:
       mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)); declared axes that it leaves out get size 1.
       failure_policy: what training does when something goes wrong.
       callbacks: the caller's own, called after those of `task.train.callbacks`.
+      track: names of the trackers that training tells of the run, besides those of its callbacks; see `tracking.registry`.
       jax_cache_dir: see `compile_cache.enable`.
       export: what `export` writes.
       lm_eval: what `lm_eval` judges the model with.
@@ -95,6 +96,7 @@ class RunConfig:
     mesh: Sequence[tuple[str, int]] | None = None
     failure_policy: FailurePolicy = FailurePolicy()
     callbacks: Sequence[Callback] = ()
+    track: Sequence[str] = ()
     jax_cache_dir: str | None = None
     export: ExportSettings | None = None
     lm_eval: LmEvalSettings | None = None

@@ -29,6 +29,7 @@ from spmd_trainer.programs import checkpoints, elastic, export, run_directory
 from spmd_trainer.programs.ending import TIMING
 from spmd_trainer.steps import step_fns
 from spmd_trainer.storage import access
+from spmd_trainer.tracking import registry as trackers
 
 if TYPE_CHECKING:
     from spmd_trainer.programs.experiment_config import ResolvedExperiment
@@ -114,6 +115,7 @@ def check_settings(config: RunConfig) -> None:
     """
     resolved, mode = config.experiment, config.mode
     task_p = resolved.task_p
+    trackers.check(config.track, "--track")
     _check_numbers(task_p)
     _check_averages(task_p, mode)
     if mode == "eval" and not resolved.config.eval_datasets:

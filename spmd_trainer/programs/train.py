@@ -22,6 +22,7 @@ from spmd_trainer.callbacks.progress import ProgressLines
 from spmd_trainer.callbacks.run_page import RunPage
 from spmd_trainer.callbacks.run_times import TimeRecord
 from spmd_trainer.callbacks.summaries import Summaries
+from spmd_trainer.callbacks.tracking import trackers_last
 from spmd_trainer.callbacks.watchdog import Watchdog
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.metrics.writers import SummaryError, SummaryWriters
@@ -210,20 +211,22 @@ def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
-    """Returns a run's callbacks in order. Summaries and checkpoints write what the others have said; the page shows it all."""
+    """Returns a run's callbacks in order: those that write come after those that say, and trackers send what was written."""
     policy = job.config.failure_policy
+    own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *job.config.callbacks]
+    others, tracking = trackers_last(own, job.config.track)
     return [
         Watchdog(policy.watchdog_seconds),
         InvalidSteps(stop=policy.stop_on_invalid_step),
         ProgressLines(),
         Profiler(),
         EarlyStop(),
-        *(pax_fiddle.build(callback) for callback in job.task.train.callbacks),
-        *job.config.callbacks,
+        *others,
         Summaries(),
         checkpoints,
         TimeRecord(),
         RunPage(),
+        *tracking,
     ]
 
 

@@ -11,7 +11,7 @@ from absl import logging as absl_logging
 from spmd_trainer.cli import log_lines
 
 PROGRAM = """
-import logging, pathlib, sys, sysconfig
+import logging, pathlib, sys, sysconfig, threading
 from absl import flags, logging as absl_logging
 from spmd_trainer.cli import log_lines
 run_log = log_lines.install()
@@ -35,6 +35,9 @@ try:
 except OSError:
     thread, error = f"{site}/orbax/checkpoint/_src/futures/future.py", sys.exc_info()
     logging.getLogger("absl").handle(logging.LogRecord("absl", logging.ERROR, thread, 1, "a thread failed", (), error))
+tracker = threading.Thread(target=say, args=(library, logging.ERROR, "no server"), name="tracker: mlflow")
+tracker.start()
+tracker.join()
 for _ in range(2):
     say(own, logging.INFO, "step")
 say(users, logging.INFO, "my own line")
@@ -53,6 +56,7 @@ def test_own_lines_and_errors_all_and_warnings_of_libraries_once(tmp_path: pathl
     full = file.read_text()
     for text in (
         "how I work",
+        "no server",
         "the caller raises it again",
         "variable 1",
         "step",

@@ -82,6 +82,43 @@ def test_tensorboard_reads_the_scalars(tmp_path, monkeypatch, read, files_before
     assert read(summaries) == {"loss": {1: 1.5, 3: 2.5, 4: 0.25}, "layers/0/norm": {1: math.inf}, "tokens": {4: 7.0}}
 
 
+@pytest.mark.parametrize("read", [read_by_accumulator, read_by_data_server])
+def test_steps_that_are_taken_again_replace_the_first_ones(tmp_path, read):
+    summaries = tmp_path / "summaries"
+    write(tmp_path, [1, 3])
+    writers = SummaryWriters(tmp_path)
+    writers.replace_from("train", 2)  # the run begins again with the state of step 1
+    writers.write("train", 3, {"loss": 9.0})
+    writers.write("train", 4, STEPS[4])
+    writers.write("eval_heldout", 4, {"loss": 1.0})
+    writers.close()
+    assert read(summaries) == {"loss": {1: 1.5, 3: 9.0, 4: 0.25}, "layers/0/norm": {1: math.inf}, "tokens": {4: 7.0}}
+    assert read_metrics(tmp_path, "train")[3]["loss"] == 9.0
+
+
+def test_steps_are_replaced_once_something_is_written(tmp_path):
+    write(tmp_path, [1, 3])
+    writers = SummaryWriters(tmp_path)
+    writers.replace_from("train", 1)
+    writers.close()
+    assert sorted(read_by_accumulator(tmp_path / "summaries")["loss"]) == [1, 3]
+
+
+def test_listeners_hear_what_is_written(tmp_path):
+    heard = []
+    writers = SummaryWriters(tmp_path)
+    writers.write("train", 1, STEPS[1])
+    writers.listen(lambda *about: heard.append(about))
+    writers.write("eval_heldout", 3, STEPS[3], {"identity": "x"})
+    writers.write("train", 3, {})
+    writers.close()
+    assert heard == [("eval_heldout", 3, STEPS[3], {"identity": "x"})]
+    others = SummaryWriters(tmp_path, enabled=False)
+    others.listen(lambda *about: heard.append(about))
+    others.write("train", 4, STEPS[4])
+    assert len(heard) == 1
+
+
 def test_each_step_is_in_the_file_at_once(tmp_path):
     writers = SummaryWriters(tmp_path)
     for step in STEPS:

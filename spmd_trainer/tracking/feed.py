@@ -1,0 +1,194 @@
+"""A tracker's queue and thread. What a tracker does, or fails to do, never reaches the run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from absl import logging
+from etils import epath
+
+from spmd_trainer.tracking import THREADS
+from spmd_trainer.tracking.base import Histogram, RunFacts, Status, StepScalars, Tracker
+from spmd_trainer.tracking.run_ids import RunIds
+
+# Records that may wait for a tracker. A record of 60 scalars takes 8 KB, so this is at most 40 MB of a tracker that hangs, and
+# 5000 summaries for one that is away for a while.
+CAPACITY = 5000
+# How long the end of a run waits for its trackers, all of them together: a minute of a machine that has nothing left to do is
+# cheap beside lost records, and a server that does not answer for a minute is away. The last checkpoint is on disk before.
+CLOSE_SECONDS = 60.0
+# Most trackers end sooner; no line says that they are waited for.
+_SILENT_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of the tracker, on its thread.
+
+    Attributes:
+      method: the method's name.
+      records: how many records are lost if it fails.
+      make: calls it.
+    """
+
+    method: str
+    records: int
+    make: Callable[[], object]
+
+
+class Feed:
+    """Hands a run's records to one tracker, on a thread of the tracker's own."""
+
+    def __init__(self, name: str, tracker: Tracker, *, capacity: int = CAPACITY):
+        """Starts nothing.
+
+        Args:
+          name: the tracker's name.
+          tracker: the tracker.
+          capacity: records that may wait; those that come when so many wait are lost, and counted.
+        """
+        self.name = name
+        self._tracker = tracker
+        self._capacity = capacity
+        self._queue: queue.SimpleQueue[StepScalars | _Call] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"{THREADS}{name}", daemon=True)
+        self._given = 0
+        self._overflowed = 0
+        self._failed: collections.Counter[str] = collections.Counter()
+        self._has_failed = False
+        self._is_open = False
+        self._is_left = False
+        self._busy_with = "open"
+        self._done = 0
+
+    def start(self, facts: RunFacts, ids: RunIds) -> None:
+        """Opens the tracker, without waiting for it."""
+        self._facts = dataclasses.replace(facts, resume_id=ids.get(self.name))
+        self._ids = ids
+        self._thread.start()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Queues the scalars of a step. Returns at once."""
+        self._put(StepScalars(step, dict(values), time.time()))
+
+    def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Queues decoded examples. Returns at once."""
+        self._put(_Call("samples", 1, lambda: self._tracker.samples(step, dataset, rows)))
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Queues histograms. Returns at once."""
+        self._put(_Call("histograms", 1, lambda: self._tracker.histograms(step, histograms)))
+
+    def end(self, status: Status, page: epath.Path | None) -> None:
+        """Queues the end of the run. Returns at once; `join` waits.
+
+        Args:
+          status: how the run ended.
+          page: the run's page, if there is one.
+        """
+        if page is not None:
+            self._given += 1
+            self._queue.put(_Call("page", 1, lambda: self._tracker.page(page)))
+        self._queue.put(_Call("close", 0, lambda: self._tracker.close(status)))
+
+    def join(self, seconds: float) -> None:
+        """Waits until the tracker has ended, and logs what was lost.
+
+        Args:
+          seconds: how long at most.
+        """
+        self._thread.join(min(max(0.0, seconds), _SILENT_SECONDS))
+        if self._thread.is_alive() and seconds > _SILENT_SECONDS:
+            logging.info("waiting for tracker %s, %.0f s at most ...", self.name, seconds)
+            self._thread.join(seconds - _SILENT_SECONDS)
+        waiting = self._given - self._overflowed - self._done
+        self._is_left = self._thread.is_alive()
+        if self._is_left:
+            logging.warning("tracker %s hangs in %s; the run ends without it", self.name, self._busy_with)
+        lost = self._overflowed + self._failed.total() + waiting
+        if lost:
+            why = [f"{number} failed in {method}" for method, number in sorted(self._failed.items()) if number]
+            why += [f"{self._overflowed} came when its queue was full"] if self._overflowed else []
+            why += [f"{waiting} still waited"] if waiting else []
+            logging.warning("tracker %s lost %d of %d records: %s", self.name, lost, self._given, ", ".join(why))
+
+    def _put(self, item: StepScalars | _Call) -> None:
+        self._given += 1
+        if self._queue.qsize() < self._capacity:
+            self._queue.put(item)
+            return
+        self._overflowed += 1
+        if self._overflowed == 1:
+            logging.warning(
+                "tracker %s is too slow: %d records wait for it; it loses records until they are fewer",
+                self.name,
+                self._capacity,
+            )
+
+    def _work(self) -> None:
+        self._is_open = self._try(_Call("open", 0, self._open))
+        left: StepScalars | _Call | None = None
+        while True:
+            item = left or self._queue.get()
+            left = None
+            if isinstance(item, StepScalars):
+                records, left = self._more(item)
+                call = _Call("scalars", len(records), functools.partial(self._tracker.scalars, records))
+            else:
+                call = item
+            self._try(call)
+            self._done += call.records
+            if call.method == "close":
+                return
+
+    def _more(self, first: StepScalars) -> tuple[list[StepScalars], _Call | None]:
+        """Returns the scalars that wait, as many as the tracker takes at once, and the other thing that came after them."""
+        records = [first]
+        while len(records) < self._tracker.batch:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, _Call):
+                return records, item
+            records.append(item)
+        return records, None
+
+    def _open(self) -> None:
+        run_id = self._tracker.open(self._facts)
+        try:
+            self._ids.set(self.name, run_id)
+        except OSError as error:
+            logging.warning(
+                "tracker %s: a restart will begin a new run, because its id can't be written: %s", self.name, error
+            )
+        logging.info("tracker %s: %s", self.name, self._tracker.where or run_id)
+
+    def _try(self, call: _Call) -> bool:
+        """Makes a call; returns whether it went well. After an `open` that failed, nothing is called."""
+        if call.method != "open" and not self._is_open:
+            self._failed[call.method] += call.records
+            return False
+        self._busy_with = call.method
+        try:
+            call.make()
+        except BaseException as error:  # a library may raise SystemExit, too
+            self._failed[call.method] += call.records
+            if not (self._has_failed or self._is_left):
+                self._has_failed = True
+                logging.warning(
+                    "tracker %s failed in %s: %s: %s. The run goes on; further failures are counted",
+                    self.name,
+                    call.method,
+                    type(error).__name__,
+                    error,
+                )
+                logging.debug("tracker %s failed", self.name, exc_info=error)
+            return False
+        return True

@@ -1,0 +1,102 @@
+"""Decoded examples as a table of texts and as pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+Row = Mapping[str, object]
+# What a language model's record is read by; its other fields are about all samples of the prompt.
+_OF_TEXTS = ("index", "prompt", "output", "score")
+# Characters of one cell. A longer array or text is in the run's directory, as the cell says.
+_CELL = 4000
+
+
+def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list[list[object]]]:
+    """Returns the columns and rows of a table.
+
+    Of a language model's records it has index, prompt, best output and score; of others every field that is no picture, arrays
+    as JSON.
+
+    Args:
+      rows: records as in `decode_out/DATASET/step_N.jsonl`.
+      dataset: the dataset's name.
+      step: the training step.
+    """
+    columns = [name for name in _OF_TEXTS if any(name in row for row in rows)]
+    if not any("output" in row for row in rows):
+        names = {name for row in rows for name, value in row.items() if picture(value) is None}
+        columns += sorted(names.difference(columns))
+    whole = f"decode_out/{dataset}/step_{step}.jsonl"
+    return columns, [[_cell(row.get(name), whole) for name in columns] for row in rows]
+
+
+def markdown(rows: Sequence[Row], dataset: str, step: int) -> str:
+    """Returns the table in Markdown, which shows texts as they are: backticks, bars and line ends in them are escaped."""
+    columns, cells = table(rows, dataset, step)
+    lines = [columns, ["---"] * len(columns), *([_escaped(cell) for cell in row] for row in cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def pictures(rows: Sequence[Row]) -> list[tuple[str, np.ndarray]]:
+    """Returns the names and pictures (uint8 [height, width, 3 or 4]) of all arrays in records that are pictures."""
+    found = []
+    for number, row in enumerate(rows):
+        for name, value in row.items():
+            array = picture(value)
+            if array is not None:
+                found.append((f"{name}/{row.get('index', number)}", array))
+    return found
+
+
+def picture(value: object) -> np.ndarray | None:
+    """Returns an array of rank 3 with 1, 3 or 4 channels as a picture, uint8 [height, width, 3 or 4]; None for any other value.
+
+    Whole numbers from 0 to 255 and numbers from 0 to 1 are taken for brightness; of others, the least becomes black and the
+    largest white.
+
+    Args:
+      value: a field of a record: nested lists of numbers, where NaN and infinity are None.
+    """
+    if not isinstance(value, list) or not value or not isinstance(value[0], list):
+        return None
+    try:
+        array = np.asarray(value)
+        array = array.astype(np.float64) if array.dtype == object else array
+    except (ValueError, TypeError):
+        return None
+    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or 0 in array.shape or array.dtype.kind not in "biuf":
+        return None
+    array = array.repeat(3, axis=-1) if array.shape[-1] == 1 else array
+    if array.dtype.kind in "iu" and array.min() >= 0 and array.max() <= 255:
+        return array.astype(np.uint8)
+    finite = np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    low, high = (0.0, 1.0) if finite.min() >= 0 and finite.max() <= 1 else (finite.min(), finite.max())
+    scaled = (finite - low) / (high - low) if high > low else finite * 0
+    return np.asarray(np.rint(scaled * 255), np.uint8)
+
+
+def png(array: np.ndarray) -> bytes:
+    """Returns a picture, uint8 [height, width, 3 or 4], as a PNG file."""
+    from PIL import Image  # TensorBoard needs it too
+
+    content = io.BytesIO()
+    Image.fromarray(array).save(content, "PNG")
+    return content.getvalue()
+
+
+def _cell(value: object, whole: str) -> object:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _CELL else f"{text[:_CELL]} ... ({len(text)} characters, all of them in {whole})"
+
+
+def _escaped(cell: object) -> str:
+    text = cell if isinstance(cell, str) else json.dumps(cell)
+    for special in "\\`*_[]<>|#~":
+        text = text.replace(special, f"\\{special}")
+    return text.replace("\r", "").replace("\n", "↵ ")

@@ -1,0 +1,101 @@
+"""trackio, Hugging Face's tracker, with files of its own. Needs the package trackio: extra `trackio`.
+
+Runs go to trackio's directory (TRACKIO_DIR, by default in Hugging Face's cache), which `trackio show` shows, or to the server of
+TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from absl import logging
+from etils import epath
+
+from spmd_trainer.tracking import samples as samples_lib
+from spmd_trainer.tracking.base import Histogram, RunFacts, Status, StepScalars, Tracker
+
+if TYPE_CHECKING:
+    import trackio
+
+
+class TrackioTracker(Tracker):
+    """Sends a run to trackio, which knows a run by its project and its name."""
+
+    def open(self, facts: RunFacts) -> str:
+        """Begins the run, or continues it."""
+        import trackio
+        import trackio.run
+        import trackio.utils
+
+        self._trackio = trackio
+        for module in (trackio, trackio.run, trackio.utils):
+            _send_prints_to_log(module)
+        self._run: trackio.Run = trackio.init(
+            project=facts.project,
+            name=facts.resume_id or _free_name(trackio, facts),
+            resume="allow" if facts.resume_id else "never",
+            config={"experiment": facts.experiment, "tags": list(facts.tags), **facts.settings},
+            embed=False,
+        )
+        self.where = (
+            f"run {self._run.name} of project {facts.project}; to see it: trackio show --project {facts.project}"
+        )
+        return str(self._run.name)
+
+    def scalars(self, records: Sequence[StepScalars]) -> None:
+        """Logs the scalars of a step."""
+        for record in records:
+            self._run.log(dict(record.values), step=record.step)
+
+    def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Logs the table 'samples/DATASET', and pictures."""
+        columns, cells = samples_lib.table(rows, dataset, step)
+        values: dict[str, Any] = {f"samples/{dataset}": self._trackio.Table(columns=columns, data=cells)}
+        for name, array in samples_lib.pictures(rows):
+            values[f"samples/{dataset}/{name}"] = self._trackio.Image(array)
+        self._run.log(values, step=step)
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Logs histograms under their names."""
+        made = {
+            name: self._trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
+            for name, histogram in histograms.items()
+        }
+        self._run.log(made, step=step)
+
+    def page(self, path: epath.Path) -> None:
+        """Logs the page."""
+        self._run.log({"page": self._trackio.Html(path.read_text())})
+
+    def close(self, status: Status) -> None:
+        """Notes how the run ended, and waits until all is written."""
+        levels = self._trackio.AlertLevel
+        self._run.alert(title=f"run {status}", level=levels.ERROR if status == "failed" else levels.INFO)
+        self._run.finish()
+
+
+def _free_name(trackio: ModuleType, facts: RunFacts) -> str:
+    """Returns the run's name; with a number behind it if the project has such a run, which would be taken for this one."""
+    try:
+        taken = {run.name for run in trackio.Api().runs(facts.project)}
+    except ValueError:  # there is no such project yet
+        return facts.name
+    return facts.name if facts.name not in taken else f"{facts.name}-{uuid.uuid4().hex[:8]}"
+
+
+def _send_prints_to_log(module: ModuleType) -> None:
+    """Makes what a module prints on this thread a debug line of the log: the terminal is the trainer's own."""
+    own = threading.get_ident()
+
+    def print_elsewhere(*values: object, **options: Any) -> None:
+        if threading.get_ident() == own:
+            logging.debug("%s", " ".join(map(str, values)))
+        else:
+            builtins.print(*values, **options)  # noqa: T201
+
+    vars(module)["print"] = print_elsewhere

@@ -1,0 +1,122 @@
+"""Weights & Biases. Needs the package wandb: extra `wandb`.
+
+WANDB_MODE=offline writes files only, below `JOB_LOG_DIR/wandb`; `wandb sync` uploads them, those of all starts of a run into one
+history. wandb's own environment variables work (WANDB_ENTITY, WANDB_BASE_URL, ...).
+
+wandb numbers its records itself and drops, without a word, what is given for an earlier number than the last. A run that starts
+again from an older checkpoint has such steps, and so have evaluations. So the training step is a value of its own,
+'trainer/step', which all charts are drawn over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etils import epath
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.tracking import samples as samples_lib
+from spmd_trainer.tracking.base import Histogram, RunFacts, Status, StepScalars, Tracker
+from spmd_trainer.tracking.feed import CLOSE_SECONDS
+
+if TYPE_CHECKING:
+    import wandb
+
+STEP = "trainer/step"
+_EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "stopped": 0}
+
+
+class WandbTracker(Tracker):
+    """Sends a run to W&B, or writes its offline files."""
+
+    def check(self, job_log_dir: epath.Path) -> None:
+        """Raises UserError if the run is to be sent, and nobody is logged in: wandb would ask in the terminal."""
+        del job_log_dir
+        if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
+            return
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        if not wandb.login(prompt=False, verify=False):
+            raise UserError(
+                "tracker wandb: there is no API key; run `wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline to "
+                "write files only"
+            )
+
+    def open(self, facts: RunFacts) -> str:
+        """Starts wandb's own process, and the run."""
+        import wandb
+
+        self._wandb = wandb
+        self._run: wandb.Run = wandb.init(
+            project=facts.project,
+            name=facts.name,
+            id=facts.resume_id,
+            resume="allow",
+            config={"experiment": facts.experiment, **facts.settings},
+            tags=list(facts.tags) or None,
+            dir=os.environ.get("WANDB_DIR") or facts.local_dir,
+            settings=wandb.Settings(
+                # The terminal is the trainer's own: wandb neither prints to it nor records it.
+                console="off",
+                silent=True,
+                # At its end a process waits for wandb's, which tries for minutes to reach a server that is away.
+                finish_timeout=CLOSE_SECONDS,
+                init_timeout=CLOSE_SECONDS,
+                x_graphql_retry_max=3,
+                x_graphql_timeout_seconds=10,
+            ),
+        )
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
+        directory = Path(self._run.dir).parent
+        if self._run.offline:
+            self.where = f"{directory}, offline; to upload it: wandb sync {directory.parent}/*-{self._run.id}"
+        else:
+            self.where = str(self._run.url)
+        self._save("config.txt", facts.config_text)
+        return str(self._run.id)
+
+    def scalars(self, records: Sequence[StepScalars]) -> None:
+        """Logs the scalars of a step."""
+        for record in records:
+            self._log(record.step, record.values)
+
+    def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Logs the table 'samples/DATASET', and pictures."""
+        columns, cells = samples_lib.table(rows, dataset, step)
+        values: dict[str, Any] = {f"samples/{dataset}": self._wandb.Table(columns=[*columns], data=cells)}
+        for name, array in samples_lib.pictures(rows):
+            values[f"samples/{dataset}/{name}"] = self._wandb.Image(array)
+        self._log(step, values)
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Logs histograms under their names."""
+        made = {
+            name: self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+            for name, histogram in histograms.items()
+        }
+        self._log(step, made)
+
+    def page(self, path: epath.Path) -> None:
+        """Saves the page among the run's files, and shows it."""
+        text = path.read_text()
+        self._save(path.name, text)
+        self._run.log({"page": self._wandb.Html(text, inject=False)})
+
+    def close(self, status: Status) -> None:
+        """Ends the run. W&B has two ends, and shows a run that a signal has stopped as finished."""
+        self._run.summary["trainer/status"] = status
+        self._run.finish(exit_code=_EXIT_CODES[status])
+
+    def _save(self, name: str, text: str) -> None:
+        """Saves a file of the run."""
+        path = Path(self._run.dir) / name
+        path.write_text(text, encoding="utf-8")
+        self._run.save(path, base_path=self._run.dir, policy="now")
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({**values, STEP: step})

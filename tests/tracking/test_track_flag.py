@@ -1,0 +1,75 @@
+"""`--track`: what it takes, and what it says before training begins."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+
+import spmd_trainer
+from spmd_trainer import main
+from spmd_trainer.callbacks.tracking import Tracking
+from spmd_trainer.cli import help_page
+from spmd_trainer.errors import UserError
+from spmd_trainer.tracking import registry
+
+TINY = "lm.stdlib.StdlibBytesTiny"
+
+
+def command(*arguments, directory):
+    program = [sys.executable, "-m", "spmd_trainer.main", f"--exp={TINY}", f"--job_log_dir={directory}", *arguments]
+    return subprocess.run(program, capture_output=True, text=True)
+
+
+def test_an_unknown_name_ends_with_status_2(tmp_path):
+    result = command("--track=wandb,mlfow", directory=tmp_path / "run")
+    assert result.returncode == 2
+    assert result.stderr.strip() == "spmd-trainer: --track: there is no tracker 'mlfow'; did you mean mlflow?"
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_training_is_tracked(tmp_path):
+    result = command("--track=wandb", "--mode=eval", directory=tmp_path / "run")
+    assert result.returncode == 2
+    assert "--track goes with --mode=train" in result.stderr
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package mlflow: pip install 'spmd-trainer\[mlflow\]'"):
+        registry.check(["tensorboard", "mlflow"], "--track")
+    with pytest.raises(UserError, match="Tracking: tracker wandb needs"):
+        Tracking(["wandb"])
+
+
+def test_names_are_separated_by_commas_or_given_several_times():
+    assert registry.split_names(["wandb, mlflow", "trackio", ""]) == ("wandb", "mlflow", "trackio")
+    values = flags.FLAGS
+    assert "track" in values
+    assert "--track=NAME,..." in help_page.text()
+    assert main.MODES
+
+
+def test_python_takes_a_list(tmp_path):
+    with pytest.raises(UserError, match=r"track='wandb' is one text; give a list of names, e.g. track=\['wandb'\]"):
+        spmd_trainer.train(TINY, tmp_path / "run", track="wandb")
+    with pytest.raises(UserError, match=r"there is no tracker 'aim'; known: mlflow, tensorboard, trackio, wandb"):
+        spmd_trainer.train(TINY, tmp_path / "run", track=["aim"])
+
+
+def test_trackers_are_imported_only_when_asked_for():
+    program = """
+import sys
+import spmd_trainer.main, spmd_trainer.programs.train, spmd_trainer.cli.launch
+from spmd_trainer.callbacks.tracking import Tracking
+Tracking(["wandb", "mlflow", "trackio", "tensorboard"])
+print([name for name in ("wandb", "mlflow", "trackio", "pandas", "tensorboard.plugins.hparams") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "[]\n", result.stderr
+
+
+@pytest.mark.parametrize("name", registry.TRACKERS)
+def test_every_tracker_can_be_made(name):
+    assert registry.make(name).where == ""
