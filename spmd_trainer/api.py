@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from spmd_trainer import multihost, sharding, storage
 from spmd_trainer.callbacks import Callback
-from spmd_trainer.cli import launch, log_lines, run_flags
+from spmd_trainer.cli import launch, live_line, log_lines, run_flags
 from spmd_trainer.cli.run_flags import Experiment
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import quiet_tensorflow
@@ -253,7 +253,8 @@ def _job(
         )
         job = launch.build_job(config)
         launch.open_log(config, run_log)
-        yield job
+        with live_line.shown(wanted=not index and run_log.is_shown):
+            yield job
 
 
 def _checkpoint(directory: Directory | None, step: int | None) -> dict[str, Any]:

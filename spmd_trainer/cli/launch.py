@@ -12,7 +12,7 @@ from etils import epath
 from spmd_trainer import experiment_registry, multihost
 from spmd_trainer.callbacks import CallbackError
 from spmd_trainer.checkpointing import CheckpointError
-from spmd_trainer.cli import compile_cache, distributed, log_lines, run_flags
+from spmd_trainer.cli import compile_cache, distributed, live_line, log_lines, run_flags
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, first_paragraph, user_code
 from spmd_trainer.experiment_registry import modules
@@ -53,7 +53,8 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
             import jax
 
             jax.profiler.start_server(flag_values.jax_profiler_port)
-        with _errors_of_users(config, run_log):
+        _, index = multihost.joined()
+        with _errors_of_users(config, run_log), live_line.shown(wanted=not index):
             job = build_job(config, recorder)
             open_log(config, run_log)
             if config.mode != "train":

@@ -17,6 +17,7 @@ from etils import epath
 
 from spmd_trainer import tracking
 from spmd_trainer.errors import user_code
+from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import open_append
 
@@ -28,6 +29,7 @@ _RAISED_LATER = (
     "/_src/checkpointers/async_checkpointer.py",
     "/checkpoint/checkpoint_manager.py",
 )
+(_SHOWN_LIVE,) = SHOWN_LIVE
 _FILE_ONLY = "spmd_trainer_file_only"
 # Records kept in memory until the run's directory is known to belong to this run.
 _KEPT_RECORDS = 10_000
@@ -55,7 +57,7 @@ class _Wanted:
         self._warnings: set[tuple[str, int, str]] = set()
 
     def __call__(self, record: std_logging.LogRecord) -> bool:
-        if getattr(record, _FILE_ONLY, False):
+        if getattr(record, _FILE_ONLY, False) or (live.display is not None and _SHOWN_LIVE in vars(record)):
             return False
         if not user_code.is_library(record.pathname):
             return True
@@ -75,11 +77,17 @@ class _Wanted:
 
 
 class RunLog(MemoryHandler):
-    """The full log of a process: every record at INFO and above, also of libraries. Kept in memory until it has a file."""
+    """The full log of a process: every record at INFO and above, also of libraries. Kept in memory until it has a file.
+
+    Attributes:
+      path: its file; None until `open`.
+      is_shown: True if the lines that matter are shown on stderr too.
+    """
 
     def __init__(self) -> None:
         super().__init__(_KEPT_RECORDS, flushLevel=std_logging.CRITICAL + 1)
         self.path: epath.Path | None = None
+        self.is_shown = True
 
     def open(self, path: epath.PathLike) -> None:
         """Appends the records kept so far, and all later ones, to this file, which may be in an object store.
@@ -204,6 +212,7 @@ def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     logging.set_verbosity(logging.WARNING if warnings_only else logging.INFO)
     root.setLevel(min(root.level, std_logging.INFO))
     run_log = _keep_full_log()
+    run_log.is_shown = not (wants_own or warnings_only)
     if not wants_own:
         root.addHandler(handler)
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from absl import logging
 
+from spmd_trainer.metrics.live_status import Memory, TrainingStatus
 from spmd_trainer.sharding.messages import format_seconds
 
 if TYPE_CHECKING:  # importing it imports praxis, and checkpointing imports only durations from here
@@ -21,6 +22,8 @@ _SHOWN = {
 }
 # A line is also logged when the last line is this many seconds old.
 LONGEST_SILENCE = 30.0
+# The live line takes the step time of the interval that has begun once it is this many seconds old.
+_ENOUGH_SECONDS = 2.0
 
 
 class Progress:
@@ -33,6 +36,7 @@ class Progress:
       unit: name of an item.
       flops_per_item: the model's FLOPs as counted by `analysis.chips.model_flops`; None if unknown.
       peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs utilization.
+      memory: of this process's devices, for the live line; None if unknown.
     """
 
     def __init__(
@@ -55,6 +59,10 @@ class Progress:
         self._clock = clock
         self._since: tuple[int, float] | None = None
         self._last_line = 0.0
+        self.memory: Memory | None = None
+        # For the live line, which reads them on its own thread.
+        self._latest: tuple[int, float, float | None] | None = None
+        self._seconds: float | None = None
 
     def start(self, step: int) -> None:
         """Starts, or after a pause restarts, timing at this step."""
@@ -72,6 +80,7 @@ class Progress:
           The timing scalars for the summaries; empty unless the step ends an interval.
         """
         now = self._clock()
+        self._latest = (step, now, scalars.loss)
         ends_interval = step % self._interval == 0 or step == self._num_steps
         if not ends_interval and now - self._last_line < LONGEST_SILENCE:
             return {}
@@ -84,8 +93,32 @@ class Progress:
         self.start(step)
         return timing
 
+    def status(self) -> TrainingStatus | None:
+        """Returns this moment of training; None before `start`. Called by any thread."""
+        since, latest, seconds = self._since, self._latest, self._seconds
+        if since is None:
+            return None
+        step, now, loss = latest or (*since, None)
+        steps, lasts = step - since[0], now - since[1]
+        if steps > 0 and (seconds is None or lasts >= _ENOUGH_SECONDS):
+            seconds = lasts / steps
+        mfu = None
+        if seconds and self.flops_per_item and self.peak_flops:
+            mfu = self.items_per_step / seconds * self.flops_per_item / self.peak_flops
+        return TrainingStatus(
+            step=step,
+            num_steps=self._num_steps,
+            loss=loss,
+            seconds_per_step=seconds,
+            items_per_step=self.items_per_step,
+            unit=self.unit,
+            mfu=mfu,
+            memory=self.memory,
+        )
+
     def _log(self, step: int, scalars: Scalars, seconds: float) -> dict[str, float]:
         """Logs the line of a step. Returns the timing scalars."""
+        self._seconds = seconds
         parts = [f"step {step}/{self._num_steps}", f"loss {scalars.loss:.4f}"]
         parts += [f"{text} {scalars.means[name]:.3f}" for name, text in _SHOWN.items() if name in scalars.means]
         rate = self.items_per_step / seconds

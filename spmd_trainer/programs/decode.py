@@ -19,7 +19,7 @@ from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
-from spmd_trainer.programs import checkpoints, decode_records
+from spmd_trainer.programs import checkpoints, decode_records, decoded_text
 from spmd_trainer.programs.dataset_batches import FiniteDataset, log_first_call, proceed
 from spmd_trainer.programs.decode_output import DecodeOutput
 from spmd_trainer.programs.ending import say_results
@@ -162,7 +162,7 @@ class DecodeDataset(FiniteDataset):
             records = list(decode_records.records(self._input, outputs, inputs, first=first, text_of=self._text_of))
             output.add(index, records, scalars.means, scalars.weights)
             for record in records[: _LOGGED - logged]:
-                logging.info("decoded %s\n%s", self.name, decode_records.shown(record))
+                decoded_text.say(self.name, step, record, output.path)
                 logged += 1
         return batches
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,13 +49,6 @@ def arrays_of_row(outputs: Any, row: int) -> dict[str, Any]:
     """Returns {path: the row's value or nested list} of per-example arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(outputs)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): _json(leaf[row].tolist()) for path, leaf in leaves}
-
-
-def shown(record: dict[str, Any]) -> str:
-    """Formats a record for the log."""
-    if "output" in record:
-        return f"  prompt: {record['prompt']!r}\n  output: {record['output']!r}"
-    return f"  {json.dumps(record)[:200]}"
 
 
 def may_be_too_long(task: Any, dataset: str, shapes: Any) -> bool:

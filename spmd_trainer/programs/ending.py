@@ -13,6 +13,7 @@ from etils import epath
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.checkpointing import steps
+from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.partitioning.mesh_choice import mesh_flag
 from spmd_trainer.programs.run_config import RunConfig
 
@@ -67,15 +68,28 @@ def say_end(config: RunConfig, how: str, then: str, results: Results) -> None:
     """
     if jax.process_index():
         return
+    names = ["train", *(input_p.name for input_p in config.experiment.config.eval_datasets)]
+    evaluated = {} if results.evaluated is None else _by_dataset(results.metrics, names)
+    lines = list(_ending(how, then, results, evaluated))
+    commands = [*_results(config.job_log_dir), *next_commands(config)]
+    if live.display is not None:
+        from spmd_trainer.programs import ending_table  # imports rich, which only terminals need
+
+        live.display.print(ending_table.table(how, then, results, evaluated))
+        live.display.print("\n".join(commands))
+    # Where there is a display, these lines go to the log's file alone.
+    for line in [*lines, *commands]:
+        logging.info("%s", line, extra=SHOWN_LIVE)
+
+
+def _ending(how: str, then: str, results: Results, evaluated: Mapping[str, str]) -> Iterator[str]:
+    """Yields how a run ended and its last metrics, a line each."""
     if how:
         loss = "" if results.loss is None else f", loss {results.loss:.4f}"
-        logging.info("%s%s%s", how, loss, f"; {then}" if then else "")
+        yield f"{how}{loss}{f'; {then}' if then else ''}"
     if results.evaluated is not None:
-        names = ["train", *(input_p.name for input_p in config.experiment.config.eval_datasets)]
-        logging.info("last evaluation, at step %d: %s", results.evaluated, _by_dataset(results.metrics, names))
-    say_results(config.job_log_dir)
-    for line in next_commands(config):
-        logging.info("%s", line)
+        metrics = "; ".join(f"{dataset}: {text}" for dataset, text in evaluated.items())
+        yield f"last evaluation, at step {results.evaluated}: {metrics}"
 
 
 def say_results(directory: epath.Path) -> None:
@@ -84,8 +98,25 @@ def say_results(directory: epath.Path) -> None:
     Args:
       directory: the run's `job_log_dir`.
     """
-    if jax.process_index() or not directory.exists():
+    if jax.process_index():
         return
+    for line in _results(directory):
+        logging.info("%s", line)
+
+
+def _results(directory: epath.Path) -> Iterator[str]:
+    """Yields where a run's results are, and how to look at them."""
+    if not directory.exists():
+        return
+    yield f"results in {directory}: {_contents(directory)}"
+    if (directory / "run.html").exists():
+        yield f"  to see the run:     {directory / 'run.html'}"
+    if (directory / "summaries").exists():
+        yield f"  to see the curves:  tensorboard --logdir {shlex.quote(str(directory / 'summaries'))}"
+
+
+def _contents(directory: epath.Path) -> str:
+    """Returns what a run has written, e.g. 'checkpoints/ (steps 0, 20), summaries/'."""
     parts = [
         f"{name}/ ({_steps_text(saved)})"
         for name in ("checkpoints", "best")
@@ -96,9 +127,7 @@ def say_results(directory: epath.Path) -> None:
         for name in ("summaries", "eval_out", "decode_out", "lm_eval", "profile")
         if (directory / name).exists()
     ]
-    logging.info("results in %s: %s", directory, ", ".join(parts) or "nothing yet")
-    if (directory / "summaries").exists():
-        logging.info("  to see the curves:  tensorboard --logdir %s", shlex.quote(str(directory / "summaries")))
+    return ", ".join(parts) or "nothing yet"
 
 
 def shown(metrics: Mapping[str, float]) -> str:
@@ -120,14 +149,14 @@ def _number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < _SMALL else f"{value:.4f}"
 
 
-def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> str:
-    """Metrics by dataset. Names of datasets and of metrics may both have slashes."""
+def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> dict[str, str]:
+    """Returns each dataset's metrics as `shown` shows them. Names of datasets and of metrics may both have slashes."""
     datasets: dict[str, dict[str, float]] = {}
     longest_first = sorted(names, key=len, reverse=True)
     for key, value in results.items():
         dataset = next(name for name in longest_first if key.startswith(f"{name}/"))
         datasets.setdefault(dataset, {})[key.removeprefix(f"{dataset}/")] = value
-    return "; ".join(f"{dataset}: {shown(values)}" for dataset, values in datasets.items())
+    return {dataset: shown(values) for dataset, values in datasets.items()}
 
 
 def next_commands(config: RunConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from absl import logging
 
+from spmd_trainer.metrics.live_status import SHOWN_LIVE, PhaseStatus, live
 from spmd_trainer.sharding.messages import format_duration
 
 # Seconds into a phase at which a progress line is logged; after the last of them, one line a minute.
@@ -45,7 +46,7 @@ class Phase:
         *,
         announce_after: float = 0.0,
         total: int | None = None,
-        report: Callable[[str], object] = logging.info,
+        report: Callable[[str], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Prepares the phase; entering the context starts it.
@@ -56,7 +57,7 @@ class Phase:
           announce_after: seconds before the first line is logged; a phase that ends earlier logs nothing (unless it sets
             `done`). 0 logs the first line at once.
           total: number of batches, or None if it is unknown.
-          report: called with each line.
+          report: called with each line; None for the log.
           clock: returns the time in seconds.
         """
         self.done = ""
@@ -65,7 +66,9 @@ class Phase:
         self._moments = _moments(announce_after)
         self._total = total
         self._batches: int | None = None
-        self._report = report
+        self._report = report or logging.info
+        # A live display has a clock of its own.
+        self._report_clock = report or _log_clock
         self._clock = clock
         self._announces_at_once = not announce_after
         self._announced = False
@@ -78,6 +81,12 @@ class Phase:
         """Counts one finished batch."""
         self._batches = (self._batches or 0) + 1
 
+    def status(self) -> PhaseStatus | None:
+        """Returns this moment of the phase for a display; None while a nested phase of the same thread runs."""
+        if self._inner:
+            return None
+        return PhaseStatus(self._what, self._clock() - self._began, self._batches, self._total)
+
     def check(self) -> None:
         """Logs a progress line if one is due. Called by the phase's thread."""
         seconds = self._clock() - self._began
@@ -88,7 +97,7 @@ class Phase:
         if self._inner:
             return
         if self._announced:
-            self._report(f"{self._what}: {format_duration(seconds)} so far{self._batches_text(seconds)}")
+            self._report_clock(f"{self._what}: {format_duration(seconds)} so far{self._batches_text(seconds)}")
         else:
             self._announce()
 
@@ -101,12 +110,14 @@ class Phase:
         if self._announces_at_once:
             self._announce()
         self._thread.start()
+        live.begin(self)
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         seconds = self._clock() - self._began
         self._ended.set()
         self._thread.join()
+        live.end(self)
         _current.reset(self._token)
         if self._outer is not None:
             self._outer._inner -= 1
@@ -132,6 +143,10 @@ class Phase:
     def _run(self) -> None:
         while not self._ended.wait(max(0.0, self._next - (self._clock() - self._began))):
             self.check()
+
+
+def _log_clock(line: str) -> None:
+    logging.info("%s", line, extra=SHOWN_LIVE)
 
 
 def _moments(announce_after: float) -> Iterator[float]:

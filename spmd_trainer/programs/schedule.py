@@ -29,6 +29,7 @@ class Schedule:
     Attributes:
       num_steps: the last training step.
       saves: whether the run saves checkpoints.
+      save_interval: steps between two saves; 0 for none.
       eval_interval: steps between two evaluations; 0 for none.
       evaluates_at_end: whether training ends with an evaluation: there is an interval, and something to evaluate (datasets,
         or the training batch).
@@ -39,6 +40,7 @@ class Schedule:
 
     num_steps: int
     saves: bool
+    save_interval: int
     eval_interval: int
     evaluates_at_end: bool
     decode_interval: int
@@ -55,6 +57,7 @@ class Schedule:
         return cls(
             num_steps=int(train_p.num_train_steps),
             saves=config.enable_checkpoint_saving,
+            save_interval=int(train_p.save_interval_steps or 0) if config.enable_checkpoint_saving else 0,
             eval_interval=eval_interval,
             evaluates_at_end=bool(eval_interval and (experiment.eval_datasets or not train_p.eval_skip_train)),
             decode_interval=decode_interval,
@@ -92,6 +95,18 @@ class Schedule:
             evaluate=bool(self.eval_interval) and step % self.eval_interval == 0,
             decode=bool(self.decode_interval) and step >= self.decode_start and step % self.decode_interval == 0,
         )
+
+    def upcoming(self, step: int) -> dict[str, int]:
+        """Returns the step of the next 'save', 'eval' and 'decode' after `step`, as far as there are any."""
+        found = {}
+        for what, interval, first in (
+            ("save", self.save_interval, 0),
+            ("eval", self.eval_interval, 0),
+            ("decode", self.decode_interval, self.decode_start),
+        ):
+            if interval:
+                found[what] = min(-(-max(step + 1, first) // interval) * interval, self.num_steps)
+        return found
 
     def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
         """Returns what training, complete at `step`, still lacks there, whether or not an interval ends there.

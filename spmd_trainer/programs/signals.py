@@ -14,6 +14,8 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from spmd_trainer.metrics.live_status import ERASE_ROW, live
+
 
 class Interrupted(Exception):
     """A signal interrupted work, such as the final evaluation, that the run repeats when it is started again."""
@@ -95,7 +97,7 @@ class AgreedSaveRequest(SaveRequest):
 def _say(text: str) -> None:
     """Writes a line to stderr from a signal handler. Not by the logger, whose own write the signal may have interrupted."""
     with contextlib.suppress(OSError):  # SIGHUP: the terminal is gone
-        os.write(2, f"{text}\n".encode())
+        os.write(2, f"{ERASE_ROW if live.display else ''}{text}\n".encode())
 
 
 def _say_too_late(number: int, frame: types.FrameType | None) -> None:

@@ -218,7 +218,7 @@ def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
     return [
         Watchdog(policy.watchdog_seconds),
         InvalidSteps(stop=policy.stop_on_invalid_step),
-        ProgressLines(),
+        ProgressLines(Schedule.of_run(job.config).upcoming),
         Profiler(),
         EarlyStop(),
         *others,

@@ -9,6 +9,7 @@ import pytest
 from absl import logging as absl_logging
 
 from spmd_trainer.cli import log_lines
+from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 
 PROGRAM = """
 import logging, pathlib, sys, sysconfig, threading
@@ -65,6 +66,14 @@ def test_own_lines_and_errors_all_and_warnings_of_libraries_once(tmp_path: pathl
     ):
         assert text in full
     assert full.count("soon gone") == 3
+
+
+def test_what_a_live_display_shows_in_its_own_way_goes_to_the_file_alone(monkeypatch):
+    record = logging.LogRecord("absl", logging.INFO, log_lines.__file__, 1, "10 s so far", (), None)
+    vars(record).update(SHOWN_LIVE)
+    assert log_lines._Wanted()(record)
+    monkeypatch.setattr(live, "display", object())
+    assert not log_lines._Wanted()(record)
 
 
 def test_lines_of_the_trainer_installed_as_a_package_are_shown(monkeypatch):

@@ -1,12 +1,15 @@
 """What a run says at its end: numbers, datasets, and commands that find the experiment again."""
 
 import copy
+import io
 
 import pytest
+from rich.console import Console
 from trained_helpers import make_job
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.metrics.live_status import live
 from spmd_trainer.programs import ending
 
 pytestmark = pytest.mark.xdist_group("trained")
@@ -96,4 +99,40 @@ def test_results_are_listed_by_the_datasets_that_there_are(tmp_path, caplog):
     assert caplog.messages[:2] == [
         "finished, loss 0.5000",
         "last evaluation, at step 7: train: a/b 1.5000; books/heldout: a 2.5000; books: other/a 3.5000",
+    ]
+
+
+def test_a_display_gets_a_table_and_whole_commands_and_the_log_the_same_lines(tmp_path, caplog, monkeypatch):
+    config = make_job(tmp_path).config
+    console = Console(record=True, width=60, file=io.StringIO())
+    printed = []
+
+    class Display:
+        print = staticmethod(printed.append)
+
+    monkeypatch.setattr(live, "display", Display())
+    (tmp_path / "run.html").write_text("a page")
+    (tmp_path / "summaries").mkdir()
+    results = ending.Results(0.5, {"heldout/bits_per_byte": 2.5, "heldout/accuracy": 0.25}, 7)
+    with caplog.at_level("INFO", logger="absl"):
+        ending.say_end(config, "stopped at step 8", "the same command continues", results)
+    table, commands = printed
+    console.print(table)
+    rows = [line.strip("│").split("│") for line in console.export_text().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["end", "stopped at step 8"],
+        ["next", "the same command continues"],
+        ["loss", "0.5000"],
+        ["heldout at step 7", "bits_per_byte 2.5000"],
+        ["", "accuracy 0.2500"],
+    ]
+    assert commands.splitlines() == [
+        f"results in {tmp_path}: summaries/",
+        f"  to see the run:     {tmp_path}/run.html",
+        f"  to see the curves:  tensorboard --logdir {tmp_path}/summaries",
+    ]
+    assert caplog.messages == [
+        "stopped at step 8, loss 0.5000; the same command continues",
+        "last evaluation, at step 7: heldout: bits_per_byte 2.5000  accuracy 0.2500",
+        *commands.splitlines(),
     ]

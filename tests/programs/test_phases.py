@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from spmd_trainer.metrics.live_status import SHOWN_LIVE, PhaseStatus, live
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.sharding.messages import format_duration
 
@@ -129,3 +130,24 @@ def test_its_thread_logs_by_itself():
 )
 def test_durations_have_the_digits_that_a_person_reads(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_a_display_sees_the_phases_that_go_on_and_their_batches():
+    clock = Clock()
+    with Phase("outer", report=len, clock=clock):
+        assert [phase.what for phase in live.phases()] == ["outer"]
+        clock.now = 3.0
+        with Phase("inner", total=4, report=len, clock=clock) as inner:
+            inner.advance()
+            clock.now = 5.0
+            assert list(live.phases()) == [PhaseStatus("inner", 2.0, 1, 4)]
+        assert list(live.phases()) == [PhaseStatus("outer", 5.0)]
+    assert not list(live.phases())
+
+
+def test_the_clock_of_a_live_display_replaces_lines_that_say_how_long_it_lasts(caplog):
+    clock = Clock()
+    with caplog.at_level("INFO", logger="absl"):
+        lines_at(Phase("compiling", clock=clock), clock, [10])
+    assert caplog.messages[:2] == ["compiling ...", "compiling: 10 s so far"]
+    assert [hasattr(record, *SHOWN_LIVE) for record in caplog.records] == [False, True, False]
