@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pathlib
 import platform
+import re
 from collections.abc import Mapping
 
 import fiddle as fdl
@@ -43,6 +45,7 @@ def settings_of(config: RunConfig) -> dict[str, str]:
         "processes": f"{jax.process_index()} of {jax.process_count()}",
         "devices": ", ".join(f"{device.id} {device.device_kind}" for device in devices),
         "backend": devices[0].client.platform_version,
+        "processor": _processor() if devices[0].platform == "cpu" else "",
         "Python": platform.python_version(),
         **{f"version of {name}": version for name, version in library_versions().items()},
         **{name: os.environ.get(name, "") for name in _OF_LIBRARIES},
@@ -66,6 +69,16 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     ]
     more = f" and {len(names) - _SHOWN} more settings" if len(names) > _SHOWN else ""
     return "; ".join(shown) + more
+
+
+def _processor() -> str:
+    """Returns what a program for host devices is compiled for: the instruction sets of this machine's processor."""
+    try:
+        features = re.search(r"^(?:flags|Features)\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        features = None
+    known = hashlib.sha256(features[1].encode()).hexdigest()[:16] if features else platform.processor()
+    return f"{platform.machine()} {known}"
 
 
 def _arrays(config: fdl.Buildable[object]) -> str:
