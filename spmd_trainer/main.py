@@ -175,6 +175,13 @@ flags.DEFINE_multi_string(
     "Also tell these trackers of a training run, e.g. --track=wandb,mlflow; there are wandb, mlflow, trackio and tensorboard. "
     "May be repeated.",
 )
+flags.DEFINE_integer(
+    "check_replicas_every",
+    0,
+    "Every N training steps, and before such a step is saved, compare the bits of all values that several devices hold; a "
+    "difference ends the run with status 6, and names the device and the variable. 0 compares nothing.",
+    lower_bound=0,
+)
 flags.DEFINE_bool("list", False, "Print the registered experiments, one per line, and exit.")
 flags.DEFINE_bool("dump", False, "Print the resolved config, one 'path: value' per line, and exit.")
 flags.DEFINE_bool(

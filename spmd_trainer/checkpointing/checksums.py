@@ -61,6 +61,12 @@ def checksum(tree: PyTree) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def bits_checksum(x: jax.Array) -> jax.Array:
+    """Returns the checksum of an array's bits at its own shape, padding included, as uint32 [2]. Under jit."""
+    words = _words(x)
+    return jnp.stack([_half(words, half, None) for half in range(_HALVES)])
+
+
 @functools.lru_cache(maxsize=256)
 def _summing(logical_shape: tuple[int, ...], sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     """Returns a jitted function from an array at its padded shape to uint32 [2], which every process can read."""

@@ -45,6 +45,7 @@ GROUPS = {
         "decode_during_train",
         "num_minibatches=N",
         "stop_on_invalid_step",
+        "check_replicas_every=N",
         "watchdog_seconds=SECONDS",
         "track=NAME,...",
         "jax_profiler_port=PORT",

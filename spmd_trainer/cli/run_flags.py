@@ -94,7 +94,9 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         num_minibatches=flag_values.num_minibatches,
         writes_reports=bool(flag_values.job_log_dir),
         mesh=mesh,
-        failure_policy=FailurePolicy(flag_values.watchdog_seconds, flag_values.stop_on_invalid_step),
+        failure_policy=FailurePolicy(
+            flag_values.watchdog_seconds, flag_values.stop_on_invalid_step, flag_values.check_replicas_every
+        ),
         track=trackers.split_names(flag_values.track),
         jax_cache_dir=flag_values.jax_cache_dir,
         export=export,

@@ -22,10 +22,12 @@ class FailurePolicy:
     Attributes:
       watchdog_seconds: a step, save or evaluation that takes longer is reported; 0 reports none.
       stop_on_invalid_step: end the run at a step whose loss or gradient is NaN or Inf, or that the learner would skip.
+      check_replicas_every: steps between two comparisons of the devices' copies; 0 compares none.
     """
 
     watchdog_seconds: float = 600.0
     stop_on_invalid_step: bool = False
+    check_replicas_every: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

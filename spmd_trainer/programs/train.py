@@ -19,6 +19,7 @@ from spmd_trainer.callbacks.early_stop import EarlyStop
 from spmd_trainer.callbacks.invalid_steps import InvalidSteps
 from spmd_trainer.callbacks.profiler import Profiler
 from spmd_trainer.callbacks.progress import ProgressLines
+from spmd_trainer.callbacks.replica_check import ReplicaCheck
 from spmd_trainer.callbacks.run_page import RunPage
 from spmd_trainer.callbacks.run_times import TimeRecord
 from spmd_trainer.callbacks.summaries import Summaries
@@ -218,6 +219,7 @@ def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
     return [
         Watchdog(policy.watchdog_seconds),
         InvalidSteps(stop=policy.stop_on_invalid_step),
+        ReplicaCheck(policy.check_replicas_every),
         ProgressLines(Schedule.of_run(job.config).upcoming),
         Profiler(),
         EarlyStop(),

@@ -1,0 +1,99 @@
+"""Finds devices whose copy of a value differs from the others': a chip that computes or stores wrong numbers.
+
+Several devices hold the same part of a variable: all of them if it is replicated, otherwise those along the axes that don't split
+it. Their bits must be equal, because they ran the same program. Each device computes a checksum of the bits that it holds, in one
+program; the host compares the checksums of equal parts.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd_trainer.checkpointing.checksums import bits_checksum
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Copies of one part of a variable that differ.
+
+    Attributes:
+      path: the variable's.
+      devices: the devices with other bits than most; all that hold the part if no bits are in the majority.
+      others: the devices that most have the same bits on; empty if no bits are in the majority.
+    """
+
+    path: str
+    devices: Sequence[jax.Device]
+    others: Sequence[jax.Device]
+
+    def __str__(self) -> str:
+        named = ", ".join(map(_name, self.devices))
+        if not self.others:
+            return f"{self.path}: the copies on devices {named} differ from each other"
+        plural = "s" * (len(self.devices) > 1)
+        return (
+            f"{self.path}: the copy on device{plural} {named} differs from that on {', '.join(map(_name, self.others))}"
+        )
+
+
+def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
+    """Returns where copies differ. Called by every process; all of them get the same result.
+
+    Args:
+      arrays: by path, with NamedShardings on one mesh.
+    """
+    if not arrays:
+        return []
+    sharding = next(iter(arrays.values())).sharding
+    specs = tuple(x.sharding.spec for x in arrays.values())
+    sums = _checksums(sharding.mesh, specs)(tuple(arrays.values()))
+    by_device = np.asarray(sums.addressable_data(0))
+    row_of = {device: row for row, device in enumerate(sharding.mesh.devices.flat)}
+    found = []
+    for number, (path, x) in enumerate(arrays.items()):
+        for devices in _holders(x):
+            by_sum = collections.defaultdict(list)
+            for device in devices:
+                by_sum[tuple(by_device[row_of[device], number].tolist())].append(device)
+            if len(by_sum) > 1:
+                found.append(_difference(path, list(by_sum.values())))
+    return found
+
+
+def _difference(path: str, groups: list[list[jax.Device]]) -> Difference:
+    groups.sort(key=len, reverse=True)
+    has_majority = len(groups[0]) > len(groups[1])
+    wrong = groups[1:] if has_majority else groups
+    return Difference(path, [device for group in wrong for device in group], groups[0] if has_majority else [])
+
+
+def _holders(x: jax.Array) -> list[list[jax.Device]]:
+    """Returns the devices that hold each part of an array."""
+    parts = collections.defaultdict(list)
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        parts[tuple(part.indices(size) for part, size in zip(index, x.shape, strict=True))].append(device)
+    return list(parts.values())
+
+
+@functools.lru_cache(maxsize=8)
+def _checksums(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped:
+    """Returns a jitted function: arrays -> uint32 [devices, arrays, 2], which every process can read."""
+
+    def local(arrays: Sequence[jax.Array]) -> jax.Array:
+        sums = jax.numpy.stack([bits_checksum(x) for x in arrays])
+        return lax.all_gather(sums, mesh.axis_names)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _name(device: jax.Device) -> str:
+    return f"{device.id} ({device.device_kind}, process {device.process_index})"
