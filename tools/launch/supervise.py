@@ -17,7 +17,7 @@ import time
 import types
 
 # Exit statuses of `spmd-trainer` for what would fail again: a mistake in the command, no whole checkpoint.
-_FINAL_STATUSES = {2, 5}
+_FINAL_STATUSES = {2, 5, 6}
 # After a job that ran for less than this, the next attempt waits.
 _SHORT_SECONDS = 60.0
 
