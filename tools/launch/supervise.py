@@ -16,7 +16,7 @@ import sys
 import time
 import types
 
-# Exit statuses of `spmd-trainer` for what would fail again: a mistake in the command, no whole checkpoint.
+# Exit statuses of `spmd-trainer` that need a person: a mistake in the command, no whole checkpoint, a device with wrong numbers.
 _FINAL_STATUSES = {2, 5, 6}
 # After a job that ran for less than this, the next attempt waits.
 _SHORT_SECONDS = 60.0
