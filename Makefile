@@ -52,13 +52,16 @@ $(GPU_COMPILER)/.synced: uv.lock
 test-installed: setup
 	$(RUN) pytest tests/installed
 
-# The pages of docs/ as a site in build/site. A dead link or a missing reference is an error.
+# The documentation, as pages in site/. Strict: a dead link or a missing reference fails. Half a minute.
 docs: setup
+	$(RUN) python tools/draw_docs.py
 	$(RUN) mkdocs build --quiet --strict
 
-# Builds the site, and runs the commands of README and of all pages as pasted, with fewer steps. Five minutes.
-test-docs: docs
-	$(RUN) pytest -n 2 -m docs tests/docs
+# Runs the commands and Python blocks of README and of all pages as pasted, and the notebooks. Five minutes; with DOCS=docs also those
+# that pages mark as slow.
+DOCS ?= docs and not slow
+test-docs: setup
+	$(RUN) pytest -n 2 -m "$(DOCS)" tests/test_docs.py tests/test_notebooks.py
 
 # Every model family against Hugging Face transformers, live: logits, training, generation, export. An hour on 2 cores.
 # transformers and torch get an environment of their own. TORCH: the requirement to install; see tests/interop_live/requirements.txt.
@@ -125,4 +128,4 @@ plan: setup
 	$(PLAN_GPU) python -m benchmarks.attention_memory
 
 clean:
-	rm -rf .venv .venv-tpu .venv-gpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(GPU_COMPILER) $(GPU_COMPILER).txt $(UV_DIR) build/site runs
+	rm -rf .venv .venv-tpu .venv-gpu $(INTEROP_DIR) $(LM_EVAL_DIR) $(GPU_COMPILER) $(GPU_COMPILER).txt $(UV_DIR) site runs

@@ -33,6 +33,7 @@ def test_there_are_notebooks() -> None:
     assert [path.stem for path in _NOTEBOOKS] == ["look_at_shardings", "train_in_a_notebook"]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path, kernel_name: str) -> None:
     notebook = _notebook(path)

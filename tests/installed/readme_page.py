@@ -1,4 +1,4 @@
-"""The page `docs/own_project.md`, as a user pastes from it."""
+"""The page "Your own project" of the documentation, as a user pastes from it."""
 
 import pathlib
 import re
@@ -18,8 +18,8 @@ class Page:
     """
 
     def __init__(self) -> None:
-        page = (ROOT / "docs" / "own_project.md").read_text()
-        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        text = (ROOT / "docs/your_project.md").read_text()
+        blocks = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
         self.experiment, *self.cells = [code for kind, code in blocks if kind == "python"]
         self.uv_tables, self.entry_point = [code for kind, code in blocks if kind == "toml"]
         self.commands = [line for kind, code in blocks if not kind for line in code.splitlines()]

@@ -1,4 +1,4 @@
-"""The commands of `docs/fine_tuning.md`, as pasted, in a folder of the user's."""
+"""The documentation's commands for fine-tuning, as pasted, in a folder of the user's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ TORCH_SIDE = pathlib.Path(__file__).parent / "torch_side.py"
 
 
 def commands(containing: str) -> str:
-    """The block of shell commands of the docs that contains a text, for the environment of the tests."""
-    pages = "".join((ROOT / "docs" / name).read_text() for name in ("hugging_face.md", "fine_tuning.md"))
-    blocks = re.findall(r"^```bash\n(.*?)^```$", pages, re.DOTALL | re.MULTILINE)
+    """The block of shell commands of docs/hugging_face.md that contains a text, for the environment of the tests."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/hugging_face.md").read_text(), re.DOTALL | re.MULTILINE)
     (found,) = [block for block in blocks if containing in block]
-    found = found.replace("python tools/", f"{sys.executable} {ROOT}/tools/")
-    return found.replace("spmd-trainer", f"{sys.executable} -m spmd_trainer.main")
+    found = found.replace("uv run python tools/", f"{sys.executable} {ROOT}/tools/")
+    return found.replace("uv run spmd-trainer", f"{sys.executable} -m spmd_trainer.main")
 
 
 def answer(folder: pathlib.Path) -> str:
