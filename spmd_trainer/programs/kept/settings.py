@@ -21,7 +21,7 @@ from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.sharding.messages import mesh_text
 
 # Changes with the layout of what is kept.
-FORMAT = "1"
+FORMAT = "2"
 # Options of JAX that no compiled program depends on.
 _NOT_OF_PROGRAMS = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback")
 # Variables that libraries read where Python doesn't see it.

@@ -124,7 +124,8 @@ class StepKeeper:
             try:
                 # On CPU, XLA can't write the code of a program that was read from its cache.
                 fn = _compiled_anew(lowered, flags) if self._from_cache and is_cpu else new.fn
-                content = _saved(dataclasses.replace(new, fn=fn), self._key_program(new.metadata.mesh))
+                key = self._lowered_key(new.metadata.mesh)
+                content = _saved(dataclasses.replace(new, fn=fn), _compiled_anew(key, {}) if is_cpu else key.compile())
                 made_from = {"settings": self._settings, "reads": dataclasses.asdict(reads)}
                 self._entries.write(self._key, made_from, content)
             except Exception as error:  # a backend that can't serialise, layers that can't be pickled, a full disk
@@ -155,11 +156,11 @@ class StepKeeper:
             )
         return None, reason or "what was kept is damaged"
 
-    def _key_program(self, mesh: Mesh) -> jax.stages.Compiled:
-        """Compiles what makes the run's random key: a restart must not trace that, either."""
+    def _lowered_key(self, mesh: Mesh) -> jax.stages.Lowered:
+        """Returns the program that makes the run's random key: a restart must not trace that, either."""
         seed = self._config.experiment.task_p.train.random_seed
         replicated = NamedSharding(mesh, PartitionSpec())
-        return jax.jit(lambda: jax.random.key(seed), out_shardings=replicated).lower().compile()
+        return jax.jit(lambda: jax.random.key(seed), out_shardings=replicated).lower()
 
 
 def _compiled_anew(lowered: jax.stages.Lowered, flags: Mapping[str, Any]) -> jax.stages.Compiled:
@@ -177,4 +178,5 @@ def _saved(step: NewStep, key: jax.stages.Compiled) -> bytes:
 def _loaded(content: bytes) -> KeptStep:
     programs, packing, attention, layout = pickle.loads(content)
     fn, key = (serialize_executable.deserialize_and_load(*program) for program in programs)
+    jax.block_until_ready(key())  # a program without its code fails here, not in the run
     return KeptStep(fn, key, packing, attention, layout)
