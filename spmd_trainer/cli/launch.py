@@ -120,7 +120,7 @@ def build_job(config: RunConfig, recorder: Recorder | None = None) -> Job:
         start_checks.check_directories(config)
     if config.mode != "train":
         return MODES[config.mode].build_job(config)
-    if recorder is None or cache is None:
+    if recorder is None or cache is None or not _keeps_steps(config):
         job = Job.build(config)
     else:
         keeper = StepKeeper(config, epath.Path(cache) / "steps", recorder)
@@ -128,6 +128,16 @@ def build_job(config: RunConfig, recorder: Recorder | None = None) -> Job:
             job = Job.build(config, keeper)
     start_checks.check_training(job)
     return job
+
+
+def _keeps_steps(config: RunConfig) -> bool:
+    """Whether the compiled step may be kept: JAX's cache is on, nothing of the compiler's is written, the code has a file."""
+    import jax
+
+    options = jax.config.values
+    dumps = any(value for name, value in options.items() if name.startswith("jax_dump") and name.endswith("_to"))
+    in_main = type(config.experiment.experiment).__module__ == "__main__"
+    return bool(options["jax_enable_compilation_cache"]) and not dumps and not in_main
 
 
 def print_experiments() -> None:

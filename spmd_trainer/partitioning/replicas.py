@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import jax
 import numpy as np
@@ -52,11 +53,11 @@ def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
     """
     if not arrays:
         return []
-    sharding = next(iter(arrays.values())).sharding
-    specs = tuple(x.sharding.spec for x in arrays.values())
-    sums = _checksums(sharding.mesh, specs)(tuple(arrays.values()))
+    shardings = [cast(NamedSharding, x.sharding) for x in arrays.values()]
+    mesh = cast(Mesh, shardings[0].mesh)
+    sums = _checksums(mesh, tuple(sharding.spec for sharding in shardings))(tuple(arrays.values()))
     by_device = np.asarray(sums.addressable_data(0))
-    row_of = {device: row for row, device in enumerate(sharding.mesh.devices.flat)}
+    row_of = {device: row for row, device in enumerate(mesh.devices.flat)}
     found = []
     for number, (path, x) in enumerate(arrays.items()):
         for devices in _holders(x):
@@ -89,7 +90,8 @@ def _checksums(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapp
 
     def local(arrays: Sequence[jax.Array]) -> jax.Array:
         sums = jax.numpy.stack([bits_checksum(x) for x in arrays])
-        return lax.all_gather(sums, mesh.axis_names)
+        gathered: jax.Array = lax.all_gather(sums, mesh.axis_names)
+        return gathered
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
     return jax.jit(mapped, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -98,6 +98,11 @@ class Job:
                 partitioner.kept_layout = keeper.found.layout
             job = cls(config, task, partitioner, shapes, keeper=keeper)
             partitioner.setup(task, job.inputs_shape_dtype)
+            if keeper is not None and keeper.found is not None:
+                keeper.check(partitioner.mesh, job.inputs_shape_dtype)
+                if keeper.found is None:
+                    partitioner.kept_layout = None
+                    partitioner.setup(task, job.inputs_shape_dtype)
         logging.info("%s", _parameters_text(partitioner.metadata))
         return job
 

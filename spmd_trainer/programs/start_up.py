@@ -178,7 +178,7 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
     lines = choices.lines(attention)
     if job.keeper is not None:
-        job.keeper.keep(NewStep(compiled, packing, lines, partitioner.metadata), lowered, flags)
+        job.keeper.keep(NewStep(compiled, packing, lines, partitioner.metadata, job.inputs_shape_dtype), lowered, flags)
     return CompiledTrainStep(compiled, packing, lines, flags)
 
 

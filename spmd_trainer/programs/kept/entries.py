@@ -6,7 +6,9 @@ import functools
 import hashlib
 import json
 import os
+import stat
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +18,9 @@ from etils import epath
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.files import UNFINISHED_SUFFIX, files_below
 
-# A step of a large model takes tens of megabytes.
+# What a description has.
+_PARTS = {"settings", "reads", "sha256"}
+# Of one process. A step of a large model takes tens of megabytes.
 MOST_BYTES = 4 * 2**30
 # A file that is left over from a process that was killed while it wrote it.
 _LEFT_OVER_SECONDS = 3600.0
@@ -36,6 +40,18 @@ class Entries:
         self._root = root
         self._directory = root / experiment
         self._suffix = f".process_{process}"
+
+    def refusal(self) -> str:
+        """Returns why nothing may be read from the directory: others can write there. Empty if it is the user's alone.
+
+        Who can write into an object store is for its owner to say.
+        """
+        for folder in (self._root, self._directory):
+            if not is_remote(folder) and folder.exists():
+                found = os.stat(folder)
+                if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    return f"others than you can write into {folder}"
+        return ""
 
     def read(self, key: str) -> Iterator[tuple[dict[str, Any], Callable[[], bytes]]]:
         """Yields (what it was made from, a function that reads the step) of all steps under a key, the newest first.
@@ -64,7 +80,9 @@ class Entries:
         """
         made_from = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:8]
         stem = f"{key}-{made_from}{self._suffix}"
-        self._directory.mkdir(parents=True, exist_ok=True)
+        # Each by itself: `parents` would leave it to the umask who can write there.
+        for folder in (self._root, self._directory):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _write(self._directory / f"{stem}.step", content)
         described = {**description, "sha256": hashlib.sha256(content).hexdigest()}
         _write(self._directory / f"{stem}.json", json.dumps(described).encode())
@@ -83,10 +101,10 @@ class Entries:
 
     def _description(self, name: str) -> dict[str, Any] | None:
         try:
-            description: dict[str, Any] = json.loads((self._directory / name).read_text())
+            description = json.loads((self._directory / name).read_text())
         except (OSError, ValueError):  # removed meanwhile, or damaged
             return None
-        return description
+        return description if isinstance(description, dict) and description.keys() >= _PARTS else None
 
     def _content(self, name: str, digest: str) -> bytes:
         path = self._directory / name
@@ -98,9 +116,9 @@ class Entries:
         return content
 
     def _remove_oldest(self) -> None:
-        """Removes the steps that were not used for longest until the rest fits."""
-        files = files_below(self._root)
-        steps = sorted((n for n in files if n.endswith(".step")), key=lambda n: files[n].modified, reverse=True)
+        """Removes this process' steps that were not used for longest until the rest fits: processes of a job must keep the same."""
+        files, ending = files_below(self._root), f"{self._suffix}.step"
+        steps = sorted((n for n in files if n.endswith(ending)), key=lambda n: files[n].modified, reverse=True)
         total = 0
         for name in steps:
             total += files[name].size
@@ -118,7 +136,8 @@ def _write(path: epath.Path, content: bytes) -> None:
     if is_remote(path):
         path.write_bytes(content)
         return
-    unfinished = path.parent / f"{path.name}.{os.getpid()}{UNFINISHED_SUFFIX}"
+    # Containers on a shared file system may all have the same process id.
+    unfinished = path.parent / f"{path.name}.{uuid.uuid4().hex}{UNFINISHED_SUFFIX}"
     try:
         unfinished.write_bytes(content)
         unfinished.replace(path)

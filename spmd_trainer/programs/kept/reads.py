@@ -7,9 +7,9 @@ Tracing runs the code of the experiment, its layers and the libraries below. `Re
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import io
@@ -17,6 +17,7 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any
@@ -29,12 +30,15 @@ _READ_WHOLE = 16 * 2**20
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 # A module's own file is compared as code.
 _CODE = (".py", ".pyc", ".so", ".pth")
-_LIBRARIES = tuple(f"{os.path.realpath(sysconfig.get_path(name))}{os.sep}" for name in ("purelib", "platlib", "stdlib"))
-# Frames to look at for the reader of an environment variable: `os.environ`, `Mapping.get`, and a helper or two.
-_DEPTH = 6
+_ABSENT = "absent"
+# As they are named, and where links lead to.
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for name in ("purelib", "platlib", "stdlib")
+    for folder in {sysconfig.get_path(name), os.path.realpath(sysconfig.get_path(name))}
+)
 
 _Environ = type(os.environ)
-_plain_open: Callable[..., Any] = builtins.open
 _plain_getitem: Callable[[os._Environ[str], str], str] = _Environ.__getitem__
 _recorders: list[Recorder] = []
 _lock = threading.Lock()
@@ -59,14 +63,14 @@ class Reads:
         for name, (path, stamp) in self.modules.items():
             if stamp_of(path) != stamp:
                 return f"{path} has changed"
-            now = _file_of(sys.modules[name]) if name in sys.modules else path
+            now = _file_of(name, sys.modules[name]) if name in sys.modules else path
             if now != path:
                 return f"{name} is imported from {now} now, and not from {path}"
         if moved := self._found_elsewhere():
             return moved
         for name, module in list(sys.modules.items()):
-            file = _file_of(module)
-            if name not in self.modules and file and name != "__main__" and not _is_installed(file):
+            file = _file_of(name, module)
+            if name not in self.modules and file and not _is_installed(file):
                 return f"{name} ({file}) was not imported then"
         for path, stamp in self.files.items():
             if stamp_of(path) != stamp:
@@ -88,55 +92,69 @@ class Reads:
 
 
 class Recorder:
-    """Notes which files are opened and which environment variables the user's code reads, on the threads that ask for it."""
+    """Notes which code is imported, which files and environment variables are read, on the threads that ask for it."""
 
     def __init__(self) -> None:
+        self._began = time.time()
+        self._modules: dict[str, tuple[str, str]] = {}
         self._files: dict[str, str] = {}
         self._environment: dict[str, str | None] = {}
-        self._threads: set[int] = set()
+        self._threads: collections.Counter[int] = collections.Counter()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager: notes what this thread reads."""
+        """Context manager: notes what this thread reads, and the modules that are imported at its beginning and end."""
         thread = threading.get_ident()
-        self._threads.add(thread)
+        self._note_modules()
+        self._threads[thread] += 1
         try:
             with _told_of_reads(self):
                 yield
         finally:
-            self._threads.discard(thread)
+            self._threads[thread] -= 1
+            self._note_modules()
 
-    def reads(self, without: str) -> Reads:
-        """Returns what was read so far.
+    def reads(self, without: str) -> tuple[Reads, str]:
+        """Returns (what was read so far, why that can't be relied on); one of them counts.
+
+        What was edited while it was imported, traced or compiled can't be: the program may be made from either version.
 
         Args:
           without: leaves out files below this directory: the run's own.
         """
+        self._note_modules()
         files = {path: stamp for path, stamp in self._files.items() if not path.startswith(without)}
-        return Reads(_modules(), files, dict(self._environment))
+        for path, stamp in [*self._modules.values(), *files.items()]:
+            if stamp == _ABSENT or stamp_of(path) != stamp or os.stat(path).st_mtime > self._began:
+                return Reads({}, {}, {}), f"{path} can't be read or has changed since the start"
+        return Reads(dict(self._modules), files, dict(self._environment)), ""
 
-    def opened(self, file: object, mode: str) -> None:
+    def opened(self, file: object, mode: object) -> None:
         """Notes a file that is opened."""
-        if threading.get_ident() not in self._threads or not mode.startswith("r") or "+" in mode:
+        if not self._threads[threading.get_ident()] or not isinstance(file, str | bytes | os.PathLike):
             return
-        if not isinstance(file, str | bytes | os.PathLike):
+        if not isinstance(mode, str) or not mode.startswith("r") or "+" in mode:
             return
         path = os.path.abspath(os.fsdecode(file))
         if path in self._files or path.startswith(_SYSTEM) or path.endswith(_CODE) or _is_installed(path):
             return
-        self._files[path] = stamp_of(path)
+        if (stamp := stamp_of(path)) != _ABSENT:
+            self._files[path] = stamp
 
     def asked(self, name: object, value: str | None, frame: FrameType | None) -> None:
-        """Notes an environment variable that is read, if the user's code asks for it: the libraries' are among the settings."""
-        if threading.get_ident() not in self._threads or not isinstance(name, str) or name in self._environment:
+        """Notes an environment variable that is read on behalf of the user's code: the libraries' are among the settings."""
+        if not self._threads[threading.get_ident()] or not isinstance(name, str) or name in self._environment:
             return
-        for _ in range(_DEPTH):
-            if frame is None:
-                return
+        while frame is not None:
             if user_code.is_users(frame.f_code.co_filename):
                 self._environment[name] = value
                 return
             frame = frame.f_back
+
+    def _note_modules(self) -> None:
+        for name, module in list(sys.modules.items()):
+            if name not in self._modules and (path := _file_of(name, module)):
+                self._modules[name] = (path, stamp_of(path))
 
 
 def stamp_of(path: str) -> str:
@@ -145,25 +163,20 @@ def stamp_of(path: str) -> str:
         found = os.stat(path)
         if found.st_size > _READ_WHOLE or _is_installed(path):
             return f"{found.st_size} {found.st_mtime_ns}"
-        with _plain_open(path, "rb") as file:
+        with _patch.plain_open(path, "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
     except OSError:
-        return "absent"
+        return _ABSENT
 
 
-def _modules() -> dict[str, tuple[str, str]]:
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if (path := _file_of(module)) and name != "__main__":
-            found[name] = (path, stamp_of(path))
-    return found
-
-
-def _file_of(module: ModuleType) -> str:
+def _file_of(name: str, module: ModuleType) -> str:
+    """Returns the file of a module; empty for none, and for a `__main__` that is not the user's script."""
     # `vars` and `getattr` would import a module that is imported when it is first used.
     names = ModuleType.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
     path = names.get("__file__")
-    return path if isinstance(path, str) else ""
+    if not isinstance(path, str) or (name == "__main__" and not user_code.is_users(path)):
+        return ""
+    return path
 
 
 def _is_installed(path: str) -> bool:
@@ -176,23 +189,23 @@ def _told_of_reads(recorder: Recorder) -> Iterator[None]:
     with _lock:
         _recorders.append(recorder)
         if len(_recorders) == 1:
-            builtins.open = io.open = _open
-            _Environ.__getitem__ = _getitem  # type: ignore[method-assign]
+            _patch.put()
     try:
         yield
     finally:
         with _lock:
             _recorders.remove(recorder)
             if not _recorders:
-                builtins.open = io.open = _plain_open
-                _Environ.__getitem__ = _plain_getitem  # type: ignore[method-assign]
+                _patch.take_back()
 
 
-@functools.wraps(_plain_open)
-def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    for recorder in tuple(_recorders):
-        recorder.opened(file, mode)
-    return _plain_open(file, mode, *args, **kwargs)
+class _Open:
+    """Takes the place of `open`. An object, because a function would become a method where a class has it as an attribute."""
+
+    def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        for recorder in tuple(_recorders):
+            recorder.opened(file, mode)
+        return _patch.plain_open(file, mode, *args, **kwargs)
 
 
 def _getitem(environ: os._Environ[str], name: str) -> str:
@@ -205,3 +218,30 @@ def _getitem(environ: os._Environ[str], name: str) -> str:
     if value is None:
         raise KeyError(name)
     return value
+
+
+class _Patch:
+    """Puts `_Open` and `_getitem` in place, and takes them back where nobody has put something else there meanwhile."""
+
+    def __init__(self) -> None:
+        self.plain_open: Callable[..., Any] = builtins.open
+        self._plain_io: Callable[..., Any] = io.open
+
+    def put(self) -> None:
+        """Puts them in place."""
+        self.plain_open, self._plain_io = builtins.open, io.open
+        builtins.open = io.open = _open
+        _Environ.__getitem__ = _getitem  # type: ignore[method-assign]
+
+    def take_back(self) -> None:
+        """Puts back what was there before."""
+        if builtins.open is _open:
+            builtins.open = self.plain_open
+        if io.open is _open:
+            io.open = self._plain_io
+        if _Environ.__getitem__ is _getitem:
+            _Environ.__getitem__ = _plain_getitem  # type: ignore[method-assign]
+
+
+_open: Callable[..., Any] = _Open()
+_patch = _Patch()

@@ -23,7 +23,7 @@ from spmd_trainer.sharding.messages import mesh_text
 # Changes with the layout of what is kept.
 FORMAT = "2"
 # Options of JAX that no compiled program depends on.
-_NOT_OF_PROGRAMS = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback")
+_NOT_OF_PROGRAMS = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_traceback")
 # Variables that libraries read where Python doesn't see it.
 _OF_LIBRARIES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "TF_XLA_FLAGS", "TF_CPP_VMODULE")
 _SHOWN = 2
@@ -43,7 +43,7 @@ def settings_of(config: RunConfig) -> dict[str, str]:
         "--mesh": mesh_text(dict(config.mesh)) if config.mesh else "",
         "--num_minibatches": str(config.num_minibatches),
         "processes": f"{jax.process_index()} of {jax.process_count()}",
-        "devices": ", ".join(f"{device.id} {device.device_kind}" for device in devices),
+        "devices": ", ".join(map(_device, devices)),
         "backend": devices[0].client.platform_version,
         "processor": _processor() if devices[0].platform == "cpu" else "",
         "Python": platform.python_version(),
@@ -71,6 +71,10 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     return "; ".join(shown) + more
 
 
+def _device(device: jax.Device) -> str:
+    return f"{device.id} {device.device_kind} {device.process_index} {getattr(device, 'coords', '')}"
+
+
 def _processor() -> str:
     """Returns what a program for host devices is compiled for: the instruction sets of this machine's processor."""
     try:
@@ -86,5 +90,6 @@ def _arrays(config: fdl.Buildable[object]) -> str:
     digest = hashlib.sha256()
     for value, path in daglish.iterate(config):
         if isinstance(value, np.ndarray | jax.Array):
-            digest.update(daglish.path_str(path).encode() + np.asarray(value).tobytes())
+            array = np.asarray(value)
+            digest.update(f"{daglish.path_str(path)} {array.dtype} {array.shape} ".encode() + array.tobytes())
     return digest.hexdigest()[:16]

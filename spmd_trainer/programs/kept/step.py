@@ -25,6 +25,7 @@ from spmd_trainer.programs.kept.entries import Entries
 from spmd_trainer.programs.kept.reads import Reads, Recorder
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.train_states import PyTree
 
 # JAX's event for a program that its compilation cache has.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -41,6 +42,7 @@ class KeptStep:
       packing: unpacks the step's scalars.
       attention: the kernels of the attention layers, a line each.
       layout: the layout of the train state, without its mesh.
+      place: the mesh and the batch that it was compiled for, see `_place`.
     """
 
     fn: jax.stages.Compiled
@@ -48,16 +50,21 @@ class KeptStep:
     packing: ScalarPacking
     attention: Sequence[str]
     layout: KeptLayout
+    place: str
 
 
 @dataclasses.dataclass(frozen=True)
 class NewStep:
-    """A train step that was just compiled. Attributes: as of `KeptStep`; `metadata` is the layout on its mesh."""
+    """A train step that was just compiled. Attributes: as of `KeptStep`; `metadata` is the layout on its mesh.
+
+    `batch` has ShapeDtypeStructs of the global batch.
+    """
 
     fn: jax.stages.Compiled
     packing: ScalarPacking
     attention: Sequence[str]
     metadata: StateMetadata
+    batch: PyTree
 
 
 class StepKeeper:
@@ -82,15 +89,32 @@ class StepKeeper:
         self._key = settings_lib.key_of(self._settings)
         self._from_cache = False
         began = time.monotonic()
-        step, reason = self._find()
-        reasons = multihost.gather("kept step", reason)
-        problem = next((f"{text} (process {n})" if n else text for n, text in enumerate(reasons) if text), "")
-        self.found = None if problem else step
-        if self.found is None:
-            logging.info("the train step is traced: %s", problem)
-        else:
+        try:
+            self.found, reason = self._find()
+        except Exception as error:  # of the file system, of an entry that is no entry: the others wait for an answer
+            self.found, reason = None, f"what was kept can't be read: {type(error).__name__}: {first_paragraph(error)}"
+        if self._all_agree(reason):
             took = format_duration(time.monotonic() - began)
             logging.info("the compiled train step of an earlier start is used, read in %s", took)
+
+    def check(self, mesh: Mesh, batch: PyTree) -> None:
+        """Gives up the kept step if it was compiled for another mesh or batch, which something must decide that isn't compared.
+
+        Args:
+          mesh: the run's.
+          batch: ShapeDtypeStructs of the global batch.
+        """
+        if self.found is not None:
+            self._all_agree("" if self.found.place == _place(mesh, batch) else "its mesh or its batch is another one")
+
+    def _all_agree(self, reason: str) -> bool:
+        """Gives up the kept step on all processes if one has a reason to. Returns True if none has."""
+        reasons = multihost.gather("kept step", reason)
+        problem = next((f"{text} (process {n})" if n else text for n, text in enumerate(reasons) if text), "")
+        if problem:
+            self.found = None
+            logging.info("the train step is traced: %s", problem)
+        return not problem
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -117,7 +141,10 @@ class StepKeeper:
           lowered: the program that it was compiled from.
           flags: the compiler's options.
         """
-        reads = self._recorder.reads(without=str(self._config.job_log_dir))
+        reads, unsure = self._recorder.reads(without=str(self._config.job_log_dir))
+        if unsure := unsure or self._entries.refusal():
+            logging.info("the compiled train step is not kept: %s", unsure)
+            return
         is_cpu = new.metadata.mesh.devices.flat[0].platform == "cpu"
 
         def work() -> None:
@@ -138,7 +165,8 @@ class StepKeeper:
 
     def _find(self) -> tuple[KeptStep | None, str]:
         """Returns the step and why it can't be used; one of them is empty."""
-        reason = ""
+        if reason := self._entries.refusal():
+            return None, reason
         for made_from, read in self._entries.read(self._key):
             changed = Reads(**made_from["reads"]).changed()
             if not changed:
@@ -172,11 +200,19 @@ def _compiled_anew(lowered: jax.stages.Lowered, flags: Mapping[str, Any]) -> jax
 def _saved(step: NewStep, key: jax.stages.Compiled) -> bytes:
     layout = KeptLayout(step.metadata.var_weight_hparams, step.metadata.variables)
     programs = [serialize_executable.serialize(program) for program in (step.fn, key)]
-    return pickle.dumps((programs, step.packing, tuple(step.attention), layout))
+    return pickle.dumps((programs, step.packing, tuple(step.attention), layout, _place(step.metadata.mesh, step.batch)))
 
 
 def _loaded(content: bytes) -> KeptStep:
-    programs, packing, attention, layout = pickle.loads(content)
+    programs, packing, attention, layout, place = pickle.loads(content)
     fn, key = (serialize_executable.deserialize_and_load(*program) for program in programs)
     jax.block_until_ready(key())  # a program without its code fails here, not in the run
-    return KeptStep(fn, key, packing, attention, layout)
+    return KeptStep(fn, key, packing, attention, layout, place)
+
+
+def _place(mesh: Mesh, batch: PyTree) -> str:
+    """Returns the mesh, with its devices in order, and the shapes and dtypes of the batch."""
+    shapes = [
+        f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}" for path, x in jax.tree_util.tree_leaves_with_path(batch)
+    ]
+    return f"{dict(mesh.shape)} {[device.id for device in mesh.devices.flat]} {shapes}"

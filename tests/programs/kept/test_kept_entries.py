@@ -8,6 +8,8 @@ from etils import epath
 from spmd_trainer.programs.kept import entries
 from spmd_trainer.programs.kept.entries import Entries
 
+MADE_FROM = {"settings": {"a": "1"}, "reads": {}}
+
 
 def read(kept, key):
     """What is whole under a key, the newest first."""
@@ -24,9 +26,9 @@ def kept(tmp_path):
 
 
 def test_what_was_kept_is_read_back(kept):
-    kept.write("k", {"settings": {"a": "1"}}, b"step")
-    assert read(kept, "k") == [({"settings": {"a": "1"}}, b"step")]
-    assert kept.newest()["settings"] == {"a": "1"}
+    kept.write("k", MADE_FROM, b"step")
+    assert read(kept, "k") == [(MADE_FROM, b"step")]
+    assert kept.newest()["settings"] == MADE_FROM["settings"]
 
 
 def test_nothing_kept(kept):
@@ -35,14 +37,14 @@ def test_nothing_kept(kept):
 
 
 def test_steps_of_the_same_settings_and_other_code_stand_side_by_side(kept):
-    kept.write("k", {"reads": "old"}, b"old")
-    kept.write("k", {"reads": "new"}, b"new")
+    kept.write("k", {**MADE_FROM, "reads": {"files": {"a": "1"}}}, b"old")
+    kept.write("k", MADE_FROM, b"new")
     assert sorted(content for _, content in read(kept, "k")) == [b"new", b"old"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "description"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "description", "other JSON", "no parts"])
 def test_a_damaged_step_is_none(kept, tmp_path, damage):
-    kept.write("k", {}, b"a whole step")
+    kept.write("k", MADE_FROM, b"a whole step")
     (step,), (description,) = (list((tmp_path / "my.Exp").glob(f"*.{kind}")) for kind in ("step", "json"))
     if damage == "cut":
         step.write_bytes(b"a whole")
@@ -51,21 +53,31 @@ def test_a_damaged_step_is_none(kept, tmp_path, damage):
     elif damage == "gone":
         step.unlink()
     else:
-        description.write_text(description.read_text()[:5])
+        texts = {"description": description.read_text()[:5], "other JSON": "[]", "no parts": "{}"}
+        description.write_text(texts[damage])
     assert read(kept, "k") == []
 
 
 def test_each_process_has_its_own(kept, tmp_path):
-    kept.write("k", {}, b"step")
+    kept.write("k", MADE_FROM, b"step")
     assert Entries(epath.Path(tmp_path), "my.Exp", process=1).newest() is None
 
 
 def test_the_step_that_was_not_used_for_longest_leaves(kept, tmp_path, monkeypatch):
     monkeypatch.setattr(entries, "MOST_BYTES", 25)
-    kept.write("old", {}, bytes(10))
-    kept.write("older", {}, bytes(10))
+    kept.write("old", MADE_FROM, bytes(10))
+    kept.write("older", MADE_FROM, bytes(10))
     assert read(kept, "old")  # used: now `older` is the oldest
-    Entries(epath.Path(tmp_path), "other.Exp", process=0).write("new", {}, bytes(10))
+    Entries(epath.Path(tmp_path), "other.Exp", process=1).write("of_another_process", MADE_FROM, bytes(20))
+    Entries(epath.Path(tmp_path), "other.Exp", process=0).write("new", MADE_FROM, bytes(10))
     assert read(kept, "old")
     assert not read(kept, "older")
     assert len(list((tmp_path / "my.Exp").iterdir())) == 2
+
+
+def test_a_folder_that_others_can_write_into_is_refused(kept, tmp_path):
+    kept.write("k", MADE_FROM, b"step")
+    tmp_path.chmod(0o700)
+    assert kept.refusal() == ""
+    (tmp_path / "my.Exp").chmod(0o777)
+    assert kept.refusal() == f"others than you can write into {tmp_path / 'my.Exp'}"

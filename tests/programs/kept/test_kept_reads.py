@@ -1,13 +1,21 @@
 """What a program was made from, and what of it has changed."""
 
+import builtins
+import functools
 import importlib
 import os
 import sys
+import sysconfig
 import threading
 
 import pytest
 
-from spmd_trainer.programs.kept.reads import Recorder
+from spmd_trainer.programs.kept.reads import Recorder, stamp_of
+
+
+def in_the_past(path):
+    """Makes a file older than a recording that begins now."""
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
 
 
 @pytest.fixture
@@ -17,6 +25,7 @@ def module(tmp_path, monkeypatch):
     path.write_text(
         "import os, pathlib\ndef read(file): return pathlib.Path(file).read_text() + os.environ.get('MINE', '')\n"
     )
+    in_the_past(path)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("reads_things")
     del sys.modules["reads_things"]
@@ -26,6 +35,7 @@ def module(tmp_path, monkeypatch):
 def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("one")
+    in_the_past(path)
     return path
 
 
@@ -33,7 +43,9 @@ def recorded(module, text, without="/nowhere"):
     recorder = Recorder()
     with recorder.recording():
         module.read(text)
-    return recorder.reads(without)
+    reads, unsure = recorder.reads(without)
+    assert not unsure
+    return reads
 
 
 def test_nothing_has_changed_at_once(module, text):
@@ -98,8 +110,49 @@ def test_other_threads_and_libraries_do_not_count(module, text):
         thread.start()
         thread.join()
         os.environ.get("READ_BY_A_TEST_OF_THE_TRAINER")
-    assert not recorder.reads("/nowhere").files
-    assert "MINE" not in recorder.reads("/nowhere").environment
+    reads, _ = recorder.reads("/nowhere")
+    assert not reads.files
+    assert "MINE" not in reads.environment
+
+
+def test_what_was_edited_since_the_recording_began_can_not_be_relied_on(module, text, tmp_path):
+    recorder = Recorder()
+    with recorder.recording():
+        module.read(text)
+        code = tmp_path / "reads_things.py"
+        code.write_text(code.read_text() + "SCALE = 22\n")
+    assert recorder.reads("/nowhere")[1] == f"{code} can't be read or has changed since the start"
+
+
+def test_an_installation_by_a_link_is_an_installation(tmp_path, monkeypatch):
+    folder = sysconfig.get_path("purelib")
+    assert stamp_of(os.path.join(folder, "jax", "__init__.py")).count(" ") == 1, "size and time, not a checksum"
+
+
+def test_a_variable_that_a_library_reads_for_the_user_counts(module, text, monkeypatch, tmp_path):
+    (tmp_path / "deep.py").write_text("def call(n, f): return call(n - 1, f) if n else f()\n")
+    monkeypatch.setenv("MINE", "1")
+    deep = importlib.import_module("deep")
+    recorder = Recorder()
+    with recorder.recording():
+        deep.call(30, lambda: module.read(text))
+    del sys.modules["deep"]
+    assert recorder.reads("/nowhere")[0].environment == {"MINE": "1"}
+
+
+def test_open_as_a_class_attribute_and_a_replaced_open_work_on(text, monkeypatch):
+    monkeypatch.setattr(builtins, "open", builtins.open)  # puts it back after the test
+    recorder = Recorder()
+    with recorder.recording():
+
+        class Reader:
+            read = open
+
+        mine = functools.partial(builtins.open)
+        builtins.open = mine
+    assert builtins.open is mine
+    with Reader().read(text) as file:
+        assert file.read() == "one"
 
 
 def test_reading_and_looking_up_are_as_before_afterwards(module, text):
