@@ -116,7 +116,7 @@ class Entries:
         return content
 
     def _remove_oldest(self) -> None:
-        """Removes this process' steps that were not used for longest until the rest fits: processes of a job must keep the same."""
+        """Removes this process' steps that were not used for longest until the rest fits: those of a job's others must stay."""
         files, ending = files_below(self._root), f"{self._suffix}.step"
         steps = sorted((n for n in files if n.endswith(ending)), key=lambda n: files[n].modified, reverse=True)
         total = 0
