@@ -16,8 +16,9 @@ from collections.abc import Iterator
 import pytest
 from xla_flags import xla_flags
 
-# Under nohup, SIGHUP is ignored, also by the processes that tests start; tests send it.
+# Under nohup, SIGHUP is ignored, and in a script's background SIGINT, also by the processes that tests start; tests send both.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = xla_flags(
     os.environ.get("XLA_FLAGS", ""),
