@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spmd_trainer.metrics.writers import SummaryWriters
     from spmd_trainer.partitioning.partitioner import Partitioner
     from spmd_trainer.tasks_lib import SingleTask
+    from spmd_trainer.tracking.base import Status
     from spmd_trainer.train_states import PyTree, TrainState
 
 
@@ -122,6 +123,21 @@ class Run:
           part: what its time counts as, one of `metrics.run_times.PARTS`.
         """
         self._activity = (activity, self.times.begin(part))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether training is complete: the last step was taken, or something has stopped it for good."""
+        return self.step >= self.num_steps or bool(self.stop_reason)
+
+    def end(self, error: BaseException | None = None) -> Status:
+        """Returns how the run has ended: 'finished', 'failed', or 'stopped' by a signal or Ctrl-C.
+
+        Args:
+          error: what ended it; None for a run that was not ended by an exception.
+        """
+        if error is not None:
+            return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        return "finished" if self.is_complete else "stopped"
 
     def log(self, scalars: Mapping[str, float]) -> None:
         """Adds scalars to the training summary of the step that `after_step` is called for.

@@ -14,13 +14,13 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiment_registry.modules import short_name
 from spmd_trainer.partitioning.partitioner import Partitioner
 from spmd_trainer.praxis_bridge.installation import installed_version
+from spmd_trainer.storage.run_files import PAGE
 from spmd_trainer.tracking import registry
 from spmd_trainer.tracking.base import RunFacts, Status, Tracker
 from spmd_trainer.tracking.feed import CLOSE_SECONDS, Feed
 from spmd_trainer.tracking.run_ids import RunIds
 from spmd_trainer.tracking.settings import Settings, nested
 
-PAGE = "run.html"
 _VERSIONS = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -118,11 +118,11 @@ class Tracking(Callback):
 
     def on_failure(self, run: Run, error: BaseException) -> None:
         """Tells the trackers that the run has failed, or that Ctrl-C has stopped it."""
-        self._end(run, "stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+        self._end(run, run.end(error))
 
     def on_end(self, run: Run) -> None:
         """Tells the trackers that the run is complete, or that a signal has stopped it, and waits for them."""
-        self._end(run, "finished" if run.step >= run.num_steps or run.stop_reason else "stopped")
+        self._end(run, run.end())
 
     def _hear(self, name: str, step: int, scalars: Mapping[str, float], notes: Mapping[str, str]) -> None:
         del notes

@@ -52,16 +52,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
       UserError: a missing or unreadable flag, or an experiment that contradicts itself.
     """
     mode = flag_values.mode
-    if flag_values.topology and mode not in ("inspect", "plan"):
-        raise UserError("--topology goes with --mode=inspect and --mode=plan")
-    if flag_values.plan and mode != "inspect":
-        raise UserError("--plan goes with --mode=inspect; --mode=plan searches for a topology")
-    if flag_values["num_slices"].present and not flag_values.topology:
-        raise UserError("--num_slices goes with --topology")
-    if flag_values.num_minibatches is not None and mode not in ("train", "inspect", "plan", "verify"):
-        raise UserError("--num_minibatches goes with --mode=train, inspect, plan and verify")
-    if flag_values.track and mode != "train":
-        raise UserError("--track goes with --mode=train")
+    _check_mode(flag_values)
     search, budget = _search_settings(flag_values)
     if flag_values.topology:
         topologies.run_on_host()
@@ -102,6 +93,21 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         export=export,
         lm_eval=lm_eval,
     )
+
+
+def _check_mode(flag_values: flags.FlagValues) -> None:
+    """Raises UserError for a flag that the mode does not have."""
+    mode = flag_values.mode
+    if flag_values.topology and mode not in ("inspect", "plan"):
+        raise UserError("--topology goes with --mode=inspect and --mode=plan")
+    if flag_values.plan and mode != "inspect":
+        raise UserError("--plan goes with --mode=inspect; --mode=plan searches for a topology")
+    if flag_values["num_slices"].present and not flag_values.topology:
+        raise UserError("--num_slices goes with --topology")
+    if flag_values.num_minibatches is not None and mode not in ("train", "inspect", "plan", "verify"):
+        raise UserError("--num_minibatches goes with --mode=train, inspect, plan and verify")
+    if flag_values.track and mode != "train":
+        raise UserError("--track goes with --mode=train")
 
 
 def _search_settings(flag_values: flags.FlagValues) -> tuple[tuple[str, ...], float]:

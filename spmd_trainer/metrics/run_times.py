@@ -68,6 +68,7 @@ class StartTimes:
       step: the step that it has reached.
       time: when this was noted, in seconds since 1970.
       ended: how it ended, one of `ENDS`; '' while it goes on, and if it was killed.
+      starting: True until its state is restored or initialised. Its steps are then those that the start before has reached.
     """
 
     start: float
@@ -76,6 +77,7 @@ class StartTimes:
     step: int
     time: float
     ended: str = ""
+    starting: bool = False
 
     @property
     def steps(self) -> int:
@@ -110,12 +112,22 @@ class RunTimesFile:
           seconds: see `RunTimes.seconds`.
           first_step, step, ended: see `StartTimes`.
         """
+        self._append(seconds, {"steps": step - first_step, "first_step": first_step, "step": step}, ended)
+
+    def write_starting(self, seconds: Mapping[str, float], ended: str = "") -> None:
+        """Appends a line of a start that has no state yet, as `write` does.
+
+        Args:
+          seconds: see `RunTimes.seconds`.
+          ended: see `StartTimes`.
+        """
+        self._append(seconds, {"starting": True}, ended)
+
+    def _append(self, seconds: Mapping[str, float], steps: Mapping[str, int], ended: str) -> None:
         line = {
             "start": self._start,
             "seconds": {part: round(value, 3) for part, value in seconds.items()},
-            "steps": step - first_step,
-            "first_step": first_step,
-            "step": step,
+            **steps,
             "time": round(time.time(), 3),
             **({"ended": ended} if ended else {}),
         }
@@ -139,21 +151,25 @@ def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
       one that was cut short by a kill, are left out.
     """
     last: dict[float, StartTimes] = {}
+    reached = 0
     for line in read_joined(epath.Path(job_log_dir) / TIMES_FILE).splitlines():
         try:
             record = json.loads(line)
+            starting = record.get("starting") is True
             found = StartTimes(
                 start=float(record["start"]),
                 seconds={part: float(record["seconds"].get(part, 0.0)) for part in PARTS},
-                first_step=int(record["first_step"]),
-                step=int(record["step"]),
+                first_step=reached if starting else int(record["first_step"]),
+                step=reached if starting else int(record["step"]),
                 time=float(record["time"]),
                 ended=str(record.get("ended", "")),
+                starting=starting,
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             continue
         if math.isfinite(found.total + found.time + found.start):
             last[found.start] = found
+            reached = found.step
     return [last[start] for start in sorted(last)]
 
 

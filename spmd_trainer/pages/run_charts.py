@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -101,23 +102,30 @@ def chart(curve: Curve, runs: Sequence[RunScalars]) -> Record:
     }
 
 
-def invalid_steps(run: RunScalars) -> list[tuple[int, int]]:
+def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
     """Returns (step, number): how many steps went wrong up to this one, since the summary before it.
 
     Those are steps whose loss or gradient is NaN or Inf, and steps that the learner has skipped. Where there are very many,
     neighbours are counted as one.
+
+    Args:
+      run: the run's scalars.
+      restarts: for each start but the first, in order, the step of the state that it began with.
     """
     if TRAIN not in run.files:
         return []
     found: dict[int, int] = {}
     steps, counts = run.files[TRAIN].series("invalid_steps")
-    before = 0.0
-    for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
+    # What a start took after the state with which a later one began was taken again, restarts included.
+    begins = np.unique(list(itertools.accumulate(reversed(restarts), min)))
+    starts = np.searchsorted(begins, steps)
+    before, start = 0.0, 0
+    for step, count, of_start in zip(steps.tolist(), counts.tolist(), starts.tolist(), strict=True):
         # Each start of a run counts from 0.
-        new = count - before if count >= before else count
+        new = count - before if of_start == start and count >= before else count
         if new > 0:
             found[int(step)] = int(new)
-        before = count
+        before, start = count, of_start
     steps, losses = run.files[TRAIN].series("loss")
     for step in steps[~np.isfinite(losses)].tolist():
         found.setdefault(int(step), 1)

@@ -76,15 +76,24 @@ def state(found: Found) -> Record:
     if found.ends.failure is not None:
         reason = str(found.ends.failure.get("reason", ""))
         return {"text": f"failed at {where}", "note": reason[:2000], "tone": "bad"}
+    if last and last.starting and not last.ended:
+        return {
+            "text": f"at {where}",
+            "note": _silence(last) or "a new start has begun: it restores and compiles",
+            "tone": "",
+        }
     if found.ends.end is not None or (last and last.ended == "finished"):
         return {"text": f"finished at {where}", "note": "", "tone": "good"}
     if last and last.ended == "failed":
         return {"text": f"failed at {where}", "note": "", "tone": "bad"}
     if last and last.ended == "stopped":
         return {"text": f"stopped at {where}", "note": "by a signal", "tone": ""}
-    silent = time.time() - last.time if last else 0.0
-    note = f"nothing was written for {format_duration(silent)}" if silent > _SILENT_SECONDS else ""
-    return {"text": f"at {where}", "note": note, "tone": ""}
+    return {"text": f"at {where}", "note": _silence(last) if last else "", "tone": ""}
+
+
+def _silence(last: StartTimes) -> str:
+    silent = time.time() - last.time
+    return f"nothing was written for {format_duration(silent)}" if silent > _SILENT_SECONDS else ""
 
 
 def facts(found: Found) -> list[list[str]]:
@@ -100,7 +109,8 @@ def _facts(found: Found) -> Iterator[tuple[str, str, str, str]]:
         yield "Training loss", _number(loss), "last summary", "" if math.isfinite(loss) else "bad"
     result = next((c for c in curves_of([found.scalars]) if c.is_main and c.folder.startswith("eval_")), None)
     if result is not None and (value := found.last(result.folder, result.name)) is not None:
-        yield "Evaluation", _number(value), f"{result.name} on {result.folder.removeprefix('eval_')}", ""
+        what = f"{result.name} on {result.folder.removeprefix('eval_')}"
+        yield "Evaluation", _number(value), what, "" if math.isfinite(value) else "bad"
     yield from _speed(found)
     if found.times:
         good = goodput(found.times)
@@ -109,14 +119,20 @@ def _facts(found: Found) -> Iterator[tuple[str, str, str, str]]:
 
 def _speed(found: Found) -> Iterator[tuple[str, str, str, str]]:
     for name, unit in (("tokens_per_sec", "tokens/s"), ("examples_per_sec", "examples/s")):
-        rate, steps = found.last(TRAIN, name), found.last(TRAIN, "steps_per_sec")
+        rate, steps = _finite(found, name), _finite(found, "steps_per_sec")
         if rate is not None:
             each = f"{format_milliseconds(1 / steps)} a step" if steps else ""
             yield "Throughput", f"{rate:,.0f}", f"{unit}{', ' if each else ''}{each}", ""
-    if (mfu := found.last(TRAIN, "mfu")) is not None:
+    if (mfu := _finite(found, "mfu")) is not None:
         yield "MFU", f"{mfu:.1%}", "of the chips' peak FLOP/s", ""
-    if (peak := found.last(TRAIN, "device_peak_bytes")) is not None:
+    if (peak := _finite(found, "device_peak_bytes")) is not None:
         yield "Device memory", bytes_text(peak), "peak of a device", ""
+
+
+def _finite(found: Found, name: str) -> float | None:
+    """Returns the last value of a scalar of training; None if there is none, or it is not finite."""
+    value = found.last(TRAIN, name)
+    return value if value is not None and math.isfinite(value) else None
 
 
 def about(found: Found) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from etils import epath
@@ -66,6 +66,9 @@ class RunReader:
             failure=self._read(run_files.FAILURE, _object), end=self._read(run_files.END_OF_TRAINING, _object)
         )
         found = run_facts.Found(self.settings, about, times, self.scalars, ends)
+        train = self.scalars.files.get(TRAIN)
+        back = train.back if train else []
+        restarts = [record.first_step for record in times if record.steps][1:]
         return {
             "name": name,
             "path": str(self.path),
@@ -74,8 +77,8 @@ class RunReader:
             "facts": run_facts.facts(found),
             "about": self._about(found),
             "overrides": [str(override) for override in _list(about.get("overrides"))],
-            "restarts": self._restarts(times),
-            "invalid": run_charts.invalid_steps(self.scalars),
+            "restarts": sorted(set(restarts or back)),
+            "invalid": run_charts.invalid_steps(self.scalars, restarts or [step - 1 for step in back]),
             "times": [dataclasses.asdict(record) for record in times],
             "goodput": {**dataclasses.asdict(goodput(times)), "share": goodput(times).share} if times else None,
             "report": self._read(run_files.SHARDING_REPORT, _report),
@@ -94,12 +97,6 @@ class RunReader:
         with self._noting(TIMES_FILE):
             return read_run_times(self.path)
         return []
-
-    def _restarts(self, times: Sequence[StartTimes]) -> list[int]:
-        """Returns the steps at which the run was started again."""
-        train = self.scalars.files.get(TRAIN)
-        back = train.back if train else []
-        return sorted({record.first_step for record in times[1:]} or set(back))
 
     def _changes(self) -> Record:
         """Returns the settings that have changed between starts of the run, the newest changes first."""

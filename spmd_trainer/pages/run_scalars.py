@@ -21,8 +21,9 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 # The summaries of training: where a start goes back to an earlier step, it takes the steps after that again.
 TRAIN = "train"
-# JSON's whole numbers have no end, those of a column have.
+# JSON's whole numbers have no end, those of a column have. It holds steps exactly below this one.
 _LARGEST = 10**300
+_NO_STEP = 2**53
 
 
 class ScalarsFile:
@@ -105,6 +106,8 @@ class ScalarsFile:
             record = json.loads(line)
             step = int(record.pop("step"))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            step = _NO_STEP
+        if abs(step) >= _NO_STEP:
             self.bad_lines += 1
             return
         if step <= self._last_step:
@@ -188,7 +191,8 @@ def rounded(values: Floats) -> list[float | None]:
 
 def _digits(values: Floats) -> int:
     """Returns how many significant digits keep differences of a 100,000th of the values' range, and at least six."""
-    largest, extent = float(np.abs(values).max()), float(np.ptp(values))
+    with np.errstate(over="ignore"):
+        largest, extent = float(np.abs(values).max()), float(np.ptp(values))
     if not extent or not math.isfinite(extent):
         return 17
     return min(17, max(6, 5 + math.ceil(math.log10(largest / extent) + 1e-9)))

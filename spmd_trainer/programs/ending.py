@@ -16,6 +16,7 @@ from spmd_trainer.checkpointing import steps
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.partitioning.mesh_choice import mesh_flag
 from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.storage.run_files import PAGE
 
 # Metrics of an evaluation that do not describe the model.
 TIMING = ("eval_batches", "eval_seconds")
@@ -109,8 +110,8 @@ def _results(directory: epath.Path) -> Iterator[str]:
     if not directory.exists():
         return
     yield f"results in {directory}: {_contents(directory)}"
-    if (directory / "run.html").exists():
-        yield f"  to see the run:     {directory / 'run.html'}"
+    if (directory / PAGE).exists():
+        yield f"  to see the run:     {directory / PAGE}"
     if (directory / "summaries").exists():
         yield f"  to see the curves:  tensorboard --logdir {shlex.quote(str(directory / 'summaries'))}"
 

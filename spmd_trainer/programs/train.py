@@ -21,11 +21,12 @@ from spmd_trainer.callbacks.profiler import Profiler
 from spmd_trainer.callbacks.progress import ProgressLines
 from spmd_trainer.callbacks.replica_check import ReplicaCheck
 from spmd_trainer.callbacks.run_page import RunPage
-from spmd_trainer.callbacks.run_times import TimeRecord
+from spmd_trainer.callbacks.run_times import LastTimes, TimeRecord
 from spmd_trainer.callbacks.summaries import Summaries
 from spmd_trainer.callbacks.tracking import trackers_last
 from spmd_trainer.callbacks.watchdog import Watchdog
 from spmd_trainer.checkpointing import CheckpointError
+from spmd_trainer.inputs.prefetch import Prefetched, Prefetcher
 from spmd_trainer.metrics.writers import SummaryError, SummaryWriters
 from spmd_trainer.programs import elastic, ending, garbage, run_directory, start_up
 from spmd_trainer.programs.in_flight import StepsInFlight
@@ -34,9 +35,10 @@ from spmd_trainer.programs.periodic import PeriodicWork
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.programs.schedule import Schedule
 from spmd_trainer.programs.signals import SaveRequest, save_requests
+from spmd_trainer.programs.start_up import CompiledTrainStep
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
-from spmd_trainer.train_states import TrainState
+from spmd_trainer.train_states import PyTree, TrainState
 
 _INPUT_ENDED = "the training input has ended"
 
@@ -77,33 +79,21 @@ def train(job: Job) -> TrainResult:
         request = stack.enter_context(save_requests(exit_after_ondemand_checkpoint=leaves))
         run, callbacks, checkpoints = stack.enter_context(_open_run(job))
         work = PeriodicWork(job, run, callbacks)
-        in_flight = StepsInFlight(
-            job.task.train.max_inflight_steps, functools.partial(callbacks.call, "after_step", run)
-        )
+        after_step = functools.partial(callbacks.call, "after_step", run)
+        in_flight = StepsInFlight(job.task.train.max_inflight_steps, after_step)
         compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, stack)
-        batch, leave = None, bool(run.stop_reason)
+        batch, leave, key = None, bool(run.stop_reason), job.prng_key
         in_flight.packing = compiled.packing
         garbage.resume()
-        key, num_steps = job.prng_key, schedule.num_steps
         if not leave and schedule.saves_at_start(checkpoints.checkpointer, run.step):
             _save(run, callbacks, checkpoints)
         callbacks.call("after_pause", run, run.step)
 
         with jax.transfer_guard_device_to_host("disallow"):  # what the host waits for, it must mean to
-            while run.step < num_steps and not leave:
-                run.begin(f"training step {run.step + 1}", "input")
-                prefetched = next(batches, None)
-                run.times.begin("step")
-                if prefetched is None:
-                    logging.warning("%s after step %d of %d", _INPUT_ENDED, run.step, num_steps)
-                    run.stop(_INPUT_ENDED)
-                else:
+            while run.step < run.num_steps and not leave:
+                if (prefetched := _next_batch(run, batches)) is not None:
                     batch = prefetched.batch
-                    run.state, packed = compiled.fn(run.state, key, batch)
-                    run.step += 1
-                    callbacks.call("after_dispatch", run, run.step)
-                    # The host waits for an older step, never for the one it just dispatched.
-                    in_flight.add(run.step, packed)
+                    _dispatch(run, callbacks, compiled, key, batch, in_flight)
 
                 devices = elastic.changed_devices(job, run.step)
                 if devices is not None:
@@ -119,9 +109,7 @@ def train(job: Job) -> TrainResult:
                 due = schedule.due(checkpoints.checkpointer, run.step, asked=asked, leaves=leave)
                 if due.any or (not leave and any(callbacks.call("asks_for_pause", run, run.step))):
                     in_flight.drain()
-                    with _pause(run, callbacks):
-                        if due.save:
-                            _save(run, callbacks, checkpoints)
+                    with _pause(run, callbacks, save=checkpoints if due.save else None):
                         work.do(due, batches, batch)
                     leave = bool(run.stop_reason)
                 _report_saved(run, callbacks, checkpoints)
@@ -129,15 +117,44 @@ def train(job: Job) -> TrainResult:
         in_flight.drain()
         if leave and config.enable_checkpoint_saving:
             _save(run, callbacks, checkpoints)
-        if complete := run.step >= num_steps or bool(run.stop_reason):
+        if complete := run.is_complete:
             work.complete(schedule, request, batches, batch)
         return _end(job, run, callbacks, checkpoints, work, in_flight.metrics(), complete=complete)
 
 
+def _next_batch(run: Run, batches: Prefetcher) -> Prefetched | None:
+    """Returns the next training batch. If there is none, training stops."""
+    run.begin(f"training step {run.step + 1}", "input")
+    prefetched = next(batches, None)
+    run.times.begin("step")
+    if prefetched is None:
+        logging.warning("%s after step %d of %d", _INPUT_ENDED, run.step, run.num_steps)
+        run.stop(_INPUT_ENDED)
+    return prefetched
+
+
+def _dispatch(
+    run: Run,
+    callbacks: CallbackList,
+    compiled: CompiledTrainStep,
+    key: jax.Array,
+    batch: PyTree,
+    in_flight: StepsInFlight,
+) -> None:
+    """Hands one training step to the devices."""
+    run.state, packed = compiled.fn(run.state, key, batch)
+    run.step += 1
+    callbacks.call("after_dispatch", run, run.step)
+    # The host waits for an older step, never for the one it just dispatched.
+    in_flight.add(run.step, packed)
+
+
 @contextlib.contextmanager
-def _pause(run: Run, callbacks: CallbackList) -> Iterator[None]:
-    """A pause between two steps, for what the trainer does in it and then for the callbacks' own work."""
+def _pause(run: Run, callbacks: CallbackList, *, save: Checkpoints | None) -> Iterator[None]:
+    """A pause between two steps: for a save, for what else the trainer does in it, and then for the callbacks' own work."""
     with jax.transfer_guard_device_to_host("allow"):
+        if save is not None:
+            _save(run, callbacks, save)
         yield
         run.times.begin("other")
         callbacks.call("on_pause", run, run.step)
@@ -216,6 +233,7 @@ def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
     policy = job.config.failure_policy
     own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *job.config.callbacks]
     others, tracking = trackers_last(own, job.config.track)
+    times = TimeRecord()
     return [
         Watchdog(policy.watchdog_seconds),
         InvalidSteps(stop=policy.stop_on_invalid_step),
@@ -226,9 +244,10 @@ def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
         *others,
         Summaries(),
         checkpoints,
-        TimeRecord(),
+        times,
         RunPage(),
         *tracking,
+        LastTimes(times),
     ]
 
 
@@ -247,10 +266,10 @@ def _end(
     with Phase("waiting for the last save to be on disk", announce_after=2.0):
         checkpoints.checkpointer.wait_until_finished()
         _report_saved(run, callbacks, checkpoints)
-        run.begin("the end of the run")
-        callbacks.call("on_end", run)
-    if complete:
+    if complete:  # at once: trackers may take a minute, and a run that is killed meanwhile must not train on
         run_directory.mark_end_of_training(run.job_log_dir, run.step)
+    run.begin("the end of the run")
+    callbacks.call("on_end", run)
     how, then = _how_it_ended(run, work.interrupted, complete=complete)
     results = ending.Results(scalars.get("loss"), work.results, work.evaluated)
     ending.say_end(job.config, how, then, results)

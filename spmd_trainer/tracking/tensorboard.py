@@ -1,6 +1,11 @@
 """TensorBoard: what the trainer's summaries, which are always written, don't have.
 
-Into the directories of the summaries go the config and decoded examples as texts, hyperparameters, pictures and histograms.
+Beside the summaries go the config and decoded examples as texts, hyperparameters, pictures and histograms.
+
+TensorBoard reads the files of a directory one after the other, by name: while a run goes on, it reads no file again once the
+next one is there. So `summaries/train`, where the trainer's own file grows, gets only what is known before the trainer writes
+and after it: hyperparameters and the status, which TensorBoard shows with the curves of their directory. Everything else goes
+into directories that the trainer doesn't write into.
 """
 
 from __future__ import annotations
@@ -33,10 +38,12 @@ class TensorboardTracker(Tracker):
         self._root = facts.job_log_dir / "summaries"
         self._files: dict[str, EventFile] = {}
         self.where = f"tensorboard --logdir={self._root}"
-        train = self._file("train")
+        self._first_step = facts.first_step
+        train = self._new_file("train")
         train.add(facts.first_step, event_summaries.text("config", _as_code(facts.config_text)))
         hparams = {"experiment": facts.experiment, **flat(facts.settings)}
         train.add(0, event_summaries.hparams(hparams, trial=str(facts.job_log_dir), began=time.time()))
+        train.flush()
         return facts.name
 
     def scalars(self, records: Sequence[StepScalars]) -> None:
@@ -51,7 +58,7 @@ class TensorboardTracker(Tracker):
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Writes histograms under their names."""
-        file = self._file("train")
+        file = self._file("train_tracked")
         for name, histogram in histograms.items():
             file.add(step, self._summaries.histogram(name, histogram.counts, histogram.edges))
 
@@ -60,17 +67,21 @@ class TensorboardTracker(Tracker):
 
     def close(self, status: Status) -> None:
         """Writes how the run ended."""
-        file = self._file("train")
-        file.add(0, self._summaries.hparams_end(status))
-        for file in self._files.values():
+        end = self._new_file("train")
+        end.add(0, self._summaries.hparams_end(status))
+        for file in (end, *self._files.values()):
             file.flush()
 
     def _file(self, name: str) -> EventFile:
+        """Returns the file of a directory of the tracker's own. Steps that an earlier start has taken too are replaced."""
+        if name not in self._files:
+            self._files[name] = self._new_file(name, replaces_from=self._first_step + 1)
+        return self._files[name]
+
+    def _new_file(self, name: str, *, replaces_from: int | None = None) -> EventFile:
         from spmd_trainer.metrics.event_files import EventFile
 
-        if name not in self._files:
-            self._files[name] = EventFile(self._root / name)
-        return self._files[name]
+        return EventFile(self._root / name, replaces_from=replaces_from)
 
 
 def _as_code(text: str) -> str:

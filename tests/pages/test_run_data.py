@@ -1,11 +1,13 @@
 """What the page of a run shows: read from its files, broken ones included."""
 
 import json
+import time
 
 import pytest
 from etils import epath
-from made_up_run import EVIL, make_run, report, train_line, write_lines
+from made_up_run import EVIL, make_run, report, times_line, train_line, write_lines
 
+from spmd_trainer.metrics.run_times import RunTimesFile
 from spmd_trainer.pages import run_logs, run_samples
 from spmd_trainer.pages.page import fill, script_json
 from spmd_trainer.pages.run_data import PageData, names_of
@@ -137,6 +139,38 @@ def test_how_a_run_stands(tmp_path):
     assert state()["text"] == "stopped at step 100 of 100"
     (directory / "failure.json").write_text(json.dumps({"step": 70, "process": 0, "reason": "disk full"}))
     assert (state()["text"], state()["note"], state()["tone"]) == ("failed at step 100 of 100", "disk full", "bad")
+
+
+def test_a_start_that_restores_is_no_end_and_no_restart(tmp_path):
+    directory = make_run(tmp_path / "mine")
+    (directory / "end_of_training.json").write_text('{"step": 100}')
+    RunTimesFile(epath.Path(directory), time.time()).write_starting({"start": 1.0})
+    (run,) = read(directory)["runs"]
+    assert (run["state"]["text"], run["state"]["tone"]) == ("at step 100 of 100", "")
+    assert run["state"]["note"] == "a new start has begun: it restores and compiles"
+    assert run["restarts"] == [50]
+    assert run["goodput"]["redone_steps"] == 10
+
+
+def test_numbers_that_are_not_finite_are_no_facts_except_the_loss(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    lines = [train_line(1) | {"loss": nan, "mfu": nan, "device_peak_bytes": nan, "steps_per_sec": inf}]
+    write_lines(tmp_path / "summaries" / "train" / "metrics.jsonl", [line | {"tokens_per_sec": inf} for line in lines])
+    (run,) = read(tmp_path)["runs"]
+    assert {fact[0]: fact[1] for fact in run["facts"]} == {"Step": "1", "Training loss": "nan"}
+
+
+def test_every_start_counts_its_invalid_steps_from_0(tmp_path):
+    def invalid(counts, *starts):
+        lines = [train_line(step) | {"invalid_steps": float(count)} for step, count in counts]
+        write_lines(tmp_path / "summaries" / "train" / "metrics.jsonl", lines)
+        write_lines(tmp_path / "run_times.jsonl", [times_line(1e9 * (1 + n), *one) for n, one in enumerate(starts)])
+        return read(tmp_path)["runs"][0]["invalid"]
+
+    assert invalid([(10, 2), (20, 2), (30, 3), (40, 3)], (0, 20), (20, 40)) == [(10, 2), (30, 3)]
+    again = [(10, 2), (20, 2), (30, 1), (40, 1), (15, 1), (25, 1), (35, 1)]
+    assert invalid(again, (0, 20), (20, 40), (10, 35)) == [(10, 2), (15, 1)], "the start from 20 was taken again"
+    assert invalid([(10, 2), (20, 2), (20, 3), (30, 3)]) == [(10, 2), (20, 3)], "no times: seen in the steps"
 
 
 def test_several_runs_share_curves_and_show_what_differs(tmp_path):

@@ -66,10 +66,18 @@ def test_an_evaluation_of_an_older_checkpoint_takes_nothing_away(tmp_path):
 
 def test_lines_that_cannot_be_read_are_a_note(tmp_path):
     scalars_of(
-        tmp_path, [{"step": 1, "loss": 3.0}, "half a li\n", '["step"]\n', '{"loss": 1}\n', {"step": 2, "loss": 2.0}]
+        tmp_path,
+        [
+            {"step": 1, "loss": 3.0},
+            "half a li\n",
+            '["step"]\n',
+            '{"loss": 1}\n',
+            f'{{"step": 1{"0" * 400}}}\n',
+            {"step": 2, "loss": 2.0},
+        ],
     )
     run = RunScalars(epath.Path(tmp_path))
-    assert list(run.update()) == ["summaries/train/metrics.jsonl: 3 lines can't be read; the others are shown"]
+    assert list(run.update()) == ["summaries/train/metrics.jsonl: 4 lines can't be read; the others are shown"]
     assert points(run, "train", "loss") == [[1, 2], [3.0, 2.0]]
 
 
@@ -118,4 +126,5 @@ def test_values_become_short_numbers_and_their_ends_stay_exact():
     assert rounded(np.array([1e9, 1e9 + 1.25, 1e9 + 2])) == [1e9, 1e9 + 1.25, 1e9 + 2], "differences can still be seen"
     assert rounded(np.full(3, 3221225472.0)) == [3221225472.0] * 3, "a constant stays one"
     assert rounded(np.array([1e300, -1e300])) == [1e300, -1e300]
+    assert rounded(np.array([1e308, -1e308, 1.0])) == [1e308, -1e308, 1.0]  # a warning would be an error
     assert differences([10, 20, 50]) == [10, 10, 30]

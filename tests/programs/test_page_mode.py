@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 from etils import epath
@@ -9,10 +10,11 @@ from made_up_run import make_run
 from trained_helpers import ONE_DEVICE, make_job
 
 from spmd_trainer.callbacks import Callback, CallbackError
+from spmd_trainer.callbacks.tracking import Tracking
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.run_times import goodput, read_run_times
 from spmd_trainer.pages import run_page as pages
-from spmd_trainer.programs import run_page, train
+from spmd_trainer.programs import phases, run_page, train
 from spmd_trainer.programs.run_page import PageRequest
 
 # One worker: what these tests share is compiled once.
@@ -69,6 +71,58 @@ def test_training_leaves_its_page_and_its_times(tmp_path):
         for part in ("start", "input", "step", "save", "evaluation", "decode"):
             assert start.seconds[part] > 0, part
     assert goodput(starts).redone_steps == 2
+
+
+class AtTheEnd(Tracking):
+    """Looks at the run where trackers are told of its end, and takes its time. Then Ctrl-C is pressed, if it asks for that."""
+
+    def __init__(self, interrupts=False):
+        super().__init__()
+        self.interrupts = interrupts
+
+    def on_open(self, run):
+        self.times = read_run_times(run.job_log_dir)
+
+    def on_end(self, run):
+        assert phases._current.get() is None, "nothing else is said to be waited for"
+        assert (run.job_log_dir / "end_of_training.json").exists()
+        (self.before,) = [one for one in read_run_times(run.job_log_dir) if one.ended][-1:]
+        time.sleep(0.05)
+        if self.interrupts:
+            raise KeyboardInterrupt
+
+
+def test_the_end_is_noted_before_trackers_are_waited_for_and_their_time_counts(tmp_path):
+    directory = epath.Path(tmp_path) / "run"
+    fields = ("task.train.num_train_steps=1", "task.train.summary_interval_steps=1")
+    at_the_end = AtTheEnd(interrupts=True)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(make_job(directory, mesh=ONE_DEVICE, fields=fields, callbacks=[at_the_end]))
+    assert at_the_end.times == []
+    (start,) = read_run_times(directory)
+    assert (start.ended, at_the_end.before.ended) == ("finished", "finished")
+    assert start.seconds["other"] >= at_the_end.before.seconds["other"] + 0.05
+
+    again = AtTheEnd()
+    train.train(make_job(directory, mesh=ONE_DEVICE, fields=fields, callbacks=[again]))
+    assert [(one.starting, one.ended, one.step) for one in again.times] == [(False, "finished", 1), (True, "", 1)]
+    second = read_run_times(directory)[1]
+    assert (second.starting, second.ended, second.first_step, second.step) == (False, "finished", 1, 1)
+    assert second.seconds["other"] >= again.before.seconds["other"] + 0.05
+
+
+class Interrupts(Callback):
+    def on_start(self, run):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_later_start_is_no_failure(tmp_path):
+    directory = epath.Path(tmp_path) / "run"
+    fields = ("task.train.num_train_steps=1", "task.train.summary_interval_steps=1")
+    for number in (0, 1):
+        with pytest.raises(KeyboardInterrupt):
+            train.train(make_job(directory, mesh=ONE_DEVICE, fields=fields, callbacks=[Interrupts()]))
+        assert [one.ended for one in read_run_times(directory)] == ["stopped"] * number
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):

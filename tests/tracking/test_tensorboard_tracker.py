@@ -4,10 +4,11 @@ import io
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing import event_accumulator
+from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 from tracking_helpers import PICTURES, TEXTS, facts, record
 
+from spmd_trainer.metrics.writers import SummaryWriters
 from spmd_trainer.tracking.base import Histogram
 from spmd_trainer.tracking.tensorboard import TensorboardTracker
 
@@ -61,7 +62,7 @@ def test_pictures(tracked):
 
 
 def test_histograms(tracked):
-    (event,) = read(tracked / "summaries/train").Tensors("variables/w")
+    (event,) = read(tracked / "summaries/train_tracked").Tensors("variables/w")
     buckets = np.frombuffer(event.tensor_proto.tensor_content, np.float64).reshape(-1, 3)
     assert buckets.tolist() == [[0.0, 0.5, 1.0], [0.5, 1.0, 2.0]]
 
@@ -77,3 +78,36 @@ def test_hyperparameters_and_status(tracked):
 
 def test_scalars_are_left_to_the_summaries(tracked):
     assert "train/loss" not in read(tracked / "summaries/train").Tags()["tensors"]
+
+
+def test_a_reader_that_is_open_misses_nothing_of_the_trainer(tmp_path):
+    tracker = TensorboardTracker()
+    tracker.open(facts(tmp_path))
+    summaries = SummaryWriters(tmp_path)
+    summaries.write("train", 1, {"loss": 3.0})
+    summaries.flush()
+    both = [read(tmp_path / "summaries/train")]
+    for step in (2, 3):
+        tracker.histograms(step, {"variables/w": Histogram(np.array([1, 2]), np.array([0.0, 0.5, 1.0]))})
+        both += [read(tmp_path / "summaries/train_tracked")] if step == 2 else []
+        summaries.write("train", step, {"loss": 3.0 - step})
+        summaries.flush()
+        for reader in both:
+            reader.Reload()
+    summaries.close()
+    train, own = both
+    assert [event.step for event in train.Tensors("loss")] == [1, 2, 3]
+    assert [event.step for event in own.Tensors("variables/w")] == [2, 3]
+
+
+def test_histograms_of_steps_that_are_taken_again_are_replaced(tmp_path):
+    for first_step, steps in ((0, (2, 4)), (2, (3, 4))):
+        tracker = TensorboardTracker()
+        tracker.open(facts(tmp_path, first_step=first_step))
+        for step in steps:
+            tracker.histograms(step, {"variables/w": Histogram(np.array([1, 2]), np.array([0.0, 0.5, 1.0]))})
+    shown = plugin_event_accumulator.EventAccumulator(
+        str(tmp_path / "summaries/train_tracked")
+    )  # TensorBoard's own pages
+    shown.Reload()
+    assert [event.step for event in shown.Tensors("variables/w")] == [2, 3, 4]

@@ -197,7 +197,7 @@ def test_other_processes_track_nothing(monkeypatch):
     tracker = Recorder()
     callback = Tracking([tracker])
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    run = types.SimpleNamespace(step=1, num_steps=1)
+    run = types.SimpleNamespace(step=1, num_steps=1, end=lambda: "finished")
     for hook in (callback.on_open, callback.on_start, callback.on_end):
         hook(run)
     assert not tracker.calls

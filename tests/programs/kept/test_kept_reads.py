@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 import threading
+import types
 
 import pytest
 
@@ -97,6 +98,14 @@ def test_a_users_module_that_was_not_imported_then(module, text, tmp_path):
         assert reads.changed() == f"imported_later ({tmp_path / 'imported_later.py'}) was not imported then"
     finally:
         sys.modules.pop("imported_later", None)
+
+
+def test_an_object_that_calls_itself_a_module_has_no_file(module, text, monkeypatch):
+    class Library:
+        __class__ = types.ModuleType
+
+    monkeypatch.setitem(sys.modules, "library_of_c", Library())
+    assert "library_of_c" not in recorded(module, text).modules
 
 
 def test_the_runs_own_files_do_not_count(module, text, tmp_path):
