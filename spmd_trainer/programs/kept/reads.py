@@ -171,8 +171,8 @@ def stamp_of(path: str) -> str:
 
 def _file_of(name: str, module: ModuleType) -> str:
     """Returns the file of a module; empty for none, and for a `__main__` that is not the user's script."""
-    # `vars` and `getattr` would import a module that is imported when it is first used; `isinstance` believes what objects of cffi
-    # say of themselves.
+    # `vars` and `getattr` would import a module that is imported when it is first used, and `isinstance` believes what cffi's
+    # objects say of themselves.
     names = ModuleType.__getattribute__(module, "__dict__") if issubclass(type(module), ModuleType) else {}
     path = names.get("__file__")
     if not isinstance(path, str) or (name == "__main__" and not user_code.is_users(path)):
