@@ -104,6 +104,8 @@ class Job:
                     partitioner.kept_layout = None
                     partitioner.setup(task, job.inputs_shape_dtype)
         logging.info("%s", _parameters_text(partitioner.metadata))
+        if keeper is not None:
+            keeper.say()
         return job
 
     def on_mesh(self, mesh: Mesh, batch: BatchSettings) -> Job:

@@ -93,9 +93,13 @@ class StepKeeper:
             self.found, reason = self._find()
         except Exception as error:  # of the file system, of an entry that is no entry: the others wait for an answer
             self.found, reason = None, f"what was kept can't be read: {type(error).__name__}: {first_paragraph(error)}"
-        if self._all_agree(reason):
-            took = format_duration(time.monotonic() - began)
-            logging.info("the compiled train step of an earlier start is used, read in %s", took)
+        took = format_duration(time.monotonic() - began)
+        self._result = f"the compiled train step of an earlier start is used, read in {took}"
+        self._agree(reason)
+
+    def say(self) -> None:
+        """Logs whether the kept step is used, or why the step is traced."""
+        logging.info("%s", self._result)
 
     def check(self, mesh: Mesh, batch: PyTree) -> None:
         """Gives up the kept step if it was compiled for another mesh or batch, which something must decide that isn't compared.
@@ -105,16 +109,15 @@ class StepKeeper:
           batch: ShapeDtypeStructs of the global batch.
         """
         if self.found is not None:
-            self._all_agree("" if self.found.place == _place(mesh, batch) else "its mesh or its batch is another one")
+            self._agree("" if self.found.place == _place(mesh, batch) else "its mesh or its batch is another one")
 
-    def _all_agree(self, reason: str) -> bool:
-        """Gives up the kept step on all processes if one has a reason to. Returns True if none has."""
+    def _agree(self, reason: str) -> None:
+        """Gives up the kept step on all processes if one has a reason to."""
         reasons = multihost.gather("kept step", reason)
         problem = next((f"{text} (process {n})" if n else text for n, text in enumerate(reasons) if text), "")
         if problem:
             self.found = None
-            logging.info("the train step is traced: %s", problem)
-        return not problem
+            self._result = f"the train step is traced: {problem}"
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
