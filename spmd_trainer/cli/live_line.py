@@ -94,20 +94,24 @@ class LiveLine:
         """Prints something above the line; see `Display.print`."""
         from rich.text import Text
 
-        with self._console.capture() as captured:
-            is_text = isinstance(content, str | Text)
-            self._console.width = self._width()
-            self._console.print(content, soft_wrap=is_text, highlight=False, markup=False, emoji=False)
-        self.write_above(self._stream, captured.get())
+        # rich flushes the stream even when it only renders.
+        with contextlib.suppress(OSError):
+            with self._console.capture() as captured:
+                is_text = isinstance(content, str | Text)
+                self._console.width = self._width()
+                self._console.print(content, soft_wrap=is_text, highlight=False, markup=False, emoji=False)
+            self.write_above(self._stream, captured.get())
 
     def write_above(self, stream: TextIO, text: str) -> None:
         """Writes whole lines above the live line.
+
+        A terminal that has gone away ends nothing: a run whose terminal closes saves its step, and log lines go to their file.
 
         Args:
           stream: the terminal, as `sys.stderr` or as `sys.stdout`.
           text: ends with a line's end.
         """
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             drawn = self._drawn
             self._draw("")
             stream.write(text)
