@@ -189,7 +189,7 @@ def export(
 def inspect(
     exp: Experiment, *, overrides: Iterable[str] = (), mesh: MeshSizes | None = None
 ) -> sharding.ShardingReport:
-    """Returns where every variable lives on the mesh, and why. Trains nothing and writes nothing.
+    """Returns where every variable lives on the mesh, and why, and how inputs are split. Trains nothing and writes nothing.
 
     Args:
       exp, overrides, mesh: see `train`.
@@ -197,10 +197,10 @@ def inspect(
     Raises:
       UserError: as `train`.
     """
-    from spmd_trainer.programs import attention_kernels
+    from spmd_trainer.programs import attention_kernels, input_layouts
 
     with _job("inspect", exp, ".", overrides, mesh) as job:
-        return job.sharding_report(attention_kernels.of_forward_pass(job))
+        return job.sharding_report(attention_kernels.of_forward_pass(job), input_layouts.of_job(job))
 
 
 def plan(

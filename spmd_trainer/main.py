@@ -9,15 +9,12 @@ from typing import NoReturn
 
 from absl import app, flags
 
-from spmd_trainer.cli import doctor, flag_parsing, log_lines
+from spmd_trainer.cli import doctor, flag_parsing, interruption, log_lines
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, user_code
 from spmd_trainer.inputs import quiet_tensorflow
 from spmd_trainer.praxis_bridge import installation
 from spmd_trainer.programs import garbage
-
-# The shells' exit status for a program that SIGINT ended: 128 + 2.
-_STATUS_INTERRUPTED = 130
 
 flags.DEFINE_string("exp", None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows all.")
 flags.DEFINE_string("job_log_dir", None, "Directory of the run: checkpoints, summaries, decoded outputs, config.txt.")
@@ -216,8 +213,8 @@ def main(argv: Sequence[str]) -> None:
 
         launch.run(flags.FLAGS, list(argv[1:]), run_log)
     except KeyboardInterrupt:
-        sys.stderr.write("spmd-trainer: interrupted; the same command continues from the newest checkpoint\n")
-        raise SystemExit(_STATUS_INTERRUPTED) from None
+        interruption.say()
+        raise SystemExit(interruption.STATUS_INTERRUPTED) from None
     except UserError as error:
         flag_parsing.leave(str(error), error.exit_status)
     except ImportError as error:

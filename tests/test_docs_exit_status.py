@@ -9,10 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from spmd_trainer import main
 from spmd_trainer.callbacks.replica_check import ReplicaError
 from spmd_trainer.checkpointing import errors as checkpoint_errors
-from spmd_trainer.cli import peer_watch
+from spmd_trainer.cli import interruption, peer_watch
 from spmd_trainer.errors import UserError
 from tools.launch import supervise
 
@@ -49,7 +48,11 @@ def test_table_has_the_statuses_of_the_code_and_no_others() -> None:
         for path in (_ROOT / "spmd_trainer").rglob("*.py")
         for status in _literal_statuses(path.read_text(encoding="utf-8"))
     }
-    named = {main._STATUS_INTERRUPTED, peer_watch.STATUS_LOST_PROCESS, ReplicaError.exit_status} | _statuses_of_errors()
+    named = {
+        interruption.STATUS_INTERRUPTED,
+        peer_watch.STATUS_LOST_PROCESS,
+        ReplicaError.exit_status,
+    } | _statuses_of_errors()
     uncaught = {0, 1}  # Python's own: the end of the program, and an error that nobody catches
     assert set(_rows()) == literal | named | uncaught
 
@@ -60,7 +63,7 @@ def test_meanings_are_those_of_the_constants() -> None:
     assert "process was lost" in rows[peer_watch.STATUS_LOST_PROCESS][0]
     assert "none is whole" in rows[checkpoint_errors.NoWholeCheckpointError.exit_status][0]
     assert "damaged" in rows[checkpoint_errors.DamagedCheckpointError.exit_status][0]
-    assert "Ctrl-C" in rows[main._STATUS_INTERRUPTED][0]
+    assert "Ctrl-C" in rows[interruption.STATUS_INTERRUPTED][0]
 
 
 def test_page_says_to_stop_where_the_launchers_stop() -> None:

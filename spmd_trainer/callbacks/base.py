@@ -142,7 +142,8 @@ class Run:
     def log(self, scalars: Mapping[str, float]) -> None:
         """Adds scalars to the training summary of the step that `after_step` is called for.
 
-        They are written where that step's summary is written: at multiples of `task.train.summary_interval_steps`.
+        They are written where that step's summary is written: at multiples of `task.train.summary_interval_steps`. The step at
+        which the run ends has a summary with what was logged after the last of these.
         """
         self._logged.update(scalars)
 

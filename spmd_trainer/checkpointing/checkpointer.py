@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-import jax
 from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer.checkpointing import (
     damaged_steps,
+    failed_saves,
     input_states,
     manifest,
     reading,
@@ -29,7 +29,6 @@ from spmd_trainer.checkpointing.durations import Duration, parse_duration
 from spmd_trainer.checkpointing.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CheckpointReadError,
     DamagedCheckpointError,
 )
 from spmd_trainer.checkpointing.save_times import SaveTimes
@@ -310,22 +309,7 @@ class Checkpointer:
             self._finished.append(self._last_save)
 
     def _fail(self, cause: Exception) -> NoReturn:
-        from spmd_trainer.checkpointing import orbax_io
-
-        if self._last_save is not None and jax.process_index() == 0:
-            orbax_io.discard(self._directory, self._last_save)
-        fate = "The step is discarded."
-        try:
-            newest = self.latest_step()
-            if newest is not None and newest == self._last_save:
-                fate = "All of its files are there, and the next start commits it."
-            then = "there is no whole step yet." if newest is None else f"the newest whole step is {newest}."
-        except CheckpointReadError as error:
-            then = f"which steps are whole is not known ({error})"
-        self._failure = CheckpointError(
-            f"Saving checkpoint step {self._last_save} to {self._directory} failed: {type(cause).__name__}: {cause}\n"
-            f"{fate} Check free space, quota and permissions there, then start the run again: {then}"
-        )
+        self._failure = failed_saves.error_of(self._directory, self._last_save, cause, self.latest_step)
         raise self._failure from cause
 
     # --- Restoring ---

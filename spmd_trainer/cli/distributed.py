@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging as std_logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 
-from spmd_trainer.cli import peer_watch, rendezvous, rendezvous_wire
+from spmd_trainer.cli import interruption, peer_watch, rendezvous, rendezvous_wire
 from spmd_trainer.errors import UserError
 
 _EXPLICIT = ("coordinator_address", "num_processes", "process_id")
@@ -164,7 +165,15 @@ class Processes:
         watch = self._watch
         if watch is None:
             raise error
-        if isinstance(error, UserError):
+        how = "failed"
+        if isinstance(error, KeyboardInterrupt):
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(
+                    signal.SIGINT, signal.SIG_IGN
+                )  # one more Ctrl-C must not cut off what the others are told
+            interruption.say()
+            status, how = interruption.STATUS_INTERRUPTED, "was interrupted"
+        elif isinstance(error, UserError):
             status = error.exit_status  # the same as in a job of one process
             sys.stderr.write(f"spmd-trainer: {error}\n")
             if error.leaves_in_order:
@@ -175,7 +184,7 @@ class Processes:
             watch.wait_for_news(_NEWS_SECONDS)
             status = 1
             logging.error("this process failed", exc_info=error)
-        watch.say_failed(_described(error))
+        watch.say_failed(_described(error), how)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -183,6 +192,8 @@ class Processes:
 
 def _described(error: BaseException) -> str:
     """Returns what the other processes are told of an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C"
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 

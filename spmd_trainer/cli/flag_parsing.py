@@ -61,7 +61,7 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
         of_pax["jax_arguments"].value = of_jax
         pax_flags.translate(of_pax, own)
     except flags.UnrecognizedFlagError as error:
-        near = did_you_mean(error.flagname, list(together))
+        near = did_you_mean(error.flagname, list(together), prefix="--")
         raise UserError(f"unknown flag --{error.flagname}{near}") from error
     except flags.Error as error:
         raise UserError(str(error)) from error

@@ -244,7 +244,7 @@ def _set_in_jax(arguments: Sequence[str], known: Sequence[str]) -> None:
     try:
         values(["", *arguments])
     except flags.UnrecognizedFlagError as error:
-        near = did_you_mean(error.flagname, [*known, *config.meta])
+        near = did_you_mean(error.flagname, [*known, *config.meta], prefix="--")
         raise UserError(f"unknown flag --{error.flagname}{near}") from error
     except flags.Error as error:
         raise UserError(str(error)) from error

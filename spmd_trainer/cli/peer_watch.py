@@ -72,10 +72,15 @@ class PeerWatch:
         self._leaving.set()
         self._tell(_GOODBYE, self._index, "")
 
-    def say_failed(self, why: str) -> None:
-        """Tells the others that this process exits before its work is finished, and why. Process 0 lets them exit first."""
+    def say_failed(self, why: str, how: str = "failed") -> None:
+        """Tells the others that this process exits before its work is finished. Process 0 lets them exit first.
+
+        Args:
+          why: the reason.
+          how: what the process did, e.g. 'was interrupted'.
+        """
         self._leaving.set()
-        self._tell(_FAILED, self._index, f"{self._names[self._index]} of {self.count} failed: {why}")
+        self._tell(_FAILED, self._index, f"{self._names[self._index]} of {self.count} {how}: {why}")
         if self._index == 0:
             self._thread.join(_GRACE_SECONDS + _LAST_SECONDS)  # ends when all others are gone
 

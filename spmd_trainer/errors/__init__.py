@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
+from spmd_trainer.errors import unknown_fields
 from spmd_trainer.sharding.messages import did_you_mean
 
 __all__ = ["MissingCompilerError", "UserError", "did_you_mean", "first_line", "first_paragraph"]
-
-_FIDDLE_UNKNOWN_FIELD = re.compile(
-    r"^No parameter named '(\w+)' exists for <class '([\w.]+)'>; valid parameter names: ([\w, ]+)"
-)
 
 
 class UserError(ValueError):
@@ -38,14 +33,14 @@ class MissingCompilerError(UserError):
 def first_paragraph(error: BaseException) -> str:
     """Returns an error's message without the configuration that fiddle appends.
 
-    If the error is about an unknown field, the message names the nearest fields.
+    If the error is about a field that a config doesn't have, the message names the nearest fields.
     """
     text = str(error).split("Fiddle context:")[0].strip()
-    unknown = _FIDDLE_UNKNOWN_FIELD.match(text)
+    unknown = unknown_fields.of(error, text)
     if unknown is None:
         return text
-    field, owner, fields = unknown.groups()
-    return f"{owner.removeprefix('spmd_trainer.')} has no field {field!r}{did_you_mean(field, fields.split(', '))}"
+    owner = unknown.owner.removeprefix("spmd_trainer.")
+    return f"{owner} has no field {unknown.name!r}{did_you_mean(unknown.name, unknown.known)}"
 
 
 def first_line(error: BaseException) -> str:

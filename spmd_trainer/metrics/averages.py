@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics import clu_metrics
 from spmd_trainer.metrics.clu_metrics import CluMetrics
@@ -48,7 +50,7 @@ class StepAverages:
             self._summaries.setdefault(name, []).append(value)
         self._clu = clu_metrics.merged(self._clu, scalars.clu)
 
-    def take(self, scalars: Scalars) -> dict[str, float]:
+    def take(self, scalars: Mapping[str, float]) -> dict[str, float]:
         """Returns the scalars to write, {'loss': ..., metric: ..., summary: ...}, and starts an empty average.
 
         Args:

@@ -8,9 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from praxis import decoder_hparams
 from praxis.layers import embedding_softmax
 
 from spmd_trainer.errors import UserError
+
+# What praxis' `logprobs` hold at positions where nothing was decoded; log-probabilities are at most 0.
+_NOT_DECODED = 1.0
 
 
 def records(
@@ -101,11 +105,23 @@ def _longest_prompt(task: Any) -> int | None:
     length = getattr(hparams, "seqlen", 0)
     if hparams is None or not length:
         return None
-    positions = _positions(task)
-    if positions is None:
-        return length - 1
+    limits, positions = [length - 1], _positions(task)
+    if _counts_prompts(hparams):
+        limits.append(_most_steps(hparams))
+    if positions is not None:
+        limits.append(positions - _most_steps(hparams))
+    return min(limits)
+
+
+def _most_steps(hparams: Any) -> int:
     steps = hparams.max_decode_steps or 1
-    return min(length - 1, positions - (max(steps) if isinstance(steps, list | tuple) else steps))
+    return max(steps) if isinstance(steps, list | tuple) else int(steps)
+
+
+def _counts_prompts(hparams: Any) -> bool:
+    """Returns True if `max_decode_steps` includes the prompt's tokens: praxis then feeds them to the model in its decode loop."""
+    one_by_one = (decoder_hparams.GreedyDecoderHParams, decoder_hparams.SampleDecoderHParams)
+    return isinstance(hparams, one_by_one) and not hparams.fprop_for_prefix and bool(hparams.max_decode_steps)
 
 
 def _positions(task: Any) -> int | None:
@@ -120,6 +136,11 @@ def _limit_text(task: Any, limit: int) -> str:
     hparams = task.model.decoder_tpl
     if limit == hparams.seqlen - 1:
         return f"task.model.decoder_tpl.seqlen={hparams.seqlen} allows {limit}"
+    if _counts_prompts(hparams) and limit == _most_steps(hparams):
+        return (
+            f"task.model.decoder_tpl.max_decode_steps={hparams.max_decode_steps!r} counts the prompt's tokens too, unless "
+            f"fprop_for_prefix is True, and allows {limit}"
+        )
     return (
         f"task.model.lm_tpl.position_emb_tpl.max_seq_length={_positions(task)} minus {hparams.max_decode_steps} decode steps "
         f"allows {limit}"
@@ -129,12 +150,12 @@ def _limit_text(task: Any, limit: int) -> str:
 def _text_record(
     data: Any, outputs: Any, inputs: dict[str, np.ndarray], row: int, text_of: Callable[[np.ndarray], str] | None
 ) -> dict[str, Any]:
-    lengths = np.atleast_1d(outputs["decode_lengths"][row])
     prefix = int(np.atleast_1d(outputs["prefix_lengths"][row])[0])
+    lengths = _lengths(outputs, row, prefix)
     pairs = zip(np.atleast_2d(outputs["output_ids"][row]), lengths, strict=True)
-    samples = [sample[prefix : int(length)] for sample, length in pairs]
+    samples = [sample[prefix:length] for sample, length in pairs]
     texts = _texts(data, samples) if text_of is None else [text_of(sample) for sample in samples]
-    scores = _scores(outputs, row, prefix)
+    scores = _scores(outputs, row, prefix, lengths)
     return {
         "prompt": _texts(data, [inputs["ids"][row, :prefix]])[0],
         "output": texts[0],
@@ -153,15 +174,28 @@ def _texts(data: Any, rows: list[np.ndarray]) -> list[str]:
     return list(data.ids_to_strings(padded, np.asarray([len(row) for row in rows], np.int32)))
 
 
-def _scores(outputs: Any, row: int, prefix: int) -> list[float | None]:
+def _lengths(outputs: Any, row: int, prefix: int) -> list[int]:
+    """Returns the length of each sample, prompt included.
+
+    praxis' `decode_lengths` say `seqlen` of a sample that neither met its end-of-text nor its number of steps when the decode
+    loop ended, as happens without `fprop_for_prefix`. Its `logprobs` say which positions were decoded.
+    """
+    lengths = [int(length) for length in np.atleast_1d(outputs["decode_lengths"][row])]
+    if "logprobs" not in outputs:
+        return lengths
+    pairs = zip(np.atleast_2d(outputs["logprobs"][row]), lengths, strict=True)
+    blank = [np.flatnonzero(logprobs[prefix:length] >= _NOT_DECODED) for logprobs, length in pairs]
+    return [prefix + int(found[0]) if len(found) else length for found, length in zip(blank, lengths, strict=True)]
+
+
+def _scores(outputs: Any, row: int, prefix: int, lengths: list[int]) -> list[float | None]:
     """Returns each sample's log-probability: praxis' `scores` if beam search returns them, else the sum over decoded tokens."""
-    lengths = np.atleast_1d(outputs["decode_lengths"][row])
     if "scores" in outputs:
         return [_json(float(score)) for score in np.atleast_1d(outputs["scores"][row])]
     if "logprobs" not in outputs:
         return [None] * len(lengths)
     pairs = zip(np.atleast_2d(outputs["logprobs"][row]), lengths, strict=True)
-    return [_json(float(np.sum(logprobs[prefix : int(length)], dtype=np.float64))) for logprobs, length in pairs]
+    return [_json(float(np.sum(logprobs[prefix:length], dtype=np.float64))) for logprobs, length in pairs]
 
 
 def _json(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`--mode=inspect`: reports how every variable of an experiment is sharded, without allocating anything."""
+"""`--mode=inspect`: reports how every variable and input of an experiment is split, without allocating anything."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 
 from absl import logging
 
-from spmd_trainer.programs import attention_kernels, plan
+from spmd_trainer.programs import attention_kernels, input_layouts, plan
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_directory import report_directory, write_report
 
 
 def inspect_job(job: Job) -> None:
     """Prints the sharding report and, if requested, the plan. If a directory was given, also writes both to files there."""
-    report = job.sharding_report(_attention_lines(job))
+    report = job.sharding_report(_attention_lines(job), input_layouts.of_job(job))
     sys.stdout.write(f"{report}\n")
     if job.config.writes_reports:
         for path in write_report(report, report_directory(job.config.job_log_dir)):

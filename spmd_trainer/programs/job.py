@@ -31,6 +31,7 @@ from spmd_trainer.programs import config_file, reference_files
 from spmd_trainer.programs.kept.step import StepKeeper
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.sharding.messages import count_text, mesh_text
+from spmd_trainer.sharding.report_inputs import InputLayout
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree
 
@@ -203,11 +204,14 @@ class Job:
         )
         return [*self.config.experiment.lines(), *about]
 
-    def sharding_report(self, attention: Sequence[str] = ()) -> sharding.ShardingReport:
+    def sharding_report(
+        self, attention: Sequence[str] = (), inputs: Sequence[InputLayout] = ()
+    ) -> sharding.ShardingReport:
         """Returns where every variable lives, headed by what this job is.
 
         Args:
           attention: lines of `attention.choices.lines`, for the header.
+          inputs: the layouts of the job's inputs (`input_layouts.of_job`).
         """
         about = {
             "experiment": self.config.experiment.name,
@@ -216,7 +220,9 @@ class Job:
             "praxis": installed_version("praxis") or "from its source tree",
             **{name: kernel for name, _, kernel in (line.partition(": ") for line in attention)},
         }
-        return sharding.ShardingReport(self.partitioner.metadata.records(), self.partitioner.mesh, about=about)
+        return sharding.ShardingReport(
+            self.partitioner.metadata.records(), self.partitioner.mesh, about=about, inputs=inputs
+        )
 
 
 def make_partitioner(experiment: BaseExperiment) -> Partitioner:

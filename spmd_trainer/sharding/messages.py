@@ -33,19 +33,20 @@ def suggestion_text(near: Iterable[str]) -> str:
     return f"; did you mean {names}?" if names else ""
 
 
-def did_you_mean(name: object, known: Iterable[object], *, otherwise: str | None = None) -> str:
+def did_you_mean(name: object, known: Iterable[object], *, otherwise: str | None = None, prefix: str = "") -> str:
     """Returns `; did you mean a or b?` for the known names that are spelled like `name`.
 
     Args:
       name: what the user wrote.
       known: the valid names.
       otherwise: what to return if none is near. None: `; known: a, b, c`, the first 40 names in alphabetical order.
+      prefix: what to write before each name, e.g. '--'; names are compared without it.
     """
     names = [str(k) for k in known]
-    suggestion = suggestion_text(nearest_names(name, names))
+    suggestion = suggestion_text(f"{prefix}{near}" for near in nearest_names(name, names))
     if suggestion or otherwise is not None:
         return suggestion or otherwise or ""
-    return f"; known: {', '.join(sorted(names)[:40])}" if names else ""
+    return f"; known: {', '.join(f'{prefix}{known_name}' for known_name in sorted(names)[:40])}" if names else ""
 
 
 def count_text(number: int, singular: str, plural: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The sharding report: the layout of every variable, its bytes per device and the reason; as text, JSON or HTML."""
+"""The sharding report: the layout of every variable and input, bytes per device and reasons; as text, JSON or HTML."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 from spmd_trainer.sharding import report_html
 from spmd_trainer.sharding.messages import bytes_text, count_text, did_you_mean, mesh_text
 from spmd_trainer.sharding.report_data import ReportData, report_data, report_records, waste_text
+from spmd_trainer.sharding.report_inputs import HEADER, InputLayout, input_rows
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, mesh_shape_of
 
 FORMATS = ("text", "json", "html")
@@ -24,9 +25,17 @@ class ShardingReport:
       variables: the VariableSpecs, in the order of the report.
       mesh: the mesh that they were made for.
       about: the names and values in the report's header.
+      inputs: the layouts of the job's inputs.
     """
 
-    def __init__(self, variables: PyTree, mesh: AnyMesh, *, about: Mapping[str, object] | None = None):
+    def __init__(
+        self,
+        variables: PyTree,
+        mesh: AnyMesh,
+        *,
+        about: Mapping[str, object] | None = None,
+        inputs: Sequence[InputLayout] = (),
+    ):
         """Makes a report.
 
         Args:
@@ -35,6 +44,7 @@ class ShardingReport:
           about: names and values for the report's header, in this order, e.g. {'experiment': 'lm.stdlib.StdlibBytes',
             'date': '2026-01-31 12:00', 'spmd-trainer': '0.1.0'}. 'experiment' is the page's title. JAX's version is added
             as 'jax' unless given.
+          inputs: the layouts of the job's inputs, in the order of the report.
 
         Raises:
           ValueError: a leaf is not a VariableSpec.
@@ -43,17 +53,18 @@ class ShardingReport:
         self.mesh = mesh
         self.about = {str(name): str(value) for name, value in (about or {}).items()}
         self.about.setdefault("jax", jax.__version__)
+        self.inputs = tuple(inputs)
 
     @functools.cached_property
     def _data(self) -> ReportData:
-        return report_data(self.variables, self.mesh, self.about)
+        return report_data(self.variables, self.mesh, self.about, self.inputs)
 
     def text(self) -> str:
-        """Returns the header, a table with a line for each variable, and the totals."""
+        """Returns the header, a table with a line for each variable, one of the inputs if there are any, and the totals."""
         return _text(self._data)
 
     def json(self) -> str:
-        """Returns the data as JSON: about, mesh, totals, totals_by_kind, variables; sizes in bytes."""
+        """Returns the data as JSON: about, mesh, totals, totals_by_kind, variables, inputs; sizes in bytes."""
         return json.dumps(self._data, indent=1)
 
     def html(self) -> str:
@@ -120,6 +131,7 @@ def _text(data: ReportData) -> str:
         "",
         *_table(header, rows, right={5, 6}),
         "",
+        *([*_table(HEADER, input_rows(data["inputs"]), right=set()), ""] if data["inputs"] else []),
         *_totals_lines(data),
         "",
         f"{count_text(totals['num_variables'], 'variable')} ({totals['num_split']} split, {totals['num_replicated']} "

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from spmd_trainer.sharding.messages import bytes_text, spec_text
+from spmd_trainer.sharding.report_inputs import InputData, InputLayout, input_data
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, entry_axes, mesh_shape_of
 from spmd_trainer.sharding.variables import VariableSpec
 
@@ -89,6 +90,7 @@ class ReportData(TypedDict):
     totals: dict[str, int]
     totals_by_kind: dict[str, dict[str, int]]
     variables: list[VariableData]
+    inputs: list[InputData]
 
 
 def variable_kind(path: str) -> str:
@@ -138,13 +140,16 @@ def report_records(variables: PyTree) -> list[VariableSpec]:
     return records
 
 
-def report_data(variables: Sequence[VariableSpec], mesh: AnyMesh, about: Mapping[str, str]) -> ReportData:
+def report_data(
+    variables: Sequence[VariableSpec], mesh: AnyMesh, about: Mapping[str, str], inputs: Sequence[InputLayout] = ()
+) -> ReportData:
     """Returns the data that all forms of the report show.
 
     Args:
       variables: the VariableSpecs, in the order of the report.
       mesh: the mesh that they were made for.
       about: names and values for the report's header.
+      inputs: the layouts of the job's inputs.
     """
     sizes = mesh_shape_of(mesh)
     by_kind: dict[str, list[VariableSpec]] = {kind: [] for kind in KINDS}
@@ -174,6 +179,7 @@ def report_data(variables: Sequence[VariableSpec], mesh: AnyMesh, about: Mapping
             }
             for v in variables
         ],
+        "inputs": [input_data(layout) for layout in inputs],
     }
 
 

@@ -19,6 +19,7 @@ from spmd_trainer.sharding.report_data import (
     percent_text,
     waste_text,
 )
+from spmd_trainer.sharding.report_inputs import input_section
 
 # Most rows of a notebook's table. A notebook stores its output in its file and draws all of it at once.
 NOTEBOOK_ROWS = 200
@@ -35,6 +36,7 @@ def page(data: ReportData) -> str:
         "CSS": _asset("report.css"),
         "HEAD": _head(data),
         "TOTALS": _headline(data) + _totals_table(data),
+        "INPUTS": input_section(data["inputs"]),
         "DATA": _script_json(data),
         "SCRIPT": _asset("report_pictures.js") + _asset("report.js"),
     }

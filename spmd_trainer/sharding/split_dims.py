@@ -36,8 +36,10 @@ def parse_split_dims(where: str, mapping: SplitDimsMapping, mesh_axes: MeshAxes)
       A spec with as many entries as the mapping has items.
 
     Raises:
-      ValueError: an unknown axis name, an index outside the mesh, an axis used twice, or an item of another type.
+      ValueError: an unknown axis name, an index outside the mesh, an axis used twice, an item of another type, or what
+        `check_mesh_axes` raises.
     """
+    check_mesh_axes(mesh_axes)
     if mapping is None:
         return PartitionSpec()
     suffix = f"Mesh axes: {axes_names_text(mesh_axes)}."
@@ -62,6 +64,21 @@ def parse_split_dims(where: str, mapping: SplitDimsMapping, mesh_axes: MeshAxes)
                 f"one dimension: write None for the others. {suffix}"
             )
     return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry or None for entry in entries))
+
+
+def check_mesh_axes(mesh_axes: object) -> None:
+    """Checks the argument that says which axes the mesh has.
+
+    Raises:
+      ValueError: it is neither a sequence of names nor a mapping of names to sizes; says what was given.
+    """
+    names = tuple(mesh_axes) if isinstance(mesh_axes, Sequence | Mapping) and not isinstance(mesh_axes, str) else None
+    sizes = mesh_axes.values() if isinstance(mesh_axes, Mapping) else ()
+    if names is None or not all(isinstance(name, str) for name in names) or not all(map(_is_index, sizes)):
+        raise ValueError(
+            f"mesh_axis_names = {mesh_axes!r:.200} (a {type(mesh_axes).__name__}) must be the names of the mesh's axes, "
+            "mesh.axis_names, or their sizes, mesh.shape, e.g. ('data', 'mdl') or {'data': 4, 'mdl': 2}."
+        )
 
 
 def _is_index(item: object, value: int | None = None) -> bool:

@@ -32,8 +32,15 @@ from jax.sharding import PartitionSpec
 from spmd_trainer.sharding.constraints import constrain, constrain_together
 from spmd_trainer.sharding.messages import count_text, did_you_mean
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, check_divides, check_spec, entry_axes, mesh_shape_of
-from spmd_trainer.sharding.split_dims import MeshAxes, SplitDimsMapping, SplitMapping, axes_names_text, parse_split_dims
-from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.sharding.split_dims import (
+    MeshAxes,
+    SplitDimsMapping,
+    SplitMapping,
+    axes_names_text,
+    check_mesh_axes,
+    parse_split_dims,
+)
+from spmd_trainer.sharding.variables import leaf_shape_dtype, named_leaves
 
 FIELD = "task.train.inputs_split_mapping"
 BY_NAME = "by_name"
@@ -73,8 +80,9 @@ def shard_on_batch_dim_partition_spec(mesh_axis_names: MeshAxes, x: Any) -> Part
       A spec with one entry per dimension of `x`.
 
     Raises:
-      ValueError: `x` is a scalar.
+      ValueError: `x` is a scalar, or `mesh_axis_names` are no names.
     """
+    check_mesh_axes(mesh_axis_names)
     rank = len(np.shape(x))
     if rank == 0:
         raise ValueError(
@@ -153,9 +161,13 @@ def input_partition_specs(mapping_dict: SplitMapping | None, mesh_axis_names: Me
       A tree like `inputs`.
 
     Raises:
-      ValueError: what `input_partition_spec` raises.
+      ValueError: what `input_partition_spec` raises, or an argument of another type, such as two that are swapped.
     """
+    check_mesh_axes(mesh_axis_names)
+    _check_keys(mapping_dict, mesh_axis_names)
     leaves = named_leaves(inputs)
+    for path, x in leaves:
+        leaf_shape_dtype(f"input {path!r}", x)
     specs = [input_partition_spec(mapping_dict, mesh_axis_names, path, x) or PartitionSpec() for path, x in leaves]
     return jax.tree.unflatten(jax.tree.structure(inputs), specs)
 
@@ -246,22 +258,12 @@ def validate_split_mapping(mapping_dict: SplitMapping | None, mesh_axis_names: M
         raise ValueError(
             f"{FIELD} is set, but the mesh has no axes. Set the model's mesh_axis_names, or set {FIELD} to None."
         )
-    if not isinstance(mapping_dict, Mapping):
-        raise ValueError(
-            f"{FIELD} must be a dict, not a {type(mapping_dict).__name__} ({mapping_dict!r}), e.g. "
-            f"{{'map_1d': {_batch_entry(None, mesh_axis_names, 1)!r}}}. Mesh axes: {axes}."
-        )
+    _check_keys(mapping_dict, mesh_axis_names)
     for key, entry in mapping_dict.items():
         if key == BY_NAME:
             _validate_by_name(entry, mesh_axis_names)
             continue
-        match = _RANK_KEY.fullmatch(str(key))
-        if match is None:
-            raise ValueError(
-                f"{FIELD} has a key {key!r}{_nearest_key(key)} The valid keys are map_1d, map_2d, ... (one per "
-                f"rank) and {BY_NAME}. Mesh axes: {axes}."
-            )
-        rank = int(match[1])
+        rank = int(str(key).removeprefix("map_").removesuffix("d"))
         if entry is None:
             continue
         spec = parse_split_dims(f"{FIELD} {key}", entry, mesh_axis_names)
@@ -279,6 +281,24 @@ def validate_split_mapping(mapping_dict: SplitMapping | None, mesh_axis_names: M
                     f"{FIELD} {BY_NAME}[{key!r}] matches no input{did_you_mean(key, paths, otherwise='.')} "
                     f"The inputs are {paths}."
                 )
+
+
+def _check_keys(mapping_dict: object, mesh_axis_names: MeshAxes) -> None:
+    """Raises ValueError unless the mapping is None or a dict with valid keys."""
+    if mapping_dict is None:
+        return
+    axes = axes_names_text(mesh_axis_names)
+    if not isinstance(mapping_dict, Mapping):
+        raise ValueError(
+            f"{FIELD} must be a dict, not a {type(mapping_dict).__name__} ({mapping_dict!r}), e.g. "
+            f"{{'map_1d': {_batch_entry(None, mesh_axis_names, 1)!r}}}. Mesh axes: {axes}."
+        )
+    for key in mapping_dict:
+        if key != BY_NAME and _RANK_KEY.fullmatch(str(key)) is None:
+            raise ValueError(
+                f"{FIELD} has a key {key!r}{_nearest_key(key)} The valid keys are map_1d, map_2d, ... (one per "
+                f"rank) and {BY_NAME}. Mesh axes: {axes}."
+            )
 
 
 def _validate_by_name(by_name: object, mesh_axis_names: MeshAxes) -> None:

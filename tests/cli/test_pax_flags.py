@@ -120,7 +120,7 @@ def test_an_experiment_of_paxml_is_looked_up_here():
         (["--fdl=fiddler:f"], "give a registered experiment with --exp=NAME"),
         (["--mode=tf_data_service_worker"], "there is no tf.data service here"),
         (["--num_processes=2", "--num_hosts=3"], "--num_processes=2 and --num_hosts=3 mean the same setting"),
-        (["--server_adr=a:1"], "unknown flag --server_adr; did you mean server_addr"),
+        (["--server_adr=a:1"], "unknown flag --server_adr; did you mean --server_addr"),
         (["--num_hosts=two"], "num_hosts"),
         (["--num_hosts=0"], "num_processes"),
         (
@@ -167,8 +167,8 @@ def test_flags_of_jax_are_set_in_its_config(monkeypatch):
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("--jax_log_compile", "unknown flag --jax_log_compile; did you mean jax_log_compiles"),
-        ("--jax_cach_dir=x", "unknown flag --jax_cach_dir; did you mean jax_cache_dir"),
+        ("--jax_log_compile", "unknown flag --jax_log_compile; did you mean --jax_log_compiles"),
+        ("--jax_cach_dir=x", "unknown flag --jax_cach_dir; did you mean --jax_cache_dir"),
         ("--jax_default_prng_impl=fast", "jax_default_prng_impl"),
         ("--jax_debug_nans=maybe", "jax_debug_nans"),
     ],

@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from praxis.pax_fiddle import Config
 
+from spmd_trainer import inputs
 from spmd_trainer.errors import did_you_mean, first_paragraph
 
 
@@ -31,6 +33,46 @@ def test_fiddles_unknown_field_names_the_nearest_one():
     fiddle = "No parameter named 'num_step' exists for <class 'spmd_trainer.tasks_lib.Train'>; valid parameter names: num_steps"
     error = TypeError(f"{fiddle}\nFiddle context: <Config[Train]>")
     assert first_paragraph(error) == "tasks_lib.Train has no field 'num_step'; did you mean num_steps?"
+
+
+def a_function(*, width):
+    return width
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda: Config(inputs.PromptInput, num_promts=3),
+        lambda: Config(inputs.PromptInput).set(num_promts=3),
+        lambda: setattr(Config(inputs.PromptInput), "num_promts", 3),
+        lambda: Config(inputs.PromptInput).num_promts,
+    ],
+    ids=["given", "set", "assigned", "read"],
+)
+def test_an_unknown_field_of_an_input_names_the_nearest_one_however_it_is_written(mistake):
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        mistake()
+    message = first_paragraph(caught.value)
+    assert message == "inputs.text.PromptInput has no field 'num_promts'; did you mean num_prompts?"
+
+
+def test_an_unknown_argument_of_a_function_and_of_a_local_class():
+    class Local:
+        def __init__(self, width=1):
+            self.width = width
+
+    with pytest.raises(AttributeError) as of_function:
+        Config(a_function).set(widht=3)
+    assert first_paragraph(of_function.value) == "a_function has no field 'widht'; did you mean width?"
+    with pytest.raises(TypeError) as given:
+        Config(Local, widht=3)
+    assert first_paragraph(given.value).endswith("Local has no field 'widht'")
+
+
+def test_a_field_that_exists_and_is_not_set_is_another_mistake():
+    with pytest.raises(AttributeError) as unset:
+        Config(a_function).width  # noqa: B018
+    assert "No parameter 'width' has been set" in first_paragraph(unset.value)
 
 
 def test_importing_errors_brings_in_neither_jax_nor_numpy():

@@ -4,7 +4,7 @@ import pytest
 from etils import epath
 from trained_helpers import make_job
 
-from spmd_trainer.callbacks import Run
+from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.callbacks.base import CallbackList
 from spmd_trainer.callbacks.invalid_steps import InvalidSteps
 from spmd_trainer.callbacks.summaries import Summaries
@@ -70,20 +70,69 @@ def test_intervals_that_leave_summaries_empty_are_refused(every):
         StepAverages(every, 10)
 
 
-def test_steps_that_were_skipped_are_counted_and_left_out_of_the_average(tmp_path):
-    fields = ("task.train.summary_interval_steps=3", "task.train.summary_accumulate_interval_steps=1")
-    job = make_job(tmp_path, mesh=(1, 1, 1), fields=fields)
-    writers = SummaryWriters(tmp_path)
-    run = Run(
+def run_of(directory, *fields):
+    """A run without a loop: a test calls its callbacks itself."""
+    job = make_job(directory, mesh=(1, 1, 1), fields=fields)
+    return Run(
         experiment="any",
-        job_log_dir=epath.Path(tmp_path),
+        job_log_dir=epath.Path(directory),
         task=job.task,
         partitioner=job.partitioner,
         batch=job.inputs_shape_dtype,
-        summaries=writers,
+        summaries=SummaryWriters(directory),
         config_lines=(),
         saves=False,
     )
+
+
+class LogsAtTheEnd(Callback):
+    """Logs what is only known when the run ends."""
+
+    def on_end(self, run):
+        run.log({"mine/at_the_end": 7.0})
+
+
+def written(directory, run, steps, *callbacks):
+    """What a run of so many steps writes, {step: record}; each step logs its own number as 'mine/STEP' too."""
+    calls = CallbackList([*callbacks, Summaries()])
+    calls.call("on_open", run)
+    for step in range(1, steps + 1):
+        run.log({"mine/step": float(step), f"mine/{step}": 1.0})
+        calls.call("after_step", run, step, Scalars(float(step), {}, {}, SummaryNames([]), []))
+    calls.call("on_end", run)
+    run.summaries.close()
+    return {
+        step: {name: value for name, value in record.items() if name == "loss" or name.startswith("mine/")}
+        for step, record in read_metrics(directory, "train").items()
+    }
+
+
+def test_the_last_step_has_a_summary_of_what_was_logged_after_the_one_before(tmp_path):
+    got = written(tmp_path, run_of(tmp_path, "task.train.summary_interval_steps=3"), 5)
+    assert got == {
+        3: {"loss": 3.0, "mine/step": 3.0, "mine/3": 1.0},
+        5: {"loss": 5.0, "mine/step": 5.0, "mine/4": 1.0, "mine/5": 1.0},
+    }
+
+
+def test_a_run_that_ends_at_a_summary_writes_no_other(tmp_path):
+    run = run_of(tmp_path, "task.train.summary_interval_steps=2")
+    assert sorted(written(tmp_path, run, 4)) == [2, 4]
+    assert len((tmp_path / "summaries/train/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_is_logged_at_the_end_joins_the_last_steps_summary(tmp_path):
+    got = written(tmp_path, run_of(tmp_path, "task.train.summary_interval_steps=2"), 4, LogsAtTheEnd())
+    assert got[4] == {"loss": 4.0, "mine/step": 4.0, "mine/4": 1.0, "mine/at_the_end": 7.0}
+
+
+def test_a_run_that_takes_no_step_writes_no_summary(tmp_path):
+    assert written(tmp_path, run_of(tmp_path), 0, LogsAtTheEnd()) == {}
+
+
+def test_steps_that_were_skipped_are_counted_and_left_out_of_the_average(tmp_path):
+    fields = ("task.train.summary_interval_steps=3", "task.train.summary_accumulate_interval_steps=1")
+    run = run_of(tmp_path, *fields)
     callbacks = CallbackList([InvalidSteps(), Summaries()])
     callbacks.call("on_open", run)
     names = SummaryNames(["learning/is_valid_step", "layer/norm"])
@@ -91,12 +140,12 @@ def test_steps_that_were_skipped_are_counted_and_left_out_of_the_average(tmp_pat
     steps = {1: (2.0, 1.0, 10.0), 2: (nan, 0.0, nan), 3: (4.0, 1.0, 30.0), 4: (nan, 0.0, nan), 5: (5.0, 0.0, 1e9)}
     for step, (loss, valid, norm) in {**steps, 6: (7.0, 1.0, 70.0)}.items():
         callbacks.call("after_step", run, step, Scalars(loss, {"x": loss}, {"x": 1.0}, names, [valid, norm]))
-    writers.close()
-    written = {
+    run.summaries.close()
+    averages = {
         step: {name: record[name] for name in ("loss", "x", "layer/norm", "invalid_steps")}
         for step, record in read_metrics(tmp_path, "train").items()
     }
-    assert written == {
+    assert averages == {
         3: {"loss": 3.0, "x": 3.0, "layer/norm": 20.0, "invalid_steps": 1},
         6: {"loss": 7.0, "x": 7.0, "layer/norm": 70.0, "invalid_steps": 3},
     }

@@ -38,7 +38,7 @@ FIELDS = {
 # Far more than any of these jobs takes on a loaded machine: a job that takes longer hangs.
 TIMEOUT_SECONDS = 400
 # Exit statuses of `spmd_trainer.cli`.
-STATUS_USER_ERROR, STATUS_LOST_PROCESS = 2, 3
+STATUS_USER_ERROR, STATUS_LOST_PROCESS, STATUS_INTERRUPTED = 2, 3, 130
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import termios
 import pytest
 from job_helpers import (
     FIELDS,
+    STATUS_INTERRUPTED,
     STATUS_LOST_PROCESS,
     STATUS_USER_ERROR,
     STEPS,
@@ -60,6 +61,22 @@ def test_a_sighup_to_one_process_saves_and_ends_both(cache, tmp_path):
     assert first == 0
     assert f"stopped at step {saved} of" in job.logs[0]
     assert "process 1: a process received a signal: all 2 processes save this step, then exit" in job.logs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_a_second_ctrl_c_ends_a_training_process_without_a_traceback(cache, tmp_path, interrupted):
+    with started(Settings(tmp_path / "run", 2, cache, WITHOUT_END)) as job:
+        job.wait_for_line("training from step")
+        job.send(signal.SIGSTOP, 1 - interrupted)  # so that the first Ctrl-C can't end the job in order
+        job.send(signal.SIGINT, interrupted)
+        job.wait_for_line("SIGINT: finishing this step", interrupted)
+        job.send(signal.SIGINT, interrupted)
+        job.send(signal.SIGCONT, 1 - interrupted)
+        statuses = job.finish()
+    assert (statuses[interrupted], statuses[1 - interrupted]) == (STATUS_INTERRUPTED, STATUS_LOST_PROCESS), job.log()
+    assert re.search(rf"because process {interrupted} \(.*\) of 2 was interrupted: Ctrl-C", job.log()), job.log()
+    assert "Traceback" not in job.logs[interrupted]
 
 
 def test_both_save_when_process_0_cannot_write_summaries(cache, tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from job_helpers import (
+    STATUS_INTERRUPTED,
     STATUS_LOST_PROCESS,
     STATUS_USER_ERROR,
     TIMEOUT_SECONDS,
@@ -136,6 +137,21 @@ def test_a_process_too_many_is_refused_and_the_job_goes_on(job):
         "is already in use, by another program or by a job that has started. Perhaps another process has --process_id=1"
         in (job.logs[2])
     )
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_ctrl_c_in_one_process_is_no_traceback_and_the_reason_of_the_others(job, interrupted):
+    for index in (0, 1):
+        job.start(index, 2)
+    for index in (0, 1):
+        job.wait_for_line("joined 2 processes", index)
+    job.send(signal.SIGINT, interrupted)
+    statuses, other = job.finish(), 1 - interrupted
+    assert (statuses[interrupted], statuses[other]) == (STATUS_INTERRUPTED, STATUS_LOST_PROCESS), job.log()
+    assert "interrupted; the same command continues" in job.logs[interrupted]
+    reason = rf"process {other} exits because process {interrupted} \(.*\) of 2 was interrupted: Ctrl-C\."
+    assert re.search(reason, job.logs[other]), job.log()
+    assert "Traceback" not in job.log()
 
 
 def test_processes_that_disagree_about_their_number_are_refused(job):

@@ -1,5 +1,6 @@
 """Decoding trained checkpoints: every way of praxis', any mesh, files that survive a kill, what is refused."""
 
+import dataclasses
 import functools
 import re
 import subprocess
@@ -90,6 +91,37 @@ def test_greedy_scores_are_the_model_s_own_log_probabilities(tmp_path):
         assert logprobs[start:].argmax(-1).tolist() == record["ids"][0]
         total = np.take_along_axis(logprobs, labels[:, None], -1)[start:].sum()
         assert record["score"] == pytest.approx(total, rel=1e-4)
+
+
+def without_fprop(steps):
+    """A change of a config: praxis feeds the prompts to the model in its decode loop of so many steps."""
+
+    def change(config):
+        decoder_tpl = dataclasses.replace(DECODERS["greedy"], fprop_for_prefix=False, max_decode_steps=steps)
+        config.task.model.decoder_tpl = decoder_tpl
+
+    return change
+
+
+def test_a_decode_without_fprop_for_prefix_ends_where_praxis_stopped(tmp_path):
+    """Then praxis' steps count the prompt's tokens too: 15 steps write 16 tokens, of 18. What was not written is no output."""
+
+    whole = decode_once(tmp_path / "whole", mesh=(1, 1, 1))
+    cut = decode_once(tmp_path / "cut", mesh=(1, 1, 1), customize=without_fprop(15))
+    for record, longer in zip(cut, whole, strict=True):
+        prompt = 1 + len(record["prompt"].encode())  # with the start token
+        assert len(record["ids"][0]) == 16 - prompt or record["ids"][0][-1] == 256
+        common = min(len(record["ids"][0]), len(longer["ids"][0]))
+        assert record["ids"][0][:common] == longer["ids"][0][:common]
+        assert "\0" not in record["output"]
+        assert record["score"] < 0
+
+
+def test_a_prompt_that_takes_all_decode_steps_is_refused(tmp_path):
+    with pytest.raises(
+        UserError, match=r"prompt 0 .* has 12 tokens; .*max_decode_steps=6 counts the prompt's tokens too, .* allows 6"
+    ):
+        decode_once(tmp_path, mesh=(1, 1, 1), customize=without_fprop(6))
 
 
 def test_a_decode_killed_midway_goes_on_where_it_stopped(tmp_path, monkeypatch):

@@ -7,8 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from trained_helpers import make_job
 
-from spmd_trainer.programs import verify
+from spmd_trainer.programs import input_layouts, verify
+from spmd_trainer.sharding.report_inputs import input_data
 
 TINY = "--exp=lm.stdlib.StdlibBytesTiny"
 
@@ -64,7 +66,45 @@ def test_inspect_prints_and_writes_the_report(tmp_path):
         {"name": "data", "size": 4},
         {"name": "mdl", "size": 2},
     ]
-    assert (tmp_path / "sharding_report.html").read_text().startswith("<!doctype html>")
+    page = (tmp_path / "sharding_report.html").read_text()
+    assert page.startswith("<!doctype html>")
+
+    inputs = {(given["use"], given["name"]): given for given in report["inputs"]}
+    assert [use for use, _ in inputs] == ["train", "eval", "decode"]
+    prompts = inputs["decode", "heldout_prompts"]
+    assert prompts["class"] == "inputs.text.PromptInput"
+    (lengths,) = [field for field in prompts["fields"] if field["path"] == "prefix_lengths"]
+    assert (lengths["dtype"], lengths["arrives"]) == ("int32", [["replica", "data", "mdl"]])
+    assert lengths["in_step"] == [["replica", "data"]]
+    training = next(given for given in report["inputs"] if given["use"] == "train")
+    (ids,) = [field for field in training["fields"] if field["path"] == "ids"]
+    assert ids["in_step_text"] == "P(('replica', 'data'), None)"
+    lines = done.stdout.splitlines()
+    row = next(line for line in lines if line.startswith(f"train: {training['name']} "))
+    assert training["class"] in row
+    assert any(re.match(r"decode: heldout_prompts +inputs.text.PromptInput +\w+ +\w+ +\(\d", line) for line in lines)
+    assert '<details id="inputs"' in page
+    assert "<td>decode: heldout_prompts</td>" in page
+
+
+def test_an_input_whose_batches_are_not_known_says_why(tmp_path):
+    job = make_job(tmp_path, fields=(f"decode_datasets[0].files='{tmp_path}/none/*.txt'",))
+    layouts = {layout.use: layout for layout in input_layouts.of_job(job)}
+    assert layouts["decode"].problem.startswith("PromptInput 'heldout_prompts'")
+    text = job.sharding_report(inputs=list(layouts.values())).text()
+    assert "not known: PromptInput 'heldout_prompts'" in text
+    assert layouts["eval"].shapes is not None
+
+
+def test_rows_that_are_added_and_inputs_without_a_mapping(tmp_path):
+    def unmapped(config):
+        config.task.train.inputs_split_mapping = None
+
+    job = make_job(tmp_path, fields=("eval_datasets[0].batch_size=3",), customize=unmapped)
+    (layout,) = [layout for layout in input_layouts.of_job(job) if layout.use == "eval"]
+    fields = {field["path"]: field for field in input_data(layout)["fields"]}
+    assert (fields["labels"]["shape"][0], fields["labels"]["padded_shape"][0]) == (3, 8)
+    assert fields["labels"]["arrives"] == fields["labels"]["in_step"] == [("replica", "data", "mdl"), ()]
 
 
 def test_a_mesh_with_an_unknown_axis_is_refused_with_those_that_exist(tmp_path):

@@ -112,6 +112,25 @@ def test_an_override_by_name_wins_over_the_rank():
     }
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda batch, mesh: (MAPPING, batch, AXES), ["mesh_axis_names = {'ids'", "mesh.axis_names"]),
+        (lambda batch, mesh: (AXES, MAPPING, batch), ["mesh_axis_names = {'map_1d'", "mesh.axis_names"]),
+        (lambda batch, mesh: (batch, AXES, MAPPING), ["inputs_split_mapping has a key 'ids'", "map_1d, map_2d"]),
+        (lambda batch, mesh: (batch, AXES, {"map_1d": (0,)}), ["inputs_split_mapping has a key 'ids'"]),
+        (lambda batch, mesh: (AXES, AXES, batch), ["inputs_split_mapping must be a dict, not a tuple"]),
+        (lambda batch, mesh: (MAPPING, mesh, batch), ["(a Mesh)", "mesh.axis_names"]),
+        (lambda batch, mesh: (MAPPING, "data", batch), ["'data' (a str)", "('data', 'mdl')"]),
+        (lambda batch, mesh: (MAPPING, ("data", 4), batch), ["('data', 4)", "names"]),
+        (lambda batch, mesh: (MAPPING, AXES, {"ids": "text"}), ["'ids'", "'text'"]),
+    ],
+)
+def test_arguments_of_another_type_or_swapped(arguments, words, pax_mesh):
+    with pytest.raises(ValueError, match=saying(*words)):
+        input_partition_specs(*arguments({"ids": array(8, 3)}, pax_mesh))
+
+
 def test_an_override_of_another_rank():
     with pytest.raises(ValueError, match=r"by_name\['images'\].*2 entries.*'images' has rank 4.*\(8, 4, 4, 2\)"):
         input_partition_spec({"by_name": {"images": ("data", None)}}, SIZES, "images", array(8, 4, 4, 2))

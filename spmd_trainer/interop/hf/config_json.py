@@ -14,7 +14,8 @@ from absl import logging
 
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.interop.hf.errors import HfError
-from spmd_trainer.interop.hf.families import FAMILIES, Family, Settings, head_dims
+from spmd_trainer.interop.hf.families import FAMILIES, Family
+from spmd_trainer.interop.hf.family_settings import Settings, head_dims
 from spmd_trainer.interop.hf.rotary import read_rotary, write_rotary
 from spmd_trainer.interop.hf.setting_types import check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec

@@ -7,7 +7,8 @@ products of the adapters to each. Read `model.py` first; `interpreter.py` evalua
 """
 
 from spmd_trainer.models.lora.adapted_weight import MatrixDims
-from spmd_trainer.models.lora.model import LoraModel, matrix_dims, merged, split_like_base, traced_on
+from spmd_trainer.models.lora.model import LoraModel, traced_on
+from spmd_trainer.models.lora.of_task import matrix_dims, merged, split_like_base
 from spmd_trainer.models.lora.settings import Lora
 from spmd_trainer.models.lora.variables import base_only
 from spmd_trainer.train_states import is_adapter

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.extend
@@ -25,7 +25,7 @@ from spmd_trainer.models.lora.adapted_weight import MatrixDims
 from spmd_trainer.models.lora.interpreter import Interpreter
 from spmd_trainer.models.lora.settings import Lora
 from spmd_trainer.optim import masks
-from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
+from spmd_trainer.train_states import NestedJTensor, PyTree
 
 # What the forward pass of a frozen base must not change.
 _KEPT = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECTION)
@@ -48,15 +48,6 @@ def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
         yield
     finally:
         _mesh.reset(token)
-
-
-class HasModel(Protocol):
-    """A task."""
-
-    @property
-    def model_for_steps(self) -> Model:
-        """The model that its steps run."""
-        ...
 
 
 @dataclasses.dataclass
@@ -327,66 +318,6 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]
     used = [True] * len(closed.jaxpr.outvars)
     jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
     return jax.extend.core.ClosedJaxpr(jaxpr, closed.consts), shapes
-
-
-def merged(task: HasModel, mdl_vars: NestedJTensor) -> NestedJTensor:
-    """Returns the variables of a task's base with the adapters added, W + scale * a b, as the base has them.
-
-    Args:
-      task: a task with `lora`.
-      mdl_vars: its variables at logical shapes. Under jit.
-
-    Returns:
-      Variables without 'params/lora'; computed in float32, in the dtypes of the base.
-
-    Raises:
-      UserError: the task has several adapters.
-    """
-    return _lora_model(task).merged(mdl_vars)
-
-
-def matrix_dims(task: HasModel) -> dict[str, MatrixDims]:
-    """Returns the adapters' targets, as paths such as 'params/lm/mlp/w', and the dimensions of each.
-
-    They are known after the model was traced, e.g. by a partitioner's `setup`.
-
-    Args:
-      task: a task with `lora`.
-    """
-    return dict(_lora_model(task).matrix_dims())
-
-
-def split_like_base(
-    task: HasModel, hparams: NestedWeightHParams, base: NestedWeightHParams, reasons: PyTree
-) -> tuple[NestedWeightHParams, PyTree]:
-    """Lays out the adapters like the weights that they are added to.
-
-    Args:
-      task: a task with `lora`.
-      hparams: WeightHParams of all its variables.
-      base: those of the base, with their layout.
-      reasons: the reason for each variable's layout, same structure as `base`.
-
-    Returns:
-      The WeightHParams of all variables with their layout, and the reasons.
-    """
-    model, weights = _lora_model(task), dict(masks.with_paths(base))
-    found = {
-        path: {
-            name: variables.split_like_base(model.settings, roles, name, adapter, weights[path], path)
-            for name, adapter in variables.adapters_of(hparams, path).items()
-        }
-        for path, roles in model.matrix_dims().items()
-    }
-    parts = ({path: {name: pair[i] for name, pair in own.items()} for path, own in found.items()} for i in range(2))
-    return variables.with_adapters(base, next(parts)), variables.with_adapters(reasons, next(parts))
-
-
-def _lora_model(task: HasModel) -> LoraModel:
-    model = task.model_for_steps
-    if not isinstance(model, LoraModel):
-        raise UserError("task.lora is not set, so the task has no adapters")
-    return model
 
 
 def _is_box(x: Any) -> bool:
