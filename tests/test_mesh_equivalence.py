@@ -17,10 +17,22 @@ from spmd_trainer.partitioning import pjit, step_view
 from spmd_trainer.programs import experiment_config, verify
 
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
-# Families of one decoder (`tasks/lm/decoder/`), which TinyLlama takes through all meshes in `make test`. `make interop` runs
-# these on all meshes.
-FAMILIES = ("lm.gemma.", "lm.gpt2.", "lm.mistral.", "lm.olmo.", "lm.qwen.")
-MESHES_OF_FAMILIES = [(1, 4, 2), (2, 2, 2)]
+# The meshes that split more than one axis find what the others find, and more: every experiment takes these in `make test`.
+MIXED_MESHES = [(1, 4, 2), (2, 2, 2)]
+# One experiment of each kind of partitioner, task and schedule takes all meshes in `make test`. `make interop` runs the others
+# on all meshes.
+ON_ALL_MESHES = (
+    "lm.cloud.LmCloudSpmdAdamTiny",
+    "lm.llama.TinyLlama",
+    "lm.stdlib.StdlibBytesTiny",
+    "synthetic.shard_map.ShardMapDataParallelTiny",
+    "synthetic.shard_map.ShardMapFsdpTiny",
+    "synthetic.structures.TinyBFloat16",
+    "synthetic.structures.TinyLm",
+    "synthetic.structures.TinyMixtureOfExperts",
+    "synthetic.structures.TinyPipeline",
+    "vision.digits.DigitsNnxTiny",
+)
 STEPS = 5
 KEY = jax.random.key(1)
 
@@ -67,7 +79,7 @@ def reference(name):
 
 
 def case(name, sizes):
-    slow = name.startswith(FAMILIES) and sizes not in MESHES_OF_FAMILIES
+    slow = name not in ON_ALL_MESHES and sizes not in MIXED_MESHES
     return pytest.param(name, sizes, marks=[pytest.mark.xdist_group(name), *([pytest.mark.slow] if slow else [])])
 
 
@@ -79,6 +91,7 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, sizes):
 
 def test_the_experiments_cover_every_structure():
     assert len(EXPERIMENTS) >= 15
+    assert set(ON_ALL_MESHES) <= set(EXPERIMENTS)
     for part in ("Pipeline", "PipelineStreaming", "MixtureOfExperts", "Dropout", "Adafactor", "Accumulation", "Ema"):
         assert f"synthetic.structures.Tiny{part}" in EXPERIMENTS
     losses = [step.loss for step in reference("synthetic.structures.TinyLm").snapshots[1:]]
