@@ -102,6 +102,12 @@ flags.DEFINE_string(
     "With --mode=lm_eval: how the model is used, e.g. max_length=4096,batch_size=64; also tokenizer, add_bos_token and "
     "prefix_token_id.",
 )
+flags.DEFINE_string(
+    "verify_against",
+    None,
+    "XLA options, e.g. 'xla_cpu_enable_fast_math=true'. --mode=verify then compares the experiment on its mesh with and without "
+    "them, instead of with one device.",
+)
 flags.DEFINE_integer("verify_steps", 5, "Number of training steps that --mode=verify compares.", lower_bound=1)
 flags.DEFINE_string(
     "topology",
@@ -177,6 +183,13 @@ flags.DEFINE_integer(
     0,
     "Every N training steps, and before such a step is saved, compare the bits of all values that several devices hold; a "
     "difference ends the run with status 6, and names the device and the variable. 0 compares nothing.",
+    lower_bound=0,
+)
+flags.DEFINE_integer(
+    "check_repeat_every",
+    0,
+    "Every N training steps, take the step twice from the same state and batch, and compare the bits; a difference ends the run "
+    "with status 6. Such a step takes twice the time, and memory for one more state. 0 repeats nothing.",
     lower_bound=0,
 )
 flags.DEFINE_bool("list", False, "Print the registered experiments, one per line, and exit.")

@@ -46,6 +46,7 @@ GROUPS = {
         "num_minibatches=N",
         "stop_on_invalid_step",
         "check_replicas_every=N",
+        "check_repeat_every=N",
         "watchdog_seconds=SECONDS",
         "track=NAME,...",
         "jax_profiler_port=PORT",
@@ -61,6 +62,7 @@ GROUPS = {
     ),
     "Checking and planning": (
         "verify_steps=N",
+        "verify_against='XLA_OPTION=VALUE ...'",
         "plan",
         "topology=CHIP:SHAPE",
         "num_slices=N",

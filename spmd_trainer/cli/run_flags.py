@@ -14,7 +14,7 @@ from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.lm_eval import settings as lm_eval_settings
-from spmd_trainer.programs import host_devices, plan_candidates
+from spmd_trainer.programs import host_devices, plan_candidates, xla_flags
 from spmd_trainer.programs.run_config import ExportSettings, FailurePolicy, RunConfig
 from spmd_trainer.tracking import registry as trackers
 
@@ -77,6 +77,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         enable_checkpoint_saving=flag_values.enable_checkpoint_saving,
         exit_after_ondemand_checkpoint=flag_values.exit_after_ondemand_checkpoint,
         verify_steps=flag_values.verify_steps,
+        verify_against=_verify_options(flag_values),
         plan=flag_values.plan,
         topology=flag_values.topology,
         num_slices=flag_values.num_slices,
@@ -86,7 +87,10 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         writes_reports=bool(flag_values.job_log_dir),
         mesh=mesh,
         failure_policy=FailurePolicy(
-            flag_values.watchdog_seconds, flag_values.stop_on_invalid_step, flag_values.check_replicas_every
+            flag_values.watchdog_seconds,
+            flag_values.stop_on_invalid_step,
+            flag_values.check_replicas_every,
+            flag_values.check_repeat_every,
         ),
         track=trackers.split_names(flag_values.track),
         jax_cache_dir=flag_values.jax_cache_dir,
@@ -108,6 +112,15 @@ def _check_mode(flag_values: flags.FlagValues) -> None:
         raise UserError("--num_minibatches goes with --mode=train, inspect, plan and verify")
     if flag_values.track and mode != "train":
         raise UserError("--track goes with --mode=train")
+
+
+def _verify_options(flag_values: flags.FlagValues) -> xla_flags.Options | None:
+    """Returns the XLA options that `verify` compares with."""
+    if flag_values.verify_against is None:
+        return None
+    if flag_values.mode != "verify":
+        raise UserError("--verify_against goes with --mode=verify")
+    return xla_flags.parse("--verify_against", flag_values.verify_against)
 
 
 def _search_settings(flag_values: flags.FlagValues) -> tuple[tuple[str, ...], float]:

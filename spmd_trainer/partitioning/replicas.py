@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 import numpy as np
@@ -19,6 +19,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd_trainer.checkpointing.checksums import bits_checksum
+
+# The two halves of `bits_checksum`.
+DeviceChecksum: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +39,11 @@ class Difference:
     others: Sequence[jax.Device]
 
     def __str__(self) -> str:
-        named = ", ".join(map(_name, self.devices))
+        named = ", ".join(map(device_text, self.devices))
         if not self.others:
             return f"{self.path}: the copies on devices {named} differ from each other"
         plural = "s" * (len(self.devices) > 1)
-        return (
-            f"{self.path}: the copy on device{plural} {named} differs from that on {', '.join(map(_name, self.others))}"
-        )
+        return f"{self.path}: the copy on device{plural} {named} differs from that on {', '.join(map(device_text, self.others))}"
 
 
 def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
@@ -51,22 +52,39 @@ def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
     Args:
       arrays: by path, with NamedShardings on one mesh.
     """
-    if not arrays:
-        return []
-    shardings = [cast(NamedSharding, x.sharding) for x in arrays.values()]
-    mesh = cast(Mesh, shardings[0].mesh)
-    sums = _checksums(mesh, tuple(sharding.spec for sharding in shardings))(tuple(arrays.values()))
-    by_device = np.asarray(sums.addressable_data(0))
-    row_of = {device: row for row, device in enumerate(mesh.devices.flat)}
+    sums = device_checksums(arrays)
     found = []
-    for number, (path, x) in enumerate(arrays.items()):
+    for path, x in arrays.items():
         for devices in _holders(x):
             by_sum = collections.defaultdict(list)
             for device in devices:
-                by_sum[tuple(by_device[row_of[device], number].tolist())].append(device)
+                by_sum[sums[path][device]].append(device)
             if len(by_sum) > 1:
                 found.append(_difference(path, list(by_sum.values())))
     return found
+
+
+def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Device, DeviceChecksum]]:
+    """Returns the checksum of the bits that each device holds of each array. Waits for the devices.
+
+    Called by every process; all of them get the same result.
+
+    Args:
+      arrays: by path, with NamedShardings on one mesh.
+
+    Returns:
+      {path: {device: checksum}}, for all devices of the mesh.
+    """
+    if not arrays:
+        return {}
+    shardings = [cast(NamedSharding, x.sharding) for x in arrays.values()]
+    mesh = cast(Mesh, shardings[0].mesh)
+    sums = _checksums(mesh, tuple(sharding.spec for sharding in shardings))(tuple(arrays.values()))
+    by_device = np.asarray(sums.addressable_data(0)).tolist()
+    return {
+        path: {device: tuple(by_device[row][number]) for row, device in enumerate(mesh.devices.flat)}
+        for number, path in enumerate(arrays)
+    }
 
 
 def _difference(path: str, groups: list[list[jax.Device]]) -> Difference:
@@ -97,5 +115,6 @@ def _checksums(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapp
     return jax.jit(mapped, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _name(device: jax.Device) -> str:
+def device_text(device: jax.Device) -> str:
+    """Returns a device's number, kind and process, for messages."""
     return f"{device.id} ({device.device_kind}, process {device.process_index})"

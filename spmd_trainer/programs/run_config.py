@@ -13,6 +13,7 @@ from spmd_trainer.callbacks import Callback
 from spmd_trainer.lm_eval.settings import LmEvalSettings
 from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.experiment_config import ResolvedExperiment
+from spmd_trainer.programs.xla_flags import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +24,13 @@ class FailurePolicy:
       watchdog_seconds: a step, save or evaluation that takes longer is reported; 0 reports none.
       stop_on_invalid_step: end the run at a step whose loss or gradient is NaN or Inf, or that the learner would skip.
       check_replicas_every: steps between two comparisons of the devices' copies; 0 compares none.
+      check_repeat_every: steps between two that are taken twice and compared; 0 for none.
     """
 
     watchdog_seconds: float = 600.0
     stop_on_invalid_step: bool = False
     check_replicas_every: int = 0
+    check_repeat_every: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ class RunConfig:
       enable_checkpoint_saving: False trains without saving.
       exit_after_ondemand_checkpoint: leave after the checkpoint that a signal asked for.
       verify_steps: steps that `verify` takes.
+      verify_against: XLA options by name; `verify` compares with and without them. None: the mesh with one device.
       plan: `inspect` also compiles the train step and says what it needs.
       topology: the same for chips that aren't here, e.g. 'v5e:16x16' or 'h100:32x8'; see `analysis.topologies`.
       num_slices: number of slices of `topology`.
@@ -88,6 +92,7 @@ class RunConfig:
     enable_checkpoint_saving: bool = True
     exit_after_ondemand_checkpoint: bool = True
     verify_steps: int = 5
+    verify_against: Options | None = None
     plan: bool = False
     topology: str | None = None
     num_slices: int = 1

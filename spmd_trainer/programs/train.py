@@ -27,18 +27,19 @@ from spmd_trainer.callbacks.tracking import trackers_last
 from spmd_trainer.callbacks.watchdog import Watchdog
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.inputs.prefetch import Prefetched, Prefetcher
+from spmd_trainer.metrics.packing import Packed
 from spmd_trainer.metrics.writers import SummaryError, SummaryWriters
 from spmd_trainer.programs import elastic, ending, garbage, run_directory, start_up
 from spmd_trainer.programs.in_flight import StepsInFlight
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.periodic import PeriodicWork
 from spmd_trainer.programs.phases import Phase
+from spmd_trainer.programs.repeat_check import RepeatCheck
 from spmd_trainer.programs.schedule import Schedule
 from spmd_trainer.programs.signals import SaveRequest, save_requests
-from spmd_trainer.programs.start_up import CompiledTrainStep
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
-from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.train_states import TrainState
 
 _INPUT_ENDED = "the training input has ended"
 
@@ -83,6 +84,7 @@ def train(job: Job) -> TrainResult:
         in_flight = StepsInFlight(job.task.train.max_inflight_steps, after_step)
         compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, stack)
         batch, leave, key = None, bool(run.stop_reason), job.prng_key
+        repeats = RepeatCheck(config.failure_policy.check_repeat_every)
         in_flight.packing = compiled.packing
         garbage.resume()
         if not leave and schedule.saves_at_start(checkpoints.checkpointer, run.step):
@@ -93,7 +95,8 @@ def train(job: Job) -> TrainResult:
             while run.step < run.num_steps and not leave:
                 if (prefetched := _next_batch(run, batches)) is not None:
                     batch = prefetched.batch
-                    _dispatch(run, callbacks, compiled, key, batch, in_flight)
+                    run.state, packed = repeats.take(compiled.fn, run, key, batch)
+                    _dispatched(run, callbacks, packed, in_flight)
 
                 devices = elastic.changed_devices(job, run.step)
                 if devices is not None:
@@ -133,16 +136,8 @@ def _next_batch(run: Run, batches: Prefetcher) -> Prefetched | None:
     return prefetched
 
 
-def _dispatch(
-    run: Run,
-    callbacks: CallbackList,
-    compiled: CompiledTrainStep,
-    key: jax.Array,
-    batch: PyTree,
-    in_flight: StepsInFlight,
-) -> None:
-    """Hands one training step to the devices."""
-    run.state, packed = compiled.fn(run.state, key, batch)
+def _dispatched(run: Run, callbacks: CallbackList, packed: Packed, in_flight: StepsInFlight) -> None:
+    """Counts a training step that was handed to the devices."""
     run.step += 1
     callbacks.call("after_dispatch", run, run.step)
     # The host waits for an older step, never for the one it just dispatched.

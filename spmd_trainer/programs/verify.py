@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from spmd_trainer.metrics.packing import summary_name
 from spmd_trainer.partitioning import model_mesh, pjit
 from spmd_trainer.partitioning.partitioner import Partitioner
 from spmd_trainer.partitioning.state_layout import StateMetadata
-from spmd_trainer.programs import reference_files
+from spmd_trainer.programs import reference_files, xla_flags
 from spmd_trainer.programs.job import Job
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.steps import step_fns
@@ -96,6 +97,7 @@ def run_steps(
     batches: Iterable[Any],
     prng_key: jax.Array,
     initial: TrainState | None = None,
+    compiled: Callable[[jax.stages.Lowered], jax.stages.Compiled] | None = None,
 ) -> Iterator[Snapshot]:
     """Trains on the given batches; yields the initial state and the state after each step.
 
@@ -104,6 +106,7 @@ def run_steps(
       batches: numpy batches, all of one shape.
       prng_key: the run's key.
       initial: the initial state as logical numpy arrays; None initialises one from the key.
+      compiled: compiles the lowered step; None compiles it as jit does.
     """
     metadata = partitioner.metadata
     batches = iter(batches)
@@ -111,10 +114,13 @@ def run_steps(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), first)
     step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
     state = partitioner.initialize_train_state(prng_key) if initial is None else place(metadata, initial)
+    fn: Callable[..., Any] = step.fn
+    if compiled is not None:
+        fn = compiled(step.fn.lower(partitioner.abstract_state(), prng_key, partitioner.abstract_inputs(step)))
     yield Snapshot(0, None, None, _logical(metadata, state))
     for count, batch in enumerate(itertools.chain([first], batches), start=1):
         inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
-        state, output = step.fn(state, prng_key, inputs)
+        state, output = fn(state, prng_key, inputs)
         summaries = {summary_name(name): x for name, x in output.summary_tensors.items()}
         norm = summaries.get(_GRAD_NORM)
         variables = _logical(metadata, state)
@@ -171,36 +177,87 @@ def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> pjit
 
 
 def verify(job: Job) -> None:
-    """Trains for `verify_steps` steps on one device and on the experiment's mesh, and prints both runs side by side.
+    """Trains twice for `verify_steps` steps and prints both runs side by side.
+
+    The two runs are on one device and on the experiment's mesh; with `verify_against`, both are on the mesh, without and with
+    these XLA options.
 
     Raises:
-      UserError: the job has several processes.
+      UserError: the job has several processes, or the installed XLA doesn't know an option.
       SystemExit: with status 1 if the runs differ by more than the dtype's tolerance.
     """
     if jax.process_count() > 1:
         raise UserError("--mode=verify runs in one process only, because it compares whole variables on the host")
     source = reference_files.attach_zeros(job.build_train_input())
     batches = [source.get_next_padded() for _ in range(job.config.verify_steps)]
-    tolerance = Tolerance.for_task(job.task)
-    reference = run_steps(single_device_partitioner(job.task, job.process_inputs_shape_dtype), batches, job.prng_key)
-    on_mesh = run_steps(job.partitioner, batches, job.prng_key)
-    sys.stdout.write(
-        _row("step", "loss, one device", "loss, mesh", "grad norm", "grad norm", "deviation", "of variable")
+    mesh = mesh_text(job.partitioner.mesh.shape)
+    options = job.config.verify_against
+    on_mesh = functools.partial(run_steps, job.partitioner, batches, job.prng_key)
+    if options is None:
+        one_device = single_device_partitioner(job.task, job.process_inputs_shape_dtype)
+        _compare_runs(
+            job,
+            Runs(
+                run_steps(one_device, batches, job.prng_key),
+                on_mesh(),
+                ("one device", "mesh"),
+                f"on one device and on {mesh}",
+            ),
+        )
+        return
+    own = xla_flags.flags_for(job.config.experiment.experiment, job.partitioner.mesh.devices.flat[0])
+    compiled = functools.partial(
+        xla_flags.compile_with, experiment=job.config.experiment.label, where="--verify_against"
     )
+    shown = " ".join(f"{name}={xla_flags.value_text(value)}" for name, value in options.items())
+    without, with_options = (
+        on_mesh(compiled=functools.partial(compiled, flags=own)),
+        on_mesh(compiled=functools.partial(compiled, flags={**own, **options})),
+    )
+    _compare_runs(job, Runs(without, with_options, ("without", "with"), f"on {mesh} without and with {shown}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Two runs of the same steps.
+
+    Attributes:
+      first, second: a snapshot after each step.
+      names: of the two, for the table's header.
+      between: what the runs were on, e.g. 'on one device and on data=4'.
+    """
+
+    first: Iterator[Snapshot]
+    second: Iterator[Snapshot]
+    names: tuple[str, str]
+    between: str
+
+
+def _compare_runs(job: Job, runs: Runs) -> None:
+    """Prints a line for each step, and whether the numbers are the same.
+
+    Raises:
+      SystemExit: with status 1 if they are not.
+    """
+    tolerance = Tolerance.for_task(job.task)
+    losses = [f"loss, {name}" for name in runs.names]
+    sys.stdout.write(_row("step", *losses, "grad norm", "grad norm", "deviation", "of variable"))
     failed: Comparison | None = None
-    for one, many in zip(reference, on_mesh, strict=True):
-        result = compare(one, many, tolerance)
+    same_bits = True
+    for one, other in zip(runs.first, runs.second, strict=True):
+        result = compare(one, other, tolerance)
+        same_bits &= all(x.tobytes() == other.variables[path].tobytes() for path, x in one.variables.items())
         numbers = [_number(x) for x in (*result.loss, *result.grad_norm)]
         sys.stdout.write(_row(str(result.step), *numbers, f"{result.worst[1]:.1e}", result.worst[0]))
         sys.stdout.flush()
         failed = failed or (None if result.passed else result)
-    mesh = mesh_text(job.partitioner.mesh.shape)
     if failed is None:
-        sys.stdout.write(f"same numbers on one device and on {mesh} (tolerance: {_text(tolerance)})\n")
+        bits = "; all bits are the same" if same_bits else ""
+        sys.stdout.write(f"same numbers {runs.between} (tolerance: {_text(tolerance)}{bits})\n")
         return
     where = failed.departed[0] if failed.departed else "only the loss or the gradient norm"
     sys.stdout.write(
-        f"DIFFERENT numbers on one device and on {mesh}, starting at step {failed.step} (tolerance: {_text(tolerance)})\n"
+        f"DIFFERENT numbers {runs.between}, starting at step {failed.step} (tolerance: {_text(tolerance)})\n"
         f"first difference: {where}; {len(failed.departed)} variables outside the tolerance at that step\n"
     )
     logging.error("verify failed at step %d", failed.step)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jaxlib
@@ -14,6 +15,8 @@ from absl import logging
 
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean
+
+Options: TypeAlias = Mapping[str, bool | int | float | str]
 
 # Flags of one kind of device, by the beginning of their names.
 _PLATFORMS = {"xla_cpu_": "cpu", "xla_gpu_": "gpu", "xla_tpu_": "tpu"}
@@ -61,13 +64,54 @@ def _check(name: object, value: object) -> None:
         raise UserError(f"XLA_FLAGS[{name!r}] is {value!r}; set it to a bool, a number or a string")
 
 
-def compile_with(lowered: jax.stages.Lowered, flags: Mapping[str, Any], experiment: str) -> jax.stages.Compiled:
+def parse(where: str, text: str) -> Options:
+    """Parses options as XLA's own variable has them: '--xla_a=true --xla_b=2', with or without dashes, or with commas.
+
+    Args:
+      where: what has them, for messages.
+      text: the options. A name alone means true.
+
+    Raises:
+      UserError: an item is no option, or an option stands there twice with two values.
+    """
+    options: dict[str, bool | int | float | str] = {}
+    # A comma may also belong to a value.
+    for item in re.sub(r",(?=\s*-*xla_)", " ", text).split():
+        name, _, value = item.lstrip("-").partition("=")
+        if not re.fullmatch(r"xla_\w+", name):
+            raise UserError(f"{where}: {item!r} is no XLA option; write NAME=VALUE, e.g. xla_cpu_enable_fast_math=true")
+        parsed = _value(value or "true")
+        if options.setdefault(name, parsed) != parsed:
+            raise UserError(f"{where}: {name} has two values, {options[name]} and {parsed}; give one")
+    if not options:
+        raise UserError(f"{where} is empty; write NAME=VALUE, e.g. xla_cpu_enable_fast_math=true")
+    return options
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def value_text(value: bool | int | float | str) -> str:
+    """Returns a value as XLA writes it: 'true', '3'."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def compile_with(
+    lowered: jax.stages.Lowered, flags: Mapping[str, Any], experiment: str, where: str = "XLA_FLAGS"
+) -> jax.stages.Compiled:
     """Compiles a program with flags.
 
     Args:
       lowered: the program.
       flags: flags by name, without '--'.
       experiment: the experiment's name, for messages.
+      where: what has the flags, for messages.
 
     Raises:
       UserError: the installed XLA doesn't know a flag, or refuses its value.
@@ -78,11 +122,11 @@ def compile_with(lowered: jax.stages.Lowered, flags: Mapping[str, Any], experime
         if (unknown := _UNKNOWN.search(str(error))) and (name := unknown[1]) in flags:
             start = next((start for start in _PLATFORMS if name.startswith(start)), "xla_")
             raise UserError(
-                f"{experiment}: XLA_FLAGS has {name!r}, which the installed XLA (jaxlib {jaxlib.__version__}) doesn't know"
+                f"{experiment}: {where} has {name!r}, which the installed XLA (jaxlib {jaxlib.__version__}) doesn't know"
                 f"{did_you_mean(name, _known(start), otherwise='')}"
             ) from error
         if (invalid := _INVALID.search(str(error))) and invalid[1] in flags:
-            raise UserError(f"{experiment}: XLA_FLAGS[{invalid[1]!r}]: {invalid[2]}") from error
+            raise UserError(f"{experiment}: {where}[{invalid[1]!r}]: {invalid[2]}") from error
         raise
 
 

@@ -6,6 +6,7 @@ import pytest
 import trained_helpers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from replica_helpers import flipped
 
 from spmd_trainer.callbacks import Callback
 from spmd_trainer.callbacks.replica_check import ReplicaError
@@ -17,18 +18,6 @@ from spmd_trainer.programs.run_config import FailurePolicy
 @pytest.fixture
 def mesh():
     return Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "data", "mdl"))
-
-
-def flipped(x, device_index):
-    """The same array, with one bit flipped in what one device holds."""
-    device = x.sharding.mesh.devices.flat[device_index]
-    shards = []
-    for shard in x.addressable_shards:
-        data = np.array(shard.data)
-        if shard.device == device:
-            data.reshape(-1).view(np.uint8)[0] ^= 1
-        shards.append(jax.device_put(data, shard.device))
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, jax.numpy.bfloat16])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from trained_helpers import make_job
 
-from spmd_trainer.programs import input_layouts, verify
+from spmd_trainer.errors import UserError
+from spmd_trainer.programs import input_layouts, verify, xla_flags
 from spmd_trainer.sharding.report_inputs import input_data
 
 TINY = "--exp=lm.stdlib.StdlibBytesTiny"
@@ -33,6 +34,47 @@ def test_verify_prints_both_runs_side_by_side(tmp_path):
     assert float(worst) < 1e-4
     assert "same numbers on one device and on replica=1, data=2, mdl=4" in lines[-1]
     assert not list(tmp_path.iterdir())
+
+
+def test_options_that_change_the_bits_are_told_from_those_that_do_not(tmp_path, capsys, monkeypatch):
+    def verified(options):
+        verify.verify(make_job(tmp_path, verify_steps=2, verify_against=options))
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert verified({"xla_cpu_multi_thread_eigen": False}).endswith("all bits are the same)")
+    same = verified({"xla_cpu_enable_fast_math": True})
+    assert "same numbers on replica=1, data=4, mdl=2 without and with xla_cpu_enable_fast_math=true" in same
+    assert "bits" not in same
+    monkeypatch.setattr(verify.Tolerance, "for_task", lambda task: verify.Tolerance(loss=0, variables=0))
+    with pytest.raises(SystemExit) as ended:
+        verified({"xla_cpu_enable_fast_math": True})
+    assert ended.value.code == 1
+    assert "DIFFERENT numbers" in capsys.readouterr().out
+
+
+def test_an_option_that_xla_does_not_know_names_the_nearest(tmp_path):
+    done = command("--mode=verify", TINY, "--verify_against=--xla_cpu_enable_fast_maths=true", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--verify_against has 'xla_cpu_enable_fast_maths'" in done.stderr
+    assert "did you mean xla_cpu_enable_fast_math?" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["--xla_a=true --xla_b=2 xla_c=x,y", "xla_a,xla_b=2,--xla_c=x,y"])
+def test_options_are_written_as_xla_writes_them(text):
+    assert xla_flags.parse("--verify_against", text) == {"xla_a": True, "xla_b": 2, "xla_c": "x,y"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "--verify_against is empty"),
+        ("fast_math=true", "'fast_math=true' is no XLA option; write NAME=VALUE"),
+        ("xla_a=1 xla_a=2", "xla_a has two values, 1 and 2"),
+    ],
+)
+def test_what_is_no_option_is_refused(text, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        xla_flags.parse("--verify_against", text)
 
 
 def snapshot(step=1, loss=1.0, **variables):

@@ -1,0 +1,103 @@
+"""--check_repeat_every: a step that is taken twice gives the same bits, or the run ends and names what differed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import trained_helpers
+from jax import lax
+from replica_helpers import flipped
+
+from spmd_trainer.callbacks.replica_check import ReplicaError
+from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.programs import repeat_check, train
+from spmd_trainer.programs.repeat_check import RepeatCheck, RepeatError
+from spmd_trainer.programs.run_config import FailurePolicy
+
+
+def job(directory, *, exp=trained_helpers.TINY, fields=(), **policy):
+    fields = ("task.train.num_train_steps=4", "task.train.summary_interval_steps=1", *fields)
+    return trained_helpers.make_job(directory, exp=exp, fields=fields, failure_policy=FailurePolicy(**policy))
+
+
+def losses(directory):
+    return {step: record["loss"] for step, record in read_metrics(directory, "train").items()}
+
+
+def test_a_sound_run_takes_the_steps_that_it_takes_without_the_check(tmp_path):
+    plain = train.train(job(tmp_path / "plain"))
+    checked = train.train(job(tmp_path / "checked", check_repeat_every=2))
+    assert losses(tmp_path / "checked") == losses(tmp_path / "plain")
+    assert len(losses(tmp_path / "plain")) == 4
+    for one, other in zip(jax.tree.leaves(plain.state), jax.tree.leaves(checked.state), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+class Fails:
+    """A compiled step whose results of one call hold another bit on one device."""
+
+    def __init__(self, fn, call):
+        self.fn, self.call, self.calls = fn, call, 0
+
+    def __call__(self, state, key, batch):
+        self.calls += 1
+        state, packed = self.fn(state, key, batch)
+        if self.calls == self.call:
+            state = jax.tree_util.tree_map_with_path(
+                lambda path, x: flipped(x, 5) if "softmax" in jax.tree_util.keystr(path) and x.ndim == 2 else x, state
+            )
+        return state, packed
+
+
+@pytest.mark.parametrize(("call", "step"), [(2, 2), (3, 2), (5, 4)])  # the calls: steps 1, 2, 2, 3, 4, 4
+def test_a_device_that_stores_another_bit_once_is_named_with_the_variable(tmp_path, monkeypatch, call, step):
+    take, failing = RepeatCheck.take, []
+
+    def take_failing(self, fn, *args):
+        failing[:] = failing or [Fails(fn, call)]
+        return take(self, failing[0], *args)
+
+    monkeypatch.setattr(RepeatCheck, "take", take_failing)
+    with pytest.raises(RepeatError, match=rf"step {step}, taken twice(?s:.*)softmax\S+: on device 5 \(") as raised:
+        train.train(job(tmp_path, check_repeat_every=2))
+    assert "Device 5 (cpu, process 0) computed or stored wrong numbers" in str(raised.value)
+    assert raised.value.exit_status == 6
+    assert not (tmp_path / "checkpoints" / "4").exists()
+
+
+def test_a_program_that_is_not_deterministic_is_found(tmp_path, monkeypatch):
+    """A host callback in the step counts its calls."""
+    count = iter(range(1000))
+    mean = jax.value_and_grad
+
+    def uneven(function, **kwargs):
+        def with_noise(*args):
+            (loss, aux), grads = mean(function, **kwargs)(*args)
+            noise = jax.pure_callback(lambda: np.float32(next(count) * 1e-3), jax.ShapeDtypeStruct((), jnp.float32))
+            return (loss, aux), jax.tree.map(lambda g: g + noise if g.ndim else g, grads)
+
+        return with_noise
+
+    monkeypatch.setattr(jax, "value_and_grad", uneven)
+    with pytest.raises(RepeatError, match=r"on all 8 devices(?s:.*)so none can be named"):
+        train.train(job(tmp_path, check_repeat_every=1))
+
+
+def test_a_wrong_reduction_in_the_program_of_one_device_is_found_by_comparing_copies(tmp_path, monkeypatch):
+    """The mean over the gradients is wrong on device 3: the devices' copies part, and repeating the step can't show it."""
+    pmean = lax.pmean
+
+    def wrong_on_3(x, axes):
+        wrong = (lax.axis_index(axes) == 3).astype(jnp.float32) * 1e-3
+        return jax.tree.map(lambda y: y + wrong.astype(y.dtype) if y.ndim else y, pmean(x, axes))
+
+    monkeypatch.setattr(lax, "pmean", wrong_on_3)
+    made = job(tmp_path, exp="synthetic.shard_map.ShardMapDataParallelTiny", check_replicas_every=1)
+    with pytest.raises(ReplicaError, match=r"step 1: devices that must hold(?s:.*)copy on device 3 \("):
+        train.train(made)
+
+
+def test_nothing_is_compared_when_it_is_off(monkeypatch):
+    monkeypatch.setattr(repeat_check, "device_checksums", None)
+    run = type("Run", (), {"step": 9, "state": "state"})()
+    assert RepeatCheck(0).take(lambda state, key, batch: (state, batch), run, None, "batch") == ("state", "batch")
