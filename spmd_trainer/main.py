@@ -109,6 +109,7 @@ flags.DEFINE_string(
     "them, instead of with one device.",
 )
 flags.DEFINE_integer("verify_steps", 5, "Number of training steps that --mode=verify compares.", lower_bound=1)
+flags.DEFINE_integer("step", None, "With --mode=replay: the step to take again.", lower_bound=1)
 flags.DEFINE_string(
     "topology",
     None,

@@ -184,6 +184,8 @@ class SingleTask(BaseTask):
           summary_accumulate_interval_steps: None: write the values of the step itself. N: average every N-th step since the
             last summary and write the average; 1 averages all steps.
           variable_norm_summary: write the norm of every variable with the summaries.
+          update_ratio_summary: write the gradient's norm, the norm and the relative change of every variable with the
+            summaries, layer by layer; see `steps/update_ratios.py`.
           eval_interval_steps: steps between evaluations, which also take place when training is complete; 0: never.
           eval_skip_train: do not evaluate a training batch.
           eval_use_ema_states: evaluate the moving averages, which the learner must keep.
@@ -218,6 +220,7 @@ class SingleTask(BaseTask):
         log_train_output_interval_steps: int | None = None
         summary_accumulate_interval_steps: int | None = None
         variable_norm_summary: bool = True
+        update_ratio_summary: bool = False
         eval_interval_steps: int = 100
         eval_skip_train: bool = False
         eval_use_ema_states: bool = False

@@ -9,6 +9,8 @@ summaries.py      writes a step's scalars to TensorBoard events and metrics.json
 checkpoints.py    opens, saves and closes the run's checkpoints
 early_stop.py     asks `task.early_stopping_fn`, and keeps the best checkpoint
 invalid_steps.py  counts steps with NaN, Inf or a rejected gradient
+invalid_batches.py  writes the batches of the first of them, for --mode=replay
+loss_spikes.py    counts steps whose loss is far above that of the steps before
 replica_check.py  compares the copies of the state on different devices (--check_replicas_every)
 profiler.py       profiles some steps
 watchdog.py       reports a step, save or evaluation that hangs

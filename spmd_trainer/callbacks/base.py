@@ -48,6 +48,7 @@ class Run:
       times: adds up where this process' time goes.
       first_step: the step of the state that this start of the run began with.
       step: the number of training steps that `state` has taken.
+      dispatched: the batch of the step that was handed to the devices last; for `after_dispatch`.
       stop_reason: why training ends; empty while it goes on.
     """
 
@@ -80,6 +81,7 @@ class Run:
         self.times = RunTimes()
         self.first_step = 0
         self.step = 0
+        self.dispatched: PyTree = None
         self._state: TrainState | None = None
         self.stop_reason = ""
         self._activity = ("start", self.began)

@@ -63,6 +63,7 @@ GROUPS = {
     "Checking and planning": (
         "verify_steps=N",
         "verify_against='XLA_OPTION=VALUE ...'",
+        "step=N",
         "plan",
         "topology=CHIP:SHAPE",
         "num_slices=N",

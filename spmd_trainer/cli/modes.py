@@ -98,6 +98,12 @@ MODES = {
         "verify",
         has_run=False,
     ),
+    "replay": Mode(
+        "Take step --step of the run in JOB_LOG_DIR again, from the newest checkpoint before it, and print where its first NaN "
+        "or infinity came from, layer by layer. Give the run's other flags too.",
+        "replay",
+        "replay",
+    ),
     "export": Mode(
         "Write one checkpoint, the newest or --restore_checkpoint_step, as a Hugging Face folder (--export_dir).",
         "export",

@@ -96,6 +96,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
         jax_cache_dir=flag_values.jax_cache_dir,
         export=export,
         lm_eval=lm_eval,
+        replay_step=flag_values.step,
     )
 
 
@@ -108,8 +109,12 @@ def _check_mode(flag_values: flags.FlagValues) -> None:
         raise UserError("--plan goes with --mode=inspect; --mode=plan searches for a topology")
     if flag_values["num_slices"].present and not flag_values.topology:
         raise UserError("--num_slices goes with --topology")
-    if flag_values.num_minibatches is not None and mode not in ("train", "inspect", "plan", "verify"):
-        raise UserError("--num_minibatches goes with --mode=train, inspect, plan and verify")
+    if flag_values.num_minibatches is not None and mode not in ("train", "inspect", "plan", "verify", "replay"):
+        raise UserError("--num_minibatches goes with --mode=train, inspect, plan, verify and replay")
+    if flag_values.step is not None and mode != "replay":
+        raise UserError("--step goes with --mode=replay")
+    if mode == "replay" and flag_values.step is None:
+        raise UserError("--mode=replay needs --step=N, the step to look into")
     if flag_values.track and mode != "train":
         raise UserError("--track goes with --mode=train")
 

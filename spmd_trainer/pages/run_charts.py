@@ -112,10 +112,29 @@ def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, i
       run: the run's scalars.
       restarts: for each start but the first, in order, the step of the state that it began with.
     """
-    if TRAIN not in run.files:
-        return []
+    found = _counted(run, "invalid_steps", restarts)
+    if TRAIN in run.files:
+        steps, losses = run.files[TRAIN].series("loss")
+        for step in steps[~np.isfinite(losses)].tolist():
+            found.setdefault(int(step), 1)
+    return _marks(found)
+
+
+def loss_spikes(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (step, number): how many loss spikes there were up to this step, since the summary before it.
+
+    Args:
+      run, restarts: as in `invalid_steps`.
+    """
+    return _marks(_counted(run, "loss_spikes", restarts))
+
+
+def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, int]:
+    """Returns {step: increase} of a scalar that counts from 0 in each start."""
     found: dict[int, int] = {}
-    steps, counts = run.files[TRAIN].series("invalid_steps")
+    if TRAIN not in run.files:
+        return found
+    steps, counts = run.files[TRAIN].series(name)
     # What a start took after the state with which a later one began was taken again, restarts included.
     begins = np.unique(list(itertools.accumulate(reversed(restarts), min)))
     starts = np.searchsorted(begins, steps)
@@ -126,9 +145,11 @@ def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, i
         if new > 0:
             found[int(step)] = int(new)
         before, start = count, of_start
-    steps, losses = run.files[TRAIN].series("loss")
-    for step in steps[~np.isfinite(losses)].tolist():
-        found.setdefault(int(step), 1)
+    return found
+
+
+def _marks(found: dict[int, int]) -> list[tuple[int, int]]:
+    """Returns the marks of a chart in order. Where there are very many, neighbours are counted as one."""
     marks = sorted(found.items())
     width = -(-len(marks) // _MOST_MARKS) or 1
     return [

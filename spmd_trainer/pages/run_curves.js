@@ -106,7 +106,7 @@ function widest(plot, texts) {
   return Math.ceil(width) + 12;
 }
 
-/* Restarts as dashed lines, invalid steps as triangles at the foot. */
+/* Restarts as dashed lines, invalid steps as triangles at the foot, loss spikes as hollow ones at the top that point down. */
 function drawMarks(plot, chart) {
   if (!chart.key.startsWith("train/")) return;
   const { ctx, bbox } = plot, scale = devicePixelRatio, several = data.runs.length > 1;
@@ -136,6 +136,18 @@ function drawMarks(plot, chart) {
       ctx.lineTo(x, foot - 8 * scale);
       ctx.fill();
     }
+    ctx.strokeStyle = style("--bad");
+    ctx.lineWidth = 1.5 * scale;
+    for (const [step] of run.spikes) {
+      if (!inside(step)) continue;
+      const x = plot.valToPos(step, "x", true), top = bbox.top + scale;
+      ctx.beginPath();
+      ctx.moveTo(x - 4.5 * scale, top);
+      ctx.lineTo(x + 4.5 * scale, top);
+      ctx.lineTo(x, top + 8 * scale);
+      ctx.closePath();
+      ctx.stroke();
+    }
   });
   ctx.restore();
 }
@@ -148,11 +160,13 @@ function readout(chart, step) {
     return { run: series.run, step: series.at[index], value: series.values[index] };
   });
   const several = data.runs.length > 1;
-  const invalid = rows.length === 1 ? data.runs[rows[0].run].invalid.find(([at]) => at === rows[0].step) : undefined;
+  const marked = name => rows.length === 1 ? data.runs[rows[0].run][name].find(([at]) => at === rows[0].step) : undefined;
+  const invalid = marked("invalid"), spike = marked("spikes");
   return rows.map(row => {
     const text = make("span", {}, ...(several ? [swatch(row.run)] : []), make("b", {}, valueText(row.value, chart.unit)),
       ` at ${many(row.step)}`);
     if (invalid && chart.key.startsWith("train/")) text.append(make("em", {}, ` ${invalid[1] > 1 ? `${invalid[1]} invalid steps` : "invalid"}`));
+    if (spike && chart.key.startsWith("train/")) text.append(make("em", {}, ` ${spike[1] > 1 ? `${spike[1]} loss spikes` : "loss spike"}`));
     return text;
   });
 }
@@ -314,10 +328,13 @@ function showMarks() {
   const marks = [];
   const line = draw("line", { x1: 11, x2: 11, y1: 0, y2: 14, class: "restart" });
   const triangle = draw("path", { d: "M5,13H17L11,3Z", class: "invalid" });
+  const hollow = draw("path", { d: "M5,3H17L11,13Z", class: "spike" });
   const sum = runs => runs.reduce((all, run) => all + run, 0);
   const restarts = sum(data.runs.map(run => run.restarts.length)), invalid = sum(data.runs.flatMap(run => run.invalid.map(one => one[1])));
   if (restarts) marks.push(entry(restarts > 1 ? `${restarts} restarts` : "restart", line));
   if (invalid) marks.push(entry(invalid > 1 ? `${many(invalid)} invalid steps` : "invalid step", triangle));
+  const spikes = sum(data.runs.flatMap(run => run.spikes.map(one => one[1])));
+  if (spikes) marks.push(entry(spikes > 1 ? `${many(spikes)} loss spikes` : "loss spike", hollow));
   $("marks").replaceChildren(...marks);
 }
 const redraw = () => charts.forEach(chart => chart.draw());

@@ -47,7 +47,7 @@ function toggle(number) {
 /* Parts of the page and what they show; a part is drawn again only if that has changed, so that choices and positions stay. */
 const SHOWN = [
   [showHead, () => [data.runs.map(run => [run.state, run.facts, run.about, run.notes]), data.written]],
-  [showCurves, () => [data.charts, data.runs.map(run => [run.restarts, run.invalid])]],
+  [showCurves, () => [data.charts, data.runs.map(run => [run.restarts, run.invalid, run.spikes])]],
   [showTimes, () => data.runs.map(run => [run.times, run.goodput])],
   [showLayout, () => data.runs.map(run => run.report)],
   [showSamples, () => data.runs.map(run => run.samples)],

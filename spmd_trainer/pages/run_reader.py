@@ -69,6 +69,7 @@ class RunReader:
         train = self.scalars.files.get(TRAIN)
         back = train.back if train else []
         restarts = [record.first_step for record in times if record.steps][1:]
+        begins = restarts or [step - 1 for step in back]
         return {
             "name": name,
             "path": str(self.path),
@@ -78,7 +79,8 @@ class RunReader:
             "about": self._about(found),
             "overrides": [str(override) for override in _list(about.get("overrides"))],
             "restarts": sorted(set(restarts or back)),
-            "invalid": run_charts.invalid_steps(self.scalars, restarts or [step - 1 for step in back]),
+            "invalid": run_charts.invalid_steps(self.scalars, begins),
+            "spikes": run_charts.loss_spikes(self.scalars, begins),
             "times": [dataclasses.asdict(record) for record in times],
             "goodput": {**dataclasses.asdict(goodput(times)), "share": goodput(times).share} if times else None,
             "report": self._read(run_files.SHARDING_REPORT, _report),

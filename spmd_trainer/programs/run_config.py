@@ -57,7 +57,7 @@ class RunConfig:
     Attributes:
       experiment: the experiment with the overrides applied.
       job_log_dir: where everything of this run goes.
-      mode: train, eval, decode, decode_once, infer, inspect, plan, verify, data, export or lm_eval.
+      mode: train, eval, decode, decode_once, infer, inspect, plan, verify, replay, data, export or lm_eval.
       restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
       restore_checkpoint_step: this step instead of the newest.
       eval_on_test: evaluate during training on every evaluation dataset.
@@ -80,6 +80,7 @@ class RunConfig:
       jax_cache_dir: see `compile_cache.enable`.
       export: what `export` writes.
       lm_eval: what `lm_eval` judges the model with.
+      replay_step: the step that `replay` takes again.
     """
 
     experiment: ResolvedExperiment
@@ -107,6 +108,7 @@ class RunConfig:
     jax_cache_dir: str | None = None
     export: ExportSettings | None = None
     lm_eval: LmEvalSettings | None = None
+    replay_step: int | None = None
 
     @property
     def checkpoint_dir(self) -> epath.Path:

@@ -69,6 +69,7 @@ def _settings(config: RunConfig) -> Iterator[str]:
         "export",
         "lm_eval",
         "num_minibatches",
+        "replay_step",
     ):
         yield f"--{field}: {getattr(config, field)}"
     for name in JAX_OPTIONS:

@@ -81,7 +81,7 @@ def start(
         reference_logps.compute(job, run.state)
     if not job.task.train.enable_input_checkpointing:
         saved_input_state = None
-    run.input = batches = stack.enter_context(_train_batches(job, saved_input_state))
+    run.input = batches = stack.enter_context(train_batches(job, saved_input_state))
     callbacks.call("on_start", run)
     if run.step >= run.num_steps or run.stop_reason:
         step = CompiledTrainStep(None, ScalarPacking())
@@ -138,7 +138,7 @@ def move(
         job, run.state = elastic.rebuild(job, devices, run.state)
         batches.close()
         run.partitioner, run.batch = job.partitioner, job.inputs_shape_dtype
-        run.input = stack.enter_context(_train_batches(job, {"state": batches.state}))
+        run.input = stack.enter_context(train_batches(job, {"state": batches.state}))
         return job, compile_train_step(job), run.input
 
 
@@ -188,7 +188,7 @@ def _flags(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Prefetcher]:
+def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Prefetcher]:
     """Yields the training input on the devices, from where the checkpoint left it."""
     train_input = agree_on_input(
         job.build_train_input(), "training", count=jax.process_count(), must_end_together=False

@@ -16,7 +16,9 @@ from praxis import pax_fiddle
 from spmd_trainer.callbacks.base import Callback, CallbackList, Run
 from spmd_trainer.callbacks.checkpoints import Checkpoints
 from spmd_trainer.callbacks.early_stop import EarlyStop
+from spmd_trainer.callbacks.invalid_batches import InvalidBatches
 from spmd_trainer.callbacks.invalid_steps import InvalidSteps
+from spmd_trainer.callbacks.loss_spikes import LossSpikes
 from spmd_trainer.callbacks.profiler import Profiler
 from spmd_trainer.callbacks.progress import ProgressLines
 from spmd_trainer.callbacks.replica_check import ReplicaCheck
@@ -39,7 +41,7 @@ from spmd_trainer.programs.schedule import Schedule
 from spmd_trainer.programs.signals import SaveRequest, save_requests
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
-from spmd_trainer.train_states import TrainState
+from spmd_trainer.train_states import PyTree, TrainState
 
 _INPUT_ENDED = "the training input has ended"
 
@@ -96,7 +98,7 @@ def train(job: Job) -> TrainResult:
                 if (prefetched := _next_batch(run, batches)) is not None:
                     batch = prefetched.batch
                     run.state, packed = repeats.take(compiled.fn, run, key, batch)
-                    _dispatched(run, callbacks, packed, in_flight)
+                    _dispatched(run, callbacks, batch, packed, in_flight)
 
                 devices = elastic.changed_devices(job, run.step)
                 if devices is not None:
@@ -136,9 +138,10 @@ def _next_batch(run: Run, batches: Prefetcher) -> Prefetched | None:
     return prefetched
 
 
-def _dispatched(run: Run, callbacks: CallbackList, packed: Packed, in_flight: StepsInFlight) -> None:
+def _dispatched(run: Run, callbacks: CallbackList, batch: PyTree, packed: Packed, in_flight: StepsInFlight) -> None:
     """Counts a training step that was handed to the devices."""
     run.step += 1
+    run.dispatched = batch
     callbacks.call("after_dispatch", run, run.step)
     # The host waits for an older step, never for the one it just dispatched.
     in_flight.add(run.step, packed)
@@ -231,7 +234,9 @@ def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
     times = TimeRecord()
     return [
         Watchdog(policy.watchdog_seconds),
+        InvalidBatches(),  # before the one that may end the run
         InvalidSteps(stop=policy.stop_on_invalid_step),
+        LossSpikes(),
         ReplicaCheck(policy.check_replicas_every),
         ProgressLines(Schedule.of_run(job.config).upcoming),
         Profiler(),

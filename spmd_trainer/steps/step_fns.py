@@ -19,6 +19,7 @@ from praxis import base_layer
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.optim import masks
+from spmd_trainer.steps import update_ratios
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import (
     NestedJTensor,
@@ -285,6 +286,7 @@ def _learn(
     excluded_for_grad = masks.get_excluded_var_mask_for_grad(var_weight_hparams, learner)
     excluded_for_opt = masks.get_excluded_var_mask_for_opt(var_weight_hparams, learner)
     learner.plot_learning_rate(state.step)
+    raw_grads = grads
     # Variables with an optimizer state but no gradient (EMA of batch-norm averages) get a gradient of zero.
     grads = jax.tree.map(
         lambda no_opt, no_grad, var, grad: jnp.zeros_like(var) if no_grad and not no_opt else grad,
@@ -306,6 +308,10 @@ def _learn(
         for path, value in jax.tree_util.tree_leaves_with_path(new_vars):
             name = "/".join(str(getattr(key, "key", key)) for key in path)
             base_layer.add_global_summary(f"vars/{name}", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))))
+    if task.train.update_ratio_summary:
+        found = update_ratios.norms(excluded_for_grad, var_weight_hparams, state.mdl_vars, new_vars, raw_grads)
+        for name, norm in found:
+            base_layer.add_global_summary(name, norm, base_layer.SummaryType.AGGREGATE_SCALAR)
     return new_vars, opt_state
 
 

@@ -173,6 +173,14 @@ def test_every_start_counts_its_invalid_steps_from_0(tmp_path):
     assert invalid([(10, 2), (20, 2), (20, 3), (30, 3)]) == [(10, 2), (20, 3)], "no times: seen in the steps"
 
 
+def test_loss_spikes_are_marked_where_they_were_counted(tmp_path):
+    counts = [(10, 0), (20, 1), (30, 1), (40, 3)]
+    lines = [train_line(step) | {"loss_spikes": float(count)} for step, count in counts]
+    write_lines(tmp_path / "summaries" / "train" / "metrics.jsonl", lines)
+    (run,) = read(tmp_path)["runs"]
+    assert (run["spikes"], run["invalid"]) == ([(20, 1), (40, 2)], [])
+
+
 def test_several_runs_share_curves_and_show_what_differs(tmp_path):
     one = make_run(tmp_path / "one")
     other = make_run(tmp_path / "other", shift=1.0, rate="0.01", extra_setting="task.train.new: 'yes'")

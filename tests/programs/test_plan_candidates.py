@@ -86,7 +86,10 @@ def test_a_budget_of_no_time(text):
         (["--mode=plan"], "--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8"),
         (["--mode=inspect", "--budget=5m"], "--budget goes with --mode=plan"),
         (["--mode=inspect", "--num_slices=2"], "--num_slices goes with --topology"),
-        (["--mode=eval", "--num_minibatches=2"], "--num_minibatches goes with --mode=train, inspect, plan and verify"),
+        (
+            ["--mode=eval", "--num_minibatches=2"],
+            "--num_minibatches goes with --mode=train, inspect, plan, verify and replay",
+        ),
         (["--mode=plan", "--topology=v5e:2x2", "--search=mehs"], "--search has no 'mehs'"),
         (["--mode=plan", "--topology=v5e:2x2", "--budget=20"], "--budget=20 is not of the form 90s, 20m or 1h"),
         (["--mode=train", "--topology=v5e:2x2"], "--topology goes with --mode=inspect and --mode=plan"),

@@ -11,13 +11,14 @@ from replica_helpers import flipped
 from spmd_trainer.callbacks.replica_check import ReplicaError
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.programs import repeat_check, train
+from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.repeat_check import RepeatCheck, RepeatError
-from spmd_trainer.programs.run_config import FailurePolicy
+from spmd_trainer.programs.run_config import FailurePolicy, make_run_config
 
 
-def job(directory, *, exp=trained_helpers.TINY, fields=(), **policy):
-    fields = ("task.train.num_train_steps=4", "task.train.summary_interval_steps=1", *fields)
-    return trained_helpers.make_job(directory, exp=exp, fields=fields, failure_policy=FailurePolicy(**policy))
+def job(directory, **policy):
+    fields = ("task.train.num_train_steps=4", "task.train.summary_interval_steps=1")
+    return trained_helpers.make_job(directory, fields=fields, failure_policy=FailurePolicy(**policy))
 
 
 def losses(directory):
@@ -92,9 +93,11 @@ def test_a_wrong_reduction_in_the_program_of_one_device_is_found_by_comparing_co
         return jax.tree.map(lambda y: y + wrong.astype(y.dtype) if y.ndim else y, pmean(x, axes))
 
     monkeypatch.setattr(lax, "pmean", wrong_on_3)
-    made = job(tmp_path, exp="synthetic.shard_map.ShardMapDataParallelTiny", check_replicas_every=1)
+    config = make_run_config(
+        "synthetic.shard_map.ShardMapDataParallelTiny", tmp_path, failure_policy=FailurePolicy(check_replicas_every=1)
+    )
     with pytest.raises(ReplicaError, match=r"step 1: devices that must hold(?s:.*)copy on device 3 \("):
-        train.train(made)
+        train.train(Job.build(config))
 
 
 def test_nothing_is_compared_when_it_is_off(monkeypatch):

@@ -42,12 +42,15 @@ def test_options_that_change_the_bits_are_told_from_those_that_do_not(tmp_path, 
         return capsys.readouterr().out.splitlines()[-1]
 
     assert verified({"xla_cpu_multi_thread_eigen": False}).endswith("all bits are the same)")
-    same = verified({"xla_cpu_enable_fast_math": True})
-    assert "same numbers on replica=1, data=4, mdl=2 without and with xla_cpu_enable_fast_math=true" in same
+    # With the tests' own low level of optimisation, fast sums alone change nothing.
+    fast = {"xla_backend_optimization_level": 3, "xla_cpu_enable_fast_math": True}
+    same = verified(fast)
+    text = "xla_backend_optimization_level=3 xla_cpu_enable_fast_math=true"
+    assert f"same numbers on replica=1, data=4, mdl=2 without and with {text}" in same
     assert "bits" not in same
     monkeypatch.setattr(verify.Tolerance, "for_task", lambda task: verify.Tolerance(loss=0, variables=0))
     with pytest.raises(SystemExit) as ended:
-        verified({"xla_cpu_enable_fast_math": True})
+        verified(fast)
     assert ended.value.code == 1
     assert "DIFFERENT numbers" in capsys.readouterr().out
 
@@ -56,7 +59,7 @@ def test_an_option_that_xla_does_not_know_names_the_nearest(tmp_path):
     done = command("--mode=verify", TINY, "--verify_against=--xla_cpu_enable_fast_maths=true", cwd=tmp_path)
     assert done.returncode == 2
     assert "--verify_against has 'xla_cpu_enable_fast_maths'" in done.stderr
-    assert "did you mean xla_cpu_enable_fast_math?" in done.stderr
+    assert "did you mean xla_cpu_enable_fast_math" in done.stderr
 
 
 @pytest.mark.parametrize("text", ["--xla_a=true --xla_b=2 xla_c=x,y", "xla_a,xla_b=2,--xla_c=x,y"])

@@ -1,0 +1,309 @@
+"""Evaluates a jaxpr and notes for each of its values whether it holds a NaN or an infinity.
+
+The program computes what the jaxpr computes, from the same operations; each result of floating point gets one reduction more, to
+0 (finite), 1 (an infinity) or 2 (a NaN). Loops (`lax.scan`) and `shard_map` are followed and keep their form: the flags of each
+iteration are stacked, as its other results are. Nothing calls back to the host, so collectives wait for nothing but each other.
+`nan_origin.py` reads the flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core, source_info_util
+from jax.sharding import PartitionSpec
+
+PyTree: TypeAlias = Any
+# The flags of a value.
+FINITE, INFINITE, NAN = 0, 1, 2
+# The id of a literal, which is not followed.
+LITERAL = -1
+# In the scope of an operation: the iteration of a loop around it.
+ITERATION = "[*]"
+# Operations on parts of the program that are evaluated in place.
+_CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
+)
+_REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
+# Operations that move or rename values: a result has the flag of its operand, so none is computed.
+_MOVES = frozenset(
+    {"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "copy", "copy_p", "neg", "rev"}
+    | {"sharding_constraint", "name", "stop_gradient", "pvary"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a program.
+
+    Attributes:
+      primitive: its name in JAX.
+      scope: its name stack, a component each; `ITERATION` stands for the iteration of a loop.
+      where: the line of Python that it comes from.
+      inputs: ids of its operands; `LITERAL` for literals.
+      body: the program inside of a scan or a `shard_map`.
+      num_consts: of a scan.
+      num_carry: of a scan.
+      length: number of iterations of a scan; 0 for other operations.
+      reverse: whether the scan begins with its last iteration.
+    """
+
+    primitive: str
+    scope: tuple[str, ...]
+    where: str
+    inputs: tuple[int, ...]
+    body: Frame | None = None
+    num_consts: int = 0
+    num_carry: int = 0
+    length: int = 0
+    reverse: bool = False
+
+
+@dataclasses.dataclass
+class Frame:
+    """A program or the body of a loop. Its values have ids from 0.
+
+    Attributes:
+      arguments: ids of the arguments.
+      results: ids of the results.
+      operations: in the order in which they are executed.
+      producers: {id: (index of the operation, position among its results)}.
+      flagged: {id: index of its flag}.
+      tags: {name: id} of the values that `jax.ad_checkpoint.checkpoint_name` named, and the number of operations before each.
+      num_values: number of ids.
+    """
+
+    arguments: list[int] = dataclasses.field(default_factory=list)
+    results: list[int] = dataclasses.field(default_factory=list)
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    producers: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    flagged: dict[int, int] = dataclasses.field(default_factory=dict)
+    tags: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    num_values: int = 0
+
+
+def run_with_flags(
+    closed: core.ClosedJaxpr, args: Sequence[Any], until: str | None = None
+) -> tuple[list[Any], PyTree, Frame]:
+    """Evaluates a jaxpr. Under jit.
+
+    Args:
+      closed: the program.
+      args: its arguments, flat.
+      until: operations after the first `checkpoint_name` that begins with this get no flags, but the results do. Each flag takes
+        the compiler time.
+
+    Returns:
+      The results; the flags, {'own': int32 [n], 'bodies': {index of the operation: flags of its body}}, in which a loop's
+      arrays have the iterations as dimension 0; and the program that the flags belong to.
+    """
+    recorder = _Recorder(until)
+    consts = [recorder.value(x) for x in closed.consts]
+    ids = recorder.arguments(args)
+    results, recorder.frame.results = _run(closed.jaxpr, list(closed.consts), args, consts, ids, recorder, ())
+    for number, x in zip(recorder.frame.results, results, strict=True):
+        recorder.flag(number, x)
+    return results, recorder.flags(), recorder.frame
+
+
+class _Recorder:
+    """Notes the values of one frame, and their flags as traced arrays."""
+
+    def __init__(self, until: str | None = None) -> None:
+        self.frame = Frame()
+        self._until = until
+        self._flagging = True
+        self._flags: list[jax.Array] = []
+        self.bodies: dict[str, PyTree] = {}
+
+    def value(self, x: Any) -> int:
+        """Notes a value; returns its id."""
+        number = self.frame.num_values
+        self.frame.num_values += 1
+        if self._flagging:
+            self.flag(number, x)
+        return number
+
+    def flag(self, number: int, x: Any) -> None:
+        """Computes the flag of a value, unless it is there or the value has none."""
+        if number in self.frame.flagged or number == LITERAL:
+            return
+        if jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.floating) and jnp.size(x):
+            self.frame.flagged[number] = len(self._flags)
+            self._flags.append(_flag(x))
+
+    def tag(self, name: str, number: int) -> None:
+        """Notes the name of a value."""
+        self.frame.tags[name] = (number, len(self.frame.operations))
+        if self._until is not None and name.startswith(self._until):
+            self._flagging = False
+
+    def arguments(self, args: Sequence[Any]) -> list[int]:
+        """Notes the arguments of the frame."""
+        self.frame.arguments = [self.value(x) for x in args]
+        return self.frame.arguments
+
+    def operation(self, operation: Operation, results: Sequence[Any]) -> list[int]:
+        """Notes an operation and its results."""
+        index = len(self.frame.operations)
+        self.frame.operations.append(operation)
+        ids = [self.value(x) for x in results]
+        self.frame.producers.update({number: (index, position) for position, number in enumerate(ids)})
+        return ids
+
+    def flags(self) -> PyTree:
+        """Returns the flags of the frame."""
+        own = jnp.stack(self._flags) if self._flags else jnp.zeros((0,), jnp.int32)
+        return {"own": own, "bodies": self.bodies}
+
+
+def _flag(x: jax.Array) -> jax.Array:
+    flags = jnp.where(jnp.isnan(x), NAN, jnp.where(jnp.isinf(x), INFINITE, FINITE))
+    return jnp.max(flags).astype(jnp.int32)
+
+
+def _run(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    const_ids: Sequence[int],
+    arg_ids: Sequence[int],
+    recorder: _Recorder,
+    scope: tuple[str, ...],
+) -> tuple[list[Any], list[int]]:
+    """Evaluates a jaxpr inside of a frame; returns its results and their ids."""
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    env = dict(zip(variables, zip([*consts, *args], [*const_ids, *arg_ids], strict=True), strict=True))
+
+    def read(var: Any) -> tuple[Any, int]:
+        return (var.val, LITERAL) if isinstance(var, core.Literal) else env[var]
+
+    for eqn in jaxpr.eqns:
+        values, ids = map(list, zip(*map(read, eqn.invars), strict=True)) if eqn.invars else ([], [])
+        inner = (*scope, *str(eqn.source_info.name_stack).split("/"))
+        with _source_of(eqn):
+            results, found = _one(eqn, values, ids, recorder, inner)
+        env.update(zip(eqn.outvars, zip(results, found, strict=True), strict=True))
+    pairs = [read(var) for var in jaxpr.outvars]
+    return [value for value, _ in pairs], [number for _, number in pairs]
+
+
+def _one(
+    eqn: Any, values: list[Any], ids: list[int], recorder: _Recorder, scope: tuple[str, ...]
+) -> tuple[list[Any], list[int]]:
+    """Evaluates one operation; returns its results and their ids."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        inner = params.get("jaxpr") or params["call_jaxpr"]
+        closed = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
+        if name in _REMATERIALISED and params["prevent_cse"]:
+            # As JAX does: otherwise the compiler would keep the first pass instead of computing it again.
+            values = list(lax.optimization_barrier(tuple(values))) if values else values
+        const_ids = [recorder.value(x) for x in closed.consts]
+        return _run(closed.jaxpr, list(closed.consts), values, const_ids, ids, recorder, scope)
+    if name == "scan":
+        return _scan(eqn, values, ids, recorder, scope)
+    if name == "shard_map":
+        return _shard_map(eqn, values, ids, recorder, scope)
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
+    results = list(results) if eqn.primitive.multiple_results else [results]
+    if name == "name":
+        recorder.tag(params["name"], ids[0])
+    if name in _MOVES or _widens(eqn):
+        return results, ids[:1]
+    operation = Operation(name, scope, source_info_util.summarize(eqn.source_info), tuple(ids))
+    return results, recorder.operation(operation, results)
+
+
+def _widens(eqn: Any) -> bool:
+    """Returns True for a conversion that keeps each value of floating point as it is."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    both_floating = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    return both_floating and bool(jnp.finfo(new).max >= jnp.finfo(old).max)
+
+
+def _scan(
+    eqn: Any, values: list[Any], ids: list[int], recorder: _Recorder, scope: tuple[str, ...]
+) -> tuple[list[Any], list[int]]:
+    params, body = eqn.params, eqn.params["jaxpr"]
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, rest = values[:num_consts], values[num_consts:]
+    frames: list[Frame] = []  # JAX may trace a body twice; the last one counts
+
+    def step(carry: list[Any], parts: list[Any]) -> tuple[list[Any], tuple[list[Any], PyTree]]:
+        inside = _Recorder()
+        args = [*consts, *carry, *parts]
+        const_ids = [inside.value(x) for x in body.consts]
+        arg_ids, within = inside.arguments(args), (*scope, ITERATION)
+        found, inside.frame.results = _run(body.jaxpr, list(body.consts), args, const_ids, arg_ids, inside, within)
+        frames.append(inside.frame)
+        return found[:num_carry], (found[num_carry:], inside.flags())
+
+    carry, (stacked, flags) = lax.scan(
+        step,
+        rest[:num_carry],
+        rest[num_carry:],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    recorder.bodies[str(len(recorder.frame.operations))] = flags
+    operation = Operation(
+        "scan",
+        scope,
+        source_info_util.summarize(eqn.source_info),
+        tuple(ids),
+        frames[-1],
+        num_consts,
+        num_carry,
+        params["length"],
+        params["reverse"],
+    )
+    results = [*carry, *stacked]
+    return results, recorder.operation(operation, results)
+
+
+def _shard_map(
+    eqn: Any, values: list[Any], ids: list[int], recorder: _Recorder, scope: tuple[str, ...]
+) -> tuple[list[Any], list[int]]:
+    params = eqn.params
+    # JAX 0.10.2 has renamed it.
+    axes = tuple(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
+    frames: list[Frame] = []
+
+    def body(*args: Any) -> tuple[list[Any], PyTree]:
+        inside = _Recorder()
+        arg_ids = inside.arguments(args)
+        found, inside.frame.results = _run(params["jaxpr"], (), args, (), arg_ids, inside, scope)
+        frames.append(inside.frame)
+        return found, jax.tree.map(lambda x: x[None], inside.flags())
+
+    results, flags = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )(*values)
+    flags = jax.tree.map(lambda x: jnp.max(x, axis=0), flags)  # of all devices
+    recorder.bodies[str(len(recorder.frame.operations))] = flags
+    where = source_info_util.summarize(eqn.source_info)
+    operation = Operation("shard_map", scope, where, tuple(ids), frames[-1])
+    return results, recorder.operation(operation, results)
+
+
+@contextlib.contextmanager
+def _source_of(eqn: Any) -> Iterator[None]:
+    """Keeps the names and the source lines in the new program."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield

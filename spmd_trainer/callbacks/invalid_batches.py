@@ -1,0 +1,138 @@
+"""Writes the batches of the first invalid steps into the run's directory, for `--mode=replay`."""
+
+from __future__ import annotations
+
+import collections
+import io
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.invalid_steps import is_valid
+from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.train_states import PyTree
+
+# A run's directory gets the batches of so many steps.
+MAX_BATCHES = 5
+
+
+class InvalidBatches(Callback):
+    """Keeps the batches of the steps in flight, and writes that of a step which turns out to be invalid.
+
+    A valid step costs an entry in a list. Each process writes its own rows: `replay/step_N/process_I.npz`. A directory gets
+    `MAX_BATCHES` of them; later invalid steps are replayed from the input.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: collections.deque[tuple[int, PyTree]] = collections.deque()
+        self._written: set[int] | None = None
+
+    def after_dispatch(self, run: Run, step: int) -> None:
+        """Keeps the step's batch until its scalars are there."""
+        self._in_flight.append((step, run.dispatched))
+
+    def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
+        """Writes the batch if the step is invalid."""
+        batch = None
+        while self._in_flight and self._in_flight[0][0] <= step:
+            number, kept = self._in_flight.popleft()
+            batch = kept if number == step else batch
+        if batch is None or is_valid(scalars):
+            return
+        if self._written is None:
+            self._written = written_steps(run.job_log_dir)
+        if len(self._written) >= MAX_BATCHES and step not in self._written:
+            return
+        try:
+            path = write(run.job_log_dir, step, batch)
+        except OSError as error:  # training goes on: the input can give the batch again
+            logging.warning("the batch of the invalid step %d could not be written: %s", step, error)
+            return
+        self._written.add(step)
+        more = f"; it is the last of {MAX_BATCHES} batches that are kept" if len(self._written) == MAX_BATCHES else ""
+        logging.warning(
+            "the batch of the invalid step %d is in %s%s. --mode=replay --step=%d, with the other flags as they are, says "
+            "where the first NaN came from",
+            step,
+            path,
+            more,
+            step,
+        )
+
+
+def batch_file(job_log_dir: epath.Path, step: int) -> epath.Path:
+    """Returns the file of this process' rows of a step's batch."""
+    return job_log_dir / "replay" / f"step_{step}" / f"process_{jax.process_index()}.npz"
+
+
+def written_steps(job_log_dir: epath.Path) -> set[int]:
+    """Returns the steps whose batches a run's directory holds."""
+    try:
+        names = [path.name for path in (job_log_dir / "replay").iterdir()]
+    except FileNotFoundError:
+        return set()
+    numbers = [name.removeprefix("step_") for name in names if name.startswith("step_")]
+    return {int(number) for number in numbers if number.isdecimal()}
+
+
+def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
+    """Writes this process' rows of a batch, and the padding rows that it added; returns the file.
+
+    Args:
+      job_log_dir: the run's directory.
+      step: the step that took the batch.
+      batch: global arrays, split over the devices on dimension 0.
+
+    Raises:
+      OSError: the file can't be written.
+    """
+    path, buffer = batch_file(job_log_dir, step), io.BytesIO()
+    arrays: dict[str, Any] = {name: local_rows(x) for name, x in named_leaves(batch)}
+    np.savez(buffer, **arrays)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(buffer.getvalue())
+    return path
+
+
+def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
+    """Returns what `write` wrote: numpy arrays, in the structure of `like`; None if there is no such file.
+
+    Args:
+      job_log_dir: the run's directory.
+      step: the step.
+      like: a tree with the dtypes of the batch.
+
+    Raises:
+      ValueError: the file is of another input, or damaged.
+    """
+    path = batch_file(job_log_dir, step)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        with np.load(io.BytesIO(data)) as file:
+            arrays = {name: file[name] for name in file.files}
+    except Exception as error:  # zipfile and NumPy have many
+        raise ValueError(f"{path} can't be read: {error}") from error
+    names = [name for name, _ in named_leaves(like)]
+    if sorted(names) != sorted(arrays):
+        raise ValueError(f"{path} holds {', '.join(sorted(arrays))}; the input gives {', '.join(sorted(names))}")
+    leaves = [_as_dtype(arrays[name], leaf.dtype) for name, leaf in named_leaves(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def local_rows(x: jax.Array) -> np.ndarray:
+    """Returns this process' rows of an array that is split on dimension 0; waits for the devices."""
+    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([jax.device_get(shards[start]) for start in sorted(shards)])
+
+
+def _as_dtype(x: np.ndarray, dtype: Any) -> np.ndarray:
+    # NumPy's files know no bfloat16.
+    return x.view(dtype) if x.dtype.kind == "V" else x

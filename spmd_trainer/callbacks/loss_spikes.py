@@ -1,0 +1,83 @@
+"""Finds loss spikes: steps whose loss is far above that of the steps before them."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from collections.abc import Sequence
+
+from absl import logging
+
+from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.invalid_steps import is_valid
+from spmd_trainer.metrics.packing import Scalars
+
+# Losses of valid steps that a step is compared with, and how many there must be.
+_WINDOW = 100
+_WARM_UP = 30
+# A spike begins this many deviations above the median, and is over when the loss is below the second number again.
+_BEGINS = 8.0
+_ENDS = 3.0
+# The standard deviation of a normal distribution, in its median absolute deviations.
+_OF_MAD = 1.4826
+# The least deviation, as a part of the median: a loss that hardly varies would make a spike of every step.
+_LEAST = 0.01
+
+
+class LossSpikes(Callback):
+    """Counts loss spikes, and warns of each once.
+
+    A step is a spike if its loss is more than 8 deviations above the median of the last 100 valid losses. A deviation is 1.4826
+    times the median absolute deviation, and at least 1% of the median: unlike mean and standard deviation, they hardly move with
+    earlier spikes. A loss that stays up is one spike. The summaries have the count as `loss_spikes`.
+
+    Attributes:
+      count: spikes since the run was started.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._losses: collections.deque[float] = collections.deque()
+        self._sorted: list[float] = []
+        self._is_up = False
+
+    def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
+        """Judges the step's loss. Steps without a valid loss are those of `InvalidSteps`."""
+        if scalars.loss is not None and is_valid(scalars):
+            self._judge(step, scalars.loss)
+            self._add(scalars.loss)
+        run.log({"loss_spikes": float(self.count)})
+
+    def _judge(self, step: int, loss: float) -> None:
+        if len(self._sorted) < _WARM_UP:
+            return
+        middle = _middle(self._sorted)
+        least = _LEAST * abs(middle)
+        limit = _ENDS if self._is_up else _BEGINS
+        if loss <= middle + limit * least:  # spares most steps the deviation
+            self._is_up = False
+            return
+        deviation = max(least, _OF_MAD * _middle(sorted(abs(x - middle) for x in self._sorted)))
+        was_up, self._is_up = self._is_up, loss > middle + limit * deviation
+        if self._is_up and not was_up:
+            self.count += 1
+            logging.warning(
+                "loss spike: step %d has loss %g; the median of the %d steps before it is %g, their deviation %g. %s so far",
+                step,
+                loss,
+                len(self._sorted),
+                middle,
+                deviation,
+                f"{self.count} spikes" if self.count > 1 else "1 spike",
+            )
+
+    def _add(self, loss: float) -> None:
+        self._losses.append(loss)
+        bisect.insort(self._sorted, loss)
+        if len(self._losses) > _WINDOW:
+            del self._sorted[bisect.bisect_left(self._sorted, self._losses.popleft())]
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
