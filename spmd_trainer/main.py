@@ -163,8 +163,14 @@ flags.DEFINE_integer(
 flags.DEFINE_float(
     "watchdog_seconds",
     600.0,
-    "Log the stacks of all threads when a training step, save or evaluation takes longer than this many seconds; 0 disables "
-    "the watchdog.",
+    "When no process makes progress for this many seconds, log who is behind, in which phase, with stacks; 0 reports none.",
+    lower_bound=0.0,
+)
+flags.DEFINE_float(
+    "hang_seconds",
+    0.0,
+    "When no process makes progress for this many seconds, end the run with status 4, so that a supervisor starts it again. "
+    "Longer than the longest compilation, restore and save. 0 never ends it.",
     lower_bound=0.0,
 )
 flags.DEFINE_bool(

@@ -43,6 +43,14 @@ def joined() -> tuple[int, int]:
     return (global_state.num_processes or 1, global_state.process_id or 0)
 
 
+def client() -> Any:
+    """Returns JAX's client of the job's coordination service; None before joining. Touches no device."""
+    # No public name: it is how JAX itself and Orbax reach the coordination service.
+    from jax._src.distributed import global_state
+
+    return global_state.client
+
+
 def broadcast(value: _Value, *, name: str = "broadcast", timeout: float = TIMEOUT_SECONDS) -> _Value:
     """Returns process 0's value on every process.
 
@@ -124,15 +132,15 @@ def _exchange(name: str, value: object, timeout: float, *, only_first: bool = Fa
     with _lock:
         _calls[name] += 1
         call = _calls[name]
-    client, index = _client(), _index()
+    service, index = client(), _index()
     before, here = (f"{_PREFIX}/{name}/{number}" for number in (call - 1, call))
-    client.key_value_set(f"{here}/{index}", json.dumps(value))
+    service.key_value_set(f"{here}/{index}", json.dumps(value))
     try:
-        client.wait_at_barrier(here, int(timeout * 1000))
+        service.wait_at_barrier(here, int(timeout * 1000))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
-        came = _numbers(client.key_value_dir_get(f"{here}/"))
+        came = _numbers(service.key_value_dir_get(f"{here}/"))
         missing = [process for process in range(_count()) if process not in came]
         raise DisagreementError(
             f"{_processes(missing) or 'a process'} did not come to {name!r} (call {call}) within {timeout:g} s; "
@@ -140,10 +148,10 @@ def _exchange(name: str, value: object, timeout: float, *, only_first: bool = Fa
         ) from error
     if index == 0 and call > 1:
         # All processes are here, so all of them have read the values of the call before.
-        client.key_value_delete(before)
+        service.key_value_delete(before)
     if only_first:
-        return [json.loads(client.blocking_key_value_get(f"{here}/0", int(timeout * 1000)))]
-    texts = {int(key.rsplit("/", 1)[1]): text for key, text in client.key_value_dir_get(f"{here}/")}
+        return [json.loads(service.blocking_key_value_get(f"{here}/0", int(timeout * 1000)))]
+    texts = {int(key.rsplit("/", 1)[1]): text for key, text in service.key_value_dir_get(f"{here}/")}
     return [json.loads(texts[process]) for process in range(_count())]
 
 
@@ -169,13 +177,6 @@ def _by_value(values: Sequence[object]) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
-def _client() -> Any:
-    # No public name: it is how JAX itself and Orbax reach the coordination service.
-    from jax._src.distributed import global_state
-
-    return global_state.client
 
 
 def _count() -> int:

@@ -22,7 +22,7 @@ LAYERS = [
         "tasks",
     ],
     ["steps"],
-    ["metrics", "checkpointing"],
+    ["metrics", "checkpointing", "health"],
     ["partitioning"],
     ["interop", "lm_eval", "pages", "tracking"],
     ["callbacks"],

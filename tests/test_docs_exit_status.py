@@ -13,6 +13,7 @@ from spmd_trainer.callbacks.replica_check import ReplicaError
 from spmd_trainer.checkpointing import errors as checkpoint_errors
 from spmd_trainer.cli import interruption, peer_watch
 from spmd_trainer.errors import UserError
+from spmd_trainer.health.link import STATUS_HANG
 from tools.launch import supervise
 
 _ROOT = Path(__file__).parents[1]
@@ -52,6 +53,7 @@ def test_table_has_the_statuses_of_the_code_and_no_others() -> None:
         interruption.STATUS_INTERRUPTED,
         peer_watch.STATUS_LOST_PROCESS,
         ReplicaError.exit_status,
+        STATUS_HANG,
     } | _statuses_of_errors()
     uncaught = {0, 1}  # Python's own: the end of the program, and an error that nobody catches
     assert set(_rows()) == literal | named | uncaught
@@ -61,6 +63,7 @@ def test_meanings_are_those_of_the_constants() -> None:
     rows = _rows()
     assert "mistake in the command" in rows[UserError.exit_status][0]
     assert "process was lost" in rows[peer_watch.STATUS_LOST_PROCESS][0]
+    assert "no progress" in rows[STATUS_HANG][0]
     assert "none is whole" in rows[checkpoint_errors.NoWholeCheckpointError.exit_status][0]
     assert "damaged" in rows[checkpoint_errors.DamagedCheckpointError.exit_status][0]
     assert "Ctrl-C" in rows[interruption.STATUS_INTERRUPTED][0]

@@ -46,6 +46,11 @@ def refused(*args: str, **env: str) -> str:
         ([f"--exp={TINY}", "--dump", "--jax_log_compile"], ["--jax_log_compile", "jax_log_compiles"]),
         (["--study=mine"], ["--study", "there is no tuner"]),
         (["--mode=port"], ["--module=FILE"]),
+        ([f"--exp={TINY}", "--hang_seconds=-1"], ["--hang_seconds", "-1"]),
+        (
+            [f"--exp={TINY}", "--job_log_dir=runs", "--hang_seconds=300"],
+            ["--hang_seconds=300", "--watchdog_seconds=600", "--watchdog_seconds=100"],
+        ),
         (["--mode=page"], ["--mode=page needs --job_log_dir=DIR"]),
         (["--mode=page", "--job_log_dir=/nonexistent/run"], ["/nonexistent/run does not exist", "trained in"]),
         (["--mode=page", "--job_log_dir=/"], ["--job_log_dir=/ holds no run of this trainer"]),

@@ -13,7 +13,7 @@ invalid_batches.py  writes the batches of the first of them, for --mode=replay
 loss_spikes.py    counts steps whose loss is far above that of the steps before
 replica_check.py  compares the copies of the state on different devices (--check_replicas_every)
 profiler.py       profiles some steps
-watchdog.py       reports a step, save or evaluation that hangs
+watchdog.py       reports a run that makes no progress, and ends it (--hang_seconds)
 run_times.py      keeps where the time goes in run_times.jsonl
 run_page.py       writes the run's page, run.html, at the end
 tracking.py       tells trackers of the run (--track)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,6 +13,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.health.bounded import within
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.run_times import RunTimes
 
@@ -50,6 +52,7 @@ class Run:
       step: the number of training steps that `state` has taken.
       dispatched: the batch of the step that was handed to the devices last; for `after_dispatch`.
       stop_reason: why training ends; empty while it goes on.
+      waits_for_devices: returns True while the loop waits for a step that it has dispatched. Any thread may ask.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Run:
         self.dispatched: PyTree = None
         self._state: TrainState | None = None
         self.stop_reason = ""
+        self.waits_for_devices: Callable[[], bool] = lambda: False
         self._activity = ("start", self.began)
         self._logged: dict[str, float] = {}
 
@@ -293,9 +297,18 @@ class CallbackList:
                 raise CallbackError(_explain(callback, hook, run, args, error)) from error
         return results
 
-    def fail(self, run: Run, error: BaseException) -> None:
-        """Calls `on_failure` of every callback. What one of them raises is logged: the first error is the one to report."""
+    def fail(self, run: Run, error: BaseException, *, seconds: float | None = None) -> None:
+        """Calls `on_failure` of every callback. What one of them raises is logged: the first error is the one to report.
+
+        Args:
+          run: the run.
+          error: what has ended it.
+          seconds: how long one of them may take before the next is called; None for as long as it takes.
+        """
         for callback in self._overriding["on_failure"]:
+            if seconds is not None:
+                within(seconds, f"on_failure of {_name(callback)}", functools.partial(callback.on_failure, run, error))
+                continue
             try:
                 callback.on_failure(run, error)
             except Exception:

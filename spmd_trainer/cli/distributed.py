@@ -26,6 +26,7 @@ from absl import logging
 
 from spmd_trainer.cli import interruption, peer_watch, rendezvous, rendezvous_wire
 from spmd_trainer.errors import UserError
+from spmd_trainer.health.link import job
 
 _EXPLICIT = ("coordinator_address", "num_processes", "process_id")
 # How long a process waits for the others to join: a scheduler may start them minutes apart.
@@ -125,6 +126,7 @@ class Processes:
             logging.set_verbosity(logging.WARNING)
         logging.get_absl_handler().addFilter(_with_process(index))
         self._watch = peer_watch.PeerWatch(peers, count, index, heartbeat)
+        self._watch.lend_to(job)
         self._watch.start()
         _connect(Cluster(address, count, index, heartbeat, local_device_ids), self._watch)
         logging.info("%d processes, coordinated at %s", count, address)

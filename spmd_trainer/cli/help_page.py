@@ -48,6 +48,7 @@ GROUPS = {
         "check_replicas_every=N",
         "check_repeat_every=N",
         "watchdog_seconds=SECONDS",
+        "hang_seconds=SECONDS",
         "track=NAME,...",
         "jax_profiler_port=PORT",
         "jax_cache_dir=DIR",

@@ -9,6 +9,7 @@ line now and then, and silence counts as loss. JAX's heartbeats, with a longer t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import sys
@@ -19,12 +20,15 @@ from collections.abc import Iterator
 from absl import logging
 
 from spmd_trainer.cli.rendezvous_wire import Peers, read_line
+from spmd_trainer.health.link import JobLink, job
 
 # Exit status of a process that exits because another one is gone. The work is unfinished; starting the job again resumes it.
 STATUS_LOST_PROCESS = 3
 # Processes often fail together, with the same error: each gets this much time to print its own.
 _GRACE_SECONDS = 3.0
-# How long process 0 then waits for the others to be gone: JAX's service ends with it, and aborts those that still run.
+# How long process 0 waits for the others of a run that hangs: they have more to write.
+_HANG_SECONDS = 100.0
+# How long process 0 otherwise waits for the others to be gone: JAX's service ends with it, and aborts those that still run.
 _LAST_SECONDS = 3.0
 _GOODBYE, _FAILED, _LOST, _ALIVE, _SERVING = "goodbye", "failed", "lost", "alive", "serving"
 
@@ -72,17 +76,26 @@ class PeerWatch:
         self._leaving.set()
         self._tell(_GOODBYE, self._index, "")
 
-    def say_failed(self, why: str, how: str = "failed") -> None:
+    def lend_to(self, job: JobLink) -> None:
+        """Lets a run that hangs leave over these connections."""
+        job.before_leaving = self._leaving.set
+        job.say_why = functools.partial(self.say_failed, seconds=_HANG_SECONDS)
+        job.status_of_others = STATUS_LOST_PROCESS
+
+    def say_failed(
+        self, why: str, how: str = "failed", *, seconds: float = _GRACE_SECONDS + _LAST_SECONDS
+    ) -> None:
         """Tells the others that this process exits before its work is finished. Process 0 lets them exit first.
 
         Args:
           why: the reason.
           how: what the process did, e.g. 'was interrupted'.
+          seconds: how long process 0 waits for them.
         """
         self._leaving.set()
         self._tell(_FAILED, self._index, f"{self._names[self._index]} of {self.count} {how}: {why}")
         if self._index == 0:
-            self._thread.join(_GRACE_SECONDS + _LAST_SECONDS)  # ends when all others are gone
+            self._thread.join(seconds)  # ends when all others are gone
 
     def wait_for_news(self, seconds: float) -> None:
         """Waits up to `seconds` for news of a lost process, on which the watching thread ends this process."""
@@ -107,6 +120,7 @@ class PeerWatch:
                     self._tell(_ALIVE, self._index, "")
                     for index, what in silence.lost():
                         self._on_gone(index, _LOST, what)
+                        selector.unregister(self._peers[index])  # this process is leaving, and waits for it no more
 
     def _is_last(self, line: str, index: int) -> bool:
         """Handles what a process says; returns True if it says nothing more."""
@@ -124,7 +138,7 @@ class PeerWatch:
             return
         self._news.set()
         name = self._names.get(index, f"process {index}")
-        what = what or f"{name} of {self.count} was lost: it died, was killed, or its host is gone"
+        what = what or f"{name} of {self.count} was lost: it died, was killed, or its host is gone{_last_beat(index)}"
         if self._index == 0:
             self._tell(kind, index, what, but=index)
         if kind == _FAILED:
@@ -156,6 +170,12 @@ class PeerWatch:
             if peer != but:
                 with contextlib.suppress(OSError):  # gone too, which the watching thread notices by itself
                     connection.sendall(line)
+
+
+def _last_beat(index: int) -> str:
+    """Returns a clause that says where a process was last, if a run has told."""
+    last = job.last_beat(index)
+    return f" (its last beat: {last})" if last else ""
 
 
 class _Silence:
@@ -195,7 +215,7 @@ class _Silence:
         for index, last in list(self._last.items()):
             silent = time.monotonic() - last
             name = self._names.get(index, f"process {index}")
-            what = f"has not answered for {silent:.0f} s: it is stopped or overloaded, or its host is gone"
+            what = f"has not answered for {silent:.0f} s: it is stopped or overloaded, or its host is gone{_last_beat(index)}"
             if silent > self._heartbeat_seconds:
                 self.forget(index)
                 yield index, f"{name} {what}"

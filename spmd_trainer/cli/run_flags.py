@@ -91,6 +91,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
             flag_values.stop_on_invalid_step,
             flag_values.check_replicas_every,
             flag_values.check_repeat_every,
+            flag_values.hang_seconds,
         ),
         track=trackers.split_names(flag_values.track),
         jax_cache_dir=flag_values.jax_cache_dir,

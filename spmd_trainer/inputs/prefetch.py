@@ -95,6 +95,11 @@ class Prefetcher(Iterator[Prefetched]):
         return self._state is None or bool(getattr(self._source, "state_is_shared", False))
 
     @property
+    def waits_for_others(self) -> bool:
+        """Whether this process's next batch is there and those of other processes aren't; False for an input that can't tell."""
+        return bool(getattr(self._source, "waits_for_others", False))
+
+    @property
     def skipped(self) -> Mapping[str, int]:
         """Bad records that the input has left out, by source; empty for an input that doesn't count them."""
         return getattr(self._source, "skipped", {})

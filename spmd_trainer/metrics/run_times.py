@@ -33,8 +33,13 @@ class RunTimes:
         """
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._part = "start"
-        self._since = clock()
+        # One attribute, so that another thread sees a part and its own beginning.
+        self._current = ("start", clock())
+
+    @property
+    def current(self) -> tuple[str, float]:
+        """The part in progress, and when it began, by the clock. Any thread may ask."""
+        return self._current
 
     def begin(self, part: str) -> float:
         """Ends one part and begins the next, one of `PARTS`.
@@ -46,15 +51,17 @@ class RunTimes:
           KeyError: there is no such part.
         """
         now = self._clock()
-        self._seconds[self._part] += now - self._since
+        before, since = self._current
+        self._seconds[before] += now - since
         self._seconds[part] += 0.0
-        self._part, self._since = part, now
+        self._current = (part, now)
         return now
 
     def seconds(self) -> dict[str, float]:
-        """Returns {part: seconds so far}, the part in progress included."""
-        self.begin(self._part)
-        return dict(self._seconds)
+        """Returns {part: seconds so far}, the part in progress included. Any thread may ask."""
+        seconds, (part, since) = dict(self._seconds), self._current
+        seconds[part] += self._clock() - since
+        return seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,6 +58,9 @@ class AgreedInput:
     """Gives the batches of an input until one process's share of it ends: then all processes end.
 
     Without that, a process whose input ends would save while the others wait for it in the next step.
+
+    Attributes:
+      waits_for_others: True while this process has its batch and other processes don't have theirs yet.
     """
 
     def __init__(self, source: Input, kind: str, name: str, *, must_end_together: bool):
@@ -72,6 +75,7 @@ class AgreedInput:
         self._source = source
         self._kind = kind
         self._must_end_together = must_end_together
+        self.waits_for_others = False
         self._batches = 0
         self._cancelled = threading.Event()
         self._votes = Votes(name)
@@ -102,7 +106,9 @@ class AgreedInput:
             if not is_end(raised):
                 raise
             error = raised
+        self.waits_for_others = True
         ended = self._votes.ask(error is not None, cancelled=self._cancelled)
+        self.waits_for_others = False
         if ended == ():
             self._batches += 1
             return batch

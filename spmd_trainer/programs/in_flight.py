@@ -17,6 +17,7 @@ class StepsInFlight:
     Attributes:
       packing: unpacks the scalars of the steps added next.
       last: the scalars of the last step handed out, or None.
+      is_waiting: True while the host waits for the devices. Any thread may look.
     """
 
     def __init__(self, keep: int, report: Callable[[int, Scalars], object]):
@@ -28,6 +29,7 @@ class StepsInFlight:
         """
         self.packing = ScalarPacking()
         self.last: Scalars | None = None
+        self.is_waiting = False
         self._keep = keep
         self._report = report
         self._steps: collections.deque[tuple[int, Packed]] = collections.deque()
@@ -57,7 +59,9 @@ class StepsInFlight:
     def _report_until(self, keep: int) -> None:
         while len(self._steps) > keep:
             step, packed = self._steps.popleft()
+            self.is_waiting = True
             # The one copy to the host that the steady loop is meant to make.
             with jax.transfer_guard_device_to_host("allow"):
                 self.last = self.packing.unpack(packed)
+            self.is_waiting = False
             self._report(step, self.last)

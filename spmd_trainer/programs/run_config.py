@@ -10,6 +10,7 @@ from etils import epath
 
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.callbacks import Callback
+from spmd_trainer.errors import UserError
 from spmd_trainer.lm_eval.settings import LmEvalSettings
 from spmd_trainer.programs import experiment_config
 from spmd_trainer.programs.experiment_config import ResolvedExperiment
@@ -21,16 +22,32 @@ class FailurePolicy:
     """What a training run does when something goes wrong.
 
     Attributes:
-      watchdog_seconds: a step, save or evaluation that takes longer is reported; 0 reports none.
+      watchdog_seconds: if no process makes progress for longer, that is reported; 0 reports none.
       stop_on_invalid_step: end the run at a step whose loss or gradient is NaN or Inf, or that the learner would skip.
       check_replicas_every: steps between two comparisons of the devices' copies; 0 compares none.
       check_repeat_every: steps between two that are taken twice and compared; 0 for none.
+      hang_seconds: if no process makes progress for longer, the run ends with status 4; 0 for never.
+
+    Raises:
+      UserError: a time is negative, or the run would end before the report.
     """
 
     watchdog_seconds: float = 600.0
     stop_on_invalid_step: bool = False
     check_replicas_every: int = 0
     check_repeat_every: int = 0
+    hang_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the times."""
+        for name in ("watchdog_seconds", "hang_seconds"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name}={getattr(self, name):g}; give a number of seconds, or 0 to switch it off")
+        if 0 < self.hang_seconds <= self.watchdog_seconds:
+            raise UserError(
+                f"--hang_seconds={self.hang_seconds:g} would end the run before --watchdog_seconds={self.watchdog_seconds:g} "
+                f"reports why; give a longer --hang_seconds, or --watchdog_seconds={self.hang_seconds / 3:g}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

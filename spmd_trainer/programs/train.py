@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from absl import logging
@@ -26,8 +26,9 @@ from spmd_trainer.callbacks.run_page import RunPage
 from spmd_trainer.callbacks.run_times import LastTimes, TimeRecord
 from spmd_trainer.callbacks.summaries import Summaries
 from spmd_trainer.callbacks.tracking import trackers_last
-from spmd_trainer.callbacks.watchdog import Watchdog
+from spmd_trainer.callbacks.watchdog import HangError, Watchdog
 from spmd_trainer.checkpointing import CheckpointError
+from spmd_trainer.health import link
 from spmd_trainer.inputs.prefetch import Prefetched, Prefetcher
 from spmd_trainer.metrics.packing import Packed
 from spmd_trainer.metrics.writers import SummaryError, SummaryWriters
@@ -43,6 +44,8 @@ from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
 from spmd_trainer.train_states import PyTree, TrainState
 
+# How long a callback of a run that hangs may take, a save in progress included.
+_LONGEST_FAILURE_SECONDS = 60.0
 _INPUT_ENDED = "the training input has ended"
 
 
@@ -84,6 +87,7 @@ def train(job: Job) -> TrainResult:
         work = PeriodicWork(job, run, callbacks)
         after_step = functools.partial(callbacks.call, "after_step", run)
         in_flight = StepsInFlight(job.task.train.max_inflight_steps, after_step)
+        run.waits_for_devices = lambda: in_flight.is_waiting
         compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, stack)
         batch, leave, key = None, bool(run.stop_reason), job.prng_key
         repeats = RepeatCheck(config.failure_policy.check_repeat_every)
@@ -180,17 +184,24 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
     lock = locked(config.job_log_dir) if jax.process_index() == 0 else contextlib.nullcontext()
     with lock as check_owner, contextlib.closing(run.summaries):
         checkpoints = Checkpoints(check_owner or (lambda: None))
-        callbacks = CallbackList(_callbacks(job, checkpoints))
+        callbacks = CallbackList(_callbacks(job, checkpoints, lambda error: _end_hanging(run, callbacks, error)))
         try:
             callbacks.call("on_open", run)
             yield run, callbacks, checkpoints
         except BaseException as error:
             if isinstance(error, SummaryError) and run.saves and run.step > run.first_step and jax.process_count() == 1:
                 _save_without_summaries(run, checkpoints)
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not link.job.leaving.is_set():
                 run_directory.mark_failure(config.job_log_dir, run.step, error)
             callbacks.fail(run, error)
             raise
+
+
+def _end_hanging(run: Run, callbacks: CallbackList, error: HangError) -> None:
+    """Does for a run that hangs what is done for one that fails; the loop itself may be blocked for ever."""
+    run_directory.mark_failure(run.job_log_dir, run.step, error)
+    callbacks.fail(run, error, seconds=_LONGEST_FAILURE_SECONDS)
+    run.summaries.flush()
 
 
 def _take_request(request: SaveRequest, run: Run) -> bool:
@@ -226,14 +237,14 @@ def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
         logging.exception("step %d could not be saved either", run.step)
 
 
-def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
+def _callbacks(job: Job, checkpoints: Checkpoints, fail: Callable[[HangError], None]) -> list[Callback]:
     """Returns a run's callbacks in order: those that write come after those that say, and trackers send what was written."""
     policy = job.config.failure_policy
     own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *job.config.callbacks]
     others, tracking = trackers_last(own, job.config.track)
     times = TimeRecord()
     return [
-        Watchdog(policy.watchdog_seconds),
+        Watchdog(policy.watchdog_seconds, hang_seconds=policy.hang_seconds, fail=fail),
         InvalidBatches(),  # before the one that may end the run
         InvalidSteps(stop=policy.stop_on_invalid_step),
         LossSpikes(),

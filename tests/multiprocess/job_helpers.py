@@ -88,7 +88,13 @@ class Supervised(Settings):
 
     def commands(self) -> list[list[str]]:
         """Returns the supervisor's command."""
-        options = [f"--processes={self.processes}", f"--global_batch={self.rows}", "--wait_seconds=0", "--"]
+        options = [
+            f"--processes={self.processes}",
+            f"--global_batch={self.rows}",
+            "--wait_seconds=0",
+            "--grace_seconds=30",
+            "--",
+        ]
         return [[sys.executable, "-m", "tools.launch.supervise", *options, *self.trainer_flags()]]
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 import yaml
+
+from spmd_trainer.health.link import STATUS_HANG
+from tools.launch import supervise
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "tools" / "launch"
@@ -55,7 +59,8 @@ def pod(run_directory: pathlib.Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "ended", "status"), [(0, False, 75), (0, True, 0), (2, False, 2), (3, True, 3), (5, False, 5)]
+    ("trainer", "ended", "status"),
+    [(0, False, 75), (0, True, 0), (2, False, 2), (3, True, 3), (4, False, 4), (5, False, 5)],
 )
 def test_a_pod_succeeds_only_when_training_has_ended(stand_in, run_directory, trainer, ended, status):
     stand_in("spmd-trainer", f"exit {trainer}")
@@ -83,8 +88,40 @@ def test_a_pod_passes_a_sigterm_on_that_comes_before_it_knows_the_trainer(stand_
 
 
 @pytest.mark.parametrize(
+    ("statuses", "lost"),
+    [
+        ([3, -9, 3], 1),
+        ([-9, 3, -9], 2),
+        ([3, STATUS_HANG, 3, 3], 1),  # the others waited for it
+        ([STATUS_HANG, STATUS_HANG], 0),  # nobody can be named
+        ([STATUS_HANG, -9, 3], 2),
+        ([1, 3], 1),
+    ],
+)
+def test_the_supervisor_leaves_out_what_was_lost_or_has_hung(statuses, lost):
+    assert supervise._lost(statuses) == lost
+
+
+def test_the_supervisor_kills_what_has_not_ended_after_the_grace():
+    options = supervise.parse(["--processes=3", "--grace_seconds=0.5", "--", "--exp=a"])
+    supervisor = supervise.Supervisor(options)
+    commands = ("exit 3", "sleep 1000", "trap '' TERM; sleep 0.1; exit 0")
+    supervisor._processes = [subprocess.Popen(["sh", "-c", f"{command}; :"]) for command in commands]
+    assert supervisor._wait() == [3, -signal.SIGKILL, 0]
+
+
+def test_all_launchers_end_a_job_that_hangs(stand_in, run_directory):
+    stand_in("spmd-trainer", f'echo "$@" > {run_directory}/flags; exit 0')
+    pod(run_directory).wait()
+    given = re.findall(r"--hang_seconds=(\d+)", (run_directory / "flags").read_text())
+    given += re.findall(r"srun .*--hang_seconds=(\d+) \"\$@\"", (LAUNCH / "slurm.sbatch").read_text())
+    assert given == [str(supervise._HANG_SECONDS)] * 2
+    assert supervise._HUNG == STATUS_HANG
+
+
+@pytest.mark.parametrize(
     ("trainer", "ended", "queued"),
-    [(0, False, True), (0, True, False), (2, False, False), (3, False, True), (5, False, False)],
+    [(0, False, True), (0, True, False), (2, False, False), (3, False, True), (4, False, True), (5, False, False)],
 )
 def test_slurm_queues_a_job_again_until_training_has_ended(stand_in, run_directory, tmp_path, trainer, ended, queued):
     # The script takes Python from the .venv of the directory that the job was submitted in; a checkout need not have one.

@@ -1,4 +1,4 @@
-"""Runs a job of several processes on this machine, and restarts it with the remaining processes when one is lost.
+"""Runs a job of several processes on this machine, and restarts it with the remaining processes when one is lost or hangs.
 
     python -m tools.launch.supervise --processes=4 --spare=0 --global_batch=32 -- \
         --exp=lm.stdlib.StdlibBytes --job_log_dir=runs/mine --mesh=data:-1
@@ -18,6 +18,11 @@ import types
 
 # Exit statuses of `spmd-trainer` that need a person: a mistake in the command, no whole checkpoint, a device with wrong numbers.
 _FINAL_STATUSES = {2, 5, 6}
+# What a process that has hung ends with, if the others waited for it or nobody can be named.
+_HUNG = 4
+# Passed on unless the command line says otherwise.
+_HANG_SECONDS = 1800
+_POLL_SECONDS = 0.2
 # After a job that ran for less than this, the next attempt waits.
 _SHORT_SECONDS = 60.0
 
@@ -41,8 +46,7 @@ class Supervisor:
                 return 0
             if _FINAL_STATUSES & set(statuses) or self._terminated:
                 return next(status for status in statuses if status)
-            # A negative status is death by a signal: a lost process. The others exited because of it.
-            lost = max(1, sum(status < 0 for status in statuses))
+            lost = _lost(statuses)
             replaced = min(spare, lost)
             spare -= replaced
             processes = self._fit_processes(processes - lost + replaced)
@@ -70,7 +74,7 @@ class Supervisor:
 
     def _run_job(self, count: int) -> list[int]:
         port = free_port()
-        arguments = list(self._options.trainer)
+        arguments = [f"--hang_seconds={_HANG_SECONDS}", *self._options.trainer]
         if self._options.global_batch:
             arguments.append(f"--fdl.set=train_datasets[0].batch_size={self._options.global_batch // count}")
         command = [sys.executable, "-m", "spmd_trainer.main", *arguments]
@@ -79,7 +83,33 @@ class Supervisor:
             subprocess.Popen([*command, *several, *([f"--process_id={index}"] if several else [])])
             for index in range(count)
         ]
-        return [process.wait() for process in self._processes]
+        return self._wait()
+
+    def _wait(self) -> list[int]:
+        """Waits for all processes. When one has ended badly, kills those that have not ended after the grace: they are stuck."""
+        deadline = None
+        while running := [process for process in self._processes if process.poll() is None]:
+            if deadline is None and any(process.returncode for process in self._processes):
+                deadline = time.monotonic() + self._options.grace_seconds
+            if deadline is not None and time.monotonic() > deadline:
+                ids = ", ".join(str(process.pid) for process in running)
+                log(f"killing what has not ended {self._options.grace_seconds:g} s after the first: pids {ids}")
+                for process in running:
+                    process.kill()
+                    process.wait()
+            time.sleep(_POLL_SECONDS)
+        return [process.returncode for process in self._processes]
+
+
+def _lost(statuses: list[int]) -> int:
+    """Returns how many processes the next job does without.
+
+    A negative status is death by a signal: a lost process, also one that was stuck and had to be killed. A process that has hung
+    says so. The others exited because of these. If all have hung, none of them is to blame.
+    """
+    if set(statuses) == {_HUNG}:
+        return 0
+    return max(1, sum(status < 0 or status == _HUNG for status in statuses))
 
 
 def free_port() -> int:
@@ -109,6 +139,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_restarts", type=int, default=20)
     parser.add_argument(
         "--wait_seconds", type=float, default=10.0, help="pause before the next attempt, after a short job"
+    )
+    parser.add_argument(
+        "--grace_seconds",
+        type=float,
+        default=120.0,
+        help="when one process of a job has ended badly, how long the others have to end too; then they are killed, and count "
+        "as lost",
     )
     parser.add_argument("trainer", nargs="*", help="flags of spmd-trainer, after --")
     options = parser.parse_args(argv)
