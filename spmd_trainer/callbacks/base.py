@@ -88,6 +88,7 @@ class Run:
         self._state: TrainState | None = None
         self.stop_reason = ""
         self.waits_for_devices: Callable[[], bool] = lambda: False
+        self.window: Callable[[], Mapping[str, object] | None] = lambda: None
         self._activity = ("start", self.began)
         self._logged: dict[str, float] = {}
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from absl import logging
 from etils import epath
@@ -56,7 +56,6 @@ class Watchdog(Callback):
         *,
         hang_seconds: float = 0.0,
         fail: Callable[[HangError], object] = lambda error: None,
-        window: Callable[[], Mapping[str, object] | None] = lambda: None,
         report: Callable[[str], object] = logging.error,
         job: link.JobLink = link.job,
     ):
@@ -68,7 +67,6 @@ class Watchdog(Callback):
           hang_seconds: after so long the process ends with `link.STATUS_HANG`; 0 for never. Before its first step the time is
             `_FIRST_STEP` times as long.
           fail: does what is to be done for a run that has failed. It may take `_LAST_SECONDS`.
-          window: returns what a beat says of this process's last steps, JSON.
           report: takes the text of a report.
           job: how this process leaves its job.
 
@@ -79,7 +77,7 @@ class Watchdog(Callback):
             if value < 0:
                 raise ValueError(f"{name}={value}; give a number of seconds, or 0 to switch it off")
         self._seconds, self._hang_seconds = seconds, hang_seconds
-        self._fail, self._window, self._report, self._job = fail, window, report, job
+        self._fail, self._report, self._job = fail, report, job
         self._next = seconds
         self._count, self._index = 1, 0
         self._finished = 0
@@ -208,7 +206,7 @@ class Watchdog(Callback):
             phase="; ".join(phase.what for phase in phases),
             batches=sum(phase.batches or 0 for phase in phases),
             input_seconds=round(run.times.seconds()["input"], 3),
-            window=self._window(),
+            window=run.window(),
             stacks=self._stacks_if_behind(),
         )
 

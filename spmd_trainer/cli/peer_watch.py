@@ -82,9 +82,7 @@ class PeerWatch:
         job.say_why = functools.partial(self.say_failed, seconds=_HANG_SECONDS)
         job.status_of_others = STATUS_LOST_PROCESS
 
-    def say_failed(
-        self, why: str, how: str = "failed", *, seconds: float = _GRACE_SECONDS + _LAST_SECONDS
-    ) -> None:
+    def say_failed(self, why: str, how: str = "failed", *, seconds: float = _GRACE_SECONDS + _LAST_SECONDS) -> None:
         """Tells the others that this process exits before its work is finished. Process 0 lets them exit first.
 
         Args:

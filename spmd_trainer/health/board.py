@@ -19,6 +19,7 @@ from absl import logging
 
 from spmd_trainer.health import stuck
 from spmd_trainer.health.beats import Beat, not_yet
+from spmd_trainer.health.slow import SlowProcesses
 from spmd_trainer.health.stuck import Seen
 
 _PREFIX = "spmd_trainer/health"
@@ -96,6 +97,10 @@ class Table:
             self._moved = {process: moved + gap for process, moved in self._moved.items()}
             self._heard = {process: heard + gap for process, heard in self._heard.items()}
 
+    def windows(self) -> dict[int, Mapping[str, object] | None]:
+        """Returns what each process has told of its last steps."""
+        return {process: beat.window for process, beat in self._beats.items()}
+
     def seen(self, now: float) -> list[Seen]:
         """Returns all processes in the order of their indices."""
         return [
@@ -163,6 +168,7 @@ class Board:
         self._latest: tuple[Digest, float] | None = None
         self._began = clock()
         self._has_failed = False
+        self._slow = SlowProcesses()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="beats", daemon=True)
 
@@ -213,6 +219,7 @@ class Board:
         if self._count > 1:
             for _, text in self._client.key_value_dir_get(f"{self._keys}/beat/"):
                 self._table.note(Beat.from_json(text), now)
+        self._slow.log(self._table.windows())
         digest = self._table.digest(now, self._silent_after)
         self._latest = digest, now
         if self._count > 1:

@@ -104,6 +104,11 @@ class Prefetcher(Iterator[Prefetched]):
         """Bad records that the input has left out, by source; empty for an input that doesn't count them."""
         return getattr(self._source, "skipped", {})
 
+    @property
+    def seconds_for_others(self) -> float:
+        """How long the input has waited for other processes' batches; 0 for an input that doesn't wait for any."""
+        return float(getattr(self._source, "seconds_for_others", 0.0))
+
     def __next__(self) -> Prefetched:
         """Returns the next batch and the position after it.
 

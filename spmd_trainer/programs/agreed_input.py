@@ -83,6 +83,11 @@ class AgreedInput:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
+    @property
+    def seconds_for_others(self) -> float:
+        """How long it has waited until all processes had their batches, when this one had its own. Any thread may ask."""
+        return self._votes.seconds
+
     def cancel(self) -> None:
         """Ends a vote that other processes no longer take part in; `get_next_padded` then raises StopIteration."""
         self._cancelled.set()

@@ -46,6 +46,14 @@ class Votes:
         self._client, self.count, self._index = _service()
         self._name = name
         self._numbers = itertools.count()
+        # Seconds of the votes so far, and when the one in progress began: one attribute, for other threads.
+        self._times: tuple[float, float | None] = (0.0, None)
+
+    @property
+    def seconds(self) -> float:
+        """How long all votes have taken, the one in progress included. Any thread may ask."""
+        ended, since = self._times
+        return ended if since is None else ended + time.monotonic() - since
 
     def ask(
         self, yes: bool, *, seconds: float = DEADLINE_SECONDS, cancelled: threading.Event | None = None
@@ -60,6 +68,13 @@ class Votes:
         Raises:
           UserError: a process did not vote in time.
         """
+        self._times = (self.seconds, time.monotonic())
+        try:
+            return self._ask(yes, seconds, cancelled)
+        finally:
+            self._times = (self.seconds, None)
+
+    def _ask(self, yes: bool, seconds: float, cancelled: threading.Event | None) -> tuple[int, ...] | None:
         number, client = next(self._numbers), self._client
         name, vote = f"{self._name}/{number}", "yes" if yes else "no"
         if self._index:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator
 
@@ -29,24 +28,20 @@ from spmd_trainer.callbacks.tracking import trackers_last
 from spmd_trainer.callbacks.watchdog import HangError, Watchdog
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.health import link
-from spmd_trainer.inputs.prefetch import Prefetched, Prefetcher
-from spmd_trainer.metrics.packing import Packed
 from spmd_trainer.metrics.writers import SummaryError, SummaryWriters
 from spmd_trainer.programs import elastic, ending, garbage, run_directory, start_up
-from spmd_trainer.programs.in_flight import StepsInFlight
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.periodic import PeriodicWork
 from spmd_trainer.programs.phases import Phase
-from spmd_trainer.programs.repeat_check import RepeatCheck
 from spmd_trainer.programs.schedule import Schedule
 from spmd_trainer.programs.signals import SaveRequest, save_requests
+from spmd_trainer.programs.step_taker import INPUT_ENDED, StepTaker
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
-from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.train_states import TrainState
 
 # How long a callback of a run that hangs may take, a save in progress included.
 _LONGEST_FAILURE_SECONDS = 60.0
-_INPUT_ENDED = "the training input has ended"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +80,10 @@ def train(job: Job) -> TrainResult:
         request = stack.enter_context(save_requests(exit_after_ondemand_checkpoint=leaves))
         run, callbacks, checkpoints = stack.enter_context(_open_run(job))
         work = PeriodicWork(job, run, callbacks)
-        after_step = functools.partial(callbacks.call, "after_step", run)
-        in_flight = StepsInFlight(job.task.train.max_inflight_steps, after_step)
-        run.waits_for_devices = lambda: in_flight.is_waiting
+        steps = stack.enter_context(contextlib.closing(StepTaker(job, run, callbacks)))
         compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, stack)
-        batch, leave, key = None, bool(run.stop_reason), job.prng_key
-        repeats = RepeatCheck(config.failure_policy.check_repeat_every)
-        in_flight.packing = compiled.packing
+        batch, leave = None, bool(run.stop_reason)
+        steps.use(compiled)
         garbage.resume()
         if not leave and schedule.saves_at_start(checkpoints.checkpointer, run.step):
             _save(run, callbacks, checkpoints)
@@ -99,16 +91,14 @@ def train(job: Job) -> TrainResult:
 
         with jax.transfer_guard_device_to_host("disallow"):  # what the host waits for, it must mean to
             while run.step < run.num_steps and not leave:
-                if (prefetched := _next_batch(run, batches)) is not None:
-                    batch = prefetched.batch
-                    run.state, packed = repeats.take(compiled.fn, run, key, batch)
-                    _dispatched(run, callbacks, batch, packed, in_flight)
+                if (taken := steps.take(batches)) is not None:
+                    batch = taken
 
                 devices = elastic.changed_devices(job, run.step)
                 if devices is not None:
-                    in_flight.drain()
+                    steps.drain()
                     job, compiled, batches = start_up.move(job, devices, run, batches, stack)
-                    in_flight.packing = compiled.packing
+                    steps.use(compiled)
                     batch = None  # The old batch is on the old devices: an evaluation now takes the next one.
                     work.use(job)
                     callbacks.call("after_pause", run, run.step)
@@ -117,38 +107,18 @@ def train(job: Job) -> TrainResult:
                 leave = request.leaving or bool(run.stop_reason)
                 due = schedule.due(checkpoints.checkpointer, run.step, asked=asked, leaves=leave)
                 if due.any or (not leave and any(callbacks.call("asks_for_pause", run, run.step))):
-                    in_flight.drain()
+                    steps.drain()
                     with _pause(run, callbacks, save=checkpoints if due.save else None):
                         work.do(due, batches, batch)
                     leave = bool(run.stop_reason)
                 _report_saved(run, callbacks, checkpoints)
 
-        in_flight.drain()
+        steps.drain()
         if leave and config.enable_checkpoint_saving:
             _save(run, callbacks, checkpoints)
         if complete := run.is_complete:
             work.complete(schedule, request, batches, batch)
-        return _end(job, run, callbacks, checkpoints, work, in_flight.metrics(), complete=complete)
-
-
-def _next_batch(run: Run, batches: Prefetcher) -> Prefetched | None:
-    """Returns the next training batch. If there is none, training stops."""
-    run.begin(f"training step {run.step + 1}", "input")
-    prefetched = next(batches, None)
-    run.times.begin("step")
-    if prefetched is None:
-        logging.warning("%s after step %d of %d", _INPUT_ENDED, run.step, run.num_steps)
-        run.stop(_INPUT_ENDED)
-    return prefetched
-
-
-def _dispatched(run: Run, callbacks: CallbackList, batch: PyTree, packed: Packed, in_flight: StepsInFlight) -> None:
-    """Counts a training step that was handed to the devices."""
-    run.step += 1
-    run.dispatched = batch
-    callbacks.call("after_dispatch", run, run.step)
-    # The host waits for an older step, never for the one it just dispatched.
-    in_flight.add(run.step, packed)
+        return _end(job, run, callbacks, checkpoints, work, steps.in_flight.metrics(), complete=complete)
 
 
 @contextlib.contextmanager
@@ -296,7 +266,7 @@ def _how_it_ended(run: Run, interrupted: str, *, complete: bool) -> tuple[str, s
         return f"stopped at {where} by a signal", then
     then = f"the final {interrupted} was interrupted" if interrupted else ""
     then += ", and the same command makes up for it" if then and run.saves else ""
-    if run.step == run.first_step and run.stop_reason != _INPUT_ENDED:
+    if run.step == run.first_step and run.stop_reason != INPUT_ENDED:
         return (f"training had ended before, at {where}", then) if then else ("", "")
     why = f" ({run.stop_reason})" if run.step < run.num_steps else ""
     return f"finished: {where} in {format_duration(time.monotonic() - run.began)}{why}", then
