@@ -27,6 +27,7 @@ def run(tmp_path):
         step=3,
         input=None,
         waits_for_devices=lambda: False,
+        window=lambda: None,
         job_log_dir=epath.Path(tmp_path),
     )
 
