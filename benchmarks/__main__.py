@@ -20,7 +20,7 @@ import time
 # Name: options that keep the total within 45 minutes.
 BENCHMARKS: dict[str, list[str]] = {
     "steady_step": [],
-    "step_parts": [],
+    "run_checks": [],
     "nnx_step": [],
     "llama_step": [],
     "lora_step": [],
