@@ -8,7 +8,7 @@ from docs_page import PAGES, ROOT
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 # Paths of a run, of a user's package and of the user's project, and of other trainers, which the checkout does not have.
 OF_USERS = re.compile(
-    r"runs/|my_pkg/|text/|summaries/|decode_out/|eval_out/|best/|logs/|checkpoints/|site/|benchmarks/results/|configs/"
+    r"runs/|my_pkg/|text/|replay/|summaries/|decode_out/|eval_out/|best/|logs/|checkpoints/|site/|benchmarks/results/|configs/"
 )
 # Pages that name other projects' files.
 OF_OTHERS = ("docs/coming_from_t5x.md", "docs/coming_from_maxtext.md", "docs/coming_from_flax.md")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import sys
 import tempfile
 import threading
@@ -85,4 +86,4 @@ class HeldInterpreter:
             if not self._path.stat().length:
                 self._path.unlink()
                 if self._made_directory:
-                    self._path.parent.rmdir()  # if nothing else is in it
+                    os.rmdir(self._path.parent)  # if nothing else is in it

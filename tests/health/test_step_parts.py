@@ -16,7 +16,7 @@ from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.health.device_watch import DeviceProbe, DeviceWatch, HostProbe
 from spmd_trainer.health.step_parts import WINDOW, Parts, StepParts, spread
 from spmd_trainer.inputs import text
-from spmd_trainer.programs import train
+from spmd_trainer.programs import step_taker, train
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_config import make_run_config
 
@@ -62,12 +62,12 @@ def taken(tmp_path, monkeypatch):
     def run(experiment=StdlibBytesTiny, callbacks=()):
         kept = []
 
-        def keep(job):
-            watch = DeviceWatch.of(job.partitioner.mesh.local_devices)
+        def keep(_):
+            watch = DeviceWatch.of(jax.local_devices())
             kept.append((StepParts(watch), watch))
             return kept[0][0]
 
-        monkeypatch.setattr(train, "_step_parts", keep)
+        monkeypatch.setattr(step_taker, "StepParts", keep)
         SlowInput.given = 0
         config = make_run_config(
             experiment,
@@ -91,7 +91,7 @@ def medians(parts: list[Parts]) -> Parts:
 def test_the_devices_time_is_neither_input_nor_dispatch(taken):
     parts, watch = taken()
     steps = parts.steps()
-    assert [one.step for one in steps] == list(range(1, STEPS))  # the last one has no end: nothing follows it
+    assert [one.step for one in steps] == list(range(1, STEPS + 1))
     for one in steps:
         assert 0 <= one.input + one.dispatch <= one.whole + 1e-6
     usual = medians(steps)
