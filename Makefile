@@ -82,7 +82,8 @@ $(INTEROP_DIR)/.synced: tests/interop_live/requirements.txt
 	$(INTEROP_DIR)/bin/pip install --quiet --disable-pip-version-check '$(TORCH)' -r $<
 	touch $@
 
-# SIGKILL, SIGTERM, damaged checkpoints and mesh changes with real processes; prints a table of results. An hour or more.
+# Kills, stops, hangs, slow processes, wrong numbers, damaged checkpoints and mesh changes with real processes; prints a table of
+# results. An hour or more.
 faults: setup
 	$(RUN) pytest -s -m slow tests/multiprocess tests/storage
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import random
 import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 from etils import epath
@@ -38,26 +39,46 @@ ENDED = re.compile(r"(?:finished:|finished at|stopped at) step (\d+) of")
 
 @dataclasses.dataclass
 class Table:
-    """The faults injected and lost, by kind of fault."""
+    """The faults injected, by kind: how many were survived, how many were named as they must be, how many neither."""
 
     tried: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     processes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    named: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     lost: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def report(self, kind: str, problems: list[str], processes: int) -> None:
-        """Counts one fault in a job of `processes` processes; the job survived it if `problems` is empty. Prints progress."""
+    def report(self, kind: str, problems: list[str], processes: int, good: str = "survived") -> None:
+        """Counts one fault in a job of `processes` processes, and prints it.
+
+        Args:
+          kind: of fault.
+          problems: what went wrong; if it is empty, the fault counts as `good`.
+          processes: of the job.
+          good: 'survived': the run goes on as if nothing had been; 'named': the message says what and who it was.
+        """
         self.tried[kind] += 1
         self.processes[processes] += 1
         self.lost[kind] += bool(problems)
+        self.named[kind] += good == "named" and not problems
         self.notes += [f"{kind}: {problem}" for problem in problems]
-        sys.stdout.write(f"{self.tried.total():4} {kind}, {processes} processes: {'; '.join(problems) or 'survived'}\n")
+        sys.stdout.write(f"{self.tried.total():4} {kind}, {processes} processes: {'; '.join(problems) or good}\n")
         sys.stdout.flush()
 
+    @contextlib.contextmanager
+    def naming(self, kind: str, processes: int) -> Iterator[None]:
+        """Counts a fault as named if the assertions of the block hold, otherwise as lost."""
+        try:
+            yield
+        except BaseException as error:
+            self.report(kind, [(str(error).splitlines() or [type(error).__name__])[0]], processes)
+            raise
+        self.report(kind, [], processes, "named")
+
     def __str__(self) -> str:
-        rows = [f"{'fault':34}{'tried':>7}{'survived':>10}{'lost':>6}"]
-        rows += [f"{k:34}{n:7}{n - self.lost[k]:10}{self.lost[k]:6}" for k, n in sorted(self.tried.items())]
-        rows.append(f"{'all':34}{self.tried.total():7}{self.tried.total() - self.lost.total():10}{self.lost.total():6}")
+        rows = [f"{'fault':44}{'tried':>7}{'survived':>10}{'named':>7}{'lost':>6}"]
+        counts = [(k, n, self.named[k], self.lost[k]) for k, n in sorted(self.tried.items())]
+        counts.append(("all", self.tried.total(), self.named.total(), self.lost.total()))
+        rows += [f"{k:44}{n:7}{n - named - lost:10}{named:7}{lost:6}" for k, n, named, lost in counts]
         rows += [f"in jobs of {n} processes: {count}" for n, count in sorted(self.processes.items())]
         return "\n".join(rows + self.notes)
 

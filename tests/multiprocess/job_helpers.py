@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -135,17 +136,19 @@ class RunningJob:
         env = os.environ | {"XLA_FLAGS": " ".join(flags)}
         env |= {"JAX_COMPILATION_CACHE_DIR": settings.cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         env |= settings.env
+        commands = settings.commands()
+        self._outputs = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115
         # Each in a session of its own, so that `end` can kill the processes that it has started.
         self.processes = [
             subprocess.Popen(
                 command,
                 stderr=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=output,
                 text=True,
                 env=env,
                 start_new_session=True,
             )
-            for command in settings.commands()
+            for command, output in zip(commands, self._outputs, strict=True)
         ]
         self.logs = [""] * len(self.processes)
         self._changed = threading.Condition()
@@ -191,6 +194,11 @@ class RunningJob:
             process.wait()
         for reader in self._readers:
             reader.join()
+
+    def output(self, index: int = 0) -> str:
+        """Returns what a process has printed on its standard output."""
+        self._outputs[index].seek(0)
+        return self._outputs[index].read()
 
     def log(self) -> str:
         """Returns the end of every process's log."""

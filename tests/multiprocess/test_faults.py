@@ -12,10 +12,9 @@ import pathlib
 import random
 import shutil
 import signal
-import sys
 
 import pytest
-from faults import EVAL_INTERVAL, MOMENTS, Chain, Table
+from faults import EVAL_INTERVAL, MOMENTS, Chain
 from job_helpers import RunningJob, Settings, Supervised, losses, records, run, started, steps_on_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("multiprocess")]
@@ -43,14 +42,6 @@ def reference(tmp_path_factory, cache) -> dict[int, float]:
     """Losses of an uninterrupted run of one process, for more steps than any chain reaches."""
     fields = FIELDS | {"num_train_steps": 1200, "save_interval_steps": 600, "eval_interval_steps": 0}
     return losses(run(Settings(tmp_path_factory.mktemp("reference") / "run", 1, cache, fields)).settings.directory)
-
-
-@pytest.fixture(scope="module")
-def table():
-    """The table of results, printed at the end."""
-    result = Table()
-    yield result
-    sys.stdout.write(f"\n{result}\n")
 
 
 def test_kills_at_random_times(reference, table, cache, tmp_path):

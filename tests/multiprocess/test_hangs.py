@@ -10,7 +10,18 @@ import time
 
 import hanging_runs
 import pytest
-from job_helpers import FIELDS, STATUS_LOST_PROCESS, STEPS, TIMEOUT_SECONDS, Supervised, Uneven, losses, run, started
+from job_helpers import (
+    FIELDS,
+    STATUS_LOST_PROCESS,
+    STEPS,
+    TIMEOUT_SECONDS,
+    RunningJob,
+    Supervised,
+    Uneven,
+    losses,
+    run,
+    started,
+)
 
 from spmd_trainer.health.link import STATUS_HANG
 from spmd_trainer.metrics.run_times import read_run_times
@@ -41,6 +52,21 @@ def check_report(log: str, victim: int) -> None:
     assert re.search(rf"Stacks of process {victim}:\n(.*\n)*?{line}", log), log
 
 
+def check_blocked(job: RunningJob, directory: pathlib.Path, statuses: list[int], victim: int) -> None:
+    """Checks statuses, logs and reports of a job of four whose process `victim` waited for its input."""
+    lost = STATUS_LOST_PROCESS
+    assert statuses == [STATUS_HANG if index == victim else lost for index in range(4)], job.log()
+    for index, log in enumerate(job.logs):
+        check_report(log, victim)
+        last = log.strip().splitlines()[-1]
+        assert f"ends with status {statuses[index]}: no progress for" in last, log
+        assert f"behind: process {victim} in training step" in last, log
+        report = (directory / "logs" / f"stuck.process_{index}.txt").read_text()
+        check_report(report, victim)
+        assert "Stacks of this process:" in report
+    assert f"process {victim} in training step" in run_directory.failure(directory).reason
+
+
 def test_a_single_process_that_hangs_says_where_and_ends_with_a_status_of_its_own(cache, tmp_path, asked):
     directory = tmp_path / "run"
     asked(0)
@@ -62,22 +88,15 @@ def test_a_single_process_that_hangs_says_where_and_ends_with_a_status_of_its_ow
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
-def test_an_input_that_blocks_is_named_on_all_logs_and_ends_the_job(cache, tmp_path, asked, victim):
+def test_an_input_that_blocks_is_named_on_all_logs_and_ends_the_job(table, cache, tmp_path, asked, victim):
     directory = tmp_path / "run"
     asked(victim)
-    with started(Uneven(directory, 4, cache, QUICK, HANG_FLAGS, exp="hanging_runs.InputBlocks")) as job:
+    with (
+        table.naming("an input blocks", 4),
+        started(Uneven(directory, 4, cache, QUICK, HANG_FLAGS, exp="hanging_runs.InputBlocks")) as job,
+    ):
         statuses = job.finish()
-    lost = STATUS_LOST_PROCESS
-    assert statuses == [STATUS_HANG if index == victim else lost for index in range(4)], job.log()
-    for index, log in enumerate(job.logs):
-        check_report(log, victim)
-        last = log.strip().splitlines()[-1]
-        assert f"ends with status {statuses[index]}: no progress for" in last, log
-        assert f"behind: process {victim} in training step" in last, log
-        report = (directory / "logs" / f"stuck.process_{index}.txt").read_text()
-        check_report(report, victim)
-        assert "Stacks of this process:" in report
-    assert f"process {victim} in training step" in run_directory.failure(directory).reason
+        check_blocked(job, directory, statuses, victim)
 
 
 def trainers(supervisor: int) -> list[int]:
@@ -98,40 +117,46 @@ def whole(cache, tmp_path, asked):
 
 
 @pytest.mark.slow
-def test_a_supervisor_goes_on_without_the_process_whose_input_blocks(cache, tmp_path, asked, whole):
+def test_a_supervisor_goes_on_without_the_process_whose_input_blocks(table, cache, tmp_path, asked, whole):
     asked(1)
-    with started(supervised(tmp_path / "run", cache, *HANG_FLAGS)) as job:
+    with (
+        table.naming("an input blocks, supervised: same curve", 4),
+        started(supervised(tmp_path / "run", cache, *HANG_FLAGS)) as job,
+    ):
         assert job.finish() == [0], job.log()
-    log = job.logs[0]
-    assert "the job ended with statuses [3, 4, 3, 3]; try 2 with 2 processes" in log, log
-    assert "restored step 4 from" in log, log
-    assert losses(tmp_path / "run") == pytest.approx(whole, rel=TOLERANCE)
+        log = job.logs[0]
+        assert "the job ended with statuses [3, 4, 3, 3]; try 2 with 2 processes" in log, log
+        assert "restored step 4 from" in log, log
+        assert losses(tmp_path / "run") == pytest.approx(whole, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stopped_is_named_with_its_phase_and_left_out(cache, tmp_path, asked, whole):
-    with started(supervised(tmp_path / "run", cache)) as job:
+def test_a_process_that_is_stopped_is_named_with_its_phase_and_left_out(table, cache, tmp_path, asked, whole):
+    with (
+        table.naming("SIGSTOP, supervised: same curve", 4),
+        started(supervised(tmp_path / "run", cache)) as job,
+    ):
         job.wait_for_line(r"saved step 4")
         victim = trainers(job.processes[0].pid)[1]
         os.kill(victim, signal.SIGSTOP)
         began = time.monotonic()
         assert job.finish() == [0], job.log()
-    print(f"from the stop to the end of the next job: {time.monotonic() - began:.0f} s")  # noqa: T201
-    log = job.logs[0]
-    named = r"exits because process 1 \(.*\) has not answered for 1\d s: .* \(its last beat: [a-z]+ step \d+, .*, \d+ s ago\)"
-    assert len(re.findall(named, log)) == 3, log
-    assert f"pids {victim}" in log
-    assert "the job ended with statuses [3, -9, 3, 3]; try 2 with 2 processes" in log, log
-    assert list(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
-    assert losses(tmp_path / "run") == pytest.approx(whole, rel=TOLERANCE)
+        print(f"from the stop to the end of the next job: {time.monotonic() - began:.0f} s")  # noqa: T201
+        log = job.logs[0]
+        named = r"exits because process 1 \(.*\) has not answered for 1\d s: .* \(its last beat: [a-z]+ step \d+, .*, \d+ s ago\)"
+        assert len(re.findall(named, log)) == 3, log
+        assert f"pids {victim}" in log
+        assert "the job ended with statuses [3, -9, 3, 3]; try 2 with 2 processes" in log, log
+        assert list(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
+        assert losses(tmp_path / "run") == pytest.approx(whole, rel=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_a_stopped_process_is_found_by_its_beats_alone(cache, tmp_path, asked):
+def test_a_stopped_process_is_found_by_its_beats_alone(table, cache, tmp_path, asked):
     lost = STATUS_LOST_PROCESS
     patient = dict.fromkeys(range(4), ("--heartbeat_seconds=40",))
     settings = Uneven(tmp_path / "run", 4, cache, QUICK | {"num_train_steps": 1000}, HANG_FLAGS, own=patient)
-    with started(settings) as job:
+    with table.naming("SIGSTOP, found by beats", 4), started(settings) as job:
         job.wait_for_line(r"step 6/")
         job.send(signal.SIGSTOP, 1)
         began = time.monotonic()
@@ -140,8 +165,8 @@ def test_a_stopped_process_is_found_by_its_beats_alone(cache, tmp_path, asked):
         print(f"the others ended after {time.monotonic() - began:.0f} s")  # noqa: T201
         job.send(signal.SIGKILL, 1)
         assert job.finish() == [lost, -signal.SIGKILL, lost, lost], job.log()
-    for index in (0, 2, 3):
-        last = job.logs[index].strip().splitlines()[-1]
-        assert re.search(r"no progress for 2\d s .*: behind: process 1, whose last beat came \d+ s ago from", last), (
-            last
-        )
+        for index in (0, 2, 3):
+            last = job.logs[index].strip().splitlines()[-1]
+            assert re.search(
+                r"no progress for 2\d s .*: behind: process 1, whose last beat came \d+ s ago from", last
+            ), last

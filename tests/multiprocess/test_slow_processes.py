@@ -40,16 +40,17 @@ def named(job: RunningJob) -> list[tuple[str, ...]]:
     [("slow_runs.CallbackSpins", "dispatch"), ("slow_runs.InputIsSlow", "input")],
     ids=["busy", "input"],
 )
-def test_a_slow_process_is_named_with_its_part(tmp_path, cache, exp, part):
+def test_a_slow_process_is_named_with_its_part(table, tmp_path, cache, exp, part):
     steps = slow_runs.EVEN_STEPS + 3 * WINDOW
-    job = trained(tmp_path / "run", cache, exp, steps, slow_one=2)
-    found = named(job)
-    assert [(process, which) for process, which, *_ in found] == [("2", part)], job.log()
-    # Within 20 steps after the first window that is full of slow steps.
-    assert int(found[0][3]) <= slow_runs.EVEN_STEPS + 2 * WINDOW
+    with table.naming(f"one process is slow: {part}", 4):
+        job = trained(tmp_path / "run", cache, exp, steps, slow_one=2)
+        found = named(job)
+        assert [(process, which) for process, which, *_ in found] == [("2", part)], job.log()
+        # Within 20 steps after the first window that is full of slow steps.
+        assert int(found[0][3]) <= slow_runs.EVEN_STEPS + 2 * WINDOW
 
 
-def test_a_thousand_even_steps_on_a_loaded_machine_raise_no_alarm(tmp_path, cache):
+def test_a_thousand_even_steps_on_a_loaded_machine_raise_no_alarm(table, tmp_path, cache):
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         job = trained(tmp_path / "run", cache, TINY, 1000)
@@ -57,4 +58,6 @@ def test_a_thousand_even_steps_on_a_loaded_machine_raise_no_alarm(tmp_path, cach
         for process in load:
             process.kill()
             process.wait()
-    assert not named(job), job.log()
+    alarms = named(job)
+    table.report("1,000 even steps under load: no alarm", [f"an alarm: {alarm}" for alarm in alarms], 4)
+    assert not alarms, job.log()

@@ -27,7 +27,9 @@ KEPT = [OVERRIDES[0], OVERRIDES[3]]
 def own_registry(monkeypatch):
     """What these tests register is gone after them."""
     for name in ("_registry", "_tags", "_specs", "_full_names_by_key"):
-        monkeypatch.setattr(experiment_registry, name, copy.deepcopy(getattr(experiment_registry, name)))
+        own = copy.copy(getattr(experiment_registry, name))
+        own.update({key: list(value) for key, value in own.items() if isinstance(value, list)})
+        monkeypatch.setattr(experiment_registry, name, own)
 
 
 def commands(directory, cls, *, registered):
