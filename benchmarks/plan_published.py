@@ -4,7 +4,8 @@
 
 For each run it compiles the train step for the run's chips and prints the published step beside the estimated range
 (`spmd_trainer.analysis.roofline`) and the range's middle. Runs on TPUs need the `tpu` extra, those on GPUs `cuda12` or
-`cuda13`; a run whose compiler is not installed is left out, and named. No constant of the estimate is fitted to these results.
+`cuda13`; a run whose compiler or attention kernel is not installed is left out, and named. No constant of the estimate is fitted
+to these results.
 
 What the published programs do otherwise than the ones compiled here is in `Run.differs`.
 """
@@ -28,6 +29,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from praxis.layers import AutodiffCheckpointType
 
 from spmd_trainer.analysis import links, roofline
+from spmd_trainer.attention import choices
 from spmd_trainer.errors import MissingCompilerError
 from spmd_trainer.experiments.lm import gpt2, llama
 
@@ -232,7 +234,10 @@ def estimate(name: str, run: Run, programs: pathlib.Path | None) -> Result:
     if kept and kept.exists():
         text = kept.read_text()
     else:
-        text = start_up.compile_train_step(job).fn.as_text()
+        with choices.recording() as recorded:
+            text = start_up.compile_train_step(job).fn.as_text()
+        if not {choice.kernel for choice in recorded.values()} <= {"splash", "cudnn"}:
+            raise MissingCompilerError("; ".join(choices.lines(recorded)))
         if kept:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(text)
