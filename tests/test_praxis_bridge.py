@@ -161,3 +161,29 @@ importlib.machinery.PathFinder.find_spec = lambda name, *args: None if name == '
 assert importlib.util.find_spec('praxis') is None
 """
     run_python(code)
+
+
+def test_modules_of_layers_are_imported_at_their_first_use():
+    code = """
+import sys, spmd_trainer
+from praxis import layers
+assert not [name for name in sys.modules if name.startswith('praxis.layers.')]
+assert layers.attentions.DotProductAttention is layers.DotProductAttention
+assert 'praxis.layers.vits' not in sys.modules
+assert {'VisionTransformer', 'vits', 'causal_mask'} <= set(dir(layers))
+assert not hasattr(layers, 'NoSuchLayer')
+from praxis.layers import *
+assert VisionTransformer.__module__ == 'praxis.layers.vits' and 'praxis.layers.vits' in sys.modules
+"""
+    run_python(code)
+
+
+def test_a_package_that_does_more_than_to_import_names_is_left_as_it_is():
+    code = """
+from spmd_trainer.praxis_bridge.lazy_layers import names_by_module
+names = 'from a.b import C\\nfrom a.b import d\\nfrom a.e import F\\n'
+assert names_by_module(names, 'a') == {'b': ['C', 'd'], 'e': ['F']}
+for more in ('x = 1', 'import os', 'from z import C', 'from a.b import C as D', 'from a.b import *'):
+    assert names_by_module(names + more, 'a') is None, more
+"""
+    run_python(code)

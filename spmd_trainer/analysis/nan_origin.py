@@ -34,11 +34,11 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """An operation or an argument with a result that is not finite.
+    """An operation, an argument or a constant with a value that is not finite.
 
     Attributes:
-      operation: the operation; None for an argument of the program.
-      argument: the argument's position; None for an operation.
+      operation: the operation; None for an argument or a constant of the program.
+      argument: the argument's position; None for an operation or a constant.
       layer: the layer that it belongs to, with the iterations of loops: 'lm/transformer/repeat[1]/sub/ff_layer'; may be ''.
       backward: whether the backward pass executes it.
       recomputed: whether it is a part of the forward pass that the backward pass computes again.
@@ -156,10 +156,12 @@ class Flags:
         return Value(tuple(outer), operation.inputs[position])
 
     def _describe(self, value: Value, flag: int, *, from_infinity: bool) -> Found | None:
-        """Returns the operation that made a value, or the argument of the program; None for what only hands it on."""
+        """Returns the operation that made a value, or the argument or constant that it is; None for what only hands it on."""
         frame = self._frame(value.place)
         if value.number not in frame.producers:
-            if value.place or value.number not in frame.arguments:
+            if value.number not in frame.arguments:
+                return Found(None, None, "", False, False, flag, from_infinity, (-1, len(frame.arguments)), -1)
+            if value.place:
                 return None
             position = frame.arguments.index(value.number)
             return Found(None, position, "", False, False, flag, from_infinity, (-1, position), -1)

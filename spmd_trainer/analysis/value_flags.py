@@ -1,9 +1,9 @@
 """Evaluates a jaxpr and notes for each of its values whether it holds a NaN or an infinity.
 
-The program computes what the jaxpr computes, from the same operations; each result of floating point gets one reduction more, to
-0 (finite), 1 (an infinity) or 2 (a NaN). Loops (`lax.scan`) and `shard_map` are followed and keep their form: the flags of each
-iteration are stacked, as its other results are. Nothing calls back to the host, so collectives wait for nothing but each other.
-`nan_origin.py` reads the flags.
+The program computes what the jaxpr computes, from the same operations; each floating-point or complex result gets one more
+reduction, to 0 (finite), 1 (an infinity) or 2 (a NaN). Loops (`lax.scan`) and `shard_map` are followed and keep their form: the
+flags of each iteration are stacked, as its other results are. Nothing calls back to the host, so collectives wait for nothing but
+each other. `nan_origin.py` reads the flags.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _Recorder:
         """Computes the flag of a value, unless it is there or the value has none."""
         if number in self.frame.flagged or number == LITERAL:
             return
-        if jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.floating) and jnp.size(x):
+        if jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.inexact) and jnp.size(x):
             self.frame.flagged[number] = len(self._flags)
             self._flags.append(_flag(x))
 
@@ -207,7 +207,7 @@ def _one(
             values = list(lax.optimization_barrier(tuple(values))) if values else values
         const_ids = [recorder.value(x) for x in closed.consts]
         return _run(closed.jaxpr, list(closed.consts), values, const_ids, ids, recorder, scope)
-    if name == "scan":
+    if name == "scan" and params["length"]:
         return _scan(eqn, values, ids, recorder, scope)
     if name == "shard_map":
         return _shard_map(eqn, values, ids, recorder, scope)
@@ -215,6 +215,8 @@ def _one(
     results = list(results) if eqn.primitive.multiple_results else [results]
     if name == "name":
         recorder.tag(params["name"], ids[0])
+    if name == "optimization_barrier":
+        return results, ids
     if name in _MOVES or _widens(eqn):
         return results, ids[:1]
     operation = Operation(name, scope, source_info_util.summarize(eqn.source_info), tuple(ids))

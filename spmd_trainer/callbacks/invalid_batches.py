@@ -12,13 +12,17 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.callbacks.base import Callback, Run
-from spmd_trainer.callbacks.invalid_steps import is_valid
+from spmd_trainer.callbacks.invalid_steps import is_finite, is_valid
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.train_states import PyTree
 
 # A run's directory gets the batches of so many steps.
 MAX_BATCHES = 5
+# Of those, steps with a finite loss and gradient, which was too large for the learner, may take so many: a NaN comes later.
+_MAX_FINITE = 3
+# Before the names in a file: NumPy has arguments of its own, such as 'file'.
+_PREFIX = "batch/"
 
 
 class InvalidBatches(Callback):
@@ -46,22 +50,24 @@ class InvalidBatches(Callback):
             return
         if self._written is None:
             self._written = written_steps(run.job_log_dir)
-        if len(self._written) >= MAX_BATCHES and step not in self._written:
+        finite = is_finite(scalars)
+        most = _MAX_FINITE if finite else MAX_BATCHES
+        if len(self._written) >= most and step not in self._written:
             return
         try:
             path = write(run.job_log_dir, step, batch)
-        except OSError as error:  # training goes on: the input can give the batch again
+        except Exception as error:  # training goes on: the input can give the batch again
             logging.warning("the batch of the invalid step %d could not be written: %s", step, error)
             return
         self._written.add(step)
-        more = f"; it is the last of {MAX_BATCHES} batches that are kept" if len(self._written) == MAX_BATCHES else ""
+        more = f"; it is the last of {most} batches that are kept" if len(self._written) == most else ""
         logging.warning(
-            "the batch of the invalid step %d is in %s%s. --mode=replay --step=%d, with the other flags as they are, says "
-            "where the first NaN came from",
+            "the batch of the invalid step %d is in %s%s. --mode=replay --step=%d, with the other flags as they are, %s",
             step,
             path,
             more,
             step,
+            "takes it again" if finite else "says where the first NaN came from",
         )
 
 
@@ -92,7 +98,7 @@ def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
       OSError: the file can't be written.
     """
     path, buffer = batch_file(job_log_dir, step), io.BytesIO()
-    arrays: dict[str, Any] = {name: local_rows(x) for name, x in named_leaves(batch)}
+    arrays: dict[str, Any] = {_PREFIX + name: local_rows(x) for name, x in named_leaves(batch)}
     np.savez(buffer, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(buffer.getvalue())
@@ -117,13 +123,16 @@ def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
         return None
     try:
         with np.load(io.BytesIO(data)) as file:
-            arrays = {name: file[name] for name in file.files}
+            arrays = {name.removeprefix(_PREFIX): file[name] for name in file.files}
     except Exception as error:  # zipfile and NumPy have many
         raise ValueError(f"{path} can't be read: {error}") from error
     names = [name for name, _ in named_leaves(like)]
     if sorted(names) != sorted(arrays):
         raise ValueError(f"{path} holds {', '.join(sorted(arrays))}; the input gives {', '.join(sorted(names))}")
     leaves = [_as_dtype(arrays[name], leaf.dtype) for name, leaf in named_leaves(like)]
+    for name, x, leaf in zip(names, leaves, jax.tree.leaves(like), strict=True):
+        if x.dtype != leaf.dtype:
+            raise ValueError(f"{path} holds {name} as {x.dtype}; the input gives {leaf.dtype}")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -135,4 +144,4 @@ def local_rows(x: jax.Array) -> np.ndarray:
 
 def _as_dtype(x: np.ndarray, dtype: Any) -> np.ndarray:
     # NumPy's files know no bfloat16.
-    return x.view(dtype) if x.dtype.kind == "V" else x
+    return x.view(dtype) if x.dtype.kind == "V" and x.dtype.itemsize == np.dtype(dtype).itemsize else x

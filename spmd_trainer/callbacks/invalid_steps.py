@@ -14,6 +14,8 @@ from spmd_trainer.metrics.packing import Scalars
 _LOGGED_EACH = 20
 _LOGGED_EVERY = 100
 _VALID = "is_valid_step"
+# The end of the names of gradient norms before clipping.
+GRAD_NORM = "raw_grad_norm"
 # The run ends after this many steps in a row from which nothing was learnt: it would only use up devices.
 MAX_IDLE_STEPS = 100
 
@@ -34,6 +36,11 @@ def is_accepted(scalars: Scalars) -> bool:
 def is_valid(scalars: Scalars) -> bool:
     """Returns False if the loss is NaN or Inf, or the learner calls the gradient invalid."""
     return is_accepted(scalars) and (scalars.loss is None or math.isfinite(scalars.loss))
+
+
+def is_finite(scalars: Scalars) -> bool:
+    """Returns False if the loss or a gradient norm is NaN or Inf."""
+    return all(math.isfinite(value) for value in (scalars.loss or 0.0, *scalars.summaries_called(GRAD_NORM)))
 
 
 def learns(scalars: Scalars, loss_name: str) -> bool:

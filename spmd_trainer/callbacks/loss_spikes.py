@@ -22,14 +22,20 @@ _ENDS = 3.0
 _OF_MAD = 1.4826
 # The least deviation, as a part of the median: a loss that hardly varies would make a spike of every step.
 _LEAST = 0.01
+# A spike is so many times as far from the median as this part of the losses is: one batch in ten may be harder than the others.
+_USUAL, _ABOVE_USUAL = 0.95, 3.0
+# Each of the first spikes is warned of; after that, one in a hundred.
+_LOGGED_EACH = 20
+_LOGGED_EVERY = 100
 
 
 class LossSpikes(Callback):
-    """Counts loss spikes, and warns of each once.
+    """Counts loss spikes, and warns of them.
 
     A step is a spike if its loss is more than 8 deviations above the median of the last 100 valid losses. A deviation is 1.4826
     times the median absolute deviation, and at least 1% of the median: unlike mean and standard deviation, they hardly move with
-    earlier spikes. A loss that stays up is one spike. The summaries have the count as `loss_spikes`.
+    earlier spikes. It must also be three times as far from the median as 95 of the 100 losses are: where one batch in ten is harder,
+    such a batch is none. A loss that stays up is one spike. The summaries have the count as `loss_spikes`.
 
     Attributes:
       count: spikes since the run was started.
@@ -59,8 +65,15 @@ class LossSpikes(Callback):
             return
         deviation = max(least, _OF_MAD * _middle(sorted(abs(x - middle) for x in self._sorted)))
         was_up, self._is_up = self._is_up, loss > middle + limit * deviation
+        usual = self._sorted[int(_USUAL * (len(self._sorted) - 1))] - middle
+        if self._is_up and not was_up and loss <= middle + _ABOVE_USUAL * usual:
+            self._is_up = False
         if self._is_up and not was_up:
             self.count += 1
+            self._say(step, loss, middle, deviation)
+
+    def _say(self, step: int, loss: float, middle: float, deviation: float) -> None:
+        if self.count <= _LOGGED_EACH or self.count % _LOGGED_EVERY == 0:
             logging.warning(
                 "loss spike: step %d has loss %g; the median of the %d steps before it is %g, their deviation %g. %s so far",
                 step,

@@ -1,4 +1,4 @@
-"""Makes praxis 1.4.0 (April 2024) run on a current JAX. All knowledge about old praxis is in this file.
+"""Makes praxis 1.4.0 (April 2024) run on a current JAX. All knowledge about old praxis is in this folder.
 
 `install()` adds an import hook. When praxis is imported, the hook first restores the names that praxis expects. Importing
 `spmd_trainer` calls `install()`, and so does `spmd_trainer_bridge.py` when a program imports praxis first. Until praxis is
@@ -17,6 +17,7 @@ imported, nothing changes. Files in site-packages stay as they are, and calling 
 | (speed) `pax_fiddle.auto_config` of a lambda that calls nothing | class bodies of `optimizers`: fiddle parses the 3,000-line file twice, which takes 2 s at every start | such a lambda builds nothing, so it is returned unchanged |
 | (speed) the type hint of `BaseInput.dataset` | fiddle evaluates the type hints of every input it configures, and this hint imports TensorFlow (2 s and more) | the hint is `Any` |
 | (speed) `sympy`, `lingvo.core.symbolic`, `jax.experimental.sparse.linalg` | imported by modules that hardly use them (`sympy` by `layers.ngrammer`, for one function), together with scipy: a fifth of the import time at start | imported at their first use |
+| (speed) the modules of `praxis.layers` | the package imports all of them | imported when a name of theirs is first used (`lazy_layers.py`) |
 
 Not restored, because nothing here uses them: `jax.sharding.GSPMDSharding` (custom device orders), `PmapSharding` (pmap
 helpers), Pallas attention of 2024 (imported lazily by `gpu_fast_attention`), flax `fp8_ops.quantize_dequantize`.
@@ -32,9 +33,10 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from spmd_trainer.praxis_bridge import installation
+from spmd_trainer.praxis_bridge.lazy_layers import LazyNamesLoader
 
 PRAXIS_VERSION = installation.UNRESOLVABLE["praxis"]
 # The lowest JAX version that works, and the first version that has not been tested.
@@ -65,12 +67,12 @@ class PraxisFinder(importlib.abc.MetaPathFinder):
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns None for all modules but praxis, lingvo, `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`.
+        """Returns None for all modules but praxis, lingvo, `_LAYERS`, `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`.
 
         If praxis or lingvo is not installed, importing its spec raises an error with the command that installs it.
         """
         is_lazy = fullname in _LAZY_MODULES and "praxis" in sys.modules
-        if not (fullname in installation.UNRESOLVABLE or fullname in _MODULE_MENDS or is_lazy):
+        if not (fullname in installation.UNRESOLVABLE or fullname in _MODULE_MENDS or is_lazy or fullname == _LAYERS):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None and fullname in installation.UNRESOLVABLE:
@@ -79,6 +81,8 @@ class PraxisFinder(importlib.abc.MetaPathFinder):
             return spec
         if is_lazy:
             spec.loader = importlib.util.LazyLoader(spec.loader)
+        elif fullname == _LAYERS:
+            spec.loader = cast(importlib.abc.Loader, LazyNamesLoader(spec.loader))
         elif fullname == "praxis":
             spec.loader = _MendingLoader(spec.loader, before=_restore_jax_names)
         elif fullname in _MODULE_MENDS:
@@ -293,6 +297,7 @@ def _mend_base_input(module: Any) -> None:
     module.BaseInput.__annotations__["dataset"] = Any
 
 
+_LAYERS = "praxis.layers"
 _LAZY_MODULES = frozenset({"jax.experimental.sparse.linalg", "lingvo.core.symbolic", "sympy"})
 
 _MODULE_MENDS: dict[str, Callable[[Any], None]] = {

@@ -114,14 +114,26 @@ def _devices_text(devices: list[jax.Device], of: Mapping[jax.Device, Any]) -> st
 
 
 def _advice(differing: Mapping[str, list[jax.Device]], first: _Checksums) -> str:
-    """Returns what to do: take out the device that is surely wrong, or find out which one it is."""
-    fewest = min(differing.values(), key=len)
-    (path, *_) = differing
-    if len(fewest) < len(first[path]):
-        named = ", ".join(map(device_text, fewest))
-        return f"Device{'s' * (len(fewest) > 1)} {named} computed or stored wrong numbers: start again without"
+    """Returns what to do: take out the device that is surely wrong, or find out which one it is.
+
+    Collectives bring a difference to devices that are sound. So only a device that is alone with it is surely wrong.
+    """
+    (all_devices, *_) = (list(of) for of in first.values())
+    named = [device for device in all_devices if any(device in devices for devices in differing.values())]
+    if len(named) == 1 < len(all_devices):
+        return f"Device {device_text(named[0])} computed or stored wrong numbers: start again without"
+    uneven = (
+        "It is no device if the program itself is not deterministic, e.g. a host callback, or on GPUs a step without "
+        "xla_gpu_deterministic_ops (the experiment's XLA_FLAGS)"
+    )
+    if len(all_devices) == 1:
+        return f"There is one device: it computed or stored wrong numbers. {uneven}"
+    if len(named) < len(all_devices):
+        return (
+            f"One of the devices {', '.join(map(device_text, named))} computed or stored wrong numbers, and collectives of the "
+            f"step have brought the difference to the others: start again without them, or on parts of them. {uneven}"
+        )
     return (
         "The collectives of the step have brought the difference to all devices, so none can be named: start again on parts of "
-        "the devices to find the one. It is none of them if the program itself is not deterministic, e.g. a host callback, or "
-        "on GPUs a step without xla_gpu_deterministic_ops (the experiment's XLA_FLAGS)"
+        f"the devices to find the one. {uneven}"
     )

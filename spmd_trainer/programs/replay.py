@@ -19,6 +19,7 @@ from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd_trainer import multihost
 from spmd_trainer.analysis.nan_origin import Flags, Value
 from spmd_trainer.analysis.value_flags import Frame, run_with_flags
 from spmd_trainer.callbacks import invalid_batches
@@ -39,6 +40,7 @@ from spmd_trainer.train_states import PyTree, TrainState
 
 # Losses of a step that is taken again differ by less from what the run wrote, unless it is another run's step.
 _SAME_LOSS = 1e-3
+_NOT_WRITTEN = "not written"
 # How a gradient is named in the step's program, before the variable's path.
 _GRADIENT = "gradient of "
 
@@ -171,6 +173,22 @@ def _check_step(job: Job, step: int) -> None:
         raise UserError(f"--step={step}: the run in {job.config.job_log_dir} ended at step {last}; give 1 to {last}")
     if step > planned:
         raise UserError(f"--step={step}: task.train.num_train_steps is {planned}; give 1 to {planned}")
+    if last is None:
+        written = decided_by_process_0(lambda: _newest_written(job))
+        # Summaries come at intervals: the run may be so much further.
+        if written is not None and step > written + int(job.task.train.summary_interval_steps):
+            raise UserError(
+                f"--step={step}: the run in {job.config.job_log_dir} has written up to step {written}; give 1 to {written}"
+            )
+
+
+def _newest_written(job: Job) -> int | None:
+    """Returns the newest step that the run has written or saved; None for none."""
+    try:
+        records = list(read_metrics(job.config.job_log_dir, "train"))
+    except FileNotFoundError:
+        records = []
+    return max([*records, *steps.whole(job.config.checkpoint_dir)], default=None)
 
 
 def _restore(job: Job, step: int) -> Restored:
@@ -217,7 +235,7 @@ class _Batches:
         )
         self._context = start_up.train_batches(job, saved if restored.step else None) if can_rewind else None
         self._input: Any = None
-        self._from_step = restored.step
+        self._unusable = ""
 
     def __enter__(self) -> _Batches:
         self._input = None if self._context is None else self._context.__enter__()
@@ -238,8 +256,11 @@ class _Batches:
         written = self._written() if step == self._last else None
         if written is None:
             if batch is not None:
-                self.notes += ["batch: from the input"] if step == self._last else []
+                unusable = f"; what the run wrote down is not used: {self._unusable}" if self._unusable else ""
+                self.notes += [f"batch: from the input{unusable}"] if step == self._last else []
                 return batch
+            if self._unusable:
+                raise UserError(f"the batch of step {step} that the run wrote can't be used: {self._unusable}")
             why = (
                 "has ended" if self._input is not None else "can't go back to the checkpoint: it has no saved position"
             )
@@ -252,23 +273,34 @@ class _Batches:
         return written
 
     def _written(self) -> PyTree | None:
-        """Returns the batch that training wrote, on the devices, or None."""
+        """Returns the batch that training wrote, on the devices; None if not all processes have their rows of it."""
         job, partitioner = self._job, self._job.partitioner
         padded = partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
+        rows, problem = None, ""
         try:
             rows = invalid_batches.read(job.config.job_log_dir, self._last, padded)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if rows is None:
-            return None
+            problem = _NOT_WRITTEN if rows is None else self._wrong_shape(rows, padded)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        problems = multihost.gather("the batch of a replayed step", problem)
+        if not any(problems):
+            return partitioner.preprocess_inputs(rows, partitioner.inputs_partition_spec(padded))
+        if any(one != _NOT_WRITTEN for one in problems):  # an incomplete one is none, but it was written
+            process, why = next((n, one) for n, one in enumerate(problems) if one)
+            self._unusable = f"process {process}: {why}"
+            logging.warning("the batch that the run wrote is not used: %s", self._unusable)
+        return None
+
+    def _wrong_shape(self, rows: PyTree, padded: PyTree) -> str:
+        """Returns why the rows don't fit this mesh, or ''."""
         for (name, x), (_, whole) in zip(named_leaves(rows), named_leaves(padded), strict=True):
             expected = (whole.shape[0] // jax.process_count(), *whole.shape[1:])
             if x.shape != expected:
-                raise UserError(
-                    f"{invalid_batches.batch_file(job.config.job_log_dir, self._last)}: {name} has shape {x.shape}, and this "
-                    f"mesh needs {expected}; replay with the run's number of devices and processes"
+                return (
+                    f"{invalid_batches.batch_file(self._job.config.job_log_dir, self._last)}: {name} has shape {x.shape}, and "
+                    f"this mesh needs {expected}; replay with the run's number of devices and processes"
                 )
-        return partitioner.preprocess_inputs(rows, partitioner.inputs_partition_spec(padded))
+        return ""
 
 
 def _comparison(written: PyTree, own: PyTree | None) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spmd_trainer.analysis.nan_origin import Found, Value
 from spmd_trainer.analysis.value_flags import FINITE, INFINITE
-from spmd_trainer.callbacks.invalid_steps import is_valid
+from spmd_trainer.callbacks.invalid_steps import GRAD_NORM, is_finite, is_valid
 from spmd_trainer.metrics.packing import Scalars, summary_name
 from spmd_trainer.tasks_lib import SingleTask
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 # Lines of each list.
 _LISTED = 12
-_GRAD_NORM = "raw_grad_norm"
 _WORDS = {INFINITE: "an infinity", 2: "NaN"}
 
 
@@ -29,13 +28,20 @@ def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> 
       step: its number.
       task: the task.
     """
-    norms = ", ".join(f"gradient norm {norm:g}" for norm in scalars.summaries_called(_GRAD_NORM))
+    norms = ", ".join(f"gradient norm {norm:g}" for norm in scalars.summaries_called(GRAD_NORM))
     numbers = f"loss {scalars.loss:g}" + (f", {norms}" if norms else "")
     start = _start(observed)
     if start is None:
         threshold = task.learner.skip_step_gradient_norm_value
         if is_valid(scalars):
             return [f"step {step} is valid: {numbers}"]
+        if not is_finite(scalars):
+            return [
+                f"step {step} is invalid: {numbers}",
+                "",
+                "with a flag on each value, the same step is finite: the compiler fuses and orders its operations in another way "
+                "then, or a device gives other numbers for the same step. --check_repeat_every=1 finds out which",
+            ]
         limit = f": the gradient norm reaches skip_step_gradient_norm_value={threshold:g}" if threshold else ""
         return [f"step {step}: {numbers}; no NaN and no infinity, but the learner does not take it{limit}"]
     begun, _ = observed.flags.causes(start)
@@ -51,7 +57,7 @@ def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> 
 
 def _start(observed: Observed) -> list[Value] | None:
     """Returns the first results that are not finite: the loss, else gradients, else their norm, else new variables."""
-    norms = {name: value for name, value in observed.results.items() if summary_name(name).endswith(_GRAD_NORM)}
+    norms = {name: value for name, value in observed.results.items() if summary_name(name).endswith(GRAD_NORM)}
     state = {name: value for name, value in observed.results.items() if name.startswith("new ")}
     loss = {"loss": observed.results["loss"]}
     for group in (loss, observed.gradients, norms, state):
@@ -67,7 +73,8 @@ def _bad(observed: Observed, values: Mapping[str, Value]) -> list[str]:
 def _origin(found: Found, observed: Observed) -> str:
     """Returns where something began: the pass, the layer, the operation and its line."""
     if found.operation is None:
-        assert found.argument is not None
+        if found.argument is None:
+            return "a constant of the program holds it: an array of NumPy or JAX that the model's code made"
         return _argument(observed.arguments[found.argument])
     operation = found.operation
     made = "of an infinity" if found.from_infinity else "of finite values"

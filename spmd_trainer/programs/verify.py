@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -205,7 +205,9 @@ def verify(job: Job) -> None:
             ),
         )
         return
-    own = xla_flags.flags_for(job.config.experiment.experiment, job.partitioner.mesh.devices.flat[0])
+    device = job.partitioner.mesh.devices.flat[0]
+    own = xla_flags.flags_for(job.config.experiment.experiment, device)
+    _check_options(options, own, device)
     compiled = functools.partial(
         xla_flags.compile_with, experiment=job.config.experiment.label, where="--verify_against"
     )
@@ -215,6 +217,24 @@ def verify(job: Job) -> None:
         on_mesh(compiled=functools.partial(compiled, flags={**own, **options})),
     )
     _compare_runs(job, Runs(without, with_options, ("without", "with"), f"on {mesh} without and with {shown}"))
+
+
+def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: jax.Device) -> None:
+    """Refuses options that change nothing here: both runs would be the same program.
+
+    Raises:
+      UserError: an option is for another kind of devices, or all of them are set in the experiment's XLA_FLAGS already.
+    """
+    for name in options:
+        if not xla_flags.is_for(name, device):
+            raise UserError(
+                f"--verify_against: {name} changes nothing on {device.device_kind} devices; compare it where it is used, or "
+                f"give an option of {device.platform} or of all devices"
+            )
+    if all(name in own and own[name] == value for name, value in options.items()):
+        raise UserError(
+            f"--verify_against: the experiment's XLA_FLAGS already have {', '.join(options)} with these values; give others"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,18 +36,22 @@ def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
     Raises:
       UserError: a name doesn't begin with 'xla_', or a value is no bool, number or string.
     """
-    platform = device.platform if device.platform in ("cpu", "tpu") else "gpu"
     flags, others = {}, []
     for name, value in experiment.XLA_FLAGS.items():
         _check(name, value)
-        wanted = next((of for start, of in _PLATFORMS.items() if name.startswith(start)), platform)
-        if wanted == platform:
+        if is_for(name, device):
             flags[name] = value
         else:
             others.append(name)
     if others:
         logging.info("XLA flags of other devices, not used: %s", ", ".join(others))
     return flags
+
+
+def is_for(name: str, device: jax.Device) -> bool:
+    """Returns False for the name of a flag of another kind of devices."""
+    platform = device.platform if device.platform in ("cpu", "tpu") else "gpu"
+    return next((of for start, of in _PLATFORMS.items() if name.startswith(start)), platform) == platform
 
 
 def _check(name: object, value: object) -> None:
@@ -81,7 +85,7 @@ def parse(where: str, text: str) -> Options:
         if not re.fullmatch(r"xla_\w+", name):
             raise UserError(f"{where}: {item!r} is no XLA option; write NAME=VALUE, e.g. xla_cpu_enable_fast_math=true")
         parsed = _value(value or "true")
-        if options.setdefault(name, parsed) != parsed:
+        if value_text(options.setdefault(name, parsed)) != value_text(parsed):
             raise UserError(f"{where}: {name} has two values, {options[name]} and {parsed}; give one")
     if not options:
         raise UserError(f"{where} is empty; write NAME=VALUE, e.g. xla_cpu_enable_fast_math=true")

@@ -124,3 +124,37 @@ def test_layers_of_name_stacks():
     inner = "rematted_computation/sub.body_fn/sub/x_layers_0/ff_layer/ff_layer._compute/linear/einsum/...y,yz->...z"
     scope = [*stack.split("/"), ITERATION, "", *inner.split("/")]
     assert layer_of(scope, [2]) == "lm/transformer/repeat[2]/sub/x_layers_0/ff_layer/linear/einsum"
+
+
+def test_a_constant_of_the_program_is_named():
+    table = jnp.array([1.0, np.nan])
+    (found,) = begun(lambda x: jnp.sum(x * table), jnp.ones(2))
+    assert (found.operation, found.argument, found.flag) == (None, None, NAN)
+
+
+def test_a_constant_in_a_loop_is_named():
+    table = jnp.array([1.0, np.nan])
+    (found,) = begun(lambda x: jax.lax.scan(lambda c, _: (c + jnp.sum(table), None), x, length=2)[0], 1.0)
+    assert (found.operation, found.argument) == (None, None)
+
+
+def test_complex_values_have_flags():
+    (found,) = begun(lambda x: jnp.real(jnp.fft.fft(jnp.log(x)))[0], jnp.array([-1.0, 1.0]))
+    assert found.operation.primitive == "log"
+
+
+def test_a_loop_without_iterations_hands_on_what_it_gets():
+    def fn(x):
+        return jax.lax.scan(lambda c, y: (c + y, c), jnp.log(x), jnp.zeros(0))[0]
+
+    (found,) = begun(fn, -1.0)
+    assert found.operation.primitive == "log"
+
+
+def test_a_barrier_keeps_its_operands_apart():
+    def fn(x):
+        bad, good = jax.lax.optimization_barrier((jnp.log(x), jnp.exp(x)))
+        return jnp.sqrt(-good) + jnp.isnan(bad)
+
+    (found,) = begun(fn, -1.0)
+    assert found.operation.primitive == "sqrt"

@@ -75,3 +75,15 @@ def test_a_skipped_step_does_not_count(caplog):
     assert run.logged[-1] == 0
     callback.after_step(run, 61, Scalars(9.0))
     assert run.logged[-1] == 1
+
+
+def test_batches_that_are_harder_now_and_then_are_no_spikes(caplog):
+    losses = falling()
+    losses[::10] += 1.0
+    assert spikes(losses, caplog) == []
+
+
+def test_a_loss_that_is_mostly_zero_is_not_full_of_spikes(caplog):
+    random = np.random.default_rng(0)
+    losses = np.where(random.uniform(size=2000) < 0.2, random.uniform(size=2000), 0.0)
+    assert len(spikes(losses, caplog)) <= 3

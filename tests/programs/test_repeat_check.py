@@ -104,3 +104,21 @@ def test_nothing_is_compared_when_it_is_off(monkeypatch):
     monkeypatch.setattr(repeat_check, "device_checksums", None)
     run = type("Run", (), {"step": 9, "state": "state"})()
     assert RepeatCheck(0).take(lambda state, key, batch: (state, batch), run, None, "batch") == ("state", "batch")
+
+
+def compared(differing):
+    """The error for devices with another checksum, by variable."""
+    first = {path: dict.fromkeys(jax.devices(), (1, 1)) for path in differing}
+    second = {path: {d: (2, 2) if d.id in ids else (1, 1) for d in jax.devices()} for path, ids in differing.items()}
+    with pytest.raises(RepeatError) as raised:
+        repeat_check._compare(first, second, 3)
+    return str(raised.value)
+
+
+def test_only_a_device_that_is_alone_with_a_difference_is_named():
+    """Collectives bring a difference to sound devices, in some variables to fewer of them than in others."""
+    assert "Device 7 (cpu, process 0) computed or stored" in compared({"a": {7}, "b": {7}})
+    text = compared({"a": set(range(8)), "b": {0, 2, 4, 6}})
+    assert "so none can be named" in text
+    text = compared({"a": {1, 3}, "b": {3}})
+    assert "One of the devices 1 (cpu, process 0), 3 (cpu, process 0) computed or stored" in text

@@ -15,11 +15,14 @@ import pytest
 from etils import epath
 from nan_layers import NanTiny
 
+from spmd_trainer.analysis.nan_origin import Flags, Value
+from spmd_trainer.analysis.value_flags import Frame
 from spmd_trainer.callbacks import invalid_batches
 from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.partitioning import shard_map
-from spmd_trainer.programs import replay, train
+from spmd_trainer.programs import replay, replay_report, train
 from spmd_trainer.programs.job import Job
 from spmd_trainer.programs.run_config import make_run_config
 from spmd_trainer.sharding.variables import named_leaves
@@ -145,12 +148,46 @@ def test_a_step_that_cannot_be_replayed(step, words, tmp_path, capsys):
         report("forward", capsys, step=step, directory=tmp_path / "run")
 
 
-def test_the_first_invalid_batches_are_kept_and_no_more(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(invalid_batches, "MAX_BATCHES", 2)
+def test_a_step_that_the_run_has_not_reached(monkeypatch):
+    monkeypatch.setattr(replay.run_directory, "end_of_training", lambda directory: None)  # as if it had been killed
+    job = make_job(
+        trained("forward"), *overrides("forward"), "task.train.num_train_steps=100", mode="replay", replay_step=20
+    )
+    with pytest.raises(UserError, match=r"--step=20: the run in .* has written up to step 8; give 1 to 8"):
+        replay.replay(job)
+
+
+def test_a_written_batch_that_is_damaged_or_missing_is_said_and_the_input_is_used(tmp_path, capsys):
+    shutil.copytree(trained("forward"), tmp_path / "run")
+    file = invalid_batches.batch_file(epath.Path(tmp_path / "run"), STEP)
+    file.write_bytes(file.read_bytes()[:100])
+    text = report("forward", capsys, directory=tmp_path / "run")
+    assert "batch: from the input; what the run wrote down is not used: process 0:" in text
+    assert LAYER.format(wrong_layer()[0]) in text
+
+
+def test_a_step_that_is_finite_with_flags_alone_is_said(tmp_path):
+    frame = Frame(results=[0], num_values=1)
+    observed = replay.Observed(Flags(frame, {}), [], {"loss": Value((), 0)}, {}, 0)
+    text = "\n".join(replay_report.lines(observed, Scalars(float("nan")), 3, make_job(tmp_path).task))
+    assert "step 3 is invalid: loss nan" in text
+    assert "--check_repeat_every=1 finds out which" in text
+
+
+def test_any_name_of_a_field_can_be_written(tmp_path):
+    batch = {"file": jax.numpy.arange(4), "arr_0": jax.numpy.ones((4, 2), jax.numpy.bfloat16)}
+    invalid_batches.write(epath.Path(tmp_path), 1, batch)
+    read = invalid_batches.read(epath.Path(tmp_path), 1, batch)
+    jax.tree.map(np.testing.assert_array_equal, batch, read)
+    with pytest.raises(ValueError, match="holds file as int32; the input gives float32"):
+        invalid_batches.read(epath.Path(tmp_path), 1, batch | {"file": jax.numpy.ones(4)})
+
+
+def test_the_first_batches_that_are_too_large_are_kept_and_leave_room_for_a_nan(tmp_path, caplog):
     limit = "task.train.learner.skip_step_gradient_norm_value=1e-9"  # every step is invalid
     train.train(make_job(tmp_path / "run", limit, "task.train.num_train_steps=4"))
-    assert invalid_batches.written_steps(tmp_path / "run") == {1, 2}
-    assert "the last of 2 batches that are kept" in caplog.text
+    assert invalid_batches.written_steps(tmp_path / "run") == {1, 2, 3}
+    assert "the last of 3 batches that are kept" in caplog.text
 
 
 class NanTinyByHand(NanTiny):

@@ -62,6 +62,17 @@ def test_an_option_that_xla_does_not_know_names_the_nearest(tmp_path):
     assert "did you mean xla_cpu_enable_fast_math" in done.stderr
 
 
+def test_options_that_change_nothing_are_refused(tmp_path, monkeypatch):
+    job = make_job(tmp_path, verify_against={"xla_gpu_enable_triton_gemm": False})
+    with pytest.raises(UserError, match="xla_gpu_enable_triton_gemm changes nothing on cpu devices"):
+        verify.verify(job)
+    options = {"xla_cpu_multi_thread_eigen": False}
+    job = make_job(tmp_path, verify_against=options)
+    monkeypatch.setattr(job.config.experiment.experiment, "XLA_FLAGS", options)
+    with pytest.raises(UserError, match="XLA_FLAGS already have xla_cpu_multi_thread_eigen"):
+        verify.verify(job)
+
+
 @pytest.mark.parametrize("text", ["--xla_a=true --xla_b=2 xla_c=x,y", "xla_a,xla_b=2,--xla_c=x,y"])
 def test_options_are_written_as_xla_writes_them(text):
     assert xla_flags.parse("--verify_against", text) == {"xla_a": True, "xla_b": 2, "xla_c": "x,y"}
