@@ -34,8 +34,8 @@ class LossSpikes(Callback):
 
     A step is a spike if its loss is more than 8 deviations above the median of the last 100 valid losses. A deviation is 1.4826
     times the median absolute deviation, and at least 1% of the median: unlike mean and standard deviation, they hardly move with
-    earlier spikes. It must also be three times as far from the median as 95 of the 100 losses are: where one batch in ten is harder,
-    such a batch is none. A loss that stays up is one spike. The summaries have the count as `loss_spikes`.
+    earlier spikes. It must also be three times as far from the median as 95 of the 100 losses are: where one batch in ten is
+    harder, such a batch is none. A loss that stays up is one spike. The summaries have the count as `loss_spikes`.
 
     Attributes:
       count: spikes since the run was started.
