@@ -4,11 +4,14 @@
 """
 
 import functools
+import os
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_nets
 from flax.errors import ScopeParamShapeError
 from praxis import pax_fiddle
 
@@ -17,11 +20,10 @@ from spmd_trainer.partitioning import pjit, step_view
 from spmd_trainer.programs import experiment_config, verify
 
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
-# The meshes that split more than one axis find what the others find, and more: every experiment takes these in `make test`.
+# One experiment of each kind of partitioner, task and schedule, on the mesh that splits all axes: in `make test`. `make test-all`
+# takes all experiments on the mixed meshes, and these on all; `make interop` the rest.
 MIXED_MESHES = [(1, 4, 2), (2, 2, 2)]
-# One experiment of each kind of partitioner, task and schedule takes all meshes in `make test`. `make interop` runs the others
-# on all meshes.
-ON_ALL_MESHES = (
+OF_EACH_KIND = (
     "lm.cloud.LmCloudSpmdAdamTiny",
     "lm.llama.TinyLlama",
     "lm.stdlib.StdlibBytesTiny",
@@ -33,6 +35,9 @@ ON_ALL_MESHES = (
     "synthetic.structures.TinyPipeline",
     "vision.digits.DigitsNnxTiny",
 )
+# Random nets: how many in `make test`, and how many more in `make test-all`, from a seed that is new each time.
+NETS, MORE_NETS = 20, 200
+FIRST_SEED = int(os.environ.get("SPMD_TEST_SEED", time.time_ns() // 10**9))
 STEPS = 5
 KEY = jax.random.key(1)
 
@@ -79,8 +84,13 @@ def reference(name):
 
 
 def case(name, sizes):
-    slow = name not in ON_ALL_MESHES and sizes not in MIXED_MESHES
-    return pytest.param(name, sizes, marks=[pytest.mark.xdist_group(name), *([pytest.mark.slow] if slow else [])])
+    of_each_kind = name in OF_EACH_KIND
+    marks = [pytest.mark.xdist_group(name)]
+    if not of_each_kind and sizes not in MIXED_MESHES:
+        marks.append(pytest.mark.slow)
+    elif not (of_each_kind and sizes == (2, 2, 2)):
+        marks.append(pytest.mark.full)
+    return pytest.param(name, sizes, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [case(name, sizes) for name in EXPERIMENTS for sizes in MESHES], ids=str)
@@ -89,9 +99,21 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, sizes):
         assert step.passed, (name, sizes, step)
 
 
+@pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, NETS, 5)], ids=str)
+def test_random_nets_train_as_in_plain_jax(seeds):
+    assert not [net.text for net in map(random_nets.draw, seeds) if not random_nets.agrees(net)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(0, MORE_NETS, 10))
+def test_more_random_nets_train_as_in_plain_jax(number):
+    seeds = range(FIRST_SEED + number, FIRST_SEED + number + 10)
+    assert not [net.text for net in map(random_nets.draw, seeds) if not random_nets.agrees(net)]
+
+
 def test_the_experiments_cover_every_structure():
     assert len(EXPERIMENTS) >= 15
-    assert set(ON_ALL_MESHES) <= set(EXPERIMENTS)
+    assert set(OF_EACH_KIND) <= set(EXPERIMENTS)
     for part in ("Pipeline", "PipelineStreaming", "MixtureOfExperts", "Dropout", "Adafactor", "Accumulation", "Ema"):
         assert f"synthetic.structures.Tiny{part}" in EXPERIMENTS
     losses = [step.loss for step in reference("synthetic.structures.TinyLm").snapshots[1:]]

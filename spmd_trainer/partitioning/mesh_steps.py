@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -16,6 +17,7 @@ from spmd_trainer.partitioning import batch_padding, state_layout
 from spmd_trainer.partitioning.partitioner import CompiledStep, PartitionedStep, StepFn
 from spmd_trainer.partitioning.state_layout import StateMetadata
 from spmd_trainer.partitioning.step_view import StepView
+from spmd_trainer.sharding.even_program import evenly
 from spmd_trainer.steps import initialization
 from spmd_trainer.steps.step_fns import Padded
 from spmd_trainer.tasks_lib import SingleTask
@@ -77,7 +79,9 @@ class MeshSteps:
         mapping = task.train.inputs_split_mapping
         if mapping is not None:
             sharding.validate_split_mapping(mapping, mesh.axis_names, inputs_shape_dtype)
-            sharding.input_partition_specs(mapping, dict(mesh.shape), inputs_shape_dtype)
+            specs = sharding.input_partition_specs(mapping, dict(mesh.shape), inputs_shape_dtype)
+            for note in batch_padding.notes(inputs_shape_dtype, specs, dict(mesh.shape)):
+                logging.warning("%s", note)
         init_variables = initialization.variables_initialiser(task, inputs_shape_dtype)
         metadata = state_layout.build(task, init_variables, mesh, plan) if kept is None else kept.on(mesh)
         return cls(task, mesh, metadata, init_variables, row_padding)
@@ -120,7 +124,7 @@ class MeshSteps:
     def reshard_inputs(self, inputs: NestedJTensor) -> NestedJTensor:
         """Splits inputs as the task's `inputs_split_mapping` says. Under jit."""
         mapping = self.task.train.inputs_split_mapping
-        # If the axes don't divide the batch, the compiler pads it inside the program, at its own cost.
+        # If the axes don't divide the batch, `evenly` pads it.
         return sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
 
     def partition(
@@ -157,7 +161,7 @@ class MeshSteps:
         specs = self.inputs_partition_spec(padded)
         replicated = NamedSharding(self.mesh, PartitionSpec())
         jitted = jax.jit(
-            step,
+            evenly(step, self.mesh, None if is_eval else _recommend_verify),
             in_shardings=(view.logical.shardings, replicated, self._shardings(specs)),
             out_shardings=(None if is_eval else view.logical.shardings, replicated),
             donate_argnums=() if is_eval else (0,),
@@ -176,6 +180,17 @@ class MeshSteps:
     def _shardings(self, specs: NestedPartitionSpec) -> PyTree:
         return jax.tree.map(
             functools.partial(NamedSharding, self.mesh), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+
+def _recommend_verify(places: Sequence[str], padded: Sequence[str]) -> None:
+    """Logs what is known of the program's own sharding constraints."""
+    for note in padded:
+        logging.warning("%s", note)
+    if places:
+        logging.info(
+            "the model has sharding constraints of its own (%s); --mode=verify compares a few steps with one device",
+            ", ".join(places[:3]) + (", ..." if len(places) > 3 else ""),
         )
 
 

@@ -22,6 +22,7 @@ from spmd_trainer.optim import masks
 from spmd_trainer.partitioning import collectives
 from spmd_trainer.partitioning.gathered_on_use import gathered_on_use, without_keeping_gathered
 from spmd_trainer.partitioning.state_layout import NestedVariableSpec
+from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.steps import accumulation, integers, step_fns
 from spmd_trainer.steps.minibatches import Outputs
 from spmd_trainer.steps.step_fns import StepFnOutput
@@ -117,7 +118,7 @@ def gradients(
             task,
             _without_padding(mdl_vars, settings.variables),
             prng_key,
-            jax.tree.map(lambda x: x[: settings.num_rows], inputs),
+            jax.tree.map(lambda x: slice_off(x, (settings.num_rows, *x.shape[1:])), inputs),
             var_weight_hparams,
         )
     return outputs.put_back(sums, by_row, settings.mesh.size, settings.num_rows), written, grads
@@ -184,7 +185,7 @@ def _no_ambient_mesh() -> contextlib.AbstractContextManager[Any]:
 
 
 def _without_padding(tree: NestedJTensor, variables: NestedVariableSpec) -> NestedJTensor:
-    return jax.tree.map(lambda x, v: lax.slice(x, (0,) * x.ndim, v.logical_shape), tree, variables)
+    return jax.tree.map(lambda x, v: slice_off(x, v.logical_shape), tree, variables)
 
 
 def _gathered(

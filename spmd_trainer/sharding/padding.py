@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd_trainer.sharding.even_values import put_back, slice_off
 from spmd_trainer.sharding.messages import spec_text
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, axes_by_dim, check_spec, dimension_paddings, mesh_shape_of
 from spmd_trainer.sharding.variables import VariableSpec, broadcast_prefix, is_spec, named_leaves
@@ -83,8 +82,9 @@ def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMes
         paddings = dimension_paddings(spec, logical, sizes)
         if not any(paddings):
             return leaf
-        xp: Any = np if isinstance(leaf, np.ndarray) else jnp
-        return xp.pad(leaf, [(0, padding) for padding in paddings])
+        if isinstance(leaf, np.ndarray):
+            return np.pad(leaf, [(0, padding) for padding in paddings])
+        return put_back(leaf, tuple(size + padding for size, padding in zip(logical, paddings, strict=True)))
 
     return _map_with_prefixes(pad, tree, specs, logical_shapes)
 
@@ -124,7 +124,7 @@ def slice_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree) -> PyTree:
                 )
         if isinstance(leaf, np.ndarray):
             return leaf[tuple(slice(size) for size in logical)]
-        return lax.slice(leaf, (0,) * len(shape), logical)
+        return slice_off(leaf, logical)
 
     return _map_with_prefixes(unpad, tree, specs, logical_shapes)
 

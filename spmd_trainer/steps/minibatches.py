@@ -15,6 +15,7 @@ from jax import lax
 from praxis import base_layer
 
 from spmd_trainer.optim import masks
+from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.steps import accumulation, integers, step_fns
 from spmd_trainer.steps.step_fns import StepFnOutput
@@ -141,7 +142,7 @@ class Outputs:
         """
         mean = accumulation.weighted_mean
         rows, others = iter(by_row), iter(sums["others"])
-        leaves = [next(rows)[:num_rows] if is_row else mean(*next(others)) for is_row in self._by_row]
+        leaves = [_first_rows(next(rows), num_rows) if is_row else mean(*next(others)) for is_row in self._by_row]
         scalars = {name: (mean(s, w), w * num_devices) for name, (s, w) in sums["scalars"].items()}
         # Minibatches that hold padding are the last ones, and none holds both rows and padding.
         clu = jax.tree.unflatten(self._clu, [x[: num_rows // self._minibatch_rows] for x in rows])
@@ -152,6 +153,10 @@ class Outputs:
             summary_tensors={name: mean(s, w) for name, (s, w) in sums["summaries"].items()},
             clu_metrics={name: metric.reduce() for name, metric in (clu or {}).items()},
         )
+
+
+def _first_rows(x: jax.Array, num_rows: int) -> jax.Array:
+    return slice_off(x, (num_rows, *x.shape[1:]))
 
 
 def check_count(num_minibatches: int, num_rows: int) -> None:

@@ -1,0 +1,376 @@
+"""Evaluates a program so that XLA sees only arrays whose split dimensions divide by their shards.
+
+A step slices the padding off its variables and rows, because models see logical shapes. If XLA gets the slices, 17 rows over 4
+devices say, it pads them by itself, and in some operations wrongly: `docs/partitioner_faults.md` lists them. So the step is
+traced on logical shapes, and its operations are then run one by one on the padded arrays:
+
+- a slice that `slice_off` made costs nothing: the array stays padded, and its logical shape is remembered;
+- a constraint on a dimension that its axes don't divide pads this dimension;
+- each operation has a rule (`even_rules`, `even_indexing`) that says which dimensions keep their padding, and what is masked;
+- an operation without a rule gets arrays without padding, whose dimensions are then whole on each device;
+- `put_back` fills the padding with zeros.
+
+Constraints of the program, whoever wrote them, get their axes in an order for which XLA multiplies rightly
+(`constraints.computable`), and operations that XLA computes wrongly even on arrays that divide (windows, grouped convolutions,
+strided slices) get their windowed dimensions whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+from jax import lax
+from jax.extend import source_info_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd_trainer.sharding.constraints import computable
+from spmd_trainer.sharding.even_indexing import gather, scatter
+from spmd_trainer.sharding.even_rules import RULES, Rule, bind, without_padding
+from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, DimAxes, Pins, Shape, Value, padded_sizes
+from spmd_trainer.sharding.messages import spec_text
+from spmd_trainer.sharding.specs import AnyMesh, PyTree, axes_by_dim, axes_text, mesh_shape_of
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)).replace(os.sep, "/") + "/"
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+_SCATTERS = ("scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter")
+_RULES: dict[str, Rule] = {**RULES, "gather": gather, **dict.fromkeys(_SCATTERS, scatter)}
+
+
+def evenly(
+    fn: Callable[..., PyTree], mesh: Mesh, report: Callable[[list[str], list[str]], None] | None = None
+) -> Callable[..., PyTree]:
+    """Returns `fn` as a program of which XLA sees only arrays that divide; see the module. Call it under `jax.jit`.
+
+    Args:
+      fn: a function of pytrees of arrays; it is traced once.
+      mesh: the mesh.
+      report: gets 'file:line' of each sharding constraint of the program's own, and a sentence for each of them that splits a
+        dimension which its axes don't divide.
+    """
+
+    def run(*args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        arrays = jax.tree.leaves(args)
+        program = EvenProgram(Pins(mesh))
+        if report is not None:
+            own = own_constraints(closed.jaxpr)
+            report(list(own), [note for notes in own.values() for note in notes])
+        if program.changes(closed.jaxpr):
+            values = program.run(closed.jaxpr, closed.consts, [program.pins.value(x) for x in arrays])
+            found = [value.at(value.shape) for value in values]
+        else:
+            found = jax.extend.core.jaxpr_as_fun(closed)(*arrays)
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenProgram:
+    """Evaluates jaxprs on values that may have padding.
+
+    Attributes:
+      pins: makes values, and keeps dimensions whole.
+    """
+
+    pins: Pins
+
+    def changes(self, jaxpr: Any) -> bool:
+        """Returns True if an operation of a program without padding must not be left to XLA as it is."""
+        return any(self._changes(eqn) for eqn in jaxpr.eqns)
+
+    def _changes(self, eqn: Any) -> bool:
+        name, params = eqn.primitive.name, eqn.params
+        if params.get("name") in (SLICE_OFF, PUT_BACK):
+            return True
+        if name == "sharding_constraint":
+            return bool(_place_of(eqn)) or _must_change(params["sharding"], eqn.invars[0].aval.shape)
+        if self.pins.mesh is not None and self.pins.mesh.size > 1 and _is_unsafe(name, params):
+            return True
+        if name == "shard_map":  # each device's own program, which XLA does not divide
+            return False
+        return any(self.changes(inner) for inner in jax.extend.core.jaxprs_in_params(params))
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+        """Returns the results of a jaxpr."""
+        env: dict[Any, Value] = {}
+
+        def read(var: Any) -> Value:
+            return self.pins.value(var.val) if isinstance(var, jax.extend.core.Literal) else env[var]
+
+        given = [*(self.pins.value(x) for x in consts), *values]
+        env.update(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+        for eqn in jaxpr.eqns:
+            with _source_of(eqn):
+                found = self._one(eqn, [read(var) for var in eqn.invars])
+            env.update(zip(eqn.outvars, found, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def _one(self, eqn: Any, values: list[Value]) -> list[Value]:
+        name, params = eqn.primitive.name, eqn.params
+        if params.get("name") == SLICE_OFF:
+            return [self.pins.value(values[0].array, eqn.outvars[0].aval.shape, values[0].axes)]
+        if params.get("name") == PUT_BACK:
+            shape = tuple(eqn.outvars[0].aval.shape)
+            return [self.pins.value(values[0].masked(range(len(shape)), 0, shape))]
+        if name == "sharding_constraint":
+            return [self._constrained(eqn, values[0])]
+        if name == "optimization_barrier":
+            arrays = bind(eqn, [v.array for v in values])
+            return [self.pins.value(x, v.shape, v.axes) for x, v in zip(arrays, values, strict=True)]
+        if name in _CALLS:
+            return self._call(eqn, values)
+        if name in _CONTROL and (any(v.is_padded or not v.is_held for v in values) or self._changes(eqn)):
+            return _CONTROL[name](self, eqn, values)
+        return _RULES.get(name, without_padding)(self.pins, eqn, values)
+
+    def _call(self, eqn: Any, values: list[Value]) -> list[Value]:
+        inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+        return self.run(inner.jaxpr, inner.consts, values)
+
+    def _constrained(self, eqn: Any, value: Value) -> Value:
+        sharding = eqn.params["sharding"]
+        if not isinstance(sharding, NamedSharding):
+            return without_padding(self.pins, eqn, [value])[0]
+        rank, sizes = len(value.shape), mesh_shape_of(sharding.mesh)
+        free = {dim for dim, entry in enumerate(sharding.spec) if entry is PartitionSpec.UNCONSTRAINED}
+        spec = computable(sharding.spec, sizes)
+        axes = _split_axes(spec, rank)
+        physical = padded_sizes(value.shape, value.physical, axes, sizes)
+        physical = tuple(value.physical[dim] if dim in free else size for dim, size in enumerate(physical))
+        kept = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        array = value.at(physical)
+        if value.product and _takes_axes_elsewhere(axes, *value.product):
+            array = self._as_operands_suggest(array, value.product[0], sharding.mesh)
+        array = lax.with_sharding_constraint(array, kept)
+        return self.pins.value(array, value.shape, tuple(None if d in free else a for d, a in enumerate(axes)))
+
+    def _as_operands_suggest(self, x: jax.Array, axes: DimAxes, mesh: AnyMesh) -> jax.Array:
+        """Splits a product as its operands are split, as far as that is known and the sizes divide."""
+        sizes = mesh_shape_of(mesh)
+        spec = PartitionSpec(
+            *(
+                over if over and size % math.prod(sizes[axis] for axis in over) == 0 else None
+                for size, over in zip(x.shape, axes, strict=True)
+            )
+        )
+        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, computable(spec, sizes)))
+        return split
+
+    def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
+        physical: list[Value] = []
+
+        def inside(*arrays: Any) -> list[Any]:
+            given = [self.pins.value(x, v.shape) for x, v in zip(arrays, values, strict=True)]
+            found = self.run(eqn.params["jaxpr"], (), given)
+            physical[:] = found
+            return [v.array for v in found]
+
+        arrays = [v.array for v in values]
+        closed = jax.make_jaxpr(inside)(*arrays)
+        jaxpr = closed.jaxpr
+        if closed.consts:
+            jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
+        found = bind(eqn, [*closed.consts, *arrays], jaxpr=jaxpr)
+        return [self.pins.value(x, v.shape) for x, v in zip(found, physical, strict=True)]
+
+    def _scan(self, eqn: Any, values: list[Value]) -> list[Value]:
+        params, pins = eqn.params, self.pins
+        body, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        consts, carry = values[:num_consts], values[num_consts : num_consts + num_carry]
+        stacked = values[num_consts + num_carry :]
+        xs = [v.at(v.without_padding_of([0])) for v in stacked]
+        fixed = [v.array for v in consts]  # here: an array that is first computed in the loop's body stays there
+
+        def inside(carry: Sequence[Value], parts: Sequence[Any]) -> list[Value]:
+            slices = [pins.value(x, v.shape[1:]) for x, v in zip(parts, stacked, strict=True)]
+            given = [pins.value(x, v.shape) for x, v in zip(fixed, consts, strict=True)]
+            return self.run(body.jaxpr, body.consts, [*given, *carry, *slices])
+
+        first = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
+        held = self._settled(carry, lambda given, parts: inside(given, parts)[:num_carry], first)
+        parts: list[Value] = []
+
+        def step(arrays: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            given = [pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
+            found = inside(given, slices)
+            new = [v.at(shape) for v, shape in zip(found[:num_carry], held, strict=True)]
+            parts[:] = found[num_carry:]
+            return new, [v.array for v in parts]
+
+        arrays = [v.at(shape) for v, shape in zip(carry, held, strict=True)]
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        arrays, ys = lax.scan(step, arrays, xs, **options)
+        new_carry = [pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
+        length = params["length"]
+        return [*new_carry, *(pins.value(y, (length, *v.shape)) for y, v in zip(ys, parts, strict=True))]
+
+    def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
+        params, pins = eqn.params, self.pins
+        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
+        carry = values[num_cond + num_body :]
+        fixed = {v: v.array for v in (*cond_consts, *body_consts)}
+
+        def inside(which: str, consts: Sequence[Value], carry: Sequence[Value]) -> list[Value]:
+            given = [pins.value(fixed[v], v.shape) for v in consts]
+            return self.run(params[which].jaxpr, params[which].consts, [*given, *carry])
+
+        held = self._settled(carry, lambda given, _: inside("body_jaxpr", body_consts, given), [])
+
+        def values_of(arrays: Sequence[Any]) -> list[Value]:
+            return [pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
+
+        def cond(arrays: Sequence[Any]) -> Any:
+            return inside("cond_jaxpr", cond_consts, values_of(arrays))[0].array
+
+        def step(arrays: Sequence[Any]) -> Sequence[Any]:
+            found = inside("body_jaxpr", body_consts, values_of(arrays))
+            return [v.at(shape) for v, shape in zip(found, held, strict=True)]
+
+        arrays = [v.at(shape) for v, shape in zip(carry, held, strict=True)]
+        return values_of(lax.while_loop(cond, step, arrays))
+
+    def _cond(self, eqn: Any, values: list[Value]) -> list[Value]:
+        index, *operands = values
+        branches = eqn.params["branches"]
+
+        def inside(branch: Any, arrays: Sequence[Any]) -> list[Value]:
+            given = [self.pins.value(x, v.shape) for x, v in zip(arrays, operands, strict=True)]
+            return self.run(branch.jaxpr, branch.consts, given)
+
+        arrays = [v.array for v in operands]
+        shapes = [
+            jax.eval_shape(lambda *a, branch=branch: [v.array for v in inside(branch, a)], *arrays)
+            for branch in branches
+        ]
+        held = [tuple(map(max, zip(*(x.shape for x in results), strict=True))) for results in zip(*shapes, strict=True)]
+
+        def branch_of(branch: Any) -> Callable[..., list[Any]]:
+            return lambda *a: [v.at(shape) for v, shape in zip(inside(branch, a), held, strict=True)]
+
+        found = lax.switch(index.array, [branch_of(branch) for branch in branches], *arrays)
+        return [self.pins.value(x, var.aval.shape) for x, var in zip(found, eqn.outvars, strict=True)]
+
+    def _settled(
+        self,
+        carry: Sequence[Value],
+        step: Callable[[list[Value], Sequence[Any]], list[Value]],
+        others: Sequence[jax.ShapeDtypeStruct],
+    ) -> list[Shape]:
+        """Returns the physical shapes of a loop's carry that the loop's body returns in the same shapes."""
+        held = [v.physical for v in carry]
+        dtypes = [v.array.dtype for v in carry]
+        while True:
+
+            def probe(arrays: list[Any], others: list[Any]) -> list[Any]:
+                given = [self.pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
+                return [v.array for v in step(given, others)]
+
+            arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(held, dtypes, strict=True)]
+            found = jax.eval_shape(probe, arrays, list(others))
+            new = [tuple(map(max, zip(old, x.shape, strict=True))) for old, x in zip(held, found, strict=True)]
+            if new == held:
+                return held
+            held = new
+
+
+_CONTROL: Mapping[str, Callable[[EvenProgram, Any, list[Value]], list[Value]]] = {
+    "checkpoint": EvenProgram._remat,
+    "cond": EvenProgram._cond,
+    "remat": EvenProgram._remat,
+    "remat2": EvenProgram._remat,
+    "scan": EvenProgram._scan,
+    "while": EvenProgram._while,
+}
+
+
+def own_constraints(jaxpr: Any) -> dict[str, list[str]]:
+    """Returns {'file:line': notes} of the sharding constraints that neither this package nor praxis wrote.
+
+    There is a note for each dimension that its axes don't divide.
+    """
+    found: dict[str, list[str]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint" and (place := _place_of(eqn)):
+            new = [f"{place}: {note}" for note in _uneven(eqn.params["sharding"], eqn.invars[0].aval.shape)]
+            found.setdefault(place, []).extend(note for note in new if note not in found[place])
+        elif eqn.primitive.name != "shard_map":
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                for place, notes in own_constraints(inner).items():
+                    found.setdefault(place, []).extend(note for note in notes if note not in found[place])
+    return found
+
+
+def _uneven(sharding: Any, shape: Shape) -> list[str]:
+    if not isinstance(sharding, NamedSharding):
+        return []
+    sizes, axes = mesh_shape_of(sharding.mesh), _split_axes(sharding.spec, len(shape))
+    held = padded_sizes(shape, shape, axes, sizes)
+    return [
+        f"the constraint {spec_text(sharding.spec)} splits dimension {dim} (size {size}) of an array of shape {shape} over "
+        f"{axes_text(over, sizes)}, which does not divide it: it is padded to {new}"
+        for dim, (size, new, over) in enumerate(zip(shape, held, axes, strict=True))
+        if size != new
+    ]
+
+
+def _split_axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the axes of each dimension; none for one that the compiler may split."""
+    entries = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
+    return axes_by_dim(PartitionSpec(*entries), rank)
+
+
+def _place_of(eqn: Any) -> str | None:
+    """Returns 'file:line' of the user's code that made an operation; None if this package or praxis made it."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        path = frame.file_name.replace(os.sep, "/")
+        if any(f"/{library}/" in path for library in ("jax", "jaxlib", "flax")) or path.startswith("<frozen"):
+            continue
+        is_ours = path.startswith(_PACKAGE) or "/praxis/" in path
+        return None if is_ours else f"{frame.file_name}:{frame.line_num}"
+    return None
+
+
+def _must_change(sharding: Any, shape: Shape) -> bool:
+    """Returns True for a constraint on a dimension that its axes don't divide, or with axes in an order that XLA confuses."""
+    if not isinstance(sharding, NamedSharding):
+        return False
+    sizes = mesh_shape_of(sharding.mesh)
+    axes = _split_axes(sharding.spec, len(shape))
+    return padded_sizes(shape, shape, axes, sizes) != shape or computable(sharding.spec, sizes) != sharding.spec
+
+
+def _takes_axes_elsewhere(axes: DimAxes, suggested: DimAxes, summed: frozenset[str]) -> bool:
+    """Returns True for a split of a product that XLA gets wrong: over an axis that it was summed over, and over an axis of its
+    operands in another dimension than there."""
+    over = [set(dim or ()) for dim in axes]
+    moved = any(set(dim or ()) & set().union(*over[:at], *over[at + 1 :]) for at, dim in enumerate(suggested))
+    return moved and bool(summed & set().union(*over))
+
+
+def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:
+    """Returns True for an operation that XLA computes wrongly even on arrays that divide."""
+    if name == "conv_general_dilated":
+        return True
+    if name == "slice":
+        return any(stride != 1 for stride in params["strides"] or ())
+    if name == "pad":
+        return any(interior for _, _, interior in params["padding_config"])
+    return name.startswith("reduce_window") or name.startswith("select_and_")
+
+
+@contextlib.contextmanager
+def _source_of(eqn: Any) -> Iterator[None]:
+    """Keeps the names and the source lines of the model in the new program."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield

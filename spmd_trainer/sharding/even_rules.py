@@ -1,0 +1,409 @@
+"""What each operation does with padding: which dimensions of its operands keep theirs, what is masked, what the result holds.
+
+A rule gets an equation and its operands, of which at least one has padding, and returns the results. An operation without a rule
+gets its operands without padding (`without_padding`), and so does a dimension that a rule does not speak of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value
+
+Rule: TypeAlias = Callable[[Pins, Any, list[Value]], list[Value]]
+
+# Operations on each element by itself. Operands are of one shape, or scalars.
+# fmt: off
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos",
+    "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
+    "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt",
+    "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow",
+    "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", "threefry2x32", "xor", "zeta",
+})
+# fmt: on
+_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+
+
+def bind(eqn: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
+    """Runs an operation, with some parameters changed."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    found = eqn.primitive.bind(*arrays, **params)
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def without_padding(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Runs an operation on arrays without padding."""
+    return [pins.value(x) for x in bind(eqn, [v.at(v.shape) for v in values])]
+
+
+def _results(pins: Pins, eqn: Any, arrays: Sequence[Any], axes: DimAxes | None = None) -> list[Value]:
+    return [pins.value(x, var.aval.shape, axes) for x, var in zip(arrays, eqn.outvars, strict=True)]
+
+
+def _common(values: Iterable[Value]) -> Shape:
+    return tuple(max(sizes) for sizes in zip(*(v.physical for v in values), strict=True))
+
+
+def elementwise(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Runs an operation on each element; not yet, if no operand is held."""
+    shape = tuple(eqn.outvars[0].aval.shape)
+    arrays = [v for v in values if v.shape]
+    if not arrays:
+        return without_padding(pins, eqn, values)
+    # A dimension of size 1 is repeated.
+    physical = tuple(
+        max(v.physical[dim] if v.shape[dim] == size else size for v in arrays) for dim, size in enumerate(shape)
+    )
+
+    def run(physical: Shape) -> list[Any]:
+        def taken(v: Value) -> Shape:
+            dims = zip(v.shape, shape, physical, strict=True)
+            return tuple(held if size == whole else size for size, whole, held in dims)
+
+        return bind(eqn, [v.at(taken(v)) if v.shape else v.array for v in values])
+
+    axes = _agreed_axes([v for v in arrays if v.shape == shape], len(shape))
+    if any(v.is_held for v in arrays):
+        results = _results(pins, eqn, run(physical), axes)
+        for result in results:
+            result.product = next((v.product for v in arrays if v.product and v.shape == shape), None)
+        return results
+    numbers = range(len(eqn.outvars))
+    return [Value(shape, physical, _one_of(run, number), axes, is_held=False) for number in numbers]
+
+
+def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape], jax.Array]:
+    return lambda physical: run(physical)[number]
+
+
+def _agreed_axes(values: Sequence[Value], rank: int) -> DimAxes:
+    """Returns the axes of each dimension that is split in the same way in all values that are split in a known way."""
+    known = [[v.axes[dim] for v in values if v.axes[dim] is not None] for dim in range(rank)]
+    return tuple(dim[0] if dim and all(axes == dim[0] for axes in dim) else None for dim in known)
+
+
+def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Repeats an array along new dimensions, which take any padding."""
+    (x,), dims = values, eqn.params["broadcast_dimensions"]
+    shape = tuple(eqn.params["shape"])
+    repeated = {dim for dim, size in zip(dims, x.shape, strict=True) if size != shape[dim]}
+    physical = list(shape)
+    axes: list[tuple[str, ...] | None] = [None] * len(shape)
+    for dim, size, over in zip(dims, x.physical, x.axes, strict=True):
+        if dim not in repeated:
+            physical[dim], axes[dim] = size, over
+
+    def make(physical: Shape) -> jax.Array:
+        needed = tuple(size if dim in repeated else physical[dim] for dim, size in zip(dims, x.shape, strict=True))
+        return lax.broadcast_in_dim(x.at(needed), physical, dims)
+
+    return [Value(shape, tuple(physical), make, tuple(axes), is_held=False)]
+
+
+def iota(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Counts along a dimension, to any length."""
+    shape, dimension, dtype = tuple(eqn.params["shape"]), eqn.params["dimension"], eqn.params["dtype"]
+    make = lambda physical: lax.broadcasted_iota(dtype, physical, dimension)  # noqa: E731
+    return [Value(shape, shape, make, (None,) * len(shape), is_held=False)]
+
+
+def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Draws bits. With JAX's partitionable Threefry, more rows leave the bits of the first rows as they are."""
+    (key,), shape = values, tuple(eqn.params["shape"])
+    grows = bool(shape) and not key.shape and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
+    if not grows:
+        return without_padding(pins, eqn, values)
+
+    def make(physical: Shape) -> jax.Array:
+        rows: jax.Array = bind(eqn, [key.array], shape=(physical[0], *shape[1:]))[0]
+        return rows if rows.shape == physical else pins.resized(rows, (physical[0], *shape[1:]), physical)
+
+    return [Value(shape, shape, make, (None,) * len(shape), is_held=False)]
+
+
+def transpose(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Permutes dimensions."""
+    (x,), order = values, eqn.params["permutation"]
+    (found,) = _results(pins, eqn, bind(eqn, [x.array]), tuple(x.axes[dim] for dim in order))
+    found.product = x.product and (tuple(x.product[0][dim] for dim in order), x.product[1])
+    return [found]
+
+
+def squeeze(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Removes dimensions of size 1."""
+    (x,), dims = values, eqn.params["dimensions"]
+    physical = x.without_padding_of(dims)
+    axes = tuple(over for dim, over in enumerate(x.axes) if dim not in dims)
+    return _results(pins, eqn, bind(eqn, [x.at(physical)]), axes)
+
+
+def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Merges and divides dimensions. Padding stays if it is at the end of what is merged or divided."""
+    (x,), new = values, tuple(eqn.params["new_sizes"])
+    if eqn.params["dimensions"] is not None:
+        order = eqn.params["dimensions"]
+        x = pins.value(lax.transpose(x.array, order), tuple(x.shape[dim] for dim in order))
+    kept, physical = list(x.physical), list(new)
+    for old_dims, new_dims in _groups(x.shape, new):
+        padded = [dim for dim in old_dims if x.physical[dim] != x.shape[dim]]
+        held = math.prod(x.physical[dim] for dim in old_dims)
+        lead = next((dim for dim in new_dims if new[dim] != 1), None)
+        rest = math.prod(new[dim] for dim in new_dims if dim != lead)
+        at_the_end = len(padded) == 1 and all(x.shape[dim] == 1 for dim in old_dims if dim < padded[0])
+        if at_the_end and lead is not None and held % rest == 0:
+            physical[lead] = held // rest
+        else:
+            for dim in padded:
+                kept[dim] = x.shape[dim]
+    return _results(pins, eqn, [lax.reshape(x.at(tuple(kept)), tuple(physical))])
+
+
+def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
+    """Returns the smallest runs of dimensions of both shapes that hold the same elements."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = [], []
+        a = b = 1
+        while True:
+            if a <= b and i < len(old):
+                a, i = a * old[i], i + 1
+                left.append(i - 1)
+            elif j < len(new):
+                b, j = b * new[j], j + 1
+                right.append(j - 1)
+            elif i < len(old):
+                a, i = a * old[i], i + 1
+                left.append(i - 1)
+            if a == b and (right or i == len(old)):
+                break
+        if a == 0:  # no elements: one group
+            return [(list(range(len(old))), list(range(len(new))))]
+        groups.append((left, right))
+    return groups
+
+
+LOWEST, HIGHEST = "lowest", "highest"
+_REDUCTIONS: dict[str, Any] = {
+    "reduce_sum": 0,
+    "reduce_prod": 1,
+    "reduce_max": LOWEST,
+    "reduce_min": HIGHEST,
+    "reduce_or": 0,
+    "reduce_and": -1,
+    "reduce_xor": 0,
+    "argmax": LOWEST,
+    "argmin": HIGHEST,
+}
+
+
+def neutral(dtype: Any, fill: Any) -> Any:
+    """Returns a value that changes nothing in a reduction."""
+    if dtype == jnp.bool_:
+        return fill in (HIGHEST, -1, 1)
+    if fill not in (LOWEST, HIGHEST):
+        return fill if not (fill == -1 and jnp.issubdtype(dtype, jnp.unsignedinteger)) else jnp.iinfo(dtype).max
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf if fill == LOWEST else np.inf
+    info = jnp.iinfo(dtype)
+    return info.min if fill == LOWEST else info.max
+
+
+def reduction(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Reduces over dimensions, whose padding is masked."""
+    (x,), dims = values, eqn.params["axes"]
+    array = x.masked(dims, neutral(eqn.invars[0].aval.dtype, _REDUCTIONS[eqn.primitive.name]))
+    axes = tuple(over for dim, over in enumerate(x.axes) if dim not in dims)
+    return _results(pins, eqn, bind(eqn, [array]), axes)
+
+
+def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Joins arrays along a dimension, which loses its padding."""
+    dim, common = eqn.params["dimension"], list(_common(values))
+    held = [tuple(v.shape[dim] if at == dim else size for at, size in enumerate(common)) for v in values]
+    arrays = [v.at(shape) for v, shape in zip(values, held, strict=True)]
+    return _results(pins, eqn, pins.resizing(arrays, [dim], lambda arrays: bind(eqn, arrays)))
+
+
+def along_one(param: str) -> Rule:
+    """Returns the rule of an operation along one dimension, which is whole on each device. All others keep their padding."""
+
+    def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+        dim = eqn.params[param] % len(values[0].shape)
+        common = list(_common(values))
+        arrays = []
+        for v in values:
+            common[dim] = v.shape[dim]
+            arrays.append(pins.whole(v.at(tuple(common)), [dim]))
+        return _results(pins, eqn, [pins.whole(x, [dim]) for x in bind(eqn, arrays)])
+
+    return rule
+
+
+def rev(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Reverses dimensions, which lose their padding."""
+    (x,) = values
+    return _results(pins, eqn, bind(eqn, [x.at(x.without_padding_of(eqn.params["dimensions"]))]))
+
+
+def split(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Divides a dimension, which loses its padding."""
+    (x,) = values
+    return _results(pins, eqn, bind(eqn, [x.at(x.without_padding_of([eqn.params["axis"]]))]))
+
+
+def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Pads as the program says, in dimensions that lose the padding of the mesh."""
+    x, fill = values
+    changed = [dim for dim, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)]
+    array = x.at(x.without_padding_of(changed))
+    dilated = any(interior for _, _, interior in eqn.params["padding_config"])
+    run = lambda arrays: bind(eqn, [*arrays, fill.array])  # noqa: E731
+    return _results(pins, eqn, pins.resizing([array], changed, run, always=dilated))
+
+
+def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Takes a part of an array. Dimensions that are taken whole keep their padding."""
+    (x,) = values
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (1,) * len(starts)
+    given = zip(starts, limits, strides, strict=True)
+    parts = [dim for dim, part in enumerate(given) if part != (0, x.shape[dim], 1)]
+    physical = x.without_padding_of(parts)
+    ends = tuple(limit if dim in parts else physical[dim] for dim, limit in enumerate(limits))
+    cut = lambda arrays: [lax.slice(arrays[0], starts, ends, strides)]  # noqa: E731
+    strided = any(stride != 1 for stride in strides)
+    return _results(pins, eqn, pins.resizing([x.at(physical)], parts, cut, always=strided))
+
+
+def dynamic_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Takes a part of an array. Dimensions that are taken whole keep their padding."""
+    x, *starts = values
+    sizes = eqn.params["slice_sizes"]
+    physical = x.without_padding_of(dim for dim, size in enumerate(sizes) if size != x.shape[dim])
+    taken = tuple(held if size == whole else size for size, whole, held in zip(sizes, x.shape, physical, strict=True))
+    return _results(pins, eqn, bind(eqn, [x.at(physical), *(s.array for s in starts)], slice_sizes=taken))
+
+
+def dynamic_update_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Writes a part of an array. Dimensions that are written whole keep their padding."""
+    x, update, *starts = values
+    whole = [a == b for a, b in zip(x.shape, update.shape, strict=True)]
+
+    def held(v: Value) -> Shape:
+        common = zip(whole, v.shape, x.physical, update.physical, strict=True)
+        return tuple(max(a, b) if is_whole else size for is_whole, size, a, b in common)
+
+    return _results(pins, eqn, bind(eqn, [x.at(held(x)), update.at(held(update)), *(s.array for s in starts)]))
+
+
+def dot_general(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Multiplies; the padding of contracted dimensions is masked in both operands, since 0 * NaN is NaN."""
+    x, y = values
+    (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
+    x_held, y_held = list(x.physical), list(y.physical)
+    for i, j in zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True):
+        x_held[i] = y_held[j] = max(x_held[i], y_held[j])
+    arrays = [x.masked(x_contract, 0, tuple(x_held)), y.masked(y_contract, 0, tuple(y_held))]
+    (found,) = _results(pins, eqn, bind(eqn, arrays))
+    found.axes, summed = _product_axes(eqn, x, y)
+    found.product = found.axes, summed
+    return [found]
+
+
+def _product_axes(eqn: Any, x: Value, y: Value) -> tuple[DimAxes, frozenset[str]]:
+    """Returns the axes of a product's dimensions that its operands suggest, each axis once, and those that it is summed over."""
+    (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
+    summed = {axis for v, dims in ((x, x_contract), (y, y_contract)) for dim in dims for axis in v.axes[dim] or ()}
+    dims = [x.axes[dim] for dim in x_batch]
+    for v, used in ((x, {*x_contract, *x_batch}), (y, {*y_contract, *y_batch})):
+        dims += [axes for dim, axes in enumerate(v.axes) if dim not in used]
+    taken: set[str] = set()
+    found: list[tuple[str, ...] | None] = []
+    for axes in dims:
+        found.append(None if axes is None else tuple(axis for axis in axes if axis not in taken))
+        taken.update(axes or ())
+    return tuple(found), frozenset(summed)
+
+
+def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Convolves; rows and features keep their padding, and the features that are summed over are masked."""
+    x, kernel = values
+    numbers = eqn.params["dimension_numbers"]
+    grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
+    rows, features, *space = numbers.lhs_spec
+    outputs, inputs, *window = numbers.rhs_spec
+    x_held = list(x.without_padding_of([*space, features, *([rows] if eqn.params["batch_group_count"] != 1 else [])]))
+    kernel_held = list(kernel.without_padding_of([*window, inputs, *([outputs] if grouped else [])]))
+    if not grouped:
+        x_held[features] = kernel_held[inputs] = max(x.physical[features], kernel.physical[inputs])
+    x_array = pins.whole(x.masked([features], 0, tuple(x_held)), space)
+    kernel_array = pins.whole(kernel.masked([inputs], 0, tuple(kernel_held)), window)
+    if grouped:
+        x_array = pins.whole(x_array, [features, *space, *([rows] if eqn.params["batch_group_count"] != 1 else [])])
+        kernel_array = pins.whole(kernel_array, range(kernel_array.ndim))
+    (found,) = bind(eqn, [x_array, kernel_array])
+    whole = range(found.ndim) if eqn.params["batch_group_count"] != 1 else numbers.out_spec[1 if grouped else 2 :]
+    return _results(pins, eqn, [pins.whole(found, whole)])
+
+
+def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Reduces over windows. Dimensions with windows are whole on each device; the others keep their padding."""
+    params, rank = eqn.params, len(values[0].shape)
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    trivial = [all((params.get(name) or (1,) * rank)[dim] == 1 for name in names) for dim in range(rank)]
+    trivial = [ok and tuple(params["padding"][dim]) == (0, 0) for dim, ok in enumerate(trivial)]
+    dims = [dim for dim, ok in enumerate(trivial) if not ok]
+    arrays = [v for v in values if v.shape]
+    common = _common([v for v in arrays if len(v.shape) == rank])
+    held = [
+        tuple(common[dim] if trivial[dim] else v.shape[dim] for dim in range(rank)) if v.shape else () for v in values
+    ]
+    taken = [pins.whole(v.at(shape), dims) if v.shape else v.array for v, shape in zip(values, held, strict=True)]
+    return _results(pins, eqn, [pins.whole(x, dims) for x in bind(eqn, taken)])
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(_REDUCTIONS, reduction),
+    **{name: along_one("axis") for name in _CUMULATIVE},
+    **dict.fromkeys(
+        (
+            "reduce_window",
+            "reduce_window_max",
+            "reduce_window_min",
+            "reduce_window_sum",
+            "select_and_scatter_add",
+            "select_and_gather_add",
+        ),
+        windowed,
+    ),
+    "broadcast_in_dim": broadcast_in_dim,
+    "concatenate": concatenate,
+    "conv_general_dilated": convolution,
+    "dot_general": dot_general,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "iota": iota,
+    "pad": pad,
+    "random_bits": random_bits,
+    "reshape": reshape,
+    "rev": rev,
+    "slice": slice_,
+    "sort": along_one("dimension"),
+    "split": split,
+    "squeeze": squeeze,
+    "top_k": along_one("axis"),
+    "transpose": transpose,
+}

@@ -1,0 +1,211 @@
+"""Arrays of a program that is evaluated with padding: their logical shapes, and the shapes that they are held in.
+
+`even_program` evaluates a program so that XLA sees only arrays whose split dimensions divide by their shards. A `Value` is one
+array of that program. Its elements beyond the logical shape are arbitrary, NaN included: whoever reduces over them masks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Shape: TypeAlias = tuple[int, ...]
+# Names of the functions that mark padding in a program.
+SLICE_OFF, PUT_BACK = "slice_off_padding", "put_padding_back"
+# The axes that split each dimension, as far as the program says it; None: unknown.
+DimAxes: TypeAlias = tuple[tuple[str, ...] | None, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of the program.
+
+    Attributes:
+      shape: logical shape.
+      physical: the shape that it is held in, or, if it is not computed yet, the smallest one that it can be held in.
+      make: physical shape -> the array in this shape.
+      axes: the axes that split each dimension.
+      product: of a matrix product, or of what is computed from one element by element: the axes that its operands suggest for
+        each dimension, and the axes that it was summed over.
+      is_held: whether the array exists. If not, `make` computes it in any shape from `physical` on: a mask of positions gets
+        the padding of the array that it masks, and is never padded itself.
+    """
+
+    shape: Shape
+    physical: Shape
+    make: Callable[[Shape], jax.Array]
+    axes: DimAxes
+    product: tuple[DimAxes, frozenset[str]] | None = None
+    is_held: bool = True
+    _made: dict[Any, jax.Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the array is held with padding."""
+        return self.physical != self.shape
+
+    @property
+    def array(self) -> jax.Array:
+        """The array in its physical shape."""
+        return self.at(self.physical)
+
+    def at(self, physical: Shape) -> jax.Array:
+        """Returns the array in a physical shape that is at least the logical one."""
+        if physical not in self._made:
+            self._made[physical] = self.make(physical)
+        return self._made[physical]
+
+    def without_padding_of(self, dims: Iterable[int]) -> Shape:
+        """Returns the physical shape with the logical sizes of some dimensions."""
+        dropped = set(dims)
+        return tuple(
+            size if dim in dropped else held
+            for dim, (size, held) in enumerate(zip(self.shape, self.physical, strict=True))
+        )
+
+    def masked(self, dims: Iterable[int], fill: Any, physical: Shape | None = None) -> jax.Array:
+        """Returns the array with `fill` in the padding of some dimensions."""
+        physical = self.physical if physical is None else physical
+        padded = tuple(dim for dim in dims if physical[dim] != self.shape[dim])
+        key = (physical, padded, str(fill))
+        if key not in self._made:
+            self._made[key] = _filled(self.at(physical), self.shape, padded, fill)
+        return self._made[key]
+
+
+def _filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Array:
+    """Returns `x` with `fill` beyond its logical shape in some dimensions."""
+    for dim in dims:
+        inside = lax.broadcasted_iota(jnp.int32, x.shape, dim) < shape[dim]
+        x = lax.select(inside, x, lax.full_like(x, fill))
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Pins:
+    """Makes values, and keeps the compiler from splitting dimensions that are changing their size.
+
+    Attributes:
+      mesh: the mesh; None pins nothing (for tests on one device).
+    """
+
+    mesh: Mesh | None
+
+    def value(self, array: Any, shape: Shape | None = None, axes: DimAxes | None = None) -> Value:
+        """Returns the value of an array.
+
+        Args:
+          array: the array in its physical shape.
+          shape: its logical shape; None: it has no padding.
+          axes: the axes that split each dimension; None: unknown.
+        """
+        held = tuple(np.shape(array))
+        logical = held if shape is None else tuple(shape)
+
+        def make(physical: Shape) -> jax.Array:
+            resized: jax.Array = array if physical == held else self.resized(array, logical, physical)
+            return resized
+
+        return Value(logical, held, make, axes or (None,) * len(held))
+
+    def whole(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
+        """Returns `x`, of which the compiler splits none of these dimensions; it may split the others as it likes."""
+        unsplit = set(dims)
+        if self.mesh is None or not unsplit:
+            return x
+        entries = [None if dim in unsplit else PartitionSpec.UNCONSTRAINED for dim in range(x.ndim)]
+        pinned: jax.Array = lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
+        return pinned
+
+    def resizing(
+        self,
+        arrays: Sequence[jax.Array],
+        dims: Iterable[int],
+        run: Callable[[list[jax.Array]], list[jax.Array]],
+        always: bool = False,
+    ) -> list[jax.Array]:
+        """Runs an operation that changes the sizes of some dimensions, which XLA would split unevenly before or after it.
+
+        Args:
+          arrays: the operands.
+          dims: the dimensions.
+          run: the operation.
+          always: keep the dimensions whole even if all devices divide them before and after.
+        """
+        devices = 1 if self.mesh is None else self.mesh.size
+        changing = list(dims)
+        sizes = [x.shape[dim] for x in (*arrays, *jax.eval_shape(run, list(arrays))) for dim in changing]
+        if not always and all(size % devices == 0 for size in sizes):
+            return run(list(arrays))
+        return [self.whole(x, changing) for x in run([self.whole(x, changing) for x in arrays])]
+
+    def resized(self, x: jax.Array, shape: Shape, physical: Shape) -> jax.Array:
+        """Returns an array in another physical shape; new padding holds zeros.
+
+        The compiler sees each dimension that changes its size only whole: split, it would be uneven before or after.
+        """
+        changing = [dim for dim, (old, new) in enumerate(zip(x.shape, physical, strict=True)) if old != new]
+        x = self.whole(x, changing)
+        logical = tuple(shape[dim] if dim in changing else size for dim, size in enumerate(x.shape))
+        if logical != x.shape:
+            x = self.whole(lax.slice(x, (0,) * x.ndim, logical), changing)
+        if logical != physical:
+            widths = [(0, new - old, 0) for old, new in zip(logical, physical, strict=True)]
+            x = self.whole(lax.pad(x, jnp.zeros((), x.dtype), widths), changing)
+        return x
+
+
+def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Shape:
+    """Returns the physical shape for a constraint: the smallest sizes that divide, or the held ones if they are close.
+
+    Args:
+      shape: logical shape.
+      held: physical shape before the constraint.
+      axes: the axes that split each dimension.
+      sizes: {axis: size} of the mesh.
+    """
+
+    def size_of(size: int, now: int, over: Sequence[str]) -> int:
+        shards = math.prod(sizes[axis] for axis in over)
+        least = -(-size // shards) * shards
+        # Changing the padding moves rows between devices. A sixteenth more arithmetic is cheaper.
+        return now if now % shards == 0 and now - least <= least // 16 else least
+
+    return tuple(size_of(*dim) for dim in zip(shape, held, axes, strict=True))
+
+
+def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
+    """Returns the first elements of each dimension, as `lax.slice`; marks the rest as padding for `even_program.evenly`.
+
+    Args:
+      x: the padded array.
+      shape: the logical shape.
+    """
+
+    def slice_off_padding(x: jax.Array) -> jax.Array:
+        return lax.slice(x, (0,) * x.ndim, shape)
+
+    return x if x.shape == tuple(shape) else jax.jit(slice_off_padding)(x)
+
+
+def put_back(x: jax.Array, shape: Shape) -> jax.Array:
+    """Returns an array with zeros at the end of each dimension, as `lax.pad`; marks them as padding for `even_program.evenly`.
+
+    Args:
+      x: the array in its logical shape.
+      shape: the padded shape.
+    """
+
+    def put_padding_back(x: jax.Array) -> jax.Array:
+        widths = [(0, new - old, 0) for old, new in zip(x.shape, shape, strict=True)]
+        return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+    return x if x.shape == tuple(shape) else jax.jit(put_padding_back)(x)

@@ -1,0 +1,164 @@
+"""Programs that are evaluated with padding: whatever it holds, the results are those of the logical arrays."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import partitioner_probe as probe
+import pytest
+from facts import assert_names
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_trainer.sharding.even_program import EvenProgram, evenly, own_constraints
+from spmd_trainer.sharding.even_values import Pins, put_back, slice_off
+
+
+def padded_results(fn, args, seed, most=3):
+    """Evaluates `fn` on arrays with up to `most` rows of padding in any dimension, which hold NaN or absurd indices."""
+    rng, program = random.Random(seed), EvenProgram(Pins(None))
+
+    def grown(x):
+        widths = [(0, rng.choice([0, 1, most])) for _ in x.shape]
+        fill = np.nan if x.dtype == np.float32 else rng.choice([-1000, 0, 10**6])
+        return np.pad(x, widths, constant_values=fill) if np.ndim(x) else x
+
+    closed = jax.make_jaxpr(fn)(*args)
+
+    def run(*arrays):
+        values = [program.pins.value(x, y.shape) for x, y in zip(arrays, args, strict=True)]
+        return [value.at(value.shape) for value in program.run(closed.jaxpr, closed.consts, values)]
+
+    return jax.jit(run, compiler_options=probe.CHEAP)(*map(grown, args))
+
+
+def assert_padding_changes_nothing(fn, *args, seed=0):
+    got = padded_results(fn, args, seed)
+    wanted = jax.tree.leaves(jax.jit(fn, compiler_options=probe.CHEAP)(*args))
+    assert max(probe.largest_errors(got, wanted)) <= probe.TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(probe.OPS))
+def test_what_padding_holds_changes_nothing(name):
+    """The operation and its gradients."""
+    case = probe.draw(len(name), name)
+    assert_padding_changes_nothing(probe.program(case, None), *case.args, seed=len(name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(probe.OPS))
+def test_what_padding_holds_changes_nothing_in_more_shapes(name):
+    for seed in range(4):
+        case = probe.draw(seed, name)
+        assert_padding_changes_nothing(probe.program(case, None), *case.args, seed=seed)
+
+
+X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(3, 3)).astype(np.float32)
+
+
+def test_a_loops_carry_gets_the_padding_of_what_enters_it():
+    def scan(x, w):
+        total, ys = lax.scan(lambda s, row: (s + jnp.tanh(row @ w), s.sum()), jnp.zeros(3), x)
+        return total, ys
+
+    assert_padding_changes_nothing(scan, X, W)
+    assert_padding_changes_nothing(jax.grad(lambda x, w: scan(x, w)[0].sum()), X, W)
+
+
+def test_while_and_cond():
+    def loop(x, w):
+        x = lax.while_loop(lambda s: (s[1] < 3) & (s[0].max() < 1e3), lambda s: (s[0] @ w, s[1] + 1), (x, 0))[0]
+        return lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: jnp.flip(x, 0), x)
+
+    assert_padding_changes_nothing(loop, X, W)
+    assert_padding_changes_nothing(loop, -X, W)
+
+
+def test_what_is_computed_again_in_the_backward_pass():
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) / jnp.sqrt(x.var(0) + 1))
+    assert_padding_changes_nothing(jax.grad(lambda x, w: (layer(layer(x, w), w) ** 2).sum(), (0, 1)), X, W)
+
+
+def test_random_numbers_are_those_of_the_logical_shape():
+    def dropped(x, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0), jax.random.normal(key, (3, x.shape[0]))
+
+    assert_padding_changes_nothing(lambda x: dropped(x, jax.random.key(3)), X)
+
+
+def test_an_operation_without_a_rule_gets_no_padding():
+    square = X[:3]
+    assert_padding_changes_nothing(lambda a: jnp.linalg.qr(a)[1], square)
+    assert_padding_changes_nothing(lambda a: jnp.fft.fft(a, axis=0).real, square)
+
+
+def test_an_index_outside_of_the_logical_shape_stays_outside():
+    at = np.array([0, 4, 7, -1], np.int32)  # 5 rows: 7 is outside, -1 is the last
+    for mode in ("clip", "fill"):
+        assert_padding_changes_nothing(lambda x, at, mode=mode: jnp.nan_to_num(x.at[at].get(mode=mode)), X, at)
+        assert_padding_changes_nothing(lambda x, at, mode=mode: x.at[at].set(1.0, mode=mode), X, at)
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(0), *(pytest.param(n, marks=pytest.mark.full) for n in range(16, 320, 16))]
+)
+def test_on_a_mesh_the_results_are_those_of_one_device(first):
+    """Splits that XLA gets wrong by itself are among them; `docs/partitioner_faults.md` has the table."""
+    for seed in range(first, first + 16):
+        case = probe.draw(seed)
+        assert max(probe.errors(case, evenly)) <= probe.TOLERANCE, case
+
+
+def constraints(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            yield eqn.invars[0].aval.shape, eqn.params["sharding"]
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from constraints(inner)
+
+
+def test_the_compiler_sees_only_dimensions_that_divide():
+    mesh = probe.mesh_of((4, 2))
+    rows = NamedSharding(mesh, PartitionSpec("axis0"))
+
+    def step(table, ids):
+        return jax.grad(lambda t: jnp.mean(t[lax.with_sharding_constraint(slice_off(ids, (17,)), rows)] ** 2))(table)
+
+    args = np.ones((11, 6), np.float32), np.zeros(24, np.int32)
+    before = list(constraints(jax.make_jaxpr(step)(*args).jaxpr))
+    after = list(constraints(jax.make_jaxpr(evenly(step, mesh))(*args).jaxpr))
+    assert ((17,), rows) in before
+    assert (20,) in [shape for shape, _ in after]
+    for shape, sharding in after:
+        shards = sharding.shard_shape(shape)  # raises where an axis does not divide
+        assert all(size % shard == 0 for size, shard in zip(shape, shards, strict=True))
+
+
+def test_a_program_that_needs_nothing_is_left_as_it_is():
+    fn = lambda x, w: jnp.tanh(x @ w).sum()  # noqa: E731
+    mesh = probe.mesh_of((4, 2))
+    assert str(jax.make_jaxpr(evenly(fn, mesh))(X, W)) == str(jax.make_jaxpr(fn)(X, W))
+
+
+def test_padding_is_zero_again_at_the_end():
+    mesh = probe.mesh_of((4, 2))
+    padded = np.full((8, 3), 7, np.float32)
+    fn = lambda x: put_back(1 / slice_off(x, (5, 3)), (8, 3))  # noqa: E731
+    for run in (jax.jit(fn), jax.jit(evenly(fn, mesh))):
+        found = np.asarray(run(padded))
+        np.testing.assert_allclose(found[:5], 1 / 7, rtol=1e-6)
+        assert not found[5:].any()
+
+
+def test_constraints_of_the_program_are_named_with_what_they_split_unevenly():
+    mesh = probe.mesh_of((4, 2))
+    spec = NamedSharding(mesh, PartitionSpec("axis0", "axis1"))
+    jaxpr = jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, spec) + 1)(X)
+    (place,), (notes,) = zip(*own_constraints(jaxpr.jaxpr).items(), strict=True)
+    assert place.rsplit(":", 1)[0] == __file__
+    assert_names(notes[0], place, "(5, 3)", "dimension 0", "axis0=4", 8)
+    assert_names(notes[1], "dimension 1", "axis1=2", 4)
