@@ -2,9 +2,9 @@
 
     python -m benchmarks.padding [--rounds 12]
 
-Three pairs on 8 devices, the two models of a pair in turns: vocabulary 50257 over 4 (mesh data=2, mdl=4) and over 8 (data=1,
-mdl=8), and feed-forward width 1004 over 8. The even model is the baseline. Also prints the bytes of collectives in both
-compiled programs, by kind.
+Five pairs on 8 devices, the two models of a pair in turns: vocabulary 50257 over 4 (mesh data=2, mdl=4) and over 8 (data=1,
+mdl=8), feed-forward width 1004 over 8, 13 rows over 4 (data=4, mdl=2) and 15 over 8. The even model, or the next batch that divides,
+is the baseline. Also prints the bytes of collectives in both compiled programs, by kind.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from spmd_trainer.steps import step_fns
 
 Config = pax_fiddle.Config
 ROWS, LENGTH, DIMS = 8, 64, 512
-# name: (vocabulary, feed-forward width) uneven and even, mesh sizes of (replica, data, mdl)
+# name: (vocabulary, feed-forward width, rows) uneven and even, mesh sizes of (replica, data, mdl)
 PAIRS = {
-    "vocabulary 50257 over 4": ((50257, 512), (50260, 512), (1, 2, 4)),
-    "vocabulary 50257 over 8": ((50257, 512), (50264, 512), (1, 1, 8)),
-    "feed-forward 1004 over 8": ((1024, 1004), (1024, 1008), (1, 1, 8)),
+    "vocabulary 50257 over 4": ((50257, 512, ROWS), (50260, 512, ROWS), (1, 2, 4)),
+    "vocabulary 50257 over 8": ((50257, 512, ROWS), (50264, 512, ROWS), (1, 1, 8)),
+    "feed-forward 1004 over 8": ((1024, 1004, ROWS), (1024, 1008, ROWS), (1, 1, 8)),
+    "13 rows over 4": ((1024, 1024, 13), (1024, 1024, 16), (1, 4, 2)),
+    "15 rows over 8": ((1024, 1024, 15), (1024, 1024, 16), (1, 8, 1)),
 }
 
 
@@ -70,11 +72,11 @@ def task(vocab_size: int, hidden: int, sizes: tuple[int, ...]) -> Config[tasks_l
 class Run:
     """One model: its compiled step, its state and a batch."""
 
-    def __init__(self, shape: tuple[int, int], sizes: tuple[int, ...]):
+    def __init__(self, vocabulary: int, hidden: int, rows: int, sizes: tuple[int, ...]):
         mesh = sharding.create_device_mesh(list(zip(("replica", "data", "mdl"), sizes, strict=True)))
         partitioner = pjit.PjitPartitioner(mesh)
-        specs = batches.lm_input_specs(ROWS, LENGTH)
-        partitioner.setup(tasks_lib.build_task(task(*shape, sizes)), specs)
+        specs = batches.lm_input_specs(rows, LENGTH)
+        partitioner.setup(tasks_lib.build_task(task(vocabulary, hidden, sizes)), specs)
         step = partitioner.partition(_loss_only, specs, is_eval=False)
         self.key = jax.random.key(0)
         arguments = (partitioner.abstract_state(), self.key, partitioner.abstract_inputs(step))
@@ -99,8 +101,8 @@ def _loss_only(*args: Any) -> tuple[Any, jax.Array]:
 
 def compare(report: reporting.Report, name: str, rounds: int) -> None:
     """Measures and reports one pair."""
-    uneven_shape, even_shape, sizes = PAIRS[name]
-    runs = {"uneven": Run(uneven_shape, sizes), "even": Run(even_shape, sizes)}
+    uneven, even, sizes = PAIRS[name]
+    runs = {"uneven": Run(*uneven, sizes), "even": Run(*even, sizes)}
     for run in runs.values():
         run.seconds()
     times: dict[str, list[float]] = {kind: [] for kind in runs}
