@@ -33,10 +33,25 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
+_compiled = 0
+
+
+def _count_compilations(event: str, duration: float, **kwargs: object) -> None:
+    global _compiled
+    _compiled += event.endswith("backend_compile_duration")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _frees_compiled_programs() -> Iterator[None]:
-    """Drops what JAX keeps of compiled programs after each module: a worker would grow by gigabytes over the suite."""
+    """Drops what JAX keeps of compiled programs after each module that compiled: a worker would grow by gigabytes over the suite."""
+    before = _compiled
     yield
-    if (jax := sys.modules.get("jax")) is not None:
+    if (jax := sys.modules.get("jax")) is not None and (_compiled != before or not _listening):
         jax.clear_caches()
         gc.collect()
+        if not _listening:
+            jax.monitoring.register_event_duration_secs_listener(_count_compilations)
+            _listening.append(True)
+
+
+_listening: list[bool] = []
