@@ -8,7 +8,7 @@ JOB_DIR ?= runs/stdlib_bytes
 # More flags for `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
 TRAIN_FLAGS ?=
 
-.PHONY: setup train test nightly test-gpu-compiler test-installed docs test-docs interop faults lint format bench plan clean
+.PHONY: setup train test test-all test-planted nightly test-gpu-compiler test-installed docs test-docs interop faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -26,14 +26,23 @@ train: setup
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=train $(TRAIN_FLAGS)
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once $(TRAIN_FLAGS)
 
+# The suite of every change: ten minutes on 2 cores. `make test-all` runs every case of every matrix, three quarters of an hour.
+PYTEST := $(RUN) pytest -n 2 --dist loadgroup
 test: setup
-	$(RUN) pytest -n 2 --dist loadgroup -m "not slow and not installed and not docs"
+	$(PYTEST) -m "not full and not slow and not installed and not docs"
 
-# `make test` compiles with XLA's optimisations reduced, because compilation is most of its time. This runs the same tests at
-# XLA's normal level, as users compile. NIGHTLY_TESTS: files or folders to run.
+test-all: setup
+	$(PYTEST) -m "not slow and not installed and not docs"
+
+# Both compile with XLA's optimisations reduced, because compilation is most of their time. This runs `make test-all` at XLA's normal
+# level, as users compile. NIGHTLY_TESTS: files or folders to run.
 NIGHTLY_TESTS ?= tests
 nightly: setup
-	SPMD_TEST_XLA_OPTIMISATION=normal $(RUN) pytest -n 2 --dist loadgroup -m "not slow and not installed and not docs" $(NIGHTLY_TESTS)
+	SPMD_TEST_XLA_OPTIMISATION=normal $(PYTEST) -m "not slow and not installed and not docs" $(NIGHTLY_TESTS)
+
+# Plants each fault of tests/planted/faults.toml in a copy, and runs the tests of `make test` that should notice. A quarter of an hour.
+test-planted: setup
+	$(RUN) python tests/planted/run.py
 
 # Plans for NVIDIA topologies, with the compiler alone: a tenth of the extra cuda12, half a minute.
 GPU_COMPILER := .gpu-compiler

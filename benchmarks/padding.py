@@ -3,8 +3,8 @@
     python -m benchmarks.padding [--rounds 12]
 
 Five pairs on 8 devices, the two models of a pair in turns: vocabulary 50257 over 4 (mesh data=2, mdl=4) and over 8 (data=1,
-mdl=8), feed-forward width 1004 over 8, 13 rows over 4 (data=4, mdl=2) and 15 over 8. The even model, or the next batch that divides,
-is the baseline. Also prints the bytes of collectives in both compiled programs, by kind.
+mdl=8), feed-forward width 1004 over 8, 13 rows over 4 (data=4, mdl=2) and 15 over 8. The even model, or the next batch that
+divides, is the baseline. Also prints the bytes of collectives in both compiled programs, by kind.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _count_compilations(event: str, duration: float, **kwargs: object) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frees_compiled_programs() -> Iterator[None]:
-    """Drops what JAX keeps of compiled programs after each module that compiled: a worker would grow by gigabytes over the suite."""
+    """Drops what JAX keeps of a module's compiled programs after it: a worker would grow by gigabytes over the suite."""
     before = _compiled
     yield
     if (jax := sys.modules.get("jax")) is not None and (_compiled != before or not _listening):

@@ -108,6 +108,7 @@ def draw(seed: int) -> Net:
         LAYERS[rng.choice(choices)](net, rng, number)
     if kind == "pjit" and rng.random() < 0.5:
         LAYERS["norm_over_rows"](net, rng, 9)
+    net.shapes |= {"embedding": (net.vocabulary, net.width), "output": (net.width, net.vocabulary)}
     layers = [name for name, _ in net.layers]
     net.text = (
         f"seed {seed}: {kind} {minibatches if minibatches > 1 else ''} {dict(zip(names, sizes, strict=True))} rows={rows} "
@@ -296,12 +297,13 @@ LAYERS: dict[str, Callable[[Net, random.Random, int], None]] = {
 }
 
 
-def _init(net: Net, key: jax.Array) -> Params:
-    net.shapes["embedding"] = (net.vocabulary, net.width)
-    net.shapes["output"] = (net.width, net.vocabulary)
-    keys = jax.random.split(key, len(net.shapes))
-    drawn = zip(keys, sorted(net.shapes.items()), strict=True)
-    return {name: jax.random.normal(key, shape) / math.sqrt(max((1, *shape[:-1][-2:]))) for key, (name, shape) in drawn}
+def _parameters(net: Net) -> dict[str, np.ndarray]:
+    """Returns the initial values."""
+    rng = np.random.default_rng(net.seed)
+    return {
+        name: (rng.normal(size=shape) / math.sqrt(max((1, *shape[:-1][-2:])))).astype(np.float32)
+        for name, shape in sorted(net.shapes.items())
+    }
 
 
 def _apply(net: Net, params: Params, ids: jax.Array) -> jax.Array:
@@ -343,7 +345,7 @@ def differences(net: Net) -> tuple[float, float]:
     """Trains a net both ways; returns the largest relative difference of a loss, and of a variable."""
     model_p = pax_fiddle.Config(
         models.FunctionModel,
-        init=lambda key: _init(net, key),
+        init=lambda key: {name: jnp.zeros(shape) for name, shape in net.shapes.items()},
         apply=lambda params, ids: _apply(net, params, ids),
         loss=lambda logits, batch: {"loss": (_loss(logits, batch), jnp.asarray(float(batch["ids"].size)))},
         inputs="ids",
@@ -360,7 +362,7 @@ def differences(net: Net) -> tuple[float, float]:
     mesh = sharding.create_device_mesh(list(zip(net.names, net.sizes, strict=True)), devices=devices)
     partitioner = net.partitioner(mesh=mesh)
     partitioner.setup(task, shapes)
-    params = jax.device_get(_init(net, jax.random.key(net.seed)))
+    params = _parameters(net)
     variables = partitioner.metadata.variables.mdl_vars
     state = dataclasses.replace(
         jax.tree.map(lambda v: np.zeros(v.logical_shape, v.dtype), partitioner.metadata.variables),

@@ -52,6 +52,7 @@ def baseline_variables(params):
     }
 
 
+@pytest.mark.full
 def test_baseline_and_trainer_agree_on_variables_loss_and_gradient():
     task = tasks_lib.build_task(Small().task())
     batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), batches.lm_input_specs(SIZES.batch, SIZES.seq))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+from facts import assert_names
 
 from spmd_trainer.callbacks.replica_check import ReplicaError
 from spmd_trainer.checkpointing import errors as checkpoint_errors
@@ -61,7 +62,7 @@ def test_table_has_the_statuses_of_the_code_and_no_others() -> None:
 
 def test_meanings_are_those_of_the_constants() -> None:
     rows = _rows()
-    assert "mistake in the command" in rows[UserError.exit_status][0]
+    assert_names(rows[UserError.exit_status][0], "mistake", "command")
     assert "process was lost" in rows[peer_watch.STATUS_LOST_PROCESS][0]
     assert "no progress" in rows[STATUS_HANG][0]
     assert "none is whole" in rows[checkpoint_errors.NoWholeCheckpointError.exit_status][0]

@@ -58,7 +58,26 @@ def layout(name):
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+# One of each kind: the rest runs in `make test-all`.
+SHORT = {
+    "lm.cloud.LmCloudSpmd2BAdafactor",
+    "lm.cloud.LmCloudSpmdMultislice2B",
+    "lm.cloud.LmCloudSpmdPipelineMultislice2BCircular",
+    "lm.gemma.TinyGemma3",
+    "lm.gpt2.TinyGpt2",
+    "lm.llama.Llama3_1_8BLora",
+    "lm.llama.TinyLlamaLong",
+    "lm.qwen.TinyQwen3Moe",
+    "lm.stdlib.StdlibBytesTiny",
+    "synthetic.shard_map.ShardMapFsdpTiny",
+    "synthetic.structures.TinyByStrategy",
+    "vision.digits.DigitsNnxTiny",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in EXPERIMENTS]
+)
 def test_layout_matches_the_golden_file(name):
     path = GOLDEN / f"{name}.txt"
     text = layout(name)
@@ -71,3 +90,4 @@ def test_layout_matches_the_golden_file(name):
 
 def test_every_golden_file_has_an_experiment():
     assert sorted(path.name.removesuffix(".txt") for path in GOLDEN.iterdir()) == EXPERIMENTS
+    assert set(EXPERIMENTS) >= SHORT

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from facts import assert_names
 
 TINY = "lm.stdlib.StdlibBytesTiny"
 
@@ -30,34 +31,42 @@ def refused(*args: str, **env: str) -> str:
     ("args", "says"),
     [
         (["--expp=x"], ["--expp", "exp"]),
-        (["--exp=lm.stdlib.StdlibByte"], ["lm.stdlib.StdlibBytes"]),
-        (["--job_log_dir=/nonexistent"], ["--exp"]),
-        ([f"--exp={TINY}"], ["--job_log_dir"]),
-        ([f"--exp={TINY}", "--mode=trian"], ["--mode", "train"]),
         ([f"--exp={TINY}", "--fdl.set=task.train.num_train_step=2"], ["num_train_step'", "num_train_steps"]),
-        ([f"--exp={TINY}", "--fdl.set=task.train.num_train_steps=many"], ["num_train_steps", "literal"]),
         ([f"--exp={TINY}", "--mode=inspect", "--mesh=data4"], ["--mesh", "axis:size"]),
-        ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:0,mdl:2"], ["axis 'data': 0 is no size", "1 or more, or -1"]),
-        ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:--1"], ["--mesh", "axis:size"]),
-        ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:-1,mdl:-1"], ["only one size may be -1"]),
-        (["--exp=.."], ["module.Class"]),
         ([f"--exp={TINY}", "--fdl.NUM_LAYER=3"], ["NUM_LAYER is no attribute of StdlibBytesTiny", "NUM_LAYERS"]),
-        ([f"--exp={TINY}", "--fdl_config=a.B"], ["--exp", "--fdl_config", "mean the same setting"]),
-        ([f"--exp={TINY}", "--dump", "--jax_log_compile"], ["--jax_log_compile", "jax_log_compiles"]),
-        (["--study=mine"], ["--study", "there is no tuner"]),
-        (["--mode=port"], ["--module=FILE"]),
-        ([f"--exp={TINY}", "--hang_seconds=-1"], ["--hang_seconds", "-1"]),
-        (
-            [f"--exp={TINY}", "--job_log_dir=runs", "--hang_seconds=300"],
-            ["--hang_seconds=300", "--watchdog_seconds=600", "--watchdog_seconds=100"],
-        ),
         (["--mode=page"], ["--mode=page needs --job_log_dir=DIR"]),
-        (["--mode=page", "--job_log_dir=/nonexistent/run"], ["/nonexistent/run does not exist", "trained in"]),
-        (["--mode=page", "--job_log_dir=/"], ["--job_log_dir=/ holds no run of this trainer"]),
-        (["--mode=page", "--job_log_dir=runs", "--port=8080"], ["--port goes with --follow"]),
-        (["--mode=page", "--job_log_dir=runs", "--follow", "--page_file=x.html"], ["--follow writes no file"]),
-        ([f"--exp={TINY}", "--job_log_dir=runs", "--follow"], ["--follow goes with --mode=page"]),
-        ([f"--exp={TINY}", "--module=my_pkg"], ["--module", "--mode=port", "--exp_module"]),
+        *(
+            pytest.param(args, says, marks=pytest.mark.full)
+            for args, says in [
+                (["--exp=lm.stdlib.StdlibByte"], ["lm.stdlib.StdlibBytes"]),
+                (["--job_log_dir=/nonexistent"], ["--exp"]),
+                ([f"--exp={TINY}"], ["--job_log_dir"]),
+                ([f"--exp={TINY}", "--mode=trian"], ["--mode", "train"]),
+                ([f"--exp={TINY}", "--fdl.set=task.train.num_train_steps=many"], ["num_train_steps", "literal"]),
+                (
+                    [f"--exp={TINY}", "--mode=inspect", "--mesh=data:0,mdl:2"],
+                    ["axis 'data': 0 is no size", "1 or more, or -1"],
+                ),
+                ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:--1"], ["--mesh", "axis:size"]),
+                ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:-1,mdl:-1"], ["only one size may be -1"]),
+                (["--exp=.."], ["module.Class"]),
+                ([f"--exp={TINY}", "--fdl_config=a.B"], ["--exp", "--fdl_config", "mean the same setting"]),
+                ([f"--exp={TINY}", "--dump", "--jax_log_compile"], ["--jax_log_compile", "jax_log_compiles"]),
+                (["--study=mine"], ["--study", "there is no tuner"]),
+                (["--mode=port"], ["--module=FILE"]),
+                ([f"--exp={TINY}", "--hang_seconds=-1"], ["--hang_seconds", "-1"]),
+                (
+                    [f"--exp={TINY}", "--job_log_dir=runs", "--hang_seconds=300"],
+                    ["--hang_seconds=300", "--watchdog_seconds=600", "--watchdog_seconds=100"],
+                ),
+                (["--mode=page", "--job_log_dir=/nonexistent/run"], ["/nonexistent/run does not exist", "trained in"]),
+                (["--mode=page", "--job_log_dir=/"], ["--job_log_dir=/ holds no run of this trainer"]),
+                (["--mode=page", "--job_log_dir=runs", "--port=8080"], ["--port goes with --follow"]),
+                (["--mode=page", "--job_log_dir=runs", "--follow", "--page_file=x.html"], ["--follow writes no file"]),
+                ([f"--exp={TINY}", "--job_log_dir=runs", "--follow"], ["--follow goes with --mode=page"]),
+                ([f"--exp={TINY}", "--module=my_pkg"], ["--module", "--mode=port", "--exp_module"]),
+            ]
+        ),
     ],
 )
 def test_a_bad_command_is_one_message_with_the_fix(args, says):
@@ -66,6 +75,7 @@ def test_a_bad_command_is_one_message_with_the_fix(args, says):
         assert word in message
 
 
+@pytest.mark.full
 def test_no_checkpoint_to_decode(tmp_path: pathlib.Path):
     directory = tmp_path / "run"
     message = refused(f"--exp={TINY}", f"--job_log_dir={directory}", "--mode=decode_once")
@@ -74,6 +84,7 @@ def test_no_checkpoint_to_decode(tmp_path: pathlib.Path):
     assert not directory.exists()
 
 
+@pytest.mark.full
 def test_a_foreign_directory_is_left_alone(tmp_path: pathlib.Path):
     (tmp_path / "thesis.txt").write_text("mine")
     message = refused(f"--exp={TINY}", f"--job_log_dir={tmp_path}")
@@ -82,18 +93,21 @@ def test_a_foreign_directory_is_left_alone(tmp_path: pathlib.Path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.full
 def test_another_experiments_directory_is_refused(tmp_path: pathlib.Path):
     (tmp_path / "experiment.json").write_text('{"experiment": "spmd_trainer.experiments.lm.stdlib.StdlibBytes"}')
     message = refused(f"--exp={TINY}", f"--job_log_dir={tmp_path}")
     assert "spmd_trainer.experiments.lm.stdlib.StdlibBytes," in message
 
 
+@pytest.mark.full
 def test_a_directory_that_cannot_be_written(tmp_path: pathlib.Path):
     blocker = tmp_path / "file"
     blocker.write_text("")
     assert "can't be written" in refused(f"--exp={TINY}", f"--job_log_dir={blocker / 'run'}")
 
 
+@pytest.mark.full
 def test_a_mesh_that_the_devices_do_not_fit(tmp_path: pathlib.Path):
     message = refused(
         f"--exp={TINY}",
@@ -105,7 +119,14 @@ def test_a_mesh_that_the_devices_do_not_fit(tmp_path: pathlib.Path):
         assert word in message
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(1, "data=1, mdl=1"), (3, "data=3, mdl=1"), (12, "data=6, mdl=2")])
+@pytest.mark.parametrize(
+    ("count", "mesh"),
+    [
+        pytest.param(1, "data=1, mdl=1", marks=pytest.mark.full),
+        (3, "data=3, mdl=1"),
+        pytest.param(12, "data=6, mdl=2", marks=pytest.mark.full),
+    ],
+)
 def test_the_first_line_says_which_mesh_was_taken_and_why(tmp_path: pathlib.Path, count, mesh):
     result = spmd_trainer(
         f"--exp={TINY}",
@@ -116,9 +137,10 @@ def test_the_first_line_says_which_mesh_was_taken_and_why(tmp_path: pathlib.Path
     assert result.returncode == 0, result.stderr
     first = result.stderr.splitlines()[0]
     assert f"{TINY}: mesh replica=1, {mesh} on {count} host device" in first
-    assert "adapted from the declared (replica=1, data=4, mdl=2), which needs 8 devices" in first
+    assert_names(first, "adapted", "declared (replica=1, data=4, mdl=2)", "8 devices")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -197,10 +219,11 @@ def test_a_command_for_pax_is_understood(tmp_path: pathlib.Path):
     ):
         assert line in lines
     assert len(dumped.stderr.splitlines()) == 1, dumped.stderr
-    assert "--maybe_use_persistence_checkpointing=True is a flag of Pax: checkpoints have one format" in dumped.stderr
+    assert_names(dumped.stderr, "--maybe_use_persistence_checkpointing=True", "Pax", "one format")
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_at_once_without_a_traceback(tmp_path: pathlib.Path):
     code = (
         "import sys\n"
@@ -215,4 +238,4 @@ def test_a_second_ctrl_c_ends_at_once_without_a_traceback(tmp_path: pathlib.Path
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 130
     assert "Traceback" not in result.stderr
-    assert "the same command continues" in result.stderr
+    assert_names(result.stderr, "same command")

@@ -20,8 +20,8 @@ from spmd_trainer.partitioning import pjit, step_view
 from spmd_trainer.programs import experiment_config, verify
 
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
-# One experiment of each kind of partitioner, task and schedule, on the mesh that splits all axes: in `make test`. `make test-all`
-# takes all experiments on the mixed meshes, and these on all; `make interop` the rest.
+# `make test` takes IN_SHORT on the mesh that splits all axes; `make test-all` all experiments on the mixed meshes, and one of
+# each kind of partitioner, task and schedule on all; `make interop` the rest.
 MIXED_MESHES = [(1, 4, 2), (2, 2, 2)]
 OF_EACH_KIND = (
     "lm.cloud.LmCloudSpmdAdamTiny",
@@ -30,6 +30,14 @@ OF_EACH_KIND = (
     "synthetic.shard_map.ShardMapDataParallelTiny",
     "synthetic.shard_map.ShardMapFsdpTiny",
     "synthetic.structures.TinyBFloat16",
+    "synthetic.structures.TinyLm",
+    "synthetic.structures.TinyMixtureOfExperts",
+    "synthetic.structures.TinyPipeline",
+    "vision.digits.DigitsNnxTiny",
+)
+IN_SHORT = (
+    "lm.llama.TinyLlama",
+    "synthetic.shard_map.ShardMapFsdpTiny",
     "synthetic.structures.TinyLm",
     "synthetic.structures.TinyMixtureOfExperts",
     "synthetic.structures.TinyPipeline",
@@ -88,7 +96,7 @@ def case(name, sizes):
     marks = [pytest.mark.xdist_group(name)]
     if not of_each_kind and sizes not in MIXED_MESHES:
         marks.append(pytest.mark.slow)
-    elif not (of_each_kind and sizes == (2, 2, 2)):
+    elif not (name in IN_SHORT and sizes == (2, 2, 2)):
         marks.append(pytest.mark.full)
     return pytest.param(name, sizes, marks=marks)
 
@@ -132,6 +140,7 @@ def test_a_missing_slice_is_caught(monkeypatch):
         failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
 
+@pytest.mark.full
 def test_a_slice_from_the_wrong_end_is_caught(monkeypatch):
     def last_rows(self, state):
         variables = self.metadata.variables
@@ -141,6 +150,7 @@ def test_a_slice_from_the_wrong_end_is_caught(monkeypatch):
     assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
 
+@pytest.mark.full
 def test_padding_rows_with_weight_in_the_loss_are_caught(monkeypatch):
     """The batch of six rows is padded to eight with copies of the last row, which keep their weight."""
     place = pjit.PjitPartitioner.preprocess_inputs
@@ -161,6 +171,7 @@ def test_padding_rows_with_weight_in_the_loss_are_caught(monkeypatch):
     assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
 
+@pytest.mark.full
 def test_the_same_dropout_mask_on_every_shard_is_caught(monkeypatch):
     """Every shard draws its mask from the same key."""
     uniform = jax.random.uniform

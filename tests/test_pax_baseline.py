@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks import pax_baseline, pax_layers
 from spmd_trainer import sharding
@@ -13,6 +14,7 @@ from spmd_trainer import sharding
 TINY = pax_baseline.Sizes(layers=2, width=16, hidden=32, heads=2, vocab=16, seq=8, rows=8, dtype=jnp.float32)
 
 
+@pytest.mark.full
 def test_both_programs_take_the_same_steps():
     mesh = sharding.create_device_mesh(pax_layers.MESH)
     partitioner, step = pax_layers.trainer(mesh, TINY)

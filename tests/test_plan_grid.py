@@ -1,6 +1,7 @@
 """The comparison of the plan's search with brute force, on plans that are not compiled."""
 
 import pytest
+from facts import assert_names
 
 from benchmarks import plan_grid
 from spmd_trainer.analysis import roofline
@@ -45,7 +46,8 @@ def test_the_bar(found, number, met):
 
 def test_the_report_names_both_and_the_verdict():
     text = str(comparison(BEST))
-    assert "SAME; the search compiled 5 of 48 candidates (10%)" in text
+    assert "SAME" in text
+    assert_names(text, "5 of 48", "10%")
     assert text.count("data:5: 5 s (2.5 to 7.5)") == 2
     assert "DIFFERENT" in str(comparison({**BEST, 0: 1.5}))
 

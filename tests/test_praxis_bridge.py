@@ -15,8 +15,8 @@ def run_python(code: str) -> str:
 @pytest.mark.parametrize(
     "first",
     [
-        "import spmd_trainer",
-        "from spmd_trainer import base_experiment",
+        pytest.param("import spmd_trainer", marks=pytest.mark.full),
+        pytest.param("from spmd_trainer import base_experiment", marks=pytest.mark.full),
         "from praxis import base_input, layers",
     ],
 )
@@ -32,6 +32,7 @@ print('ok')
     assert run_python(code).strip() == "ok"
 
 
+@pytest.mark.full
 def test_installing_twice_is_installing_once():
     code = """
 import sys, spmd_trainer
@@ -53,6 +54,7 @@ assert not heavy, heavy
     run_python(code)
 
 
+@pytest.mark.full
 def test_praxis_sees_the_mesh_of_set_mesh_also_while_tracing():
     code = """
 import os
@@ -71,6 +73,7 @@ assert seen == [True] and not py_utils.global_mesh_defined()
     run_python(code)
 
 
+@pytest.mark.full
 def test_enumeration_ids_may_be_arrays_of_one_element():
     code = """
 import spmd_trainer, numpy as np
@@ -83,7 +86,9 @@ assert text == '/'.join(f'{key}={i}' for i, key in enumerate(keys)) and not exam
     run_python(code)
 
 
-@pytest.mark.parametrize(("package", "version"), [("jax", "0.4.26"), ("praxis", "1.3.1")])
+@pytest.mark.parametrize(
+    ("package", "version"), [pytest.param("jax", "0.4.26", marks=pytest.mark.full), ("praxis", "1.3.1")]
+)
 def test_a_version_outside_the_known_range_is_a_clear_import_error(package, version):
     code = f"""
 import spmd_trainer, jax, importlib.metadata
@@ -102,6 +107,7 @@ else:
     run_python(code)
 
 
+@pytest.mark.full
 def test_nothing_changes_before_praxis_is_imported():
     code = """
 import sys, spmd_trainer_bridge
@@ -113,6 +119,7 @@ assert 'praxis' not in sys.modules and 'jax' not in sys.modules
     run_python(code)
 
 
+@pytest.mark.full
 def test_the_bridge_can_be_switched_off_and_spmd_trainer_imported_first():
     code = """
 import os, subprocess, sys
@@ -125,7 +132,7 @@ assert status('import spmd_trainer; from praxis import base_input') == 0
     run_python(code)
 
 
-@pytest.mark.parametrize("package", ["praxis", "lingvo"])
+@pytest.mark.parametrize("package", ["praxis", pytest.param("lingvo", marks=pytest.mark.full)])
 def test_without_praxis_or_lingvo_the_error_has_the_command(package):
     code = f"""
 import importlib.machinery, sys, spmd_trainer
@@ -142,6 +149,7 @@ else:
     run_python(code)
 
 
+@pytest.mark.full
 def test_looking_for_praxis_loads_nothing():
     code = """
 import importlib.util, sys
@@ -153,6 +161,7 @@ assert importlib.util.find_spec('praxis') is not None and 'jax' not in sys.modul
     run_python(code)
 
 
+@pytest.mark.full
 def test_looking_for_praxis_where_it_is_missing_finds_nothing_in_programs_of_others():
     code = """
 import importlib.machinery, importlib.util
@@ -163,6 +172,7 @@ assert importlib.util.find_spec('praxis') is None
     run_python(code)
 
 
+@pytest.mark.full
 def test_modules_of_layers_are_imported_at_their_first_use():
     code = """
 import sys, spmd_trainer
@@ -178,6 +188,7 @@ assert VisionTransformer.__module__ == 'praxis.layers.vits' and 'praxis.layers.v
     run_python(code)
 
 
+@pytest.mark.full
 def test_a_package_that_does_more_than_to_import_names_is_left_as_it_is():
     code = """
 from spmd_trainer.praxis_bridge.lazy_layers import names_by_module

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 
 import pytest
+from facts import raises_naming
 from xla_flags import xla_flags
 
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -35,7 +36,7 @@ def test_flags_that_a_parent_process_has_set_are_not_repeated():
 
 
 def test_an_unknown_level_is_refused():
-    with pytest.raises(ValueError, match="SPMD_TEST_XLA_OPTIMISATION='full': must be cheap or normal"):
+    with raises_naming(ValueError, "SPMD_TEST_XLA_OPTIMISATION='full'", "cheap", "normal"):
         xla_flags("", "full", "0.10.2")
 
 

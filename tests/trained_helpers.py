@@ -71,4 +71,4 @@ def logits(job, state, ids):
         ).logits
 
     with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
-        return task.model.apply(state.mdl_vars, method=run)
+        return jax.jit(lambda variables: task.model.apply(variables, method=run))(state.mdl_vars)

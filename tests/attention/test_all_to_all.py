@@ -15,12 +15,12 @@ PLAIN = Pattern(scale=0.3)
 @pytest.mark.parametrize(
     ("length", "seq", "fields"),
     [
-        (1, 4, {}),
-        (13, 2, {"packed": True, "heads": 3, "kv_heads": 1}),
-        (67, 4, {"packed": True, "heads": 6, "kv_heads": 2}),
+        pytest.param(1, 4, {}, marks=pytest.mark.full),
+        pytest.param(13, 2, {"packed": True, "heads": 3, "kv_heads": 1}, marks=pytest.mark.full),
+        pytest.param(67, 4, {"packed": True, "heads": 6, "kv_heads": 2}, marks=pytest.mark.full),
         (66, 2, {"mdl": 2, "packed": True, "heads": 6, "kv_heads": 3}),
-        (513, 4, {"mdl": 2, "heads": 8, "kv_heads": 8}),
-        (513, 4, {"packed": True, "heads": 8, "kv_heads": 2}),
+        pytest.param(513, 4, {"mdl": 2, "heads": 8, "kv_heads": 8}, marks=pytest.mark.full),
+        pytest.param(513, 4, {"packed": True, "heads": 8, "kv_heads": 2}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -28,11 +28,16 @@ def test_rows_of_any_length(length, seq, fields):
     assert max(differences("all_to_all", length, seq, PLAIN, **fields)) < 1e-5
 
 
-@pytest.mark.parametrize("pattern", [Pattern(scale=0.3, window=9, softcap=2.0), Pattern(causal=False)], ids=str)
+@pytest.mark.parametrize(
+    "pattern",
+    [Pattern(scale=0.3, window=9, softcap=2.0), pytest.param(Pattern(causal=False), marks=pytest.mark.full)],
+    ids=str,
+)
 def test_patterns(pattern):
     assert max(differences("all_to_all", 64, 4, pattern, packed=True)) < 1e-5
 
 
+@pytest.mark.full
 def test_bfloat16():
     assert max(differences("all_to_all", 131, 4, PLAIN, packed=True, dtype=jnp.bfloat16)) < 2e-2
 

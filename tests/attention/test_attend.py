@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from facts import assert_names, raises_naming
 from jax.sharding import PartitionSpec
 
 from spmd_trainer import sharding
@@ -50,18 +51,23 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+@pytest.mark.parametrize("kernel", ["chunked", pytest.param("reference", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "split"),
     [
-        (6, 3, DATA_AND_HEADS),
-        (8, 4, DATA_AND_HEADS),
-        (8, 2, DATA_AND_HEADS),
         (12, 6, DATA_AND_HEADS),
         (5, 1, DATA_AND_HEADS),
-        (6, 3, Split(batch=("data", "mdl"))),
-        (6, 3, Split(heads=("mdl", "data"))),
-        (6, 3, Split()),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (6, 3, DATA_AND_HEADS),
+                (8, 4, DATA_AND_HEADS),
+                (8, 2, DATA_AND_HEADS),
+                (6, 3, Split(batch=("data", "mdl"))),
+                (6, 3, Split(heads=("mdl", "data"))),
+                (6, 3, Split()),
+            ]
+        ),
     ],
 )
 def test_a_mesh_changes_nothing(heads, kv_heads, split, kernel):
@@ -71,6 +77,7 @@ def test_a_mesh_changes_nothing(heads, kv_heads, split, kernel):
         assert_equal(outputs(*arrays, split=split, kernel=kernel), expected)
 
 
+@pytest.mark.full
 def test_outside_of_jit():
     query, key, value, ids = rows()
     expected = attend(query, key, value, PATTERN, segment_ids=ids, kernel="chunked")
@@ -93,7 +100,7 @@ def test_the_kernel_is_chosen_for_the_shapes_of_one_device(heads, kv_heads, loca
     assert (calls[0].pattern, calls[0].segments, calls[0].dropout) == (PATTERN, True, False)
 
 
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("checked", [pytest.param(False, marks=pytest.mark.full), True])
 def test_under_a_shard_map_the_arrays_are_those_of_one_device(checked):
     query, key, value, ids = rows(num_rows=8)
     expected = outputs(query, key, value, ids)
@@ -138,7 +145,7 @@ def test_rows_keep_their_order_under_a_shard_map_over_some_axes():
     assert not any(seen)
 
 
-@pytest.mark.parametrize("split", [DATA_AND_HEADS, Split(batch=("data",))])
+@pytest.mark.parametrize("split", [pytest.param(DATA_AND_HEADS, marks=pytest.mark.full), Split(batch=("data",))])
 def test_devices_exchange_nothing(split):
     arrays = rows(num_rows=4, heads=8, kv_heads=4)
     mesh = mesh_of()
@@ -153,6 +160,7 @@ def test_devices_exchange_nothing(split):
         assert collective not in program
 
 
+@pytest.mark.full
 def test_dropout_maps_the_probabilities_of_all_rows_and_heads():
     query, key, value, ids = rows()
 
@@ -179,12 +187,14 @@ def test_choices_are_recorded_by_the_name_of_the_layer():
         with jax.set_mesh(mesh_of()):
             for form in ("ring", "all_to_all"):
                 trace(form, split=Split(batch=("data",), length=("mdl",)), context_parallel=form)
-    assert choices.lines(recorded) == [
-        "attention kernel of short: reference",
-        "attention kernel of asked: chunked",
-        "attention kernel of ring: chunked in a ring",
-        "attention kernel of all_to_all: reference between all-to-all exchanges",
+    expected = [
+        ("short: reference",),
+        ("asked: chunked",),
+        ("ring: chunked", "a ring"),
+        ("all_to_all: reference", "all-to-all"),
     ]
+    for line, named in zip(choices.lines(recorded), expected, strict=True):
+        assert_names(line, "attention kernel", *named)
 
 
 @pytest.mark.parametrize(
@@ -228,5 +238,5 @@ def test_errors_say_what_would_be_right(length, options, message):
 
 def test_query_heads_must_be_a_multiple_of_key_heads():
     query, key, value, _ = rows(heads=6, kv_heads=4)
-    with pytest.raises(UserError, match="query heads must be a multiple of the number of key heads"):
+    with raises_naming(UserError, "query heads", 6, "multiple", "key heads", 4):
         attend(query, key, value, PATTERN)

@@ -100,7 +100,10 @@ def test_chunked_is_the_reference(length, pattern, heads, kv_heads, packed):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(("length", "pattern", "packed"), [(257, "window_and_softcap", True), (300, "causal", False)])
+@pytest.mark.parametrize(
+    ("length", "pattern", "packed"),
+    [(257, "window_and_softcap", True), pytest.param(300, "causal", False, marks=pytest.mark.full)],
+)
 def test_chunked_is_the_reference_in_bfloat16(length, pattern, packed):
     arrays = rows(length, 4, 2, packed=packed, dtype=jnp.bfloat16)
     found = value_and_grads(chunked.KERNEL, PATTERNS[pattern], *arrays)
@@ -116,6 +119,7 @@ def test_other_values_have_their_own_dtype():
     assert chunked.KERNEL(query, key, value.astype(jnp.bfloat16), None, Pattern()).dtype == jnp.bfloat16
 
 
+@pytest.mark.full
 def test_logits_of_any_size():
     query, key, value, _, ids = rows(140, 2, 1, packed=True)
     huge = 1e4 * query
@@ -168,6 +172,7 @@ def test_compiled_train_step_has_no_array_over_queries_and_keys():
     assert program.memory_analysis().temp_size_in_bytes < length * length < plain.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 def test_memory_grows_with_the_length_and_the_program_does_not():
     short, long = train_step("chunked", 2048), train_step("chunked", 8192)
     assert long.memory_analysis().temp_size_in_bytes < 4.2 * short.memory_analysis().temp_size_in_bytes

@@ -15,15 +15,15 @@ PLAIN = Pattern(scale=0.3)
 @pytest.mark.parametrize(
     ("length", "seq", "fields"),
     [
-        (1, 2, {}),
-        (1, 4, {"packed": True}),
-        (7, 4, {"mdl": 2}),
-        (64, 2, {"packed": True, "mdl": 2, "heads": 3, "kv_heads": 1}),
-        (67, 4, {"packed": True}),
-        (300, 2, {"packed": True}),
-        (513, 4, {}),
+        pytest.param(1, 2, {}, marks=pytest.mark.full),
+        pytest.param(1, 4, {"packed": True}, marks=pytest.mark.full),
+        pytest.param(7, 4, {"mdl": 2}, marks=pytest.mark.full),
+        pytest.param(64, 2, {"packed": True, "mdl": 2, "heads": 3, "kv_heads": 1}, marks=pytest.mark.full),
+        pytest.param(67, 4, {"packed": True}, marks=pytest.mark.full),
+        pytest.param(300, 2, {"packed": True}, marks=pytest.mark.full),
+        pytest.param(513, 4, {}, marks=pytest.mark.full),
         (513, 4, {"packed": True, "mdl": 2, "heads": 6, "kv_heads": 3}),
-        (129, 8, {"packed": True}),
+        pytest.param(129, 8, {"packed": True}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -36,9 +36,9 @@ def test_rows_of_any_length(length, seq, fields, monkeypatch):
     "pattern",
     [
         Pattern(scale=0.3, window=5),
-        Pattern(scale=0.3, window=100, softcap=2.0),
-        Pattern(scale=0.3, window=400),
-        Pattern(scale=0.3, causal=False, softcap=2.0),
+        pytest.param(Pattern(scale=0.3, window=100, softcap=2.0), marks=pytest.mark.full),
+        pytest.param(Pattern(scale=0.3, window=400), marks=pytest.mark.full),
+        pytest.param(Pattern(scale=0.3, causal=False, softcap=2.0), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -47,6 +47,7 @@ def test_patterns(pattern, monkeypatch):
     assert max(differences("ring", 259, 4, pattern, packed=True)) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [True, False])
 def test_bfloat16(packed):
     assert max(differences("ring", 131, 4, PLAIN, packed=packed, dtype=jnp.bfloat16)) < 2e-2
@@ -90,7 +91,10 @@ def _tokens_of(count, chunk, shift):
     return order.reshape(count, -1)[devices]
 
 
-@pytest.mark.parametrize(("seq", "mdl", "packed"), [(2, 1, False), (4, 2, True), (8, 1, True)])
+@pytest.mark.parametrize(
+    ("seq", "mdl", "packed"),
+    [(2, 1, False), pytest.param(4, 2, True, marks=pytest.mark.full), pytest.param(8, 1, True, marks=pytest.mark.full)],
+)
 def test_collectives_are_those_of_theory(seq, mdl, packed):
     length, heads, kv_heads = 64, 4, 2
     sizes = {"heads": heads, "kv_heads": kv_heads, "length": length, "packed": packed}

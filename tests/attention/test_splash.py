@@ -85,9 +85,14 @@ CASES = {
     "causal, one token": Case(1, (2, 2), Pattern(), False),
     "bfloat16, window in packed rows": Case(257, (2, 1), Pattern(True, 100, 20.0, 0.3), True, jnp.bfloat16),
 }
+# Those of `make test`.
+SHORT = ("window over an edge of blocks, one key head, soft cap", "causal, one token")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in SHORT else pytest.mark.full) for name, case in CASES.items()],
+)
 def test_outputs_and_gradients_are_those_of_plain_attention(case):
     rows = make_rows(case.length, *case.heads, case.width, packed=case.packed, dtype=case.dtype)
     got = outputs_and_grads(Splash(blocks=(128,)), rows, case.pattern)
@@ -98,6 +103,7 @@ def test_outputs_and_gradients_are_those_of_plain_attention(case):
         assert error < (1e-5 if case.dtype == jnp.float32 else 2e-2)
 
 
+@pytest.mark.full
 def test_scaled_query_is_rounded_to_bfloat16_once():
     """The second token's logits are 64 times the difference of two scaled numbers, and 0."""
     numbers = jnp.arange(1, 2, 1 / 128, dtype=jnp.float32).astype(jnp.bfloat16)
@@ -121,6 +127,7 @@ def test_output_has_the_dtype_and_the_precision_of_the_values():
     np.testing.assert_allclose(out[:, 0], value[:, 0], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_in_shard_map_in_a_scan_over_rematerialised_layers():
     mesh = jax.make_mesh((2, 2), ("data", "mdl"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     query, key, value, ids, out_grad = make_rows(200, 4, 2, 8, packed=True)

@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+from facts import raises_naming
 
 from spmd_trainer.callbacks import invalid_steps
 from spmd_trainer.callbacks.invalid_steps import InvalidSteps, NonFiniteStepError, NothingLearntError, learns
@@ -36,6 +37,7 @@ def records(directory) -> list[dict[str, float]]:
     return [json.loads(line) for line in (directory / "summaries" / "train" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_skipped_steps_are_counted_logged_and_change_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "run", TINY_LIMIT)
@@ -53,6 +55,7 @@ def test_skipped_steps_are_counted_logged_and_change_nothing(tmp_path, caplog):
         assert words in lines[2]
 
 
+@pytest.mark.full
 def test_the_run_stops_when_told_to(tmp_path):
     with pytest.raises(NonFiniteStepError, match=r"step 1 is invalid.*--stop_on_invalid_step"):
         run(tmp_path / "run", TINY_LIMIT, policy=FailurePolicy(stop_on_invalid_step=True))
@@ -62,7 +65,7 @@ def test_the_run_stops_when_told_to(tmp_path):
 
 def test_a_state_with_nan_is_never_saved_and_the_run_ends_with_the_reason(tmp_path):
     # An infinite learning rate: the gradient is good, what it makes of the variables is not.
-    with pytest.raises(UserError, match=r"step 2 was not saved: NaN or infinity in .*newest whole checkpoint"):
+    with raises_naming(UserError, "step 2", "not saved", "NaN or infinity", "newest whole checkpoint"):
         run(tmp_path / "run", "task.train.learner.optimizer.learning_rate=1e400")
     with Checkpointer(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.all_steps() == [0]
@@ -105,8 +108,8 @@ class SomeRun:
 
 
 IDLE = {
-    "no weight": (scalars_of(weight=0.0), "all weights of the last batch are 0"),
-    "NaN": (scalars_of(loss=float("nan"), accepted=(0.0,)), r"the last one is invalid \(loss nan\)"),
+    "no weight": (scalars_of(weight=0.0), ["weights", "last batch"]),
+    "NaN": (scalars_of(loss=float("nan"), accepted=(0.0,)), ["invalid", "loss nan"]),
 }
 
 
@@ -119,11 +122,12 @@ def test_a_run_that_learns_nothing_any_more_ends(kind, monkeypatch):
     # A good step in between starts the count again.
     for step, scalars in enumerate([idle] * 4 + [scalars_of()] + [idle] * 4, start=1):
         callback.after_step(run, step, scalars)
-    with pytest.raises(NothingLearntError, match=f"nothing was learnt from 5 steps in a row, 6 to 10: {why}"):
+    with raises_naming(NothingLearntError, "5 steps", "6 to 10", *why):
         callback.after_step(run, 10, idle)
 
 
+@pytest.mark.full
 def test_a_training_run_whose_steps_are_all_skipped_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(invalid_steps, "MAX_IDLE_STEPS", 3)
-    with pytest.raises(NothingLearntError, match=r"3 steps in a row, 1 to 3.*checkpoints stay"):
+    with raises_naming(NothingLearntError, "3 steps", "1 to 3", "checkpoints"):
         run(tmp_path / "run", TINY_LIMIT)

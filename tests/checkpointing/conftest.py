@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +21,11 @@ def _ends_abandoned_reads() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> types.SimpleNamespace:
-    """Returns a directory with checkpoints 10, 20 and 30 of three different states on mesh (1, 4, 2)."""
+@pytest.fixture(scope="session")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> types.SimpleNamespace:
+    """Saves what each test gets a copy of: saving takes longer than most of the tests."""
     mesh = make_mesh(1, 4, 2)
-    directory = tmp_path / "checkpoints"
+    directory = tmp_path_factory.mktemp("saved") / "checkpoints"
     states = {step: train_state(step) for step in (10, 20, 30)}
     variables = specs_for(states[10], partition_specs(states[10]), mesh)
     with Checkpointer(directory) as checkpoints:
@@ -33,3 +34,11 @@ def saved(tmp_path: Path) -> types.SimpleNamespace:
                 step, place(state, variables, mesh), variables, input_state={"position": step}, metadata={"run": "test"}
             )
     return types.SimpleNamespace(directory=directory, mesh=mesh, states=states, variables=variables)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, saved_once: types.SimpleNamespace) -> types.SimpleNamespace:
+    """Returns a directory with checkpoints 10, 20 and 30 of three different states on mesh (1, 4, 2)."""
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(saved_once.directory, directory)
+    return types.SimpleNamespace(**{**vars(saved_once), "directory": directory})

@@ -17,6 +17,7 @@ import pytest
 from absl import logging as absl_logging
 from checkpoint_helpers import assert_restored, make_mesh, partition_specs, place, specs_for, train_state
 from etils import epath
+from facts import raises_naming
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -131,9 +132,7 @@ def test_partial_restore_leaves_optimizer_states_unread(saved):
         more = variables.replace(
             extra_state=(saved.variables.step.__class__("new", (2,), np.dtype("f4"), P(), (0,), ""),)
         )
-        with pytest.raises(
-            CheckpointMismatchError, match=r"missing in the checkpoint: new, in the model \(2,\) float32"
-        ):
+        with pytest.raises(CheckpointMismatchError, match=r"missing .*: new\b.*\(2,\) float32"):
             checkpoints.restore(more, saved.mesh, partial=True)
 
 
@@ -193,13 +192,13 @@ def test_read_only_saves_nothing(saved):
 
 def test_missing_step_lists_those_that_exist(saved, tmp_path):
     checkpoints = Checkpointer(saved.directory, read_only=True)
-    with pytest.raises(CheckpointNotFoundError, match=r"No checkpoint of step 15.*Whole steps there: 10, 20, 30"):
+    with raises_naming(CheckpointNotFoundError, saved.directory, "step 15", "10, 20, 30"):
         checkpoints.restore(saved.variables, saved.mesh, step=15)
     empty = Checkpointer(tmp_path / "nowhere")
     assert (empty.all_steps(), empty.latest_step()) == ([], None)
     with pytest.raises(CheckpointNotFoundError, match="holds no steps"):
         empty.restore(saved.variables, saved.mesh)
-    with pytest.raises(CheckpointNotFoundError, match="has no whole step"):
+    with raises_naming(CheckpointNotFoundError, tmp_path / "nowhere", "no whole step"):
         empty.read_metadata(3)
 
 
@@ -210,7 +209,7 @@ def test_state_that_is_not_what_its_specs_say(tmp_path):
         save(checkpoints, 1, {**state, "x": state["w"]}, variables)
     with pytest.raises(CheckpointError, match=r"w is \(4,\) float32; its VariableSpec says \(8,\) float32"):
         save(checkpoints, 1, {"w": state["w"][:4]}, variables)
-    with pytest.raises(CheckpointError, match="w is a ndarray"):
+    with raises_naming(CheckpointError, "w", "ndarray", "jax.Array"):
         save(checkpoints, 1, {"w": np.ones(8, np.float32)}, variables)
     assert not list(tmp_path.iterdir())
 
@@ -222,9 +221,7 @@ def test_nan_is_refused_by_name(tmp_path):
     variables = specs_for(logical, partition_specs(logical), mesh)
     state = place(logical, variables, mesh)
     with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(
-            NonFiniteStateError, match="step 1 was not saved: NaN or infinity in mdl_vars/params/ffn/1/w"
-        ) as e:
+        with raises_naming(NonFiniteStateError, "step 1", "not saved", "mdl_vars/params/ffn/1/w") as e:
             save(checkpoints, 1, state, variables, check_finite=True)
         assert isinstance(e.value, ValueError)
         with pytest.raises(NonFiniteStateError, match="refused its state"):
@@ -263,7 +260,7 @@ def test_failed_save_stops_the_next_one_and_leaves_nothing(tmp_path, no_room):
     checkpoints.wait_until_finished()
     no_room()
     save(checkpoints, 2, state, variables)
-    with pytest.raises(CheckpointError, match=r"(?s)step 2 .*failed.*newest whole step is 1") as e:
+    with raises_naming(CheckpointError, "step 2", "failed", "whole step is 1") as e:
         save(checkpoints, 3, state, variables)
     assert e.value.__cause__ is not None
     with pytest.raises(CheckpointError, match=r"step 2 .*failed"):
@@ -343,7 +340,7 @@ def test_durations(text, seconds):
 
 
 def test_settings_that_make_no_sense(tmp_path):
-    with pytest.raises(ValueError, match="'12 hours' is not a duration"):
+    with raises_naming(ValueError, "save_keep_interval_duration", "'12 hours'", "'12h'"):
         Checkpointer(tmp_path, save_keep_interval_duration="12 hours")
     with pytest.raises(ValueError, match="save_interval_steps"):
         Checkpointer(tmp_path, save_interval_steps=0)
@@ -363,5 +360,5 @@ def test_a_stream_that_one_process_saved_is_not_resumed_by_two(saved, monkeypatc
         assert checkpoints.restore(saved.variables, saved.mesh).input_state == position
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     step_dir = epath.Path(saved.directory / "40")
-    with pytest.raises(CheckpointMismatchError, match="on the one process that saved it, and this job has 2 processes"):
+    with raises_naming(CheckpointMismatchError, "training input", "one process", "2 processes"):
         input_states.read(step_dir, json.loads((step_dir / "record" / "record.json").read_text()))

@@ -3,6 +3,7 @@
 import datetime
 
 import pytest
+from facts import raises_naming
 
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.checkpointing.durations import parse_duration
@@ -42,9 +43,7 @@ def test_what_is_no_duration_is_refused(duration):
 
 @pytest.mark.parametrize("duration", [0, "0", "0s", -45, datetime.timedelta(0)])
 def test_a_duration_is_longer_than_nothing(duration):
-    with pytest.raises(
-        UserError, match=r"save_keep_interval_duration: .* is not longer than 0 seconds; write '' or None"
-    ):
+    with raises_naming(UserError, f"save_keep_interval_duration: {duration!r}", "0 seconds", "'' or None"):
         parse_duration(duration)
 
 

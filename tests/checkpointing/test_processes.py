@@ -21,7 +21,7 @@ PROGRAM = """
 import sys, jax, numpy as np
 directory, port, index, here = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(index))
-sys.path.insert(0, here)
+sys.path[:0] = [here, here + "/.."]
 from checkpoint_helpers import make_mesh, place, specs_for
 from test_processes import logical_state, SPECS
 from spmd_trainer.checkpointing import Checkpointer, iterate_checkpoints

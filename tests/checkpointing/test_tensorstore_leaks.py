@@ -3,6 +3,7 @@
 import gc
 import tracemalloc
 
+import pytest
 import tensorstore
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -37,6 +38,7 @@ def spec_of_an_array(name):
     return tensorstore_utils.build_kvstore_tspec("/checkpoints/10", name=name, use_ocdbt=True)
 
 
+@pytest.mark.full
 def test_specs_and_counters_leave_nothing_behind():
     specs = [spec_of_an_array(name) for name in ("a", "b")]
     tensorstore_leaks.stop()

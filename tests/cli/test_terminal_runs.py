@@ -6,7 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from facts import assert_names
 from terminal_helpers import in_terminal
+
+pytestmark = pytest.mark.full
 
 COLUMNS = 60
 COMMAND = [sys.executable, "-m", "spmd_trainer.main", "--exp=lm.stdlib.StdlibBytesTiny"]
@@ -55,7 +58,7 @@ def test_all_log_lines_are_there_once_and_nothing_else_is(run):
     for start in ("compiling the train step ...", "training from step 0", "saving step 0", "first step done: loss"):
         assert len([line for line in shown if line.startswith(start)]) == 1, shown
     others = [line for line in lines if not CLOCK.match(line)]
-    assert others[0] == "SIGINT: finishing this step, saving and exiting (send it again to exit at once)"
+    assert_names(others[0], "SIGINT", "this step", "saving", "again")
     table = [line for line in others[1:] if line[0] in "╭│╰"]
     assert all(len(line) <= COLUMNS for line in table)
     assert others[1 + len(table) :] == [line for line in others if line.startswith(("results in", "  to "))]
@@ -65,7 +68,7 @@ def test_the_end_says_what_was_saved_and_what_to_run_next(run):
     directory, _, lines, _ = run
     text = "\n".join(lines)
     step = re.search(r"│ stopped at step (\d+) of 100000 by a signal", text).group(1)
-    assert "the same command continues from there" in text
+    assert_names(text, "same command")
     assert f"results in {directory}: checkpoints/ (steps 0, {step}), summaries/" in lines
     commands = [line for line in lines if line.startswith("  to decode: ")]
     command = f"spmd-trainer --exp=lm.stdlib.StdlibBytesTiny --job_log_dir={directory} --mode=decode_once"
@@ -77,7 +80,7 @@ def test_the_line_showed_the_compilation_and_then_the_steps(run):
     _, output, _, _ = run
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
     drawn = re.findall(r"\r ([^\r\n]*)\x1b\[J\r", plain)
-    assert any("compiling the train step" in line for line in drawn)
+    assert any("compiling" in line for line in drawn)
     assert any(re.search(r"step +\d+/100000  loss \d", line) for line in drawn)
     assert all(len(line) < COLUMNS for line in drawn)
     assert drawn.index(next(line for line in drawn if "compiling" in line)) < drawn.index(
@@ -101,6 +104,6 @@ def test_its_decode_is_readable_and_ends_without_noise(run):
         assert text[first].endswith(", example 0:")
         assert text[first + 1] == "  prompt | import coll"
         assert text[first + 2].startswith("  output | ")
-        assert text[-1].startswith("  to see the curves:  tensorboard --logdir")
+        assert_names(text[-1], "tensorboard --logdir")
         for notice in ("InitializeLog", "oneDNN", "TensorFlow"):
             assert notice not in "\n".join(text)

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from facts import assert_names
 from simulated import Processes
 
 from spmd_trainer.health import slow
@@ -66,7 +67,8 @@ def test_a_process_a_third_slower_is_named_with_its_part_within_20_steps_of_a_fu
     assert line.startswith(f"process {slow_one} (host h{slow_one}) is slow: {part} takes "), line
     again = lines_of(processes, 100, judge=judge)
     assert len(again) == 1, again
-    assert again[0][1].startswith(f"process {slow_one} (host h{slow_one}) is as fast as the others again, over steps ")
+    assert_names(again[0][1], f"process {slow_one}", f"host h{slow_one}", "fast", "over steps")
+    assert "slow" not in again[0][1]
 
 
 def test_a_process_is_named_once_and_again_for_another_part():
@@ -74,8 +76,8 @@ def test_a_process_is_named_once_and_again_for_another_part():
     first = lines_of(processes, 200, more={(2, "input"): 0.11}, judge=judge)
     second = lines_of(processes, 200, more={(2, "dispatch"): 0.11}, judge=judge)
     assert [line.split(":")[0] for _, line in first + second] == ["process 2 (host h2) is slow"] * 2
-    assert re.search(r"input takes 1[23]\d ms of a step, others (19|20)\S* ms \(median of 4 processes\)", first[0][1])
-    assert re.search(r"dispatch takes 1[12]\d ms of a step, others (9|10)\S* ms ", second[0][1])
+    assert re.search(r"input takes 1[23]\d ms .*\b(19|20)\S* ms .*\bmedian of 4 processes", first[0][1])
+    assert re.search(r"dispatch takes 1[12]\d ms .*\b(9|10)\S* ms ", second[0][1])
 
 
 def test_what_the_devices_hide_is_said():
@@ -84,7 +86,7 @@ def test_what_the_devices_hide_is_said():
         processes.take({}, {(1, "dispatch"): 0.1})
     told = {p: window | {"dry": 0.0} for p, window in processes.windows().items()}
     (line,) = SlowProcesses().update(told)
-    assert line.endswith("over steps 11 to 30; the devices have work meanwhile, so no step waits for it yet")
+    assert_names(line, "steps 11 to 30", "the devices have work", "no step waits")
 
 
 def test_less_than_a_millisecond_is_not_named():

@@ -88,6 +88,7 @@ def medians(parts: list[Parts]) -> Parts:
     return Parts(*(statistics.median(values) for values in zip(*parts[-15:], strict=True)))
 
 
+@pytest.mark.full
 def test_the_devices_time_is_neither_input_nor_dispatch(taken):
     parts, watch = taken()
     steps = parts.steps()
@@ -105,6 +106,7 @@ def test_the_devices_time_is_neither_input_nor_dispatch(taken):
     assert window["windows"][-1]["whole"] == spread(one.whole for one in steps[-WINDOW:])
 
 
+@pytest.mark.full
 def test_a_slow_input_is_input(taken):
     parts, _ = taken(WithSlowInput)
     usual = medians(parts.steps())
@@ -112,6 +114,7 @@ def test_a_slow_input_is_input(taken):
     assert usual.input > 5 * usual.dispatch
 
 
+@pytest.mark.full
 def test_a_callback_that_spins_is_dispatch(taken):
     parts, watch = taken(callbacks=[Spins()])
     usual = medians(parts.steps())

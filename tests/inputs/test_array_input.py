@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from input_helpers import assert_same, drain, stack_processes, take
 from praxis import base_hyperparams, pax_fiddle
 from praxis.py_utils import NestedMap
@@ -65,18 +66,18 @@ def test_a_position_in_other_arrays_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "facts"),
     [
-        ({"arrays": {}}, "`arrays` has no array; give"),
-        ({"arrays": {"x": np.zeros(3), "y": np.zeros(2)}}, r"arrays have {'x': 3, 'y': 2} examples; all must"),
-        ({"arrays": {"x": np.zeros((0, 2))}}, r"all must have the same number, 1 or more"),
-        ({"arrays": {"keys": np.zeros(3)}}, r"'keys' can't be a name in a batch"),
-        ({"arrays": {"x": np.array([1, 2**40])}}, r"x holds 1099511627776, which int32 can't hold"),
-        ({"transform": 3}, "transform=3; give a function"),
-        ({"transform": lambda batch: batch.x}, "the result of transform is not a batch: it is ndarray"),
-        ({"transform": lambda batch: {"x": batch.x[:1]}}, r"x has the shape \(1, 2, 3\), not 3 rows"),
+        ({"arrays": {}}, ["`arrays`", "no array"]),
+        ({"arrays": {"x": np.zeros(3), "y": np.zeros(2)}}, ["{'x': 3, 'y': 2}", "same number"]),
+        ({"arrays": {"x": np.zeros((0, 2))}}, ["{'x': 0}", "same number", "1 or more"]),
+        ({"arrays": {"keys": np.zeros(3)}}, ["'keys' can't", "a name"]),
+        ({"arrays": {"x": np.array([1, 2**40])}}, ["x holds 1099511627776", "int32"]),
+        ({"transform": 3}, ["transform=3;", "a function"]),
+        ({"transform": lambda batch: batch.x}, ["result of transform", "not a batch", "ndarray"]),
+        ({"transform": lambda batch: {"x": batch.x[:1]}}, ["x", "shape (1, 2, 3)", "3 rows"]),
     ],
 )
-def test_bad_settings_say_what_to_do(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_settings_say_what_to_do(change, facts):
+    with raises_naming(ValueError, *facts):
         make(**change).get_next()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
@@ -33,20 +34,20 @@ def test_a_good_batch_passes():
 
 
 @pytest.mark.parametrize(
-    ("field", "index", "value", "message"),
+    ("field", "index", "value", "facts"),
     [
-        ("ids", (2, 3), 1_000_000, "input 'corpus': ids is 1000000 at row 2, position 3 of the batch, .* is 0 to 60"),
-        ("ids", (1, 0), -5, "ids is -5 at row 1, position 0 .* is 0 to 60"),
-        ("labels", (0, 4), VOCABULARY, "labels is 61 at row 0, position 4 .* is 0 to 60.*vocab_size"),
-        ("labels", (3, 1), -1, "labels is -1 at row 3"),
-        ("weights", (1, 2), np.nan, "weights is nan at row 1, position 2 .*finite and 0 or more"),
-        ("weights", (1, 2), np.inf, "weights is inf at row 1"),
-        ("weights", (3, 0), -0.5, r"weights is -0\.5 at row 3, position 0"),
-        ("eval_sample_weights", (2,), -1.0, r"eval_sample_weights is -1\.0 at row 2 of the batch"),
+        ("ids", (2, 3), 1_000_000, ["ids is 1000000", "row 2, position 3", "0 to 60"]),
+        ("ids", (1, 0), -5, ["ids is -5", "row 1, position 0", "0 to 60"]),
+        ("labels", (0, 4), VOCABULARY, ["labels is 61", "row 0, position 4", "0 to 60", "vocab_size"]),
+        ("labels", (3, 1), -1, ["labels is -1", "row 3"]),
+        ("weights", (1, 2), np.nan, ["weights is nan", "row 1, position 2", "finite", "0 or more"]),
+        ("weights", (1, 2), np.inf, ["weights is inf", "row 1"]),
+        ("weights", (3, 0), -0.5, ["weights is -0.5", "row 3, position 0"]),
+        ("eval_sample_weights", (2,), -1.0, ["eval_sample_weights is -1.0", "row 2"]),
     ],
 )
-def test_an_impossible_value_is_refused(field, index, value, message):
-    with pytest.raises(UserError, match=message):
+def test_an_impossible_value_is_refused(field, index, value, facts):
+    with raises_naming(UserError, "input 'corpus':", *facts):
         check_values("corpus", changed(field, index, value), VOCABULARY)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chat_goldens import DATA, TEMPLATES, conversations, encoded, expected
+from facts import raises_naming
 from tokenizers import Tokenizer
 
 from spmd_trainer.errors import UserError
@@ -23,7 +24,7 @@ CASES = [
 def test_tokens_and_masks_are_those_of_transformers(name, number, tmp_path):
     wanted = EXPECTED[name][number]
     if wanted is None:
-        with pytest.raises(UserError, match=r"one\.jsonl:1: .*can't render this conversation"):
+        with raises_naming(UserError, "one.jsonl:1:", "can't render"):
             encoded(name, CONVERSATIONS[number], tmp_path)
         return
     tokens, mask = encoded(name, CONVERSATIONS[number], tmp_path)

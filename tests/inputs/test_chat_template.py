@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from chat_templates import CONVERSATIONS, RENDERED, SPECIAL_TOKENS, TEMPLATES
+from facts import raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import chat_template
@@ -23,7 +24,7 @@ def test_renderings_are_those_of_transformers(name, conversation, prompt):
     variables = given.pop("chat_template_kwargs", {})
     expected = EXPECTED[name][conversation][prompt]
     if expected is None:
-        with pytest.raises(UserError, match="can't render this conversation"):
+        with raises_naming(UserError, template.name, "can't render"):
             template.render(**given, add_generation_prompt=prompt, **variables)
     else:
         assert template.render(**given, add_generation_prompt=prompt, **variables) == expected
@@ -48,23 +49,23 @@ def test_every_template_and_conversation_was_rendered_by_transformers():
     ],
 )
 def test_a_template_can_t_leave_the_sandbox(attack):
-    with pytest.raises(UserError, match=r"mine (does something that chat templates may not do|can't render)"):
+    with pytest.raises(UserError, match=r"^mine (can't render|.* may not)"):
         ChatTemplate(attack, name="mine").render(HI)
     assert HI == [{"role": "user", "content": "Hi"}]
 
 
 def test_a_template_that_is_none_is_named_with_its_line():
-    with pytest.raises(UserError, match=r"mine is not a chat template: line 2: .*"):
+    with raises_naming(UserError, "mine", "chat template", "line 2"):
         ChatTemplate("{{ 1 }}\n{% for %}", name="mine")
 
 
 def test_a_template_s_own_refusal_is_told():
-    with pytest.raises(UserError, match=r"mine can't render this conversation: no users here"):
+    with raises_naming(UserError, "mine", "can't render", "no users here"):
         ChatTemplate("{{ raise_exception('no users here') }}", name="mine").render(HI)
 
 
 def test_a_message_that_lacks_what_a_template_needs_is_an_error():
-    with pytest.raises(UserError, match="can't render this conversation"):
+    with raises_naming(UserError, "can't render", "weight"):
         ChatTemplate("{{ messages[0].content | trim | length + messages[0].weight }}").render(HI)
 
 
@@ -95,7 +96,7 @@ def test_marks_are_found_in_the_text():
 def test_marks_whose_position_is_unknown_are_refused(text):
     template = ChatTemplate(text, name="mine")
     assert template.render(HI).lower() in ("ab", "aa")
-    with pytest.raises(UserError, match=r"mine has {% generation %} inside a macro, a filter or a {% set %} block"):
+    with raises_naming(UserError, "mine", "{% generation %}", "macro", "filter", "{% set %}"):
         template.render_marked(HI)
 
 
@@ -118,11 +119,9 @@ def test_the_choice_of_a_template():
     assert chat_template.choose(known, None, has_tools=True, owner="x") == ("tool_use", "b")
     assert chat_template.choose({"default": "a"}, None, has_tools=True, owner="x") == ("default", "a")
     assert chat_template.choose(known, "rag", has_tools=True, owner="x") == ("rag", "c")
-    with pytest.raises(
-        UserError, match=r"x has no chat template 'rags'; it has default, rag, tool_use; did you mean rag"
-    ):
+    with raises_naming(UserError, "x", "chat template 'rags'", "default, rag, tool_use", "rag?"):
         chat_template.choose(known, "rags", has_tools=False, owner="x")
-    with pytest.raises(UserError, match=r"x has no chat template .*set chat_template to the path of a \.jinja file"):
+    with raises_naming(UserError, "x", "no chat template", "set chat_template", ".jinja"):
         chat_template.choose({}, None, has_tools=False, owner="x")
 
 

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 from chat_goldens import DATA, make, tokenizer_of
+from facts import raises_naming
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from input_helpers import assert_same, drain, stack_processes, take
@@ -144,44 +145,44 @@ def test_templates_that_drop_earlier_reasoning_need_marks(tmp_path):
     assert counted_texts(drain(make(path, chat_template=DROPS))) == ["one<|im_end|>hm:two<|im_end|>"]
     assert counted_texts(drain(make(path, chat_template=DROPS, turns="last"))) == ["hm:two<|im_end|>"]
     assert counted_texts(drain(make(path, chat_template=UNMARKED_DROPS, turns="last"))) == ["hm:two<|im_end|>"]
-    with pytest.raises(
-        UserError,
-        match=r"a\.jsonl:1: the template renders message 2 differently when other messages follow it: at character \d+, "
-        r"'think:one<.*' becomes 'one<.*'. So it is unknown which text the assistant wrote; mark the text of the "
-        r"assistant in the template with {% generation %}",
+    with raises_naming(
+        UserError, "a.jsonl:1:", "message 2", "character 50", "'think:one<", "'one<", "{% generation %}"
     ):
         drain(make(path, chat_template=UNMARKED_DROPS))
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "facts"),
     [
         # The prompt ends with an empty reasoning, which the answer lacks.
         (
             UNMARKED_DROPS.replace("assistant\n", "assistant\n<think>"),
-            "the generation prompt before message 2 is not how message 2 begins",
+            ["generation prompt", "before message 2", "message 2 begins"],
         ),
         (
             "{% if messages[-1].role == 'user' %}{{ raise_exception('answer me') }}{% endif %}" + UNMARKED_DROPS,
-            r"message 2 is the assistant's, .* but not the messages up to this one alone \(.*: answer me\)",
+            ["message 2", "assistant's", "alone", "answer me)"],
         ),
-        ("{% macro m(x) %}a{% generation %}{{ x }}{% endgeneration %}{% endmacro %}{{ m('b') }}", "inside a macro"),
-        ("{% generation %}{{ messages[-1].content }}{% endgeneration %}", "the text begins with the assistant's"),
-        ("a{% generation %}{% endgeneration %}", "no label would count: chat_template writes nothing between"),
-        ("{{ messages[0].content }}", "no label would count: chat_template writes nothing for the assistant"),
-        ("a{{ strftime_now('%Y') }}", "the template writes the current date, .*set date"),
+        (
+            "{% macro m(x) %}a{% generation %}{{ x }}{% endgeneration %}{% endmacro %}{{ m('b') }}",
+            ["a macro", "{% set %}"],
+        ),
+        ("{% generation %}{{ messages[-1].content }}{% endgeneration %}", ["text begins", "the assistant's"]),
+        ("a{% generation %}{% endgeneration %}", ["no label", "chat_template", "nothing between"]),
+        ("{{ messages[0].content }}", ["no label", "chat_template", "for the assistant"]),
+        ("a{{ strftime_now('%Y') }}", ["template", "current date", "set date"]),
     ],
 )
-def test_templates_that_don_t_tell_the_assistant_s_text_are_refused(template, message, tmp_path):
+def test_templates_that_don_t_tell_the_assistant_s_text_are_refused(template, facts, tmp_path):
     path = write(tmp_path / "a.jsonl", "", talk(user("a"), own("b")))
-    with pytest.raises(UserError, match=rf"ChatInput 'chats': .*a\.jsonl:2: {message}|a\.jsonl:2: .*{message}"):
+    with raises_naming(UserError, "ChatInput 'chats':", "a.jsonl:2:", *facts):
         drain(make(path, chat_template=template))
 
 
 def test_marks_of_the_last_turn_that_can_t_be_told_are_refused(tmp_path):
     template = "{{ messages | length }}{% generation %}{{ messages[-1].content }}{% endgeneration %}"
     path = write(tmp_path / "a.jsonl", talk(user("a"), own("b"), user("c"), own("d")))
-    with pytest.raises(UserError, match=r"turns='last': the template marks 1 texts for 2 messages of the assistant"):
+    with raises_naming(UserError, "turns='last'", "marks 1", "2 messages", "assistant"):
         drain(make(path, chat_template=template, turns="last"))
 
 
@@ -232,16 +233,16 @@ def test_parquet_files_are_those_rows(tmp_path):
     fields = {"chat_template": str(DATA / "templates" / "llama_3_marked.jinja"), "seq_len": 128}
     assert_same(drain(make(path, **fields)), drain(make(lines, **fields)))
     parquet.write_table(pyarrow.Table.from_pylist([rows[1], talk(user("?"))]), path)
-    with pytest.raises(UserError, match=r"a\.parquet row 2: no message is the assistant's"):
+    with raises_naming(UserError, "a.parquet row 2:", "no message", "assistant's"):
         drain(make(path, **fields))
     parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}]), path)
-    with pytest.raises(UserError, match=r"a\.parquet row 1 is not a conversation; .*; it has text$"):
+    with raises_naming(UserError, "a.parquet row 1", "not a conversation", "it has text"):
         drain(make(path, **fields))
     path.write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(UserError, match=r"a\.parquet can't be read as Parquet after row 0: "):
+    with raises_naming(UserError, path, "can't be read", "as Parquet", "row 0"):
         drain(make(path, **fields))
     path.write_bytes(lines.read_bytes())
-    with pytest.raises(UserError, match=r"a\.parquet is not a Parquet file; write it again"):
+    with raises_naming(UserError, f"{path} is", "not a Parquet", "JSON lines"):
         make(path, **fields)
 
 
@@ -249,49 +250,50 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1....PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        UserError, match=r"a\.parquet: Parquet files need pyarrow: pip install 'spmd-trainer\[parquet\]'"
-    ):
+    with raises_naming(UserError, f"{path}:", "pyarrow", "pip install 'spmd-trainer[parquet]'"):
         drain(make(path))
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "facts"),
     [
-        ('{"messages": [', "is not JSON"),
-        ("[]", "is not a conversation; write"),
-        ({"conversations": []}, "is not a conversation; .*; it has conversations$"),
-        ({"messages": "hi"}, '`messages` is "hi"; give a list of objects'),
-        ({"messages": []}, r"`messages` is \[\]"),
-        ({"messages": [3]}, r"`messages` is \[3\]"),
-        (talk(user("a")), "no message is the assistant's, so that there is nothing to learn"),
+        ('{"messages": [', ["not JSON"]),
+        ("[]", ["not a conversation", '{"messages": ']),
+        ({"conversations": []}, ["not a conversation", "it has conversations"]),
+        ({"messages": "hi"}, ['`messages` is "hi"', "list of objects"]),
+        ({"messages": []}, ["`messages` is []"]),
+        ({"messages": [3]}, ["`messages` is [3]"]),
+        (talk(user("a")), ["no message", "assistant's"]),
         (
             talk(user("a"), {"role": "asistant", "content": "b"}),
-            r"message 2 has the unknown role 'asistant' \(.*\); did you mean assistant",
+            ["message 2", "unknown role 'asistant'", "assistant?"],
         ),
-        (talk({"content": "a"}, own("b")), r"message 1 has the unknown role None \(.*\); known: assistant, developer"),
-        (talk(user(""), own("b")), r"message 1 \(user\) has no content; give it some"),
-        (talk(user("a"), own(" \n")), r"message 2 \(assistant\) has no content"),
-        (talk(user("a"), {"role": "assistant"}), r"message 2 \(assistant\) has no content"),
-        (talk(user([]), own("b")), r"message 1 \(user\) has no content"),
-        (talk(user(3), own("b")), r"the content of message 1 \(user\) is 3; give a string or a list"),
-        (talk(user([{"type": "image", "url": "x"}]), own("b")), r"the content of message 1 \(user\) is \[.*image"),
-        (talk({"role": "tool"}, own("b")), r"message 1 \(tool\) has no content"),
-        (talk(user("a"), own("b"), turns="lst"), "turns='lst'; set it to 'all' or 'last'; did you mean last"),
-        (talk(user("a"), own("b"), tools="[{"), "the text in `tools` is not JSON"),
-        (talk(user("a"), own("b"), chat_template_kwargs={"tools": []}), "tools is an entry of the line"),
-        (talk(user("a"), own("b"), chat_template_kwargs={"add_generation_prompt": True}), ".*which is for prompts"),
-        (talk(user("\ud83d"), own("b")), "the text has half of a surrogate pair"),
-        (talk(user("a"), own("b", tool_calls=[{}], content=None)), ".* can't render this conversation"),
+        (talk({"content": "a"}, own("b")), ["message 1", "unknown role None", "assistant, developer"]),
+        (talk(user(""), own("b")), ["message 1 (user)", "no content"]),
+        (talk(user("a"), own(" \n")), ["message 2 (assistant)", "no content"]),
+        (talk(user("a"), {"role": "assistant"}), ["message 2 (assistant)", "no content"]),
+        (talk(user([]), own("b")), ["message 1 (user)", "no content"]),
+        (talk(user(3), own("b")), ["content of message 1 (user) is 3", "a string", "a list"]),
+        (talk(user([{"type": "image", "url": "x"}]), own("b")), ["content of message 1 (user) is [", "image"]),
+        (talk({"role": "tool"}, own("b")), ["message 1 (tool)", "no content"]),
+        (talk(user("a"), own("b"), turns="lst"), ["turns='lst'", "'all'", "'last'", "last?"]),
+        (talk(user("a"), own("b"), tools="[{"), ["`tools` is not JSON"]),
+        (talk(user("a"), own("b"), chat_template_kwargs={"tools": []}), ["tools", "an entry", "the line"]),
+        (
+            talk(user("a"), own("b"), chat_template_kwargs={"add_generation_prompt": True}),
+            ["add_generation_prompt", "for prompts"],
+        ),
+        (talk(user("\ud83d"), own("b")), ["surrogate pair"]),
+        (talk(user("a"), own("b", tool_calls=[{}], content=None)), ["can't render"]),
         (
             talk(user("a" * 90), own("b")),
-            r"the conversation has \d+ tokens, more than seq_len \+ 1 = 65; raise seq_len",
+            ["the conversation", "tokens", "seq_len + 1 = 65", "raise seq_len"],
         ),
     ],
 )
-def test_a_row_that_can_t_be_used_is_named(row, message, tmp_path):
+def test_a_row_that_can_t_be_used_is_named(row, facts, tmp_path):
     path = write(tmp_path / "bad.jsonl", talk(user("a"), own("b")), "", row)
-    with pytest.raises(UserError, match=rf"ChatInput 'chats': .*bad\.jsonl:3:? {message}"):
+    with raises_naming(UserError, "ChatInput 'chats':", "bad.jsonl:3", *facts):
         drain(make(path))
 
 
@@ -299,33 +301,33 @@ def test_a_tool_may_return_nothing_and_further_roles_can_be_named(tmp_path):
     path = write(
         tmp_path / "a.jsonl", talk({"role": "tool", "content": ""}, {"role": "critic", "content": "x"}, own("b"))
     )
-    with pytest.raises(UserError, match="message 2 has the unknown role 'critic'"):
+    with raises_naming(UserError, "message 2", "unknown role 'critic'", "other_roles=[...]"):
         drain(make(path))
     assert counted_texts(drain(make(path, other_roles=["critic"]))) == ["b<|im_end|>"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "facts"),
     [
-        ({"turns": "first"}, "turns='first'; set it to 'all' or 'last'"),
-        ({"too_long": "crop"}, "too_long='crop'; set it to 'error', 'cut' or 'drop'"),
-        ({"tokenizer": None}, "a ByteTokenizer does not say which characters a token stands for"),
-        ({"date": "26 Jul"}, "date='26 Jul'; write it as year-month-day"),
-        ({"start": "bos"}, "start='bos'; leave it out"),
-        ({"seq_len": 0}, "seq_len=0"),
-        ({"template_variables": {"add_generation_prompt": True}}, "add_generation_prompt, which is for prompts"),
-        ({"chat_template": "{% generation %}"}, "is not a chat template: line 1"),
+        ({"turns": "first"}, ["'chats': turns='first'", "'all'", "'last'"]),
+        ({"too_long": "crop"}, ["'chats': too_long='crop'", "'error'", "'cut'", "'drop'"]),
+        ({"tokenizer": None}, ["a ByteTokenizer", "characters"]),
+        ({"date": "26 Jul"}, ["'chats': date='26 Jul'", "year-month-day"]),
+        ({"start": "bos"}, ["'chats': start='bos'", "leave it out"]),
+        ({"seq_len": 0}, ["'chats': seq_len=0"]),
+        ({"template_variables": {"add_generation_prompt": True}}, ["add_generation_prompt", "for prompts"]),
+        ({"chat_template": "{% generation %}"}, ["not a chat", "template: line 1"]),
     ],
 )
-def test_settings_that_can_t_be_used(fields, message, chats):
-    with pytest.raises(UserError, match=rf"ChatInput 'chats': .*{message}"):
+def test_settings_that_can_t_be_used(fields, facts, chats):
+    with raises_naming(UserError, "ChatInput 'chats':", *facts):
         make(chats, **fields)
 
 
 def test_a_token_that_the_model_lacks_is_refused(chats):
     source = make(chats)
     source.limit_vocabulary(200)
-    with pytest.raises(UserError, match=r"chats\.jsonl:1 gives token \d+, and the model's vocabulary is 0 to 199"):
+    with raises_naming(UserError, "chats.jsonl:1", "token 343", "vocabulary", "0 to 199"):
         drain(source)
 
 
@@ -350,11 +352,9 @@ def test_too_long_conversations_are_dropped_or_cut_and_counted(tmp_path, caplog)
 
 def test_what_is_left_of_a_conversation_must_have_an_answer(tmp_path):
     path = write(tmp_path / "a.jsonl", talk(user("a" * 50), own("b")))
-    with pytest.raises(
-        UserError, match=r"a\.jsonl:1: .* keeps the first seq_len \+ 1 = 31, where the assistant has not"
-    ):
+    with raises_naming(UserError, "a.jsonl:1:", "too_long='cut'", "seq_len + 1 = 31", "assistant"):
         drain(make(path, chat_template=SHORT, seq_len=30, too_long="cut"))
-    with pytest.raises(UserError, match=r"no conversation is left, the first file is .*a\.jsonl"):
+    with raises_naming(UserError, "no conversation", path, "seq_len"):
         drain(make(path, chat_template=SHORT, seq_len=30, too_long="drop"))
 
 
@@ -410,5 +410,5 @@ def test_a_copied_tokenizer_encodes_alike():
 
 def test_a_character_without_a_token_is_refused_with_its_text():
     lossy = HuggingFaceTokenizer(Tokenizer(models.BPE({"a": 0}, [])), eos="a")
-    with pytest.raises(UserError, match=r"y: .* has no token for 'é'"):
+    with raises_naming(UserError, "y:", "no token", "'é'"):
         lossy.encode_with_offsets(["a", "é"], ["x", "y"])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from facts import raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import example_layouts, tfrecord, wire_format
@@ -90,7 +91,7 @@ def test_alike_examples_need_no_tensorflow(without_tensorflow):
     ("wrong", "message"),
     [
         ({"vectors": ("floats", [1.0] * 5)}, "row 5 does not match `features`: Key: vectors"),
-        ({"label": ("floats", [1.0])}, "row 5 does not match `features`: .*Data types don't match"),
+        ({"label": ("floats", [1.0])}, "row 5 .*`features`: .*Data types"),
         ({"label": ("integers", [])}, "row 5 does not match `features`: .*label"),
         ({"label": ("integers", [2**31])}, "row 5: feature 'label' holds 2147483648, which int32 can't hold"),
         ({"raw": ("texts", [b"12"])}, r"row 5: feature 'raw' has 2 bytes; \(2,\) of int16 are 4"),
@@ -147,5 +148,5 @@ def test_what_is_not_a_message_is_a_value_error():
     for data in (b"\x0a\x05ab", b"\x0b", b"\x80", b"\x08\x01\x80", b"\xff" * 12):
         with pytest.raises(ValueError, match=r"cut off|wire type|a number"):
             list(wire_format.fields(data))
-    with pytest.raises(ValueError, match="a number stands where a message should be"):
+    with raises_naming(ValueError, "a number", "a message"):
         list(wire_format.example_features(b"\x08\x01"))

@@ -9,6 +9,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from input_helpers import drain, write_files
 from praxis import base_hyperparams, pax_fiddle
 
@@ -115,42 +116,46 @@ def write_safetensors(path):
 WRITERS = {
     "a Parquet file": (
         write_parquet,
-        r"CorpusInput reads a text column .*GrainStreamInput reads it through grain\.experimental\.ParquetIterDataset",
+        "CorpusInput",
+        "text column",
+        "GrainStreamInput",
+        "grain.experimental.ParquetIterDataset",
     ),
-    "an Arrow file": (write_feather, "CorpusInput reads a text column"),
-    "an Arrow file ": (write_arrow_stream, "CorpusInput reads a text column"),
+    "an Arrow file": (write_feather, "CorpusInput", "text column"),
+    "an Arrow file ": (write_arrow_stream, "CorpusInput", "text column"),
     "an ArrayRecord file": (
         write_array_record,
-        "CorpusInput reads it if each record is a text.*GrainInput reads it through .*ArrayRecordDataSource",
+        "CorpusInput",
+        "a text",
+        "GrainInput",
+        "ArrayRecordDataSource",
     ),
-    "a TFRecord file": (write_tfrecord, "TfRecordInput reads it, and CorpusInput"),
-    "compressed by gzip": (lambda path: path.write_bytes(gzip.compress(TEXT)), "`gunzip`.*CorpusInput"),
+    "a TFRecord file": (write_tfrecord, "TfRecordInput", "CorpusInput"),
+    "compressed by gzip": (lambda path: path.write_bytes(gzip.compress(TEXT)), "`gunzip`", "CorpusInput"),
     "compressed by bzip2": (lambda path: path.write_bytes(bz2.compress(TEXT)), "`bunzip2`"),
     "compressed by xz": (lambda path: path.write_bytes(lzma.compress(TEXT)), "`unxz`"),
-    "compressed by Zstandard": (write_zstd, "`unzstd`.*CorpusInput"),
+    "compressed by Zstandard": (write_zstd, "`unzstd`", "CorpusInput"),
     "a ZIP archive": (write_zip, "`unzip`"),
-    "a tar archive": (write_tar, "`tar -x`.*CorpusInput"),
-    "a NumPy array": (write_npy, r"ArrayInput takes what numpy\.load gives"),
-    "an archive of NumPy arrays": (write_npz, r"ArrayInput takes what numpy\.load gives"),
-    "an HDF5 file": (write_hdf5, "ArrayInput takes"),
-    "a PNG image": (lambda path: write_image(path, "PNG"), "ArrayInput takes images"),
-    "a JPEG image": (lambda path: write_image(path, "JPEG"), "ArrayInput takes images"),
-    "a GIF image": (lambda path: write_image(path, "GIF"), "ArrayInput takes images"),
-    "a WebP image": (lambda path: write_image(path, "WEBP"), "ArrayInput takes images"),
+    "a tar archive": (write_tar, "`tar -x`", "CorpusInput"),
+    "a NumPy array": (write_npy, "ArrayInput", "numpy.load"),
+    "an archive of NumPy arrays": (write_npz, "ArrayInput", "numpy.load"),
+    "an HDF5 file": (write_hdf5, "ArrayInput"),
+    "a PNG image": (lambda path: write_image(path, "PNG"), "ArrayInput", "images"),
+    "a JPEG image": (lambda path: write_image(path, "JPEG"), "ArrayInput", "images"),
+    "a GIF image": (lambda path: write_image(path, "GIF"), "ArrayInput", "images"),
+    "a WebP image": (lambda path: write_image(path, "WEBP"), "ArrayInput", "images"),
     "a PDF document": (lambda path: write_image(path, "PDF"), "`pdftotext`"),
-    "a safetensors file": (write_safetensors, "It holds tensors"),
+    "a safetensors file": (write_safetensors, "holds tensors"),
 }
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_file_of_another_format_is_refused_by_name(kind, tmp_path):
-    write, instead = WRITERS[kind]
+    write, *instead = WRITERS[kind]
     path = tmp_path / "data.txt"  # the name is not what tells
     write(path)
-    message = (
-        rf"TextInput 'corpus': .*data\.txt is {kind.strip()}, not text\. .*{instead}.*allow_binary=True reads its bytes"
-    )
-    with pytest.raises(UserError, match=message):
+    facts = ("TextInput 'corpus':", f"data.txt is {kind.strip()},", "not text", *instead, "allow_binary=True")
+    with raises_naming(UserError, *facts):
         make(path)
 
 
@@ -159,7 +164,7 @@ def test_every_text_input_refuses_it_and_reads_it_when_told_to(kind, tmp_path):
     write_files(tmp_path, TEXT)
     path = tmp_path / "b.txt"
     write_parquet(path)
-    with pytest.raises(UserError, match=r"b\.txt is a Parquet file, not text"):
+    with raises_naming(UserError, f"{path} is", "Parquet file", "not text"):
         make(tmp_path / "*.txt", kind)
     assert drain(make(tmp_path / "*.txt", kind, allow_binary=True))
 
@@ -212,7 +217,7 @@ def test_a_sentence_that_begins_with_a_signature_is_text(content, tmp_path):
 
 def test_a_pdf_without_binary_data_in_its_first_block_is_refused(tmp_path):
     write_files(tmp_path, b"%PDF-1.4\r\n% all of it is ASCII\n")
-    with pytest.raises(UserError, match=r"0\.txt is a PDF document, not text"):
+    with raises_naming(UserError, f"{tmp_path}/0.txt is", "PDF document", "not text"):
         make(tmp_path / "0.txt")
 
 
@@ -228,17 +233,17 @@ class Utf8Reader(tokenizers.SentencePieceTokenizer):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "facts"),
     [
-        (b"a\0b", r"0\.txt is not text: byte 1 is NUL.*read it by byte; allow_binary=True"),
-        ("text\n".encode("utf-16"), r"0\.txt is UTF-16, and the tokenizer reads UTF-8; convert it with `iconv"),
-        (b"one\ntwo\xe9", r"0\.txt is not UTF-8: byte 7 \(line 2\) is 0xe9"),
-        (b"one\ntw\xe9o", r"0\.txt is not UTF-8: byte 6 \(line 2\) is 0xe9"),
+        (b"a\0b", ["not text", "byte 1", "NUL", "by byte", "allow_binary=True"]),
+        ("text\n".encode("utf-16"), ["UTF-16", "UTF-8", "`iconv"]),
+        (b"one\ntwo\xe9", ["not UTF-8", "byte 7", "line 2", "0xe9"]),
+        (b"one\ntw\xe9o", ["not UTF-8", "byte 6", "line 2", "0xe9"]),
     ],
 )
-def test_bytes_that_a_tokenizer_cannot_read_are_refused_at_construction(content, message, tmp_path):
+def test_bytes_that_a_tokenizer_cannot_read_are_refused_at_construction(content, facts, tmp_path):
     write_files(tmp_path, content)
-    with pytest.raises(UserError, match=message):
+    with raises_naming(UserError, "0.txt is", *facts):
         make(tmp_path / "0.txt", tokenizer=Utf8Reader())
     assert isinstance(Utf8Reader(), tokenizer_field.UTF8_TOKENIZERS)
     make(tmp_path / "0.txt")  # by byte
@@ -256,12 +261,10 @@ def test_text_with_nul_is_read_when_told_to(tmp_path):
 
 def test_record_files_name_another_format(tmp_path):
     write_parquet(tmp_path / "x.tfrecord")
-    with pytest.raises(
-        UserError, match=r"x\.tfrecord is a Parquet file, not TFRecord\. CorpusInput reads a text column"
-    ):
+    with raises_naming(UserError, "x.tfrecord", "Parquet file", "not TFRecord", "CorpusInput", "text column"):
         record_files.RecordFiles(str(tmp_path / "*.tfrecord"))
     write_array_record(tmp_path / "y.tfrecord")
-    with pytest.raises(UserError, match=r"y\.tfrecord is an ArrayRecord file, not TFRecord"):
+    with raises_naming(UserError, "y.tfrecord", "ArrayRecord file", "not TFRecord"):
         record_files.RecordFiles(str(tmp_path / "y.tfrecord"))
 
 

@@ -10,9 +10,11 @@ import sys
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from input_helpers import assert_same, drain, take, write_files
 from praxis import base_hyperparams, pax_fiddle
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import __version__ as tokenizers_version
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from spmd_trainer.errors import UserError
@@ -249,9 +251,7 @@ def test_a_character_that_a_bpe_would_leave_out_is_refused(tmp_path):
     paths = write_files(tmp_path, b"hello world\n", "h\u00e9llo w\u00f6rld".encode())
     lossy = byte_level("hello world\n")
     assert drain(make(paths[:1], lossy))
-    with pytest.raises(
-        UserError, match=r"1\.txt: the tokenizers Tokenizer has no token for 'é' \(U\+00E9\), and would"
-    ):
+    with raises_naming(UserError, "1.txt:", "tokenizers Tokenizer", "no token", "'é'", "U+00E9"):
         drain(make(paths, lossy))
     # As normalizers and added tokens change the text, so they change what is missing.
     lossy.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
@@ -266,7 +266,7 @@ def test_a_bpe_of_characters_that_would_leave_one_out_is_refused(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     paths = write_files(tmp_path, b"a b\nab", b"a c")
     assert drain(make(paths[:1], tokenizer))
-    with pytest.raises(UserError, match=r"1\.txt: .* has no token for 'c'"):
+    with raises_naming(UserError, "1.txt:", "no token", "'c'"):
         drain(make(paths, tokenizer))
 
 
@@ -283,7 +283,7 @@ def test_an_error_of_the_library_names_the_file(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     paths = write_files(tmp_path, b"a a", b"a b")
-    with pytest.raises(UserError, match=r"1\.txt: the tokenizers Tokenizer can't encode this text: .*Missing \[UNK\]"):
+    with raises_naming(UserError, "1.txt:", "tokenizers Tokenizer", "can't encode", "Missing [UNK]"):
         drain(make(paths, tokenizer))
 
 
@@ -314,7 +314,7 @@ def test_special_tokens_are_those_that_the_files_state(tmp_path):
     assert (given.eos_id, given.bos_id, given.pad_id) == (1, 0, 2)
     # Beside a file of another name, they are another tokenizer's.
     shutil.copy(tmp_path / "tokenizer.json", tmp_path / "other.json")
-    with pytest.raises(UserError, match=r"several of its tokens could be it: </s>, <\|endoftext\|>; set eos_id"):
+    with raises_naming(UserError, "end-of-text", "several", "</s>, <|endoftext|>", "set eos_id"):
         HuggingFaceTokenizer(tmp_path / "other.json")
 
 
@@ -326,10 +326,15 @@ def test_special_tokens_by_their_usual_spellings():
 
 def test_an_end_of_text_that_is_unknown_is_asked_for(corpus):
     tokenizer = train("<stop>", "<go>")
-    with pytest.raises(
+    with raises_naming(
         UserError,
-        match=r"TextInput '.*': the tokenizers Tokenizer names no end-of-text token, and none of its tokens is "
-        r"spelled like one; set eos_id \(in HuggingFaceTokenizer: eos\).*<stop>, <go>",
+        "TextInput '",
+        "tokenizers Tokenizer",
+        "no end-of-text token",
+        "none of",
+        "set eos_id",
+        "HuggingFaceTokenizer: eos",
+        "<stop>, <go>",
     ):
         make(corpus, tokenizer)
     assert make(corpus, tokenizer, eos_id=0).tokenizer.eos_id == 0
@@ -338,23 +343,23 @@ def test_an_end_of_text_that_is_unknown_is_asked_for(corpus):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "facts"),
     [
-        ({"eos": "</S>"}, r"eos='</S>' is not a token of .*; did you mean </s>"),
-        ({"eos": 400}, r"eos=400 is not a token of .*, whose ids go from 0 to 329"),
-        ({"eos": 1.5}, r"eos=1\.5 is not a token of"),
-        ({"bos": -1}, r"bos=-1 is not a token of"),
-        ({"pad": "[PAD]"}, r"pad='\[PAD\]' is not a token of .*; .*<pad>"),
+        ({"eos": "</S>"}, ["eos='</S>'", "not a token", "</s>?"]),
+        ({"eos": 400}, ["eos=400", "not a token", "0 to 329"]),
+        ({"eos": 1.5}, ["eos=1.5", "not a token"]),
+        ({"bos": -1}, ["bos=-1", "not a token"]),
+        ({"pad": "[PAD]"}, ["pad='[PAD]'", "not a token", "<pad>"]),
     ],
 )
-def test_a_special_token_that_is_none_is_refused(trained, given, message):
-    with pytest.raises(UserError, match=message):
+def test_a_special_token_that_is_none_is_refused(trained, given, facts):
+    with raises_naming(UserError, *facts):
         HuggingFaceTokenizer(trained, **given)
 
 
 def test_files_that_contradict_each_other_are_refused(trained, tmp_path):
     save_beside(tmp_path, trained, tokenizer_config={"eos_token": "<|im_end|>"})
-    with pytest.raises(UserError, match=r"eos_token='<\|im_end\|>' of tokenizer_config\.json .* is not a token of"):
+    with raises_naming(UserError, "eos_token='<|im_end|>'", "tokenizer_config.json", "not a token"):
         HuggingFaceTokenizer(tmp_path)
     save_beside(tmp_path, trained, tokenizer_config={"added_tokens_decoder": {"400": {"content": "<|im_end|>"}}})
     with pytest.raises(UserError, match=r"adds the token '<\|im_end\|>' as id 400, and .* has None there"):
@@ -378,31 +383,31 @@ def test_prompts_are_exact_where_a_tokenizer_drops_text_or_reads_whole_words(tmp
 
 def test_a_file_that_is_not_utf8_is_named(folder, tmp_path):
     (path,) = write_files(tmp_path, b"fine\n" * 2000 + b"not fine\xff")
-    with pytest.raises(UserError, match=r"0\.txt is not UTF-8: byte 10008 \(line 2001\) is 0xff"):
+    with raises_naming(UserError, f"{path} is", "not UTF-8", "byte 10008", "line 2001", "0xff"):
         make(path, str(folder)).get_next()
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "facts"),
     [
         (
             "tokenizr.json",
-            r"tokenizer='.*tokenizr\.json': there is no such file or folder \(did you mean tokenizer\.json",
+            ["tokenizr.json':", "no such file", "mean tokenizer.json"],
         ),
-        ("nowhere/tokenizer.json", r"there is no such file or folder \(there is no folder .*nowhere\)"),
-        ("org/model", r"there is no such file or folder .*Tokenizers are not downloaded\. Give the path of"),
-        ("empty", r"empty has no tokenizer\.json; it holds vocab\.txt"),
+        ("nowhere/tokenizer.json", ["nowhere/tokenizer.json':", "no such file", "no folder", "nowhere)"]),
+        ("org/model", ["org/model':", "no such file", "not downloaded"]),
+        ("empty", ["empty has", "no tokenizer.json", "it holds vocab.txt"]),
         (
             "tokenizer_config.json",
-            r"tokenizer_config\.json is not a Hugging Face tokenizer\.json: it has no 'model'.*did you mean",
+            ["tokenizer_config.json is", "not a Hugging Face tokenizer.json", "no 'model'", "did you mean"],
         ),
-        ("broken.json", r"broken\.json is not JSON: "),
-        ("strange.json", r"strange\.json is not a tokenizer that tokenizers \d+\.\d+\.\d+ reads: "),
-        ("list", r"tokenizer_config\.json holds no JSON object"),
-        ("words.txt", r"words\.txt is not a SentencePiece model"),
+        ("broken.json", ["broken.json is", "not JSON"]),
+        ("strange.json", ["strange.json is", "not a tokenizer", f"tokenizers {tokenizers_version}"]),
+        ("list", ["list/tokenizer_config.json holds", "no JSON object"]),
+        ("words.txt", ["words.txt is", "not a SentencePiece"]),
     ],
 )
-def test_a_wrong_path_is_named(name, message, trained, corpus, tmp_path):
+def test_a_wrong_path_is_named(name, facts, trained, corpus, tmp_path):
     save_beside(tmp_path, trained, tokenizer_config={"eos_token": "</s>"}, strange={"model": {"type": "Strange"}})
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "vocab.txt").write_text("a\n")
@@ -410,7 +415,7 @@ def test_a_wrong_path_is_named(name, message, trained, corpus, tmp_path):
     (tmp_path / "words.txt").write_text("a\nb\n")
     (tmp_path / "list").mkdir()
     save_beside(tmp_path / "list", trained, tokenizer_config=[1])
-    with pytest.raises(UserError, match=rf"TextInput '.*': .*{message}"):
+    with raises_naming(UserError, "TextInput '", *facts):
         make(corpus, str(tmp_path / name))
 
 
@@ -418,11 +423,7 @@ def test_a_wrong_path_is_named(name, message, trained, corpus, tmp_path):
     "given", [3, b"tokenizer.json", ["tokenizer.json"], {"eos_id": 1}, HuggingFaceTokenizer, object()]
 )
 def test_what_is_no_tokenizer_is_refused(given):
-    message = (
-        r"tokenizer=.* can't be used as a tokenizer; give the path of a SentencePiece \.model file, of a Hugging Face "
-        r"tokenizer\.json"
-    )
-    with pytest.raises(UserError, match=message):
+    with raises_naming(UserError, "tokenizer=", "can't be used", "SentencePiece .model", "tokenizer.json or"):
         tokenizer_field.make_tokenizer(given)
 
 
@@ -431,7 +432,7 @@ def test_a_slow_tokenizer_of_transformers_is_refused():
         def convert_tokens_to_ids(self, token):
             return 0
 
-    with pytest.raises(UserError, match=r"slow tokenizers, take the fast kind"):
+    with raises_naming(UserError, "slow tokenizers", "AutoTokenizer.from_pretrained(name)"):
         tokenizer_field.make_tokenizer(Slow())
 
 
@@ -449,33 +450,32 @@ def test_a_tokenizer_with_parts_in_python_is_refused(trained):
 
     own = copy.deepcopy(trained)
     own.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Split())
-    with pytest.raises(UserError, match=r"can't be written as a tokenizer\.json, as it must be: Custom PreTokenizer"):
+    with raises_naming(UserError, "can't be written", "tokenizer.json", "Custom PreTokenizer"):
         HuggingFaceTokenizer(own)
 
 
 def test_an_error_of_a_tokenizer_s_config_has_no_configuration_behind_it(corpus, tmp_path):
     tokenizer_p = pax_fiddle.Config(HuggingFaceTokenizer, str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError) as refused:
+    with raises_naming(UserError, f"{tmp_path}/tokenizer.json can't", "No such file") as refused:
         text.TextInput(files=corpus, tokenizer=tokenizer_p, seq_len=8, batch_size=1)
-    assert "tokenizer.json can't be read: No such file" in str(refused.value)
     assert "Fiddle context" not in str(refused.value)
 
 
 def test_an_end_of_text_beside_a_tokenizer_that_has_one_is_refused(folder, corpus):
-    with pytest.raises(UserError, match="eos_id=0, but the tokenizer has an end-of-text of its own"):
+    with raises_naming(UserError, "eos_id=0, but", "end-of-text", "unset eos_id"):
         make(corpus, HuggingFaceTokenizer(folder), eos_id=0)
 
 
 def test_without_the_library_the_extra_is_named(folder, corpus, monkeypatch):
     huggingface_tokenizer._load.cache_clear()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"needs Hugging Face's tokenizers: pip install 'spmd-trainer\[hf\]'"):
+    with raises_naming(UserError, "Hugging Face's tokenizers", "pip install 'spmd-trainer[hf]'"):
         make(corpus, str(folder))
 
 
 def test_a_text_too_large_to_encode_at_once_is_refused(trained, monkeypatch):
     monkeypatch.setattr(huggingface_tokenizer, "_MAX_TEXT_BYTES", 4)
-    with pytest.raises(UserError, match=r"big\.txt: a text of 5 bytes is too large .* `split -C 2`"):
+    with raises_naming(UserError, "big.txt:", "5 bytes", "too large", "`split -C 2`"):
         HuggingFaceTokenizer(trained).encode(b"12345", "big.txt")
 
 
@@ -496,8 +496,8 @@ def test_a_sentencepiece_model_is_taken_by_its_path(corpus, tmp_path):
         source = make(corpus, given)
         assert isinstance(source.tokenizer, tokenizers.SentencePieceTokenizer)
         assert source.vocab_size == 40
-    with pytest.raises(UserError, match=r"word\.model': there is no such file or folder \(did you mean words\.model"):
+    with raises_naming(UserError, f"tokenizer='{tmp_path / 'word.model'}'", "no such file", "words.model?"):
         make(corpus, str(tmp_path / "word.model"))
-    with pytest.raises(UserError, match=r"can't be read: No such file or directory \(did you mean words\.model"):
+    with raises_naming(UserError, tmp_path / "word.model", "can't be read", "No such file", "words.model?"):
         tokenizers.SentencePieceTokenizer(tmp_path / "word.model")
     assert files.beside(f"{prefix}.model") == ""

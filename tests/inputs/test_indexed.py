@@ -5,6 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from facts import raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import indexed, permutations
@@ -84,7 +85,7 @@ def test_a_position_in_an_order_of_before_is_not_continued_in_another():
     source.set_state(state)
     saved = json.loads(state)
     del saved["data"]["permutation"]
-    with pytest.raises(UserError, match="permutation was None and is feistel"):
+    with raises_naming(UserError, "permutation", "None", "feistel"):
         source.set_state(json.dumps(saved).encode())
 
 

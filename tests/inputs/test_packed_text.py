@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import assert_same, drain, stack_processes, take, write_files
@@ -124,9 +125,9 @@ def test_batches_are_what_input_specs_says(files):
 
 
 def test_bad_settings_say_what_to_do(files, tmp_path):
-    with pytest.raises(ValueError, match="separator=''; set it to what stands between"):
+    with raises_naming(ValueError, "'input': separator=''", "documents", "None"):
         make(files, separator="")
     with pytest.raises(ValueError, match="seq_len=0; set it to"):
         make(files, seq_len=0)
-    with pytest.raises(ValueError, match=r"the files hold no document, the first is .*0.txt"):
+    with raises_naming(ValueError, "no document", tmp_path / "0.txt"):
         make(write_files(tmp_path, b"\n\n")).get_next()

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from facts import raises_naming
 from input_helpers import assert_same, drain, stack_processes, take, write_files
 from praxis import base_hyperparams, base_layer, decoder_hparams, layers, pax_fiddle
 from praxis.py_utils import NestedMap
@@ -69,7 +70,7 @@ def test_a_decode_continues_where_it_stopped(files):
 
 
 def test_prompts_are_not_for_training(files):
-    with pytest.raises(ValueError, match="PromptInput 'train': is_training: prompts are for decode"):
+    with raises_naming(ValueError, "PromptInput 'train': is_training", "decode", "use TextInput"):
         make(files, is_training=True)
 
 
@@ -84,6 +85,7 @@ def small_language_model(prefix_len, decode_steps):
     return base_hyperparams.instantiate(model_p)
 
 
+@pytest.mark.full
 def test_praxis_decode_continues_the_prompts(files):
     source = make(files, batch_size=4, prefix_len=5)
     model = small_language_model(prefix_len=5, decode_steps=3)

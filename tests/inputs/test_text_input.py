@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from input_helpers import assert_same, drain, stack_processes, take, write_files
 from praxis import base_hyperparams, pax_fiddle
 
@@ -226,11 +227,12 @@ def test_a_position_in_other_files_is_refused_with_how_many_there_were(files):
     rest = size - os.path.getsize(files[-1])
     before, now = f"{len(files)} files of {size:,} bytes", f"{len(files) - 1} files of {rest:,} bytes"
     fewer = make(files[:-1], is_training=True)
-    with pytest.raises(ValueError, match=rf"other batches: the files have changed: {before}, now {now}"):
+    with raises_naming(ValueError, "other batches", "files have changed", before, f"now {now}"):
         fewer.set_state(state)
-    with pytest.raises(ValueError, match=rf"other batches: the files have changed: now {now}"):
+    with raises_naming(ValueError, "other batches", "files have changed", f"now {now}") as raised:
         fewer.set_state(without_sizes(state))
-    with pytest.raises(ValueError, match=rf"the files have changed: still {before}, but in another order"):
+    assert before not in str(raised.value)
+    with raises_naming(ValueError, "files have changed", f"still {before}", "another order"):
         make(files[::-1], is_training=True).set_state(state)
 
 
@@ -244,7 +246,7 @@ def test_a_position_saved_without_the_files_sizes_is_accepted(files):
 
 @pytest.mark.parametrize("state", [b"", b"\xff", b"{}", b"[1, 2]", b'{"position": "x"}'])
 def test_what_is_no_position_is_refused(files, state):
-    with pytest.raises(ValueError, match="not a saved position of this input"):
+    with raises_naming(ValueError, "saved position", repr(state)):
         make(files, is_training=True).set_state(state)
 
 
@@ -284,18 +286,18 @@ def test_files_may_come_from_a_function_or_be_one_path(files):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"files": []}, "`files` has no paths; give at least one"),
+        ({"files": []}, "`files` has no paths"),
         ({"files": None}, "`files` has no paths"),
         ({"files": lambda: ()}, r"returned no paths"),
-        ({"files": ["/no/such/file.txt"]}, r"/no/such/file.txt can't be read: No such file.*leave it out"),
-        ({"files": ["/"]}, "/ is a directory; list the files in it"),
+        ({"files": ["/no/such/file.txt"]}, r"/no/such/file.txt can't .*No such file"),
+        ({"files": ["/"]}, r"/ is a directory.*\*"),
         ({"seq_len": 0}, "seq_len=0; set it to"),
         ({"batch_size": 0}, "batch_size=0; set it to"),
         ({"max_windows": 0}, "max_windows=0; set it to"),
         ({"eos_id": -1}, "eos_id=-1; set it to"),
         ({"input_random_seed": -1}, "input_random_seed=-1; set it to"),
         ({"infeed_host_index": 2, "num_infeed_hosts": 2}, "infeed_host_index=2 with num_infeed_hosts=2; set them"),
-        ({"is_training": True, "reset_for_eval": True}, "reset_for_eval is set, but this input never ends"),
+        ({"is_training": True, "reset_for_eval": True}, "reset_for_eval is .* never ends"),
     ],
 )
 def test_bad_settings_say_what_to_do(files, change, message):
@@ -313,7 +315,7 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path):
     source = make(files)
     (tmp_path / "1.txt").write_bytes(b"worlds")
     for _ in range(2):  # an input that has failed does not pretend to have ended
-        with pytest.raises(ValueError, match=r"1.txt had 5 bytes when this run started"):
+        with raises_naming(ValueError, files[1], "5 bytes", "has changed"):
             source.get_next()
 
 

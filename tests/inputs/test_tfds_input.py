@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from input_helpers import assert_same, drain, stack_processes, take
 from praxis import base_hyperparams, pax_fiddle
 
@@ -97,7 +98,7 @@ def test_training_resumes_exactly_for_any_number_of_processes(data_dir):
     for share in shares:
         share.set_state(source.get_state())
     assert_same(stack_processes(*(take(share, 5) for share in shares)), take(source, 5))
-    with pytest.raises(ValueError, match="split was train and is "):
+    with raises_naming(ValueError, "split was train", "is train[:13]"):
         make(data_dir, is_training=True, input_random_seed=5, split="train[:13]").set_state(source.get_state())
 
 
@@ -111,21 +112,21 @@ def test_a_function_makes_examples_of_one_shape(data_dir):
     assert source.input_specs().first_ids.shape == (4, 3)
     lengths = np.concatenate([batch.length[batch.eval_sample_weights > 0] for batch in drain(source)])
     assert sorted(lengths) == list(range(SIZE))
-    with pytest.raises(ValueError, match=r"example \d+ of train has ids of shape .*crop, pad or cast it"):
+    with pytest.raises(ValueError, match=r"example \d+ of train .*\bids of shape .*crop, pad"):
         drain(make(data_dir, example_fn=lambda example: {"ids": np.array(example["ids"], np.int64)}))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dataset": ""}, "dataset is not set; give a name"),
+        ({"dataset": ""}, "dataset is not set"),
         ({"dataset": "no_such"}, r"no prepared dataset 'no_such' in .*Prepare it with `tfds build no_such"),
-        ({"split": "tst"}, r"split='tst': .*The dataset has train"),
+        ({"split": "tst"}, r"split='tst': .*has train"),
         ({"split": "train[:0]"}, r"split 'train\[:0\]' has no examples"),
-        ({"features": ["name"]}, "'name' has no fixed shape or is not numeric; those that fit are image, items, label"),
-        ({"features": ["nam"]}, "'nam' is not a feature of the dataset; those that fit"),
-        ({"features": None}, r"'items' can't be a name in a batch"),
-        ({"example_fn": lambda example: 3, "features": None}, "the result of example_fn is not an example: it is int"),
+        ({"features": ["name"]}, "'name' .*fixed shape.* image, items, label"),
+        ({"features": ["nam"]}, "'nam' .*feature.* image, items, label"),
+        ({"features": None}, r"'items' can't be a name"),
+        ({"example_fn": lambda example: 3, "features": None}, "result of example_fn .*example.* int"),
     ],
 )
 def test_bad_settings_say_what_to_do(data_dir, change, message):

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from input_helpers import assert_same, drain, stack_processes, take
 from praxis import base_hyperparams, pax_fiddle
 
@@ -98,10 +99,11 @@ def test_a_position_in_other_files_is_refused_with_how_many_there_were(files):
     before = f"{len(files)} files of {sum(sizes):,} bytes"
     rest = files[1:]
     now = f"{len(rest)} file{'s' if len(rest) > 1 else ''} of {sum(sizes[1:]):,} bytes"
-    with pytest.raises(ValueError, match=rf"the files have changed: {before}, now {now}"):
+    with raises_naming(ValueError, "files have changed", before, f"now {now}"):
         make(rest, is_training=True).set_state(source.get_state())
 
 
+@pytest.mark.full
 def test_specs_are_known_without_the_files():
     code = """
 import sys
@@ -115,9 +117,7 @@ assert "tensorflow" not in sys.modules
 
 def test_missing_tensorflow_is_reported_with_the_command_that_installs_it(files, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    with pytest.raises(
-        UserError, match=r"TfRecordInput '.*': this input needs TensorFlow.*pip install.* tensorflow-cpu"
-    ):
+    with raises_naming(UserError, "TfRecordInput '", "needs TensorFlow", "pip install", "tensorflow-cpu"):
         make(files)
 
 
@@ -137,15 +137,13 @@ def offset_of(files, record):
 
 def test_a_broken_file_is_named_with_its_record_and_what_is_whole(files, tmp_path):
     third = offset_of(files, 3)
-    for damage, wrong in (
-        ({"at": third + 2}, "its length doesn't match its checksum"),
-        ({"size": third + 7}, "the file ends inside it"),
-        ({"size": third + 40}, "the file ends inside it"),
+    for damage, *wrong in (
+        ({"at": third + 2}, "length", "checksum"),
+        ({"size": third + 7}, "ends inside"),
+        ({"size": third + 40}, "ends inside"),
     ):
-        message = (
-            rf"damaged.tfrecord, record 3 \(at byte {third}\) is broken: {wrong}. The 3 records before it are whole"
-        )
-        with pytest.raises(ValueError, match=message):
+        facts = ("damaged.tfrecord, record 3", f"byte {third}", "broken", *wrong, "3 records before")
+        with raises_naming(ValueError, *facts):
             make(damaged(files, tmp_path, **damage)).get_next()
 
 
@@ -154,7 +152,7 @@ def test_broken_data_are_found_when_they_are_read(files, tmp_path):
     source = make(damaged(files, tmp_path, at=third + 30))
     assert [batch.label.tolist() for batch in take(source, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"record 3 \(at byte {third}\) is broken: its data don't match"):
+        with raises_naming(ValueError, "damaged.tfrecord", "record 3", f"byte {third}", "broken", "data don't match"):
             source.get_next()
 
 
@@ -163,7 +161,7 @@ def test_a_file_that_changes_under_a_run_is_refused(files, tmp_path):
     source = make(paths)
     source.get_next()
     pathlib.Path(paths[1]).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"damaged.tfrecord, record 0 .* is no longer where this run found it"):
+    with raises_naming(ValueError, paths[1], "record 0", "no longer where"):
         source.get_next()
 
 
@@ -178,18 +176,18 @@ def test_more_files_than_may_be_open(files, monkeypatch):
     ("features", "message"),
     [
         ({"labl": Feature((), "int32")}, r"0.tfrecord, record 0 .*Feature: labl .* is required"),
-        ({"x": Feature((3,))}, r"record 0 \(at byte 0\) does not match `features`: Key: x.*Number of float values"),
-        ({"x": Feature((2,), "int32")}, r"record 0 .*Data types don't match"),
-        ({"label": Feature((), "bool")}, r"record 2 \(at byte \d+\): feature 'label' holds 2, which bool can't hold"),
+        ({"x": Feature((3,))}, r"record 0 \(at byte 0\) .*`features`: Key: x.*float values"),
+        ({"x": Feature((2,), "int32")}, r"record 0 .*Data types"),
+        ({"label": Feature((), "bool")}, r"record 2 \(at byte \d+\): .*'label' holds 2, .*bool"),
         ({"raw": Feature((2,), "int16", "raw")}, r"feature 'raw' has 12 bytes; \(2,\) of int16 are 4"),
-        ({"raw": Feature((2, 3, 1), "uint8", "image")}, r"feature 'raw' is not an image: Unknown image file format"),
+        ({"raw": Feature((2, 3, 1), "uint8", "image")}, r"'raw' is not an image"),
         (
             {"i": Feature((3, 5, 1), "uint8", "image", "image/encoded")},
-            r"'i' is an image of shape \(3, 4, 1\), not \(3, 5",
+            r"'i' .*shape \(3, 4, 1\), not \(3, 5",
         ),
-        ({"i": Feature((3, 5, 1), "float32", "image")}, "images have the shape .* dtype uint8: convert"),
-        ({"x": Feature((2,), encoding="jpeg")}, "encoding 'jpeg'; it is one of"),
-        ({"x": ((2,), "float32")}, "is not a Feature; give e.g."),
+        ({"i": Feature((3, 5, 1), "float32", "image")}, "images .*shape .* dtype uint8"),
+        ({"x": Feature((2,), encoding="jpeg")}, "encoding 'jpeg'; "),
+        ({"x": ((2,), "float32")}, "not a Feature; "),
         ({}, "features={}; give e.g."),
     ],
 )

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+from facts import raises_naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -98,7 +99,7 @@ def test_unused_ids_have_no_bytes():
 def test_a_decoder_that_looks_at_neighbours_is_refused(decoder):
     tokenizer = copy.deepcopy(KINDS["byte_level"])
     tokenizer.decoder = decoder
-    with pytest.raises(UserError, match=r"has the decoder '\w+', with which a token's text depends on its neighbours"):
+    with pytest.raises(UserError, match=r"the decoder '\w+', .*neighbours.*eos_ids"):
         token_bytes(HuggingFaceTokenizer(tokenizer))
 
 
@@ -128,5 +129,5 @@ def test_bytes_of_a_sentencepiece_model(tmp_path):
 
 
 def test_a_tokenizer_of_another_kind_is_refused():
-    with pytest.raises(UserError, match="the bytes of the tokens of a object are not known"):
+    with raises_naming(UserError, "object", "the bytes", "not known", "HuggingFaceTokenizer"):
         token_bytes(object())

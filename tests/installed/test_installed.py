@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from facts import assert_names
 from readme_page import PAGE
 from readme_page import ROOT as PAGE_ROOT
 
@@ -156,7 +157,7 @@ def test_it_runs_on_any_number_of_devices(project, devices, mesh):
     done = project.good(f"{TRAIN}_{devices}{SHORT}", devices=devices)
     first = done.stderr.splitlines()[0]
     assert f"mesh replica=1, {mesh} on {devices} host device" in first
-    assert "adapted from the declared (replica=1, data=4, mdl=2)" in first
+    assert_names(first, "adapted", "declared (replica=1, data=4, mdl=2)")
     assert "finished: step 2 of 2" in done.stderr
 
 

@@ -91,6 +91,7 @@ def assistants_labels(source, batch):
     return counted
 
 
+@pytest.mark.full
 def test_the_loss_is_the_cross_entropy_of_what_the_assistant_wrote(chats, tmp_path):
     given = overrides(chats, "LEARNING_RATE=0.01", "task.train.summary_interval_steps=1")
     recorded = Recorded()

@@ -92,6 +92,7 @@ def run(directory, pairs, mesh, *overrides):
     return [record["loss"] for _, record in sorted(read_metrics(epath.Path(directory), "train").items())]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from facts import assert_names
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
@@ -117,7 +118,7 @@ def assert_loaded(values, wanted):
         np.testing.assert_array_equal(values[path], value, err_msg=path)
 
 
-@pytest.mark.parametrize("form", ["state", "dictionary", "params only"])
+@pytest.mark.parametrize("form", [pytest.param("state", marks=pytest.mark.full), "dictionary", "params only"])
 def test_nnx_states(form, tmp_path, trained_nnx):
     kinds = nnx.Param if form == "params only" else nnx.Any(nnx.Param, nnx.BatchStat)
     state = nnx.state(trained_nnx, kinds)
@@ -188,8 +189,13 @@ def test_what_does_not_fit_is_named(tmp_path, trained_linen):
     save_tree(tmp_path / "wide", {"params": wide})
     with pytest.raises(CheckpointMismatchError) as error:
         start(linen_task(), {tmp_path / "wide": CheckpointLoadingRules(load_rules=[("(params/.*)", "{}")])})
-    assert "'params/up/kernel' is (8, 7) in the checkpoint and (8, 6) in the model" in str(error.value)
-    assert "the checkpoint has no 'params/down/kernel'" in str(error.value)
+    assert_names(
+        error.value,
+        "'params/up/kernel'",
+        "(8, 7) in the checkpoint",
+        "(8, 6) in the model",
+        "no 'params/down/kernel'",
+    )
     rules = CheckpointLoadingRules(load_rules=[("(params/norm/.*)", "{}")], load_step=True)
     with pytest.raises(CheckpointMismatchError, match="no step counter"):
         start(linen_task(), {tmp_path / "wide": rules})

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from etils import epath
+from facts import assert_names, raises_naming
 from hf_models import DATA, make_job, mesh_of
 
 from spmd_trainer.errors import UserError
@@ -32,7 +33,7 @@ def test_the_kind_of_prompts(prompts, kind):
 
 
 def test_prompts_of_two_kinds_are_refused():
-    with pytest.raises(UserError, match=r"conversations \(\*.jsonl, \*.parquet\) and other files; give one kind"):
+    with raises_naming(UserError, "PROMPTS", "*.jsonl", "*.parquet", "one kind"):
         resolved("PROMPTS=['a.jsonl', 'b.txt']")
 
 
@@ -53,12 +54,11 @@ def test_short_runs_have_a_shorter_warm_up():
 def test_a_model_with_another_rotary_base_is_not_that_of_the_folder(caplog):
     job = make_job(DATA / "llama_biases", mesh_of(1, 1, 1))
     job.task.model.lm_tpl.spec.rotary_base = 500_000.0
-    with pytest.raises(UserError, match=r"holds another model: rotary_base \(.* there, 500000.0 here\)"):
+    with raises_naming(UserError, DATA / "llama_biases", "rotary_base", "10000.0 there", "500000.0 here"):
         hf.require_model(epath.Path(DATA / "llama_biases"), job.task)
     source = hf.open_source(epath.Path(DATA / "llama_biases"), None)
     hf.warn_of_differences(source, job.task)
-    assert "differs from that of" in caplog.text
-    assert "rotary_base" in caplog.text
+    assert_names(caplog.text, DATA / "llama_biases", "differs", "rotary_base")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import pytest
 from hf_models import DATA, expected, make_job, mesh_of, read
 
 ONE, SPLIT, CUBE = (1, 1, 1), (1, 4, 2), (2, 2, 2)
+# Those of `make test`.
+SHORT = ("llama3_rope_tied", "qwen3_moe", "gemma2_small_caps", "gpt2")
 # Divides neither the heads, nor the key/value heads, nor the vocabulary of the folders it is used for.
 UNEVEN = (1, 2, 4)
 CASES = [
@@ -28,7 +30,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes"), CASES, ids=[f"{name}-{'x'.join(map(str, sizes))}" for name, sizes in CASES])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param(
+            name, sizes, id=f"{name}-{'x'.join(map(str, sizes))}", marks=() if name in SHORT else pytest.mark.full
+        )
+        for name, sizes in CASES
+    ],
+)
 def test_logits_and_loss_are_those_of_transformers(name, sizes):
     folder, mesh = DATA / name, mesh_of(*sizes)
     job = make_job(folder, mesh)

@@ -10,6 +10,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 from etils import epath
+from facts import raises_naming
 from hf_models import DATA, make_job, mesh_of
 
 from spmd_trainer import main as _main  # noqa: F401  (defines the flags)
@@ -28,6 +29,7 @@ def job():
     return make_job(LLAMA, mesh_of(1, 2, 2))
 
 
+@pytest.mark.full
 def test_training_begins_with_the_folder_and_a_fresh_optimizer(job):
     state, position, origin = initial_state._restore_from(epath.Path(LLAMA), None, job)
     assert position is None
@@ -56,16 +58,21 @@ def test_rules_name_parts_of_a_folder(job):
     assert "mdl_vars/params/lm/token_emb/w" not in paths
     assert len(paths) == len(jax.tree.leaves(variables.mdl_vars)) - 1
     other = {str(DATA / "llama_untied"): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
-    with pytest.raises(CheckpointMismatchError, match=r"(?s)cannot be applied to Hugging Face folder .*token_emb/w"):
+    with raises_naming(
+        CheckpointMismatchError,
+        "init_from_checkpoint_rules",
+        f"Hugging Face folder {DATA / 'llama_untied'}",
+        "token_emb/w",
+    ):
         loading_rules.resolve_rules(variables, other, check_contents=False, open_foreign=foreign.open_source)
 
 
 def test_a_folder_has_no_steps_and_no_optimizer_states(job):
-    with pytest.raises(UserError, match="step 3 was asked for, and a Hugging Face folder has no steps"):
+    with raises_naming(UserError, "step 3", LLAMA, "no steps"):
         hf.open_source(epath.Path(LLAMA), 3)
     with (
         hf.HfCheckpoints(epath.Path(LLAMA)) as checkpoints,
-        pytest.raises(UserError, match="has no optimizer states and no moving averages"),
+        raises_naming(UserError, LLAMA, "no optimizer states", "moving averages"),
     ):
         checkpoints.restore(job.partitioner.metadata.variables, job.partitioner.mesh)
 
@@ -73,7 +80,7 @@ def test_a_folder_has_no_steps_and_no_optimizer_states(job):
 def test_a_damaged_folder_is_named_before_the_run_begins(job, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["T5ForConditionalGeneration"]}')
     rules = {str(tmp_path): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
-    with pytest.raises(UserError, match="the architecture T5ForConditionalGeneration is not supported"):
+    with raises_naming(UserError, tmp_path / "config.json", "T5ForConditionalGeneration", "not supported"):
         loading_rules.resolve_rules(
             job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=foreign.open_source
         )

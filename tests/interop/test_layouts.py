@@ -5,6 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from facts import raises_naming
 from pax_models import assert_holds, job_on, restored, snapshot
 from pax_writer import write_zarr
 
@@ -25,8 +26,14 @@ KINDS = [
     (EMA, "zarr_1.1", 1.1, "zarr"),
 ]
 
+# Opened onto a mesh by `make test`.
+SHORT = [(ADAM, "zarr_0.0"), (ADAM, "flax_1.1"), (ADAFACTOR, "ocdbt_1.2")]
 
-@pytest.mark.parametrize(("name", "kind", "version", "storage"), KINDS)
+
+@pytest.mark.parametrize(
+    ("name", "kind", "version", "storage"),
+    [kind if kind[:2] in SHORT else pytest.param(*kind, marks=pytest.mark.full) for kind in KINDS],
+)
 def test_opens_onto_a_mesh(pax_data, name, kind, version, storage):
     directory = pax_data.checkpoints(name, kind)
     before = snapshot(directory)
@@ -108,7 +115,7 @@ def test_a_checkpoint_without_optimizer_states_serves_inference(pax_data):
     with pax.PaxCheckpoints(pax.find(directory)) as checkpoints:
         found = checkpoints.restore(metadata.variables, metadata.mesh, partial=True, with_input=False)
     assert_holds(found.state, metadata.variables, pax_data.expected(ADAM))
-    with pytest.raises(pax.PaxMismatchError, match="missing in the checkpoint: opt_states/0/no_prefix/0/count"):
+    with raises_naming(pax.PaxMismatchError, "missing", "opt_states/0/no_prefix/0/count"):
         restored(directory, job)
 
 
@@ -177,7 +184,7 @@ def test_a_printed_structure_gives_the_paths_of_its_leaves():
     assert structure.structure_paths("PyTreeDef(CustomNode(Unknown[<object>], [*") is None
 
 
-@pytest.mark.parametrize("name", [ADAM, ADAFACTOR, EMA])
+@pytest.mark.parametrize("name", [ADAM, *(pytest.param(n, marks=pytest.mark.full) for n in (ADAFACTOR, EMA))])
 def test_a_converted_checkpoint_is_one_of_ours(pax_data, tmp_path, name):
     source = pax_data.checkpoints(name)
     before = snapshot(source)

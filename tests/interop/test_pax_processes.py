@@ -3,7 +3,10 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from process_helpers import run_processes
+
+pytestmark = pytest.mark.full
 
 NAME = "UnevenRepeatedAdam"
 PROGRAM = """

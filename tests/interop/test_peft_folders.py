@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from facts import raises_naming
 from hf_models import DATA, expected, make_job, mesh_of, read
 
 from spmd_trainer.checkpointing import CheckpointError, frozen_base, records
@@ -57,8 +59,8 @@ def tensors_in(folder):
         return {name: tensor.read_rows(0, tensor.shape[0], files) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sizes", [pytest.param(MESHES[0], marks=pytest.mark.full), MESHES[1]], ids=str)
+@pytest.mark.parametrize("name", [n if n == "dora" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_logits_are_those_of_peft(name, sizes):
     job = adapted_job(name, sizes)
     with np.load(PEFT / name / "expected.npz") as file:
@@ -69,7 +71,9 @@ def test_logits_are_those_of_peft(name, sizes):
     np.testing.assert_allclose(logits, golden, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [n if n in ("lora", "dora_head") else pytest.param(n, marks=pytest.mark.full) for n in CASES]
+)
 def test_what_was_read_is_written_bit_for_bit(name, tmp_path):
     job, model = adapted_job(name), DATA / CASES[name][0]
     peft.export(read_adapters(PEFT / name, job, CASES[name][0]), job, tmp_path / "out", base=model)
@@ -85,6 +89,7 @@ def test_what_was_read_is_written_bit_for_bit(name, tmp_path):
     assert different <= {"base_model_name_or_path", "target_modules"}
 
 
+@pytest.mark.full
 def test_modules_are_named_in_full_where_others_of_their_name_have_no_adapters(tmp_path):
     job = make_job(DATA / "gemma2", mesh_of(1, 1, 1), lora=lora.Lora(["layer_1/.*/query/w", "/up/w"], rank=2))
     state = job.partitioner.initialize_train_state(job.prng_key, with_opt_states=False)
@@ -93,6 +98,7 @@ def test_modules_are_named_in_full_where_others_of_their_name_have_no_adapters(t
     assert modules == ["model.layers.1.self_attn.q_proj", "up_proj"]
 
 
+@pytest.mark.full
 def test_several_adapters_of_one_base(tmp_path):
     """A directory of folders holds several adapters; each row would choose one."""
     for adapter, golden in (("poet", "lora"), ("lawyer", "lora_again")):
@@ -109,8 +115,13 @@ def test_several_adapters_of_one_base(tmp_path):
         read_adapters(tmp_path / "both", adapted_job("lora", adapters=("poet", "notary")), "llama_tokenizer")
 
 
+@functools.cache
+def opening_job(**settings):
+    return adapted_job("lora", (1, 1, 1), **settings)
+
+
 def opened(folder, **settings):
-    job = adapted_job("lora", (1, 1, 1), **settings)
+    job = opening_job(**settings)
     return peft.open_source(epath.Path(folder), None, job.partitioner.metadata.variables, job.task)
 
 
@@ -154,7 +165,7 @@ def test_configs_that_are_refused(changes, message, tmp_path):
 
 def test_other_faults_of_a_folder_are_named(tmp_path):
     folder = shutil.copytree(PEFT / "lora", tmp_path / "adapters")
-    with pytest.raises(CheckpointError, match="step 3 was asked for, and a PEFT folder has no steps"):
+    with raises_naming(CheckpointError, "step 3", "PEFT", folder, "no steps"):
         peft.open_source(epath.Path(folder), 3, None, None)
     job = make_job(DATA / "llama_tokenizer", mesh_of(1, 1, 1))
     with pytest.raises(
@@ -162,9 +173,7 @@ def test_other_faults_of_a_folder_are_named(tmp_path):
     ):
         foreign.open_source(epath.Path(folder), None, job.partitioner.metadata.variables, task=job.task)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(
-        CheckpointError, match=r"no adapter_model.safetensors; it has adapter_model.bin, which is pickled"
-    ):
+    with raises_naming(CheckpointError, folder, "adapter_model.safetensors", "adapter_model.bin", "pickled"):
         opened(folder)
     assert peft.open_source(epath.Path(tmp_path / "none"), None, None, None) is None
 

@@ -14,6 +14,13 @@ CHECKPOINTS = [
     ("PlainAdamEma", "zarr_1.1"),
     ("UnevenRepeatedAdafactor", "ocdbt_1.2"),
 ]
+# `make test` runs one, on one mixed mesh.
+SHORT = ("UnevenRepeatedAdam", (2, 2, 2))
+CASES = [
+    pytest.param(name, kind, mesh, marks=() if (name, mesh) == SHORT else pytest.mark.full)
+    for name, kind in CHECKPOINTS
+    for mesh in MESHES
+]
 TOLERANCE = 1e-5
 KEY = jax.random.key(1)
 
@@ -50,8 +57,7 @@ def further_losses(job, state, batches):
     return losses
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(("name", "kind"), CHECKPOINTS)
+@pytest.mark.parametrize(("name", "kind", "mesh"), CASES, ids=str)
 def test_bits_logits_and_further_losses(pax_data, name, kind, mesh):
     directory, expected = pax_data.checkpoints(name, kind), pax_data.expected(name)
     before = snapshot(directory)
@@ -67,6 +73,7 @@ def test_bits_logits_and_further_losses(pax_data, name, kind, mesh):
     assert snapshot(directory) == before
 
 
+@pytest.mark.full
 def test_several_optimizers_continue(pax_data):
     """Each variable has the state of its own optimizer; another assignment would give other losses at once."""
     job, expected = job_on("MultiOptimizer", (1, 4, 2)), pax_data.expected("MultiOptimizer")

@@ -1,10 +1,12 @@
 """Pax checkpoints that don't fit or are not whole are refused, with the variable, the shapes and the nearest name."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
+from facts import assert_names, raises_naming
 from pax_models import assert_holds, job_on, restored
 from pax_writer import rewrite_flax, write_array, write_flax, write_metadata
 
@@ -42,15 +44,16 @@ def test_a_missing_leaf(copied):
     shutil.rmtree(step_dir / "state" / M)
     message = refusal(step_dir)
     assert "1 missing, 0 extra" in message
-    assert "missing in the checkpoint: opt_states/0/no_prefix/2/m/params/lm/softmax/logits_ffn/bias/b" in message
+    assert re.search("missing .*: opt_states/0/no_prefix/2/m/params/lm/softmax/logits_ffn/bias/b", message)
     assert str(step_dir) in message
 
 
 def test_a_surplus_leaf(copied):
     step_dir = copied()
     write_array(step_dir / "state" / "opt_states_0.no_prefix_2.u.params.lm.final_ln.bias", np.ones(15, np.float32))
-    assert "not in the model: opt_states/0/no_prefix/2/u/params/lm/final_ln/bias, saved (15,) float32" in refusal(
-        step_dir
+    message = refusal(step_dir)
+    assert_names(
+        message, "0 missing, 1 extra", "opt_states/0/no_prefix/2/u/params/lm/final_ln/bias", "saved (15,) float32"
     )
 
 
@@ -60,7 +63,7 @@ def test_a_renamed_leaf_comes_with_its_new_name(copied, kind):
     folder = step_dir / "state" if kind == "zarr_1.1" else step_dir
     (folder / W).rename(folder / W.replace("linear.w", "linear.kernel"))
     message = refusal(step_dir)
-    assert "missing in the checkpoint: mdl_vars/params/lm/softmax/logits_ffn/linear/w" in message
+    assert re.search(r"missing .*: mdl_vars/params/lm/softmax/logits_ffn/linear/w\b", message)
     assert "linear/kernel" in message
 
 
@@ -96,7 +99,7 @@ def test_padding_that_is_not_zero(copied, pax_data, name, value):
     padded = np.append(pax_data.expected(ADAM)["state/" + B.replace(".", "/")], np.float32(value)).astype(np.float32)
     write_array(step_dir / "state" / name, padded, [129])
     message = refusal(step_dir)
-    assert "the padding of these variables is not zero" in message
+    assert_names(message, "padding", "not zero")
     assert "bias/b: stored (258,), in the model (257,)" in message
     assert "[257]" in message
 
@@ -149,7 +152,7 @@ def test_a_msgpack_file_that_is_cut_short(copied, kind):
 
 def test_a_msgpack_file_of_another_program(tmp_path):
     (tmp_path / "checkpoint_7").write_bytes(b"\x81\xa1a\x01")
-    assert "not a Pax checkpoint" in refusal(tmp_path / "checkpoint_7")
+    assert_names(refusal(tmp_path / "checkpoint_7"), tmp_path / "checkpoint_7", "Pax checkpoint", "msgpack")
 
 
 def test_a_save_that_was_cut_off(copied):
@@ -157,7 +160,7 @@ def test_a_save_that_was_cut_off(copied):
     name = "checkpoint_00000020.orbax-checkpoint-tmp-1700000000"
     step_dir.rename(step_dir.parent / name)
     assert name in refusal(step_dir)
-    assert f"{name} is left of a save" in refusal(step_dir, step=20)
+    assert_names(refusal(step_dir, step=20), "step 20", name, "cut off")
 
 
 def test_an_unknown_version(copied):
@@ -179,11 +182,9 @@ def test_a_step_that_is_not_there_is_not_called_damaged(copied):
     with pytest.raises(CheckpointNotFoundError, match=r"no step 21 in .*; there are 20") as error:
         restored(step_dir.parent, job_on(ADAM, (1, 4, 2)), step=21)
     assert not isinstance(error.value, DamagedCheckpointError)
-    with pytest.raises(
-        CheckpointNotFoundError, match="step 21 was asked for, and the directory given is that of step 20"
-    ):
+    with raises_naming(CheckpointNotFoundError, "step 21", "step 20", step_dir.parent):
         restored(step_dir, job_on(ADAM, (1, 4, 2)), step=21)
-    with pytest.raises(CheckpointNotFoundError, match="holds no Pax checkpoint"):
+    with raises_naming(CheckpointNotFoundError, step_dir / "metadata", "no Pax checkpoint"):
         pax.read_checkpoint(step_dir / "metadata")
 
 
@@ -196,7 +197,7 @@ def test_flax_leaves_of_another_order(copied):
 
     rewrite_flax(step_dir / "state" / "checkpoint", rename)
     message = refusal(step_dir)
-    assert "missing in the checkpoint: mdl_vars/params/lm/final_ln/bias" in message
+    assert re.search("missing .*: mdl_vars/params/lm/final_ln/bias", message)
     assert "mdl_vars/params/lm/last_ln/bias" in message
 
 
@@ -208,8 +209,8 @@ def test_flax_leaves_of_another_optimizer(copied):
 
     rewrite_flax(step_dir / "state" / "checkpoint", rename)
     message = refusal(step_dir)
-    assert "missing in the checkpoint: opt_states/0/no_prefix/2/m/params/lm/final_ln/bias" in message
-    assert "the nearest is opt_states/0/no_prefix/2/mu/params/lm/final_ln/bias" in message
+    assert re.search("missing .*: opt_states/0/no_prefix/2/m/params/lm/final_ln/bias", message)
+    assert re.search("nearest .*opt_states/0/no_prefix/2/mu/params/lm/final_ln/bias", message)
 
 
 def test_flax_leaves_whose_structure_is_not_understood_go_by_position(copied, pax_data):
@@ -226,7 +227,7 @@ def test_flax_leaves_whose_structure_is_not_understood_go_by_position(copied, pa
         content["flattened_state"].pop()
 
     rewrite_flax(step_dir / "state" / "checkpoint", shorten)
-    assert "holds 53 arrays by position, and the model's state has 54 (16 without" in refusal(step_dir)
+    assert_names(refusal(step_dir), "53 arrays", "by position", 54, 16)
 
 
 def test_a_variable_that_only_the_metadata_has(copied, tmp_path):
@@ -256,9 +257,7 @@ def test_converting_without_a_model_asks_for_one_where_padding_is_unknown(copied
     """Version 1.0 does not tell the logical shapes of split variables."""
     step_dir = copied()
     write_metadata(step_dir, 1.0)
-    with pytest.raises(
-        pax.PaxMismatchError, match=r"does not tell how much .* is padding: .*bias/b \(258,\).* --exp=NAME"
-    ):
+    with raises_naming(pax.PaxMismatchError, "padding", "bias/b (258,)", "--exp=NAME"):
         pax.convert(step_dir.parent, tmp_path / "ours")
     metadata = job_on(ADAM, (1, 4, 2)).partitioner.metadata
     assert pax.convert(step_dir, tmp_path / "ours", variables=metadata.variables, mesh=metadata.mesh) == 20
@@ -268,7 +267,7 @@ def test_a_database_that_is_cut_short_is_damaged(copied):
     step_dir = copied("ocdbt_1.2")
     largest = max((step_dir / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    with pytest.raises(DamagedCheckpointError, match="is not complete or is damaged"):
+    with raises_naming(DamagedCheckpointError, step_dir.parent, "not complete", "damaged"):
         restored(step_dir.parent, job_on(ADAM, (1, 4, 2)))
 
 

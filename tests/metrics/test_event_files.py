@@ -4,10 +4,12 @@ import errno
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 
 import pytest
+from facts import raises_naming
 
 from spmd_trainer.metrics import event_files
 from spmd_trainer.metrics.writers import SummaryError, SummaryWriters, read_metrics
@@ -132,7 +134,7 @@ def test_a_failed_write_is_raised_at_the_next_call(tmp_path):
     writers = SummaryWriters(tmp_path)
     (tmp_path / "summaries").write_text("a file where the directory should be")
     writers.write("train", 1, {"loss": 1.0})
-    with pytest.raises(SummaryError, match=r"writing summaries failed: .*summaries can't be used: Not a directory"):
+    with raises_naming(SummaryError, tmp_path / "summaries", os.strerror(errno.ENOTDIR)):
         writers.flush()
     # Raised once: whoever catches it can still save a checkpoint, which flushes.
     writers.write("train", 2, {"loss": 1.0})
@@ -140,6 +142,7 @@ def test_a_failed_write_is_raised_at_the_next_call(tmp_path):
     writers.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_training_run_does_not_import_tensorflow(tmp_path, installed):
     code = f"""
@@ -187,7 +190,7 @@ def test_a_full_disk_is_an_error_that_is_raised_once(tmp_path, monkeypatch):
     writers.flush()
     Disk(monkeypatch, [OSError(errno.ENOSPC, "No space left on device")] * 100)
     writers.write("train", 3, STEPS[3])
-    with pytest.raises(SummaryError, match=r"summaries can't be used: No space left on device. When that is mended"):
+    with raises_naming(SummaryError, tmp_path / "summaries", os.strerror(errno.ENOSPC), "mended"):
         writers.flush()
     writers.write("train", 4, STEPS[4])
     writers.flush()

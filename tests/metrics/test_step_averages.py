@@ -2,6 +2,7 @@
 
 import pytest
 from etils import epath
+from facts import raises_naming
 from trained_helpers import make_job
 
 from spmd_trainer.callbacks import Callback, Run
@@ -64,9 +65,7 @@ def test_a_weight_that_is_zero_throughout_divides_nothing():
 
 @pytest.mark.parametrize("every", [0, 11])
 def test_intervals_that_leave_summaries_empty_are_refused(every):
-    with pytest.raises(
-        UserError, match=rf"summary_accumulate_interval_steps={every}: it must be between 1 and task.+ \(10\)"
-    ):
+    with raises_naming(UserError, f"summary_accumulate_interval_steps={every}", "between 1", 10):
         StepAverages(every, 10)
 
 
@@ -115,17 +114,20 @@ def test_the_last_step_has_a_summary_of_what_was_logged_after_the_one_before(tmp
     }
 
 
+@pytest.mark.full
 def test_a_run_that_ends_at_a_summary_writes_no_other(tmp_path):
     run = run_of(tmp_path, "task.train.summary_interval_steps=2")
     assert sorted(written(tmp_path, run, 4)) == [2, 4]
     assert len((tmp_path / "summaries/train/metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.full
 def test_what_is_logged_at_the_end_joins_the_last_steps_summary(tmp_path):
     got = written(tmp_path, run_of(tmp_path, "task.train.summary_interval_steps=2"), 4, LogsAtTheEnd())
     assert got[4] == {"loss": 4.0, "mine/step": 4.0, "mine/4": 1.0, "mine/at_the_end": 7.0}
 
 
+@pytest.mark.full
 def test_a_run_that_takes_no_step_writes_no_summary(tmp_path):
     assert written(tmp_path, run_of(tmp_path), 0, LogsAtTheEnd()) == {}
 

@@ -76,6 +76,7 @@ def logits(task, model, mdl_vars, batch):
     return np.stack([scores(mdl_vars, jnp.full_like(batch["labels"], token)) for token in range(4)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_and_merged_weights_give_the_same_scores(dora):
     task, batch, mdl_vars, _ = ready(dora=dora)
@@ -152,6 +153,7 @@ def test_a_layer_adds_two_small_products_to_each_of_its_own():
     assert with_adapters["scan"] == alone["scan"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy", [layers.AutodiffCheckpointType.SAVE_NOTHING, layers.AutodiffCheckpointType.SAVE_DOT_ONLY], ids=str
 )
@@ -174,6 +176,7 @@ def test_the_policy_of_rematerialisation_keeps_no_more_than_without_adapters(pol
     assert 0 < sizes["adapters"] <= sizes["base"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings", [{"dropout": 0.2, "rank_axis": "mdl"}, {"dora": True, "rank_axis": "replica"}], ids=str
 )
@@ -219,6 +222,7 @@ def prompts(**more):
 GENERATION = (("max_tokens", 4), ("eos_ids", ()), ("temperature", 1.0), ("num_samples", 2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dora", [False, True])
 def test_decoding_with_adapters_and_with_merged_weights(dora):
     task, _, mdl_vars, _ = ready(dora=dora, generation=GENERATION)
@@ -233,6 +237,7 @@ def test_decoding_with_adapters_and_with_merged_weights(dora):
     assert not model._warned
 
 
+@pytest.mark.full
 def test_each_row_is_decoded_with_its_own_adapter():
     task, _, mdl_vars, _ = ready(generation=GENERATION)
     several, batches = built(generation=GENERATION, adapters=("poet", "lawyer"))
@@ -259,7 +264,11 @@ def test_each_row_is_decoded_with_its_own_adapter():
 
 
 @pytest.mark.parametrize(
-    "targets", [["self_attention/.*/w", "ffn_layer"], ["softmax/logits_ffn/linear/w"]], ids=["layers", "vocabulary"]
+    "targets",
+    [
+        pytest.param(["self_attention/.*/w", "ffn_layer"], id="layers", marks=pytest.mark.full),
+        pytest.param(["softmax/logits_ffn/linear/w"], id="vocabulary"),
+    ],
 )
 def test_praxis_decoder_on_a_mesh_that_pads_its_vocabulary(targets):
     """A step keeps the vocabulary's padding, but not with adapters that have the size of the vocabulary."""

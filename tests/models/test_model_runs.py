@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from facts import assert_names
 from flax import nnx
 
 import spmd_trainer as st
@@ -21,6 +22,10 @@ EXPERIMENTS = ["vision.digits.DigitsNnxTiny", "vision.digits.DigitsLinenTiny", "
 STEPS = 6
 # One worker an experiment: what its runs share is made once.
 EACH = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in EXPERIMENTS]
+# `make test` runs the first.
+FIRST = EACH[:1] + [
+    pytest.param(name, marks=[pytest.mark.xdist_group(name), pytest.mark.full]) for name in EXPERIMENTS[1:]
+]
 _runs = {}
 
 
@@ -40,7 +45,7 @@ def uninterrupted(name, tmp_path_factory):
     return _runs[name]
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", FIRST)
 def test_a_resumed_run_has_the_same_numbers(name, tmp_path, tmp_path_factory):
     whole = uninterrupted(name, tmp_path_factory)
     st.train(name, tmp_path / "run", overrides=overrides(3))
@@ -63,6 +68,7 @@ st.train(sys.argv[1], sys.argv[2], overrides=sys.argv[3:], callbacks=[Kill()])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EACH)
 def test_a_killed_run_has_the_same_numbers(name, tmp_path, tmp_path_factory):
     whole = uninterrupted(name, tmp_path_factory)
@@ -74,7 +80,7 @@ def test_a_killed_run_has_the_same_numbers(name, tmp_path, tmp_path_factory):
     assert losses(tmp_path / "run") == losses(whole)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", FIRST)
 def test_a_checkpoint_on_other_meshes(name, tmp_path, tmp_path_factory):
     directory = uninterrupted(name, tmp_path_factory) / "checkpoints"
     found = [
@@ -104,7 +110,10 @@ def linen_logits(tree, images, experiment):
 
 @pytest.mark.parametrize(
     ("name", "logits"),
-    [("vision.digits.DigitsNnxTiny", nnx_logits), ("vision.digits.DigitsLinenTiny", linen_logits)],
+    [
+        pytest.param(EXPERIMENTS[0], nnx_logits, marks=pytest.mark.xdist_group(EXPERIMENTS[0])),
+        pytest.param(EXPERIMENTS[1], linen_logits, marks=[pytest.mark.xdist_group(EXPERIMENTS[1]), pytest.mark.full]),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_plain_flax_restores_a_checkpoint(name, logits, tmp_path, tmp_path_factory):
@@ -118,6 +127,7 @@ def test_plain_flax_restores_a_checkpoint(name, logits, tmp_path, tmp_path_facto
     np.testing.assert_allclose(np.mean(xent), ours, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EACH)
 def test_from_8_devices_to_4_to_8(name, tmp_path, tmp_path_factory):
     class LosesDevices(experiment_registry.get(name)):
@@ -153,10 +163,11 @@ class Fsdp(StdlibNnxTiny):
 
 
 # Batch norm and dropout are those of each device's rows with written-out collectives, so the digits' nets differ there.
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*EACH, "mine.Dp", "mine.Fsdp"])
 def test_verify_finds_the_same_numbers(name, tmp_path):
     (tmp_path / "mine.py").write_text(WRITTEN_OUT)
     command = [sys.executable, "-m", "spmd_trainer.main", f"--exp={name}", "--mode=verify", "--verify_steps=3"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "same numbers on one device and on replica=1, data=4, mdl=2" in result.stdout
+    assert_names(result.stdout, "same numbers", "one device", "replica=1, data=4, mdl=2")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from facts import assert_names
 from model_helpers import Config, Net, batch, failing_steps, nnx_task, shapes_of
 
 from spmd_trainer import sharding
@@ -83,7 +84,7 @@ def test_shampoo_factors_are_replicated_and_the_report_says_why(partitioner):
         factor = found[f"{start}/factors/{dim}"]
         assert (factor.logical_shape, factor.padded_shape) == ((size, size), (size, size))
         assert not any(factor.spec)
-        assert factor.reason == f"replicated: its shape ({size}, {size}) is not (8, 9), that of its variable"
+        assert_names(factor.reason, "replicated", (size, size), (8, 9))
     assert found["opt_states/0/count"].reason == "replicated: a scalar"
 
 
@@ -102,26 +103,31 @@ def test_a_state_of_no_variable_says_so():
     found = records(nnx_task(optimizer=flat_momentum(0.1)))
     (vector,) = (v for path, v in found.items() if path.startswith("opt_states/") and v.logical_shape)
     assert not any(vector.spec)
-    assert vector.reason == "replicated: it belongs to no variable, or to several"
+    assert_names(vector.reason, "replicated", "no variable")
 
 
 def test_a_state_of_a_variable_that_is_whole_says_so():
     built = nnx_task(optimizer=optax.adam(0.1), strategy=[("kernel$", "replicate")])
     reasons = {v.reason for path, v in records(built).items() if path.endswith("mu/params/first/kernel")}
-    assert reasons == {"replicated: its variable is"}
+    (reason,) = reasons
+    assert_names(reason, "replicated", "its variable")
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        shampoo(0.05),
-        flat_momentum(0.1),
-        optax.contrib.galore(1e-2, rank=3),
-        optax.contrib.schedule_free_sgd(0.1),
-        optax.chain(optax.contrib.scale_by_ademamix(), optax.scale(-1e-2)),
-        optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-1e-2)),
+        pytest.param(shampoo(0.05), id="shampoo"),
+        *(
+            pytest.param(optimizer, id=name, marks=pytest.mark.full)
+            for name, optimizer in {
+                "flat": flat_momentum(0.1),
+                "galore": optax.contrib.galore(1e-2, rank=3),
+                "schedule_free": optax.contrib.schedule_free_sgd(0.1),
+                "ademamix": optax.chain(optax.contrib.scale_by_ademamix(), optax.scale(-1e-2)),
+                "lbfgs": optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-1e-2)),
+            }.items()
+        ),
     ],
-    ids=["shampoo", "flat", "galore", "schedule_free", "ademamix", "lbfgs"],
 )
 def test_any_state_gives_the_numbers_of_one_device(optimizer):
     """3 x 2 devices divide neither 8 nor 7."""

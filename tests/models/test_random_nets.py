@@ -3,12 +3,15 @@
 import functools
 
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_helpers import Config, failing_steps, nnx_task
 
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
+
+pytestmark = pytest.mark.full
 
 OVER_DATA = 'fsdp(axis="data", min_size_to_shard_mb=0, allow_uneven=True)'
 OVER_BOTH = 'fsdp(axis="data, mdl", min_size_to_shard_mb=0, allow_uneven=True)'

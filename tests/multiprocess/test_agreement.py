@@ -12,18 +12,18 @@ from job_helpers import FIELDS, STATUS_USER_ERROR, Uneven, losses, run, started,
 pytestmark = [pytest.mark.xdist_group("multiprocess"), pytest.mark.usefixtures("importable")]
 
 
+@pytest.mark.full
 def test_where_one_process_input_ends_all_end_there_and_save(cache, tmp_path):
     directory = tmp_path / "run"
     fields = FIELDS | {"eval_interval_steps": 0}
     with started(Uneven(directory, 2, cache, fields, exp="uneven_inputs.EndsEarlyOnProcess1")) as job:
         assert job.finish() == [0, 0], job.log()
-    assert re.search(
-        r"the training input 'stream' has ended on process 1 after 5 batches, and not on the others", job.logs[0]
-    )
-    assert re.search(r"finished: step 5 of 12 .*the training input has ended", job.logs[0]), job.log()
+    assert re.search(r"'stream' .*ended on process 1 after 5 batches", job.logs[0]), job.log()
+    assert re.search(r"finished: step 5 of 12 .*input has ended", job.logs[0]), job.log()
     assert steps_on_disk(directory)[-1] == 5
 
 
+@pytest.mark.full
 def test_a_slow_process_is_waited_for(cache, tmp_path):
     directory = tmp_path / "run"
     fields = FIELDS | {"eval_interval_steps": 0, "num_train_steps": 4}
@@ -32,6 +32,7 @@ def test_a_slow_process_is_waited_for(cache, tmp_path):
     assert steps_on_disk(directory)[-1] == 4
 
 
+@pytest.mark.full
 def test_an_evaluation_that_ends_at_different_batches_is_refused_by_all(cache, tmp_path):
     fields = FIELDS | {"eval_interval_steps": 2, "num_train_steps": 4}
     with started(Uneven(tmp_path / "run", 2, cache, fields, exp="uneven_inputs.UnevenEvaluation")) as job:
@@ -44,9 +45,19 @@ def test_an_evaluation_that_ends_at_different_batches_is_refused_by_all(cache, t
     ("flags", "difference"),
     [
         (("--fdl.set=task.train.random_seed=7",), r"task\.train\.random_seed is 7 there and 1234 on process 0"),
-        (("--fdl.set=task.train.num_train_steps=3",), r"task\.train\.num_train_steps is 3 there and 12 on process 0"),
-        (("--num_minibatches=2",), r"--num_minibatches is 2 there and None on process 0"),
-        (("--noenable_checkpoint_saving",), r"--enable_checkpoint_saving is False there and True on process 0"),
+        pytest.param(
+            ("--fdl.set=task.train.num_train_steps=3",),
+            r"task\.train\.num_train_steps is 3 there and 12 on process 0",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("--num_minibatches=2",), r"--num_minibatches is 2 there and None on process 0", marks=pytest.mark.full
+        ),
+        pytest.param(
+            ("--noenable_checkpoint_saving",),
+            r"--enable_checkpoint_saving is False there and True on process 0",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_processes_with_different_settings_do_not_start(cache, tmp_path, flags, difference):
@@ -54,19 +65,21 @@ def test_processes_with_different_settings_do_not_start(cache, tmp_path, flags, 
     with started(Uneven(directory, 2, cache, FIELDS, own={1: flags})) as job:
         assert job.finish() == [STATUS_USER_ERROR] * 2, job.log()
     for log in job.logs:
-        assert re.search(f"process 1 was started with other settings than process 0: {difference}", log), job.log()
+        assert re.search(f"process 1 .*other settings .*process 0: {difference}", log), job.log()
         assert "Traceback" not in log
     assert not directory.exists()
 
 
+@pytest.mark.full
 def test_an_elastic_run_of_two_processes_is_refused(cache, tmp_path):
     with started(Uneven(tmp_path / "run", 2, cache, FIELDS, exp="uneven_inputs.Elastic")) as job:
         assert job.finish() == [STATUS_USER_ERROR] * 2, job.log()
     for log in job.logs:
-        assert "elastic=True needs a job of one process, and this one has 2" in log, job.log()
-        assert "compiling the train step" not in log
+        assert re.search(r"elastic=True .*one process, .* 2\b", log), job.log()
+        assert "compiling" not in log
 
 
+@pytest.mark.full
 def test_each_process_resumes_its_stream_at_its_own_position(cache, tmp_path):
     directory, fields = tmp_path / "run", FIELDS | {"num_train_steps": 24, "eval_interval_steps": 0}
     settings = Uneven(directory, 2, cache, fields, exp="uneven_inputs.OwnPositions")
@@ -81,6 +94,7 @@ def test_each_process_resumes_its_stream_at_its_own_position(cache, tmp_path):
     assert losses(directory) == losses(whole.settings.directory)
 
 
+@pytest.mark.full
 def test_streams_of_two_processes_are_not_resumed_by_one(cache, tmp_path):
     fields = FIELDS | {"num_train_steps": 4, "eval_interval_steps": 0}
     settings = Uneven(tmp_path / "run", 2, cache, fields, exp="uneven_inputs.OwnPositions")

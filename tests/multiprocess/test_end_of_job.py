@@ -30,6 +30,7 @@ pytestmark = pytest.mark.xdist_group("multiprocess")
 LONG_EVALUATION = ("--fdl.set=eval_datasets[0].max_windows=100000", "--fdl.set=eval_datasets[0].batch_size=1")
 
 
+@pytest.mark.full
 def test_a_sigterm_to_one_process_interrupts_the_final_evaluation_of_both(cache, tmp_path):
     directory = tmp_path / "run"
     fields = FIELDS | {"eval_interval_steps": 1000}
@@ -37,11 +38,9 @@ def test_a_sigterm_to_one_process_interrupts_the_final_evaluation_of_both(cache,
         job.wait_for_line(f"evaluating heldout at step {STEPS}")
         job.send(signal.SIGTERM, 1)
         assert job.finish() == [0, 0], job.log()
-    ended = (
-        rf"finished: step {STEPS} of {STEPS} .*; the final evaluation was interrupted, and the same command makes up"
-    )
+    ended = rf"finished: step {STEPS} of {STEPS} .*final evaluation .*interrupted.*same command"
     assert re.search(ended, job.logs[0]), job.log()
-    assert "process 1: a process received a signal: all 2 processes have saved the last step and exit" in job.logs[1]
+    assert re.search(r"process 1: .*signal.* 2 processes .*last step", job.logs[1]), job.log()
     assert steps_on_disk(directory)[-1] == STEPS
     assert not (directory / "summaries" / "eval_heldout").exists()
 
@@ -49,6 +48,7 @@ def test_a_sigterm_to_one_process_interrupts_the_final_evaluation_of_both(cache,
 WITHOUT_END = FIELDS | {"num_train_steps": 100_000, "save_interval_steps": 1000, "eval_interval_steps": 0}
 
 
+@pytest.mark.full
 def test_a_sighup_to_one_process_saves_and_ends_both(cache, tmp_path):
     directory = tmp_path / "run"
     with started(Settings(directory, 2, cache, WITHOUT_END)) as job:
@@ -60,7 +60,7 @@ def test_a_sighup_to_one_process_saves_and_ends_both(cache, tmp_path):
     first, saved = steps_on_disk(directory)
     assert first == 0
     assert f"stopped at step {saved} of" in job.logs[0]
-    assert "process 1: a process received a signal: all 2 processes save this step, then exit" in job.logs[1]
+    assert re.search(r"process 1: .*signal.* 2 processes save .*step", job.logs[1]), job.log()
 
 
 @pytest.mark.slow
@@ -79,6 +79,7 @@ def test_a_second_ctrl_c_ends_a_training_process_without_a_traceback(cache, tmp_
     assert "Traceback" not in job.logs[interrupted]
 
 
+@pytest.mark.full
 def test_both_save_when_process_0_cannot_write_summaries(cache, tmp_path):
     directory = tmp_path / "run"
     run(Settings(directory, 2, cache, WITHOUT_END | {"num_train_steps": 2}))
@@ -91,6 +92,7 @@ def test_both_save_when_process_0_cannot_write_summaries(cache, tmp_path):
     assert "Traceback" not in job.log()
 
 
+@pytest.mark.full
 def test_a_run_whose_terminal_closes_saves_and_ends(cache, tmp_path):
     directory = tmp_path / "run"
     (command,) = Settings(directory, 1, cache, WITHOUT_END).commands()
@@ -119,6 +121,7 @@ def test_a_run_whose_terminal_closes_saves_and_ends(cache, tmp_path):
     assert f"stopped at step {saved} of" in (directory / "logs" / "train.log").read_text()
 
 
+@pytest.mark.full
 def test_a_stopped_process_loses_nothing(one_process, cache, tmp_path):
     directory = tmp_path / "run"
     fields = FIELDS | {"eval_interval_steps": 0, "save_interval_steps": 2}
@@ -130,7 +133,7 @@ def test_a_stopped_process_loses_nothing(one_process, cache, tmp_path):
         statuses = job.finish()
     assert statuses[0] == STATUS_LOST_PROCESS, job.log()
     assert statuses[1] in (STATUS_LOST_PROCESS, -signal.SIGABRT), job.log()
-    assert re.search(r"process 0 exits because process 1 \(.*\) has not answered for 1\d s", job.logs[0]), job.log()
+    assert re.search(r"process 0 exits .*process 1 \(.*\) .*not answered .*1\d s", job.logs[0]), job.log()
     newest = steps_on_disk(directory)[-1]
     again = run(Settings(directory, 2, cache, fields | {"num_train_steps": max(newest, STEPS) + 2}))
     assert f"restored step {newest} from" in again.logs[0], again.log()

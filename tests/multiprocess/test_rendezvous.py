@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from facts import assert_names
 from job_helpers import (
     STATUS_INTERRUPTED,
     STATUS_LOST_PROCESS,
@@ -97,12 +98,12 @@ def test_processes_with_the_same_id_are_refused_and_so_is_their_job(job):
         job.start(index, 3)
     assert job.finish() == [STATUS_USER_ERROR] * 3, job.log()
     for log in job.logs:
-        assert re.search(
-            r"two processes have --process_id=1: \S+, pid \d+ and \S+, pid \d+. Give each process an id of its own, from 0 to 2",
-            log,
-        ), job.log()
+        assert re.search(r"two processes .*--process_id=1: \S+, pid \d+ and \S+, pid \d+\..* from 0 to 2", log), (
+            job.log()
+        )
 
 
+@pytest.mark.full
 def test_a_process_that_comes_late_hears_why_the_job_was_refused(job):
     for index in (0, 1, 1):
         job.start(index, 4)
@@ -112,6 +113,7 @@ def test_a_process_that_comes_late_hears_why_the_job_was_refused(job):
     assert "two processes have --process_id=1" in job.logs[3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own_port", [False, True], ids=["on one host", "on two hosts"])
 def test_two_processes_0_are_refused(job, own_port):
     job.start(0, 2)
@@ -124,6 +126,7 @@ def test_two_processes_0_are_refused(job, own_port):
     assert all("two processes have --process_id=0: " in log for log in job.logs), job.log()
 
 
+@pytest.mark.full
 def test_a_process_too_many_is_refused_and_the_job_goes_on(job):
     job.start(0, 2)
     job.start(1, 2)
@@ -133,12 +136,10 @@ def test_a_process_too_many_is_refused_and_the_job_goes_on(job):
     assert [process.poll() for process in job.processes] == [None, None, STATUS_USER_ERROR], job.log()
     job.leave()
     assert job.finish() == [0, 0, STATUS_USER_ERROR], job.log()
-    assert (
-        "is already in use, by another program or by a job that has started. Perhaps another process has --process_id=1"
-        in (job.logs[2])
-    )
+    assert_names(job.logs[2], f"localhost:{job.port}", "already in use", "--process_id=1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_ctrl_c_in_one_process_is_no_traceback_and_the_reason_of_the_others(job, interrupted):
     for index in (0, 1):
@@ -148,12 +149,13 @@ def test_ctrl_c_in_one_process_is_no_traceback_and_the_reason_of_the_others(job,
     job.send(signal.SIGINT, interrupted)
     statuses, other = job.finish(), 1 - interrupted
     assert (statuses[interrupted], statuses[other]) == (STATUS_INTERRUPTED, STATUS_LOST_PROCESS), job.log()
-    assert "interrupted; the same command continues" in job.logs[interrupted]
-    reason = rf"process {other} exits because process {interrupted} \(.*\) of 2 was interrupted: Ctrl-C\."
+    assert_names(job.logs[interrupted], "interrupted", "same command")
+    reason = rf"process {other} exits .*process {interrupted} \(.*\) of 2 .*interrupted: Ctrl-C\."
     assert re.search(reason, job.logs[other]), job.log()
     assert "Traceback" not in job.log()
 
 
+@pytest.mark.full
 def test_processes_that_disagree_about_their_number_are_refused(job):
     job.start(0, 2)
     job.start(1, 3)
@@ -164,12 +166,13 @@ def test_processes_that_disagree_about_their_number_are_refused(job):
         )
 
 
+@pytest.mark.full
 def test_processes_of_different_versions_are_refused(job):
     job.start(0, 2)
     job.start(1, 2, version="0.0.1")
     assert job.finish() == [STATUS_USER_ERROR] * 2, job.log()
     for log in job.logs:
-        assert re.search(r"process 1 \(.*\) has version 0\.0\.1 of spmd-trainer, and process 0 \(.*\) has \d", log)
+        assert re.search(r"process 1 \(.*\) has version 0\.0\.1 .*process 0 \(.*\) has \d", log)
 
 
 def test_a_process_that_is_started_late_is_waited_for(job):
@@ -182,55 +185,59 @@ def test_a_process_that_is_started_late_is_waited_for(job):
     assert all("joined 3 processes" in log for log in job.logs)
 
 
+@pytest.mark.full
 def test_process_0_names_the_processes_that_do_not_join(job):
     job.start(0, 4, seconds=3)
     job.start(2, 4, seconds=3)
     assert job.finish() == [STATUS_LOST_PROCESS] * 2, job.log()
     for index, log in zip((0, 2), job.logs, strict=True):
         assert f"process {index} exits: " in log
-    assert re.search(r"processes 1, (2, )?3 of 4 did not join at localhost:\d+ within 3 s", job.logs[0])
+    assert re.search(r"processes 1, (2, )?3 of 4 did not join .*localhost:\d+ within 3 s", job.logs[0])
 
 
+@pytest.mark.full
 def test_a_missing_process_0_is_named(job):
     job.start(1, 2, seconds=2)
     assert job.finish() == [STATUS_LOST_PROCESS]
     assert re.search(
-        r"process 1 exits: process 0 did not answer at localhost:\d+ within 2 s \(Connection refused\)", job.logs[0]
+        r"process 1 exits: process 0 did not answer .*localhost:\d+ within 2 s \(Connection refused\)", job.logs[0]
     )
 
 
+@pytest.mark.full
 def test_a_wrong_coordinator_address_is_named(job):
     job.start(0, 2, address=f"localhost:{free_port()}", seconds=3, JAX_COORDINATOR_BIND_ADDRESS=f"localhost:{job.port}")
     assert job.finish() == [STATUS_LOST_PROCESS]
-    assert (
-        "process 0 itself can't: Connection refused; it must run on the host of the coordinator's address"
-        in job.logs[0]
-    )
+    assert re.search("process 0 itself .*Connection refused.* coordinator's address", job.logs[0])
 
 
+@pytest.mark.full
 def test_a_process_that_dies_before_all_have_joined_ends_the_others(job):
     job.start(0, 3)
     job.start(1, 3)
     job.wait_for_line("waiting for process 2 of 3")
     job.send(signal.SIGKILL, 1)
     assert job.finish() == [STATUS_LOST_PROCESS, -signal.SIGKILL], job.log()
-    assert re.search(r"process 0 exits: process 1 \(.*\) was lost before all processes had joined", job.logs[0])
+    assert re.search(r"process 0 exits: process 1 \(.*\) was lost before .*joined", job.logs[0])
 
 
-@pytest.mark.parametrize(("error", "status"), [("UserError", STATUS_USER_ERROR), ("ImportError", 1)])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "status"), [("UserError", STATUS_USER_ERROR), pytest.param("ImportError", 1, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_process_that_fails_before_it_joins_ends_the_others_with_its_error(job, failing, error, status):
     for index in range(3):
         job.start(index, 3, **({"FAILS": error} if index == failing else {}))
     assert job.finish() == [status if index == failing else STATUS_LOST_PROCESS for index in range(3)], job.log()
     for index in {0, 1, 2} - {failing}:
         assert re.search(
-            rf"process {index} exits: process {failing} \(\S+, pid \d+\) of 3 failed before it joined: .*no such setting",
+            rf"process {index} exits: process {failing} \(\S+, pid \d+\) of 3 failed before .*no such setting",
             job.logs[index],
         ), job.log()
     assert job.logs[failing].count("no such setting") == 1, job.log()
 
 
+@pytest.mark.full
 def test_processes_that_all_fail_before_they_join_say_so_once(job):
     for index in range(3):
         job.start(index, 3, FAILS="UserError")
@@ -238,6 +245,7 @@ def test_processes_that_all_fail_before_they_join_say_so_once(job):
     assert all(log == "spmd-trainer: no such setting\n" for log in job.logs), job.log()
 
 
+@pytest.mark.full
 def test_the_command_tells_the_others_of_settings_that_one_process_cannot_use(cache, tmp_path):
     class Misspelt(Settings):
         def commands(self) -> list[list[str]]:
@@ -246,8 +254,8 @@ def test_the_command_tells_the_others_of_settings_that_one_process_cannot_use(ca
 
     with started(Misspelt(tmp_path / "run", 2, cache)) as running:
         assert running.finish() == [STATUS_LOST_PROCESS, STATUS_USER_ERROR], running.log()
-    assert re.search(
-        r"process 0 exits: process 1 \(.*\) of 2 failed before it joined: .*num_trian_steps", running.logs[0]
+    assert re.search(r"process 0 exits: process 1 \(.*\) of 2 failed before .*num_trian_steps", running.logs[0]), (
+        running.log()
     )
     assert not any("Traceback" in log for log in running.logs), running.log()
 
@@ -270,15 +278,17 @@ def listening(answer: bytes) -> Iterator[int]:
         server.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_is_named(job):
     with listening(b"SSH-2.0\r\n") as port:
         for index in (0, 1):
             job.start(index, 2, address=f"localhost:{port}")
         assert job.finish() == [STATUS_USER_ERROR] * 2, job.log()
-    assert f"can't listen at port {port} of this host: another program or job uses it" in job.logs[0]
-    assert f"localhost:{port} is already in use, by another program" in job.logs[1]
+    assert_names(job.logs[0], "can't listen", f"port {port}")
+    assert_names(job.logs[1], f"localhost:{port}", "already in use")
 
 
+@pytest.mark.full
 def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting(job):
     job.start(0, 2)
     job.wait_for_line("waiting for process 1 of 2")
@@ -306,6 +316,7 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting(job):
         stranger.join()
 
 
+@pytest.mark.full
 def test_processes_of_slurm_find_each_other(job):
     common = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
     for index in (0, 1):
@@ -316,7 +327,7 @@ def test_processes_of_slurm_find_each_other(job):
     assert all("joined 2 processes" in log for log in job.logs)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_process_that_dies_is_named_by_the_other(job, lost):
     for index in (0, 1):
         job.start(index, 2)
@@ -330,6 +341,7 @@ def test_a_process_that_dies_is_named_by_the_other(job, lost):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_that_fails_is_named_by_the_others_with_its_error(job, failing):
     for index in range(3):
@@ -343,11 +355,12 @@ def test_a_process_that_fails_is_named_by_the_others_with_its_error(job, failing
     assert job.finish() == expected, job.log()
     for index in {0, 1, 2} - {failing}:
         assert re.search(
-            rf"process {index} exits because process {failing} \(\S+, pid \d+\) of 3 failed: RuntimeError: out of luck",
+            rf"process {index} exits .*process {failing} \(\S+, pid \d+\) of 3 failed: RuntimeError: .*luck",
             job.logs[index],
         ), job.log()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_process_is_named_and_ends_once_it_goes_on(job, stopped):
     for index in (0, 1):
@@ -358,9 +371,9 @@ def test_a_stopped_process_is_named_and_ends_once_it_goes_on(job, stopped):
     other = 1 - stopped
     job.processes[other].wait(TIMEOUT_SECONDS)
     assert re.search(
-        rf"process {other} exits because process {stopped} \(\S+, pid \d+\) has not answered for \d s: it is stopped or",
+        rf"process {other} exits .*process {stopped} \(\S+, pid \d+\) .*not answered .*\d s: .*stopped",
         job.logs[other],
-    )
+    ), job.log()
     job.send(signal.SIGCONT, stopped)
     statuses = job.finish()
     assert statuses[other] == STATUS_LOST_PROCESS, job.log()
@@ -368,6 +381,7 @@ def test_a_stopped_process_is_named_and_ends_once_it_goes_on(job, stopped):
     assert statuses[stopped] in (STATUS_LOST_PROCESS, -signal.SIGABRT), job.log()
 
 
+@pytest.mark.full
 def test_the_command_refuses_a_second_process_of_the_same_id(cache, tmp_path):
     class Twice(Settings):
         def commands(self) -> list[list[str]]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from facts import raises_naming
 from learner_helpers import (
     NestedMap,
     assert_close,
@@ -269,7 +270,7 @@ def test_a_variable_called_ema_is_not_taken_for_an_average() -> None:
     learner = build(praxis(optimizers.Adam))
     assert not learners.has_ema(learner)
     state = learner.get_grad_tx(NestedMap(params=NestedMap(ema=hparams((2,))))).init(mdl_vars)
-    with pytest.raises(ValueError, match="holds no EMA of the variables; set ema_decay"):
+    with raises_naming(ValueError, "no EMA", "ema_decay"):
         learners.extract_ema([state], mdl_vars)
 
 

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from etils import epath
+from facts import assert_names
 
 from spmd_trainer.pages.run_scalars import RunScalars, differences, rounded, thin
 
@@ -77,7 +78,8 @@ def test_lines_that_cannot_be_read_are_a_note(tmp_path):
         ],
     )
     run = RunScalars(epath.Path(tmp_path))
-    assert list(run.update()) == ["summaries/train/metrics.jsonl: 4 lines can't be read; the others are shown"]
+    (note,) = run.update()
+    assert_names(note, "summaries/train/metrics.jsonl", "4 lines", "can't be read")
     assert points(run, "train", "loss") == [[1, 2], [3.0, 2.0]]
 
 

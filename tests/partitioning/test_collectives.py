@@ -32,6 +32,7 @@ shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 axes = st.sampled_from(["data", "replica", BOTH, ("data", "replica")])
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(shapes, axes)
 def test_gathering_undoes_splitting_whatever_the_shape(shape, axis_name):
@@ -149,6 +150,7 @@ class Classifier(nn.Module):
         return nn.Dense(3)(nn.relu(nn.Dense(67)(x)))
 
 
+@pytest.mark.full
 def test_a_plain_flax_module_trains_as_on_one_device():
     model, optimizer = Classifier(), optax.adam(1e-2)
     rng = np.random.default_rng(1)

@@ -36,10 +36,10 @@ def logical(partitioner, state):
 @pytest.mark.parametrize(
     ("source", "target", "first"),
     [
-        ((1, 4, 2), (1, 2, 2), 0),  # shrink
-        ((1, 2, 2), (1, 4, 2), 0),  # grow
-        ((1, 4, 1), (1, 1, 4), 4),  # other devices
-        ((1, 8, 1), (1, 1, 8), 0),  # other layout, same devices
+        pytest.param((1, 4, 2), (1, 2, 2), 0, marks=pytest.mark.full),  # shrink
+        pytest.param((1, 2, 2), (1, 4, 2), 0, marks=pytest.mark.full),  # grow
+        pytest.param((1, 4, 1), (1, 1, 4), 4, marks=pytest.mark.full),  # other devices
+        pytest.param((1, 8, 1), (1, 1, 8), 0, marks=pytest.mark.full),  # other layout, same devices
         ((1, 1, 3), (1, 2, 4), 0),  # padded to 63, to 64: neither divides the other
     ],
 )
@@ -60,6 +60,7 @@ def test_values_survive_and_padding_is_zero(source, target, first):
         assert not whole.any(), variable.path
 
 
+@pytest.mark.full
 def test_a_run_that_goes_from_8_to_4_to_8_devices_has_the_losses_of_one_that_stays():
     def steps(partitioner, state, batches):
         step = partitioner.partition(step_fns.train_step, SHAPES, is_eval=False)
@@ -77,6 +78,7 @@ def test_a_run_that_goes_from_8_to_4_to_8_devices_has_the_losses_of_one_that_sta
     np.testing.assert_allclose(losses + more + last, stayed, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_the_old_state_is_used_up_when_donated_and_stays_when_not():
     old, new = on((1, 4, 2)), on((1, 2, 2))
     state = old.initialize_train_state(KEY)
@@ -86,6 +88,7 @@ def test_the_old_state_is_used_up_when_donated_and_stays_when_not():
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+@pytest.mark.full
 def test_from_training_layout_to_decode_layout_without_optimizer_states():
     train, decode = on((1, 8, 1)), on((1, 1, 8))
     state = train.initialize_train_state(KEY)
@@ -97,6 +100,7 @@ def test_from_training_layout_to_decode_layout_without_optimizer_states():
         np.testing.assert_array_equal(np.asarray(x)[index], before[variable.path])
 
 
+@pytest.mark.full
 def test_another_models_layout_is_refused_by_name():
     other_p = EXPERIMENT.task()
     other_p.model.lm_tpl.vocab_size = 59

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from facts import raises_naming
 from jax.sharding import PartitionSpec as P
 from praxis import base_layer, pax_fiddle
 
@@ -12,7 +13,7 @@ from spmd_trainer.inputs import batches, synthetic
 from spmd_trainer.partitioning import own_loop
 
 # One worker: what these tests share is made once.
-pytestmark = pytest.mark.xdist_group("own_loop")
+pytestmark = [pytest.mark.xdist_group("own_loop"), pytest.mark.full]
 
 ROWS, LENGTH = 6, 16
 KEY = jax.random.key(3)
@@ -70,5 +71,5 @@ def test_a_state_of_another_layout_is_refused_by_name(model):
     task_p = StdlibBytesTiny().task()
     task_p.model.ici_mesh_shape = [1, 2, 4]
     task = tasks_lib.build_task(task_p)
-    with pytest.raises(ValueError, match=r"softmax.* of the train state has shape .* but the task's model declares"):
+    with raises_naming(ValueError, "softmax", "train state", "shape"):
         own_loop.get_partitioned_spmd_model_decode_fn(task, KEY, state, specs, SHAPES)

@@ -110,6 +110,7 @@ def test_a_partitioner_without_one_of_the_methods_can_not_be_made():
         Incomplete()
 
 
+@pytest.mark.full
 def test_a_partitioner_by_composition_trains_a_step_with_a_gradient_function_of_its_own():
     partitioner = OnOneDevice()
     partitioner.setup(make_task(), SHAPES)

@@ -63,7 +63,9 @@ def on_one_device():
     return run_steps(partitioner, make_batch())
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 4, 2), *(pytest.param(sizes, marks=pytest.mark.full) for sizes in [(2, 2, 2), (1, 1, 8), (1, 8, 1)])]
+)
 def test_any_mesh_gives_the_numbers_of_one_device(sizes, on_one_device):
     partitioner = make_partitioner(sizes)
     state, output, losses = run_steps(partitioner, make_batch())
@@ -104,6 +106,7 @@ def test_the_state_has_the_layout_of_its_metadata_and_no_device_holds_a_whole_sp
             assert shard.data.nbytes == variable.bytes_per_device(partitioner.mesh_shape())
 
 
+@pytest.mark.full
 def test_initial_values_do_not_depend_on_the_mesh():
     states = []
     for sizes in ((1, 1, 1), (2, 2, 2)):
@@ -141,6 +144,7 @@ def test_optimizer_state_follows_its_variable():
         assert (by_path[path].spec, by_path[path].paddings) == (variable.spec, variable.paddings)
 
 
+@pytest.mark.full
 def test_evaluation_counts_the_rows_of_the_batch_without_padding():
     partitioner = make_partitioner((1, 4, 2))
     batch = make_batch()

@@ -86,18 +86,22 @@ VARIANTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_five_steps_are_those_of_the_pjit_partitioner_on_one_device(variant, on_one_device):
     assert_same_training(train(VARIANTS[variant]()), on_one_device)
 
 
-@pytest.mark.parametrize("kwargs", [{"sharding": "dp"}, {"sharding": "fsdp", "min_weight_size": 512}])
-@pytest.mark.parametrize("rows", [6, 12])
+@pytest.mark.parametrize(
+    "kwargs", [pytest.param({"sharding": "dp"}, marks=pytest.mark.full), {"sharding": "fsdp", "min_weight_size": 512}]
+)
+@pytest.mark.parametrize("rows", [6, pytest.param(12, marks=pytest.mark.full)])
 def test_the_rows_of_an_uneven_batch_weigh_equally(kwargs, rows):
     ours = train(shard_map(**kwargs, rows=rows), rows, steps=2)
     assert_same_training(ours, train(set_up(pjit.PjitPartitioner(make_mesh((1, 1, 1))), rows), rows, steps=2))
 
 
+@pytest.mark.full
 def test_rows_of_unequal_weight_weigh_the_same_as_on_one_device(on_one_device):
     batch = make_batch(ROWS)
     batch.weights = batch.weights.copy()
@@ -107,6 +111,7 @@ def test_rows_of_unequal_weight_weigh_the_same_as_on_one_device(on_one_device):
     assert_same_training(train(fsdp(), batch=batch, steps=2), train(reference, batch=batch, steps=2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [16, 6])
 def test_evaluation_gives_the_numbers_of_one_device(rows):
     outputs = []
@@ -129,6 +134,7 @@ def task_with_dropout():
     return tasks_lib.build_task(task_p)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kwargs", [{"sharding": "dp"}, {"sharding": "dp", "num_minibatches": 2}, {"sharding": "fsdp"}])
 def test_every_row_on_every_device_has_its_own_dropout_mask(kwargs):
     batch = jax.tree.map(lambda x: np.repeat(x[:1], ROWS, axis=0), make_batch(ROWS))
@@ -185,6 +191,7 @@ def counters_on_one_device():
     return functools.cache(count)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "rows"),
     [
@@ -236,6 +243,7 @@ def elements(result):
     return sum(int(np.prod([int(n) for n in size.split(",") if n] or [1])) for size in sizes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_data_parallel_has_one_all_reduce_however_many_minibatches(num_minibatches):
     partitioner = shard_map("dp", num_minibatches=num_minibatches)
@@ -272,6 +280,7 @@ def stacked(partitioner):
     return jax.tree.leaves(partitioner.metadata.variables.mdl_vars[base_layer.PARAMS]["lm"]["transformer"])
 
 
+@pytest.mark.full
 def test_fsdp_gathers_twice_in_a_model_that_rematerialises_nothing_itself():
     task = tasks_lib.build_task(ShardMapFsdpUnrolledTiny().task())
     partitioner = fsdp(task=task)
@@ -283,6 +292,7 @@ def test_fsdp_gathers_twice_in_a_model_that_rematerialises_nothing_itself():
     assert_only_small_ones_are_all_reduced(partitioner, found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_minibatches", [2])
 def test_fsdp_with_minibatches_gathers_and_scatters_once_per_step(num_minibatches):
     partitioner = fsdp(num_minibatches=num_minibatches)
@@ -320,6 +330,7 @@ def test_the_report_says_why_parameters_are_split_or_whole():
     assert [v.spec for v in moments] == [linear.spec]
 
 
+@pytest.mark.full
 def test_no_device_holds_a_whole_split_parameter_or_its_moments():
     partitioner = fsdp()
     state = partitioner.initialize_train_state(KEY)
@@ -347,6 +358,7 @@ def test_an_axis_that_the_mesh_does_not_have_is_refused():
         shard_map("fsdp", axis_name="model")
 
 
+@pytest.mark.full
 def test_minibatches_that_do_not_divide_the_rows_are_refused():
     partitioner = shard_map("dp", num_minibatches=3)
     with pytest.raises(ValueError, match=r"num_minibatches=3 doesn't divide the 2 rows"):

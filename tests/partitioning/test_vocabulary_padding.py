@@ -114,6 +114,7 @@ def test_masked_logits_have_no_probability_and_no_gradient():
         assert np.asarray(grad)[..., :4].any()
 
 
+@pytest.mark.full
 def test_mesh_equivalence_would_notice_an_unmasked_logit(monkeypatch):
     monkeypatch.setattr(vocabulary_padding.MaskedFeedForward, "__call__", linears.FeedForward.__call__)
     experiment = structures.TinyLm()

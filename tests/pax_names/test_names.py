@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from facts import raises_naming
 from praxis import base_model, layers, pax_fiddle
 from praxis.py_utils import NestedMap
 
@@ -95,7 +96,7 @@ def test_a_module_of_pax_has_one_name():
 
 def test_an_absent_name_says_at_first_use_what_to_use_instead():
     absent = checkpoints.save_checkpoint
-    with pytest.raises(AbsentNameError, match=r"checkpoints\.save_checkpoint does not exist here: .*Checkpointer"):
+    with raises_naming(AbsentNameError, "checkpoints.save_checkpoint", "Checkpointer"):
         absent("state", "dir")
     with pytest.raises(AbsentNameError, match="OrbaxCheckpointManager"):
 
@@ -221,7 +222,7 @@ def test_a_parameterized_experiment_is_made_of_configs():
     experiment = parameterized_experiment.ParameterizedExperiment(**given)
     assert experiment.task() is given["task"]
     assert [p.name for p in experiment.datasets()] == ["a"]
-    with pytest.raises(UserError, match="eval_datasets has the input 'a' with is_training=True"):
+    with raises_naming(UserError, "eval_datasets", "input 'a'", "is_training=True"):
         parameterized_experiment.ParameterizedExperiment(task=given["task"], eval_datasets=given["train_datasets"])
 
 
@@ -234,7 +235,7 @@ def test_paths_of_checkpoints_of_both_kinds(tmp_path):
     (tmp_path / "24").mkdir()
     assert checkpoints.retrieve_latest_checkpoint_step(tmp_path) == 24
     assert checkpoint_paths.make_checkpoint_step_dir(tmp_path, 5).name == "checkpoint_00000005"
-    with pytest.raises(ValueError, match="not the directory of a step"):
+    with raises_naming(ValueError, "elsewhere", "directory", "'checkpoint_00000020'"):
         checkpoints.get_step_from_checkpoint_asset("elsewhere")
 
 
@@ -275,9 +276,7 @@ def test_a_pipeline_with_two_kinds_of_microbatches_is_refused():
         def datasets(self):
             return []
 
-    with pytest.raises(
-        UserError, match="NUM_MICROBATCHES=2 and MICROBATCH_SIZE=4 are both set; set one of them to None"
-    ):
+    with raises_naming(UserError, "NUM_MICROBATCHES=2", "MICROBATCH_SIZE=4", "both", "None"):
         Both().task()
 
 

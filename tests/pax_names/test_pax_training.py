@@ -24,6 +24,7 @@ def train(module, name, tmp_path, **attributes):
     return result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "attributes"),
     [
@@ -38,6 +39,7 @@ def test_c4_on_a_local_seqio_task(name, attributes, tmp_path):
     assert "C4Validation/log_pplx" in result.metrics
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "attributes"),
     [
@@ -62,6 +64,7 @@ def test_bert_on_a_made_up_record_file(name, attributes, tmp_path):
     assert "test/total_loss" in result.metrics
 
 
+@pytest.mark.full
 def test_mnist_on_arrays(tmp_path):
     module, name = "tasks.vision.params.mnist", "MnistExperiment"
 

@@ -36,10 +36,10 @@ def test_the_documentation_has_every_registered_experiment():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("tasks.lm.params.lm_cloud", "SmallMlp"),
+        pytest.param("tasks.lm.params.lm_cloud", "SmallMlp", marks=pytest.mark.full),
         ("tasks.lm.params.c4_multislice", "C4Spmd22BAdam1xv4_8"),
         ("tasks.vision.params.mnist", "MnistExperiment"),
-        ("contrib.gpu.scripts_gpu.configs", "Lambada126M"),
+        pytest.param("contrib.gpu.scripts_gpu.configs", "Lambada126M", marks=pytest.mark.full),
     ],
 )
 def test_an_experiment_builds_as_the_documentation_says(module, name):

@@ -17,13 +17,18 @@ def dense(params, x):
 
 @pytest.mark.parametrize(
     ("activation", "function"),
-    [(activations.ReLU, jax.nn.relu), (activations.GELU, jax.nn.gelu), (activations.SiLU, jax.nn.silu)],
+    [
+        pytest.param(activations.ReLU, jax.nn.relu, marks=pytest.mark.full),
+        (activations.GELU, jax.nn.gelu),
+        pytest.param(activations.SiLU, jax.nn.silu, marks=pytest.mark.full),
+    ],
 )
 def test_feed_forward(activation, function):
     layer_p = Config(layers.FeedForward, input_dims=WIDTH, output_dims=HIDDEN, activation_tpl=Config(activation))
     check(layer_p, lambda p, x: function(dense(p, x)), normal(BATCH, TIME, WIDTH))
 
 
+@pytest.mark.full
 def test_linear_and_bias():
     x = normal(BATCH, WIDTH)
     check(Config(layers.Linear, input_dims=WIDTH, output_dims=HIDDEN), lambda p, x: x @ p["w"], x)
@@ -40,12 +45,14 @@ def test_layer_norm_and_rms_norm():
     check(Config(layers.RmsNorm, dim=WIDTH), rms, x)
 
 
+@pytest.mark.full
 def test_embedding_lookup():
     ids = jnp.array([[1, 4, 4], [0, 10, 2]])
     layer_p = Config(embedding_softmax.Embedding, num_classes=VOCAB, input_dims=WIDTH)
     check(layer_p, lambda p, ids: p["emb_var"][ids], ids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("style", ["index", "matmul"])
 def test_shared_embedding_lookup_is_scaled_by_the_root_of_its_width(style):
     cls = embedding_softmax.SharedEmbeddingSoftmax
@@ -58,7 +65,7 @@ def test_shared_embedding_lookup_is_scaled_by_the_root_of_its_width(style):
     check(layer_p, lookup, ids, method=cls.emb_lookup)
 
 
-@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("cap", [pytest.param(0.0, marks=pytest.mark.full), 2.0])
 def test_softmax_cross_entropy_is_a_weighted_mean(cap):
     layer_p = Config(embedding_softmax.FullSoftmax, num_classes=VOCAB, input_dims=WIDTH, soft_cap_logits=cap)
     x, ids = normal(BATCH, TIME, WIDTH), jnp.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])[..., None]
@@ -88,6 +95,7 @@ def rotate(x):
     return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
 
 
+@pytest.mark.full
 def test_rotary_positions():
     layer_p = Config(embedding_softmax.RotaryPositionalEmbedding, embedding_dims=4)
     check(layer_p, lambda p, x: rotate(x), normal(BATCH, TIME, HEADS, 4))
@@ -116,7 +124,14 @@ def test_the_mask_lets_a_token_attend_to_its_own_segment_up_to_itself():
     np.testing.assert_array_equal(mask[:, 0] > -1, visible)
 
 
-@pytest.mark.parametrize(("combined", "rotary", "cap"), [(False, False, 0.0), (True, True, 0.0), (True, False, 5.0)])
+@pytest.mark.parametrize(
+    ("combined", "rotary", "cap"),
+    [
+        pytest.param(False, False, 0.0, marks=pytest.mark.full),
+        (True, True, 0.0),
+        pytest.param(True, False, 5.0, marks=pytest.mark.full),
+    ],
+)
 def test_attention(combined, rotary, cap):
     layer_p = Config(attentions.DotProductAttention, input_dim=8, hidden_dim=8, num_heads=HEADS, combine_qkv=combined)
     layer_p.use_rotary_position_emb = rotary
@@ -142,6 +157,7 @@ def test_attention(combined, rotary, cap):
     check(own_p, reference, normal(BATCH, TIME, 8), mask, by=[0], pick=lambda out: out[0])
 
 
+@pytest.mark.full
 def test_multi_query_attention_shares_keys_and_values():
     cls = multi_query_attention.MultiQueryDotProductAttention
 
@@ -161,7 +177,7 @@ def test_multi_query_attention_shares_keys_and_values():
     check(layer_p, reference, normal(BATCH, TIME, 8), mask, by=[0], pick=lambda out: out[0])
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.full), True])
 def test_transformer_feed_forward(gated):
     layer_p = Config(layers.TransformerFeedForward, input_dims=WIDTH, hidden_dims=HIDDEN, use_gated_activation=gated)
     layer_p.activation_tpl = Config(activations.GELU)
@@ -177,6 +193,7 @@ def test_transformer_feed_forward(gated):
     check(layer_p, reference, normal(BATCH, TIME, WIDTH), paddings, by=[0])
 
 
+@pytest.mark.full
 def test_mixture_of_experts_mixes_the_two_best_by_their_gates():
     """Shazeer et al. 2017 (arXiv:1701.06538), GShard's normalisation (arXiv:2006.16668), capacity for every token."""
     experts = 3

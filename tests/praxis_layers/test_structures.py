@@ -46,6 +46,7 @@ def sequential():
     return stacked(variables[PARAMS]), out, stacked(grads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy",
     [
@@ -63,7 +64,7 @@ def test_repeated_layers_equal_sequential_layers_with_any_checkpoint_policy(sequ
     assert_trees_close(grads["repeat"]["sub"], expected_grads, rtol=1e-4)
 
 
-@pytest.mark.parametrize("stream_io", [False, True])
+@pytest.mark.parametrize("stream_io", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_pipeline_equals_sequential_layers(sequential, stream_io):
     params, expected, expected_grads = sequential
     layer = build(
@@ -80,6 +81,7 @@ def test_a_pipeline_equals_sequential_layers(sequential, stream_io):
     assert_trees_close(grads["pipeline"]["body"], expected_grads, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_language_model_loss_is_the_mean_over_weighted_tokens():
     model_p = Config(layers.LanguageModel, lm_tpl=Config(layers.TransformerLm, vocab_size=11, model_dims=WIDTH))
     model_p.lm_tpl.stacked_transformer_tpl = stack(1)

@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from facts import assert_names, raises_naming
 from praxis.pax_fiddle import Config
 
 import spmd_trainer as st
@@ -147,6 +148,7 @@ def test_every_mesh_restores_the_same_state_and_computes_the_same_checksums(trai
         assert_equal(found, first)
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_like_an_uninterrupted_one(trained, tmp_path):
     """At another place, because the first start of the run read a folder that has been moved since."""
     folder = shutil.copytree(FOLDER, tmp_path / "folder")
@@ -170,53 +172,52 @@ def changed_folder(tmp_path, name):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("mode", [pytest.param("train", marks=pytest.mark.full), "eval"])
 def test_another_base_is_refused(mode, run, tmp_path):
     folder = changed_folder(tmp_path, "model.layers.1.mlp.up_proj.weight")
     exp = experiment(FOLDER=str(folder))
     with pytest.raises(CheckpointMismatchError) as error:
         first_state(job_of(run, exp)) if mode == "train" else restored(run, exp)
     total = len(record_of(run)["metadata"]["base"]["checksum"])
-    assert str(error.value) == (
-        f"The adapters of step 3 in {run}/checkpoints were trained on another base: 1 of {total} variables differ.\n"
-        f"  base of the adapters: Hugging Face folder {FOLDER}\n"
-        f"  base of this job: Hugging Face folder {folder}\n"
-        "  other values: mdl_vars/params/lm/layers/sub/layer_0/mlp/up/w\n"
-        "Fix: load the base that the adapters were trained on by task.train.init_from_checkpoint_rules; if that run went on "
-        "since, name the step with CheckpointLoadingRules(step=N)."
-    )
+    message = str(error.value)
+    assert_names(message, f"step 3 in {run}/checkpoints", "another base", f"1 of {total} variables")
+    base = "Hugging Face folder"
+    assert_names(message, f"adapters: {base} {FOLDER}\n", f"job: {base} {folder}\n")
+    assert_names(message, "other values: mdl_vars/params/lm/layers/sub/layer_0/mlp/up/w\nFix")
+    assert message.count("mdl_vars") == 1
+    assert_names(message, "task.train.init_from_checkpoint_rules", "CheckpointLoadingRules(step=N)")
 
 
+@pytest.mark.full
 def test_a_base_of_another_dtype_is_refused(run):
-    with pytest.raises(
-        CheckpointMismatchError, match=r"(?s)other dtype: .*, float32 then, bfloat16 now.*the dtype in which"
+    with raises_naming(
+        CheckpointMismatchError, "other dtype: mdl_vars/", "float32 then, bfloat16 now", "Fix", "the dtype"
     ):
         restored(run, experiment(VARIABLE_DTYPE="bfloat16"))
 
 
 @pytest.mark.parametrize(
-    ("attributes", "message"),
+    ("attributes", "facts"),
     [
-        ({"LORA_ALPHA": 8.0}, r"trained with alpha=32.0, and task.lora has alpha=8.0.* Set task.lora.alpha=32.0"),
-        ({"DORA": False}, r"(?s)not in the model: .*magnitude"),
-        ({"LORA_RANK": 4}, r"the rank of the adapters \(task.lora.rank\) was 3 when saved and is 4 in the model"),
+        ({"LORA_ALPHA": 8.0}, ("trained with alpha=32.0", "task.lora has alpha=8.0", "task.lora.alpha=32.0")),
+        pytest.param({"DORA": False}, ("magnitude, saved",), marks=pytest.mark.full),
+        pytest.param({"LORA_RANK": 4}, ("task.lora.rank", "was 3", "is 4"), marks=pytest.mark.full),
     ],
 )
-def test_other_settings_of_the_adapters_are_refused(attributes, message, trained):
-    with pytest.raises(CheckpointMismatchError, match=message):
+def test_other_settings_of_the_adapters_are_refused(attributes, facts, trained):
+    with raises_naming(CheckpointMismatchError, *facts):
         first_state(job_of(trained[0], experiment(**attributes)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_run_without_adapters_says_what_the_checkpoint_is(mode, trained):
     plain = experiment(FromFolder)
-    with pytest.raises(
-        CheckpointMismatchError, match=r"holds adapters alone.*task.lora is None.*--mode=export"
-    ) as error:
+    with raises_naming(CheckpointMismatchError, "adapters alone", "task.lora is None", "--mode=export") as error:
         first_state(job_of(trained[0], plain)) if mode == "train" else restored(trained[0], plain)
-    assert "missing in the checkpoint" not in str(error.value)
+    assert "missing" not in str(error.value)
     rules = {str(trained[0]): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
-    with pytest.raises(CheckpointMismatchError, match="holds adapters alone"):
+    with raises_naming(CheckpointMismatchError, "adapters alone"):
         first_state(job_of(trained[0].parent / "none", plain, rules=rules))
 
 
@@ -229,14 +230,16 @@ def whole(tmp_path_factory):
     return directory
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_run_with_adapters_says_that_the_checkpoint_is_a_whole_model(mode, whole):
-    with pytest.raises(
-        CheckpointMismatchError, match=r"holds a whole model.*init_from_checkpoint_rules.*task.lora=None"
+    with raises_naming(
+        CheckpointMismatchError, "a whole model", "task.train.init_from_checkpoint_rules", "task.lora=None"
     ):
         first_state(job_of(whole)) if mode == "train" else restored(whole)
 
 
+@pytest.mark.full
 def test_a_base_from_a_run(whole, tmp_path):
     """The run went on since: its newest step is another base, and the step must be named."""
     exp, all_of = experiment(), {"load_rules": [LOAD_ALL], "load_step": True}
@@ -255,6 +258,7 @@ def test_a_base_from_a_run(whole, tmp_path):
         restored(tmp_path / "run", exp, rules=newest)
 
 
+@pytest.mark.full
 def test_adapters_of_another_run(trained, tmp_path):
     run, _ = trained
     adapters = CheckpointLoadingRules(load_rules=[("params/lora/(.*)", "params/lora/{}")])
@@ -277,7 +281,7 @@ def test_adapters_of_another_run(trained, tmp_path):
 
 def test_rules_for_adapters_must_find_some(tmp_path):
     rules = {str(FOLDER): CheckpointLoadingRules(load_rules=[("params/lora/(.*)", "params/lora/{}"), LOAD_ALL])}
-    with pytest.raises(CheckpointMismatchError, match=r"load_rules\[0\].*matches variables such as .*has no adapters"):
+    with raises_naming(CheckpointMismatchError, "load_rules[0]", "mdl_vars/params/lora/lm/", "no adapters"):
         first_state(job_of(tmp_path / "run", rules=rules))
 
 
@@ -301,6 +305,7 @@ def test_a_damaged_step_gives_way_to_an_older_one(run):
     assert (run / "checkpoints" / f"refused-{STEPS}").exists()
 
 
+@pytest.mark.full
 def test_following_a_run_loads_the_base_once(trained, monkeypatch):
     run, _ = trained
     loads = []
@@ -317,11 +322,13 @@ def test_following_a_run_loads_the_base_once(trained, monkeypatch):
     assert states[1][adapter].any()
 
 
+@pytest.mark.full
 def test_a_base_that_no_rule_loads_is_initialised_again(tmp_path, caplog):
     job = job_of(tmp_path / "run", rules={})
     begun = first_state(job)
-    assert "of the frozen base, such as mdl_vars/params/lm/" in caplog.text
-    assert "are loaded from no checkpoint" in caplog.text
+    assert_names(
+        caplog.text, "frozen base", "such as mdl_vars/params/lm/", "from no checkpoint", "task.train.random_seed"
+    )
     with Checkpointer(tmp_path / "run" / "checkpoints") as own:
         variables = job.partitioner.metadata.variables
         trained = (frozen_base.trained_part(tree, variables) for tree in (begun.state, variables))
@@ -332,6 +339,7 @@ def test_a_base_that_no_rule_loads_is_initialised_again(tmp_path, caplog):
         restored(tmp_path / "run", rules={}, overrides=["task.train.random_seed=5"])
 
 
+@pytest.mark.full
 def test_the_folder_of_restore_checkpoint_dir_is_the_base_from_then_on(tmp_path):
     """Without rules, and without the flag at the next start."""
     job = job_of(tmp_path / "run", rules={}, restore_checkpoint_dir=epath.Path(FOLDER))
@@ -356,6 +364,7 @@ def values(folder):
         return {name: tensor.read_rows(0, tensor.shape[0], files) for name, tensor in tensors.items()}
 
 
+@pytest.mark.full
 def test_adapters_are_exported_merged_or_alone_and_read_again(trained, tmp_path):
     run, _ = trained
     assert st.export(experiment(), run, tmp_path / "merged") == STEPS
@@ -378,21 +387,22 @@ def test_adapters_are_exported_merged_or_alone_and_read_again(trained, tmp_path)
         assert_equal(logical(job.partitioner.metadata, state), restored(run), lambda path: path != "step")
 
 
+@pytest.mark.full
 def test_what_is_refused_of_folders_and_flags(trained, tmp_path):
     run, _ = trained
     with pytest.raises(UserError, match="adapter=True writes float32"):
         st.export(experiment(), run, tmp_path / "out", adapter=True, dtype="bfloat16")
-    with pytest.raises(UserError, match="--export_adapter: the experiment has no adapters"):
+    with raises_naming(UserError, "--export_adapter", "no adapters", "task.lora is None"):
         st.export(experiment(FromFolder), tmp_path, tmp_path / "out", adapter=True, restore_checkpoint_dir=FOLDER)
     st.export(experiment(), run, tmp_path / "adapter", adapter=True)
-    with pytest.raises(CheckpointError, match="holds adapters of PEFT, and this experiment's model has none"):
+    with raises_naming(CheckpointError, tmp_path / "adapter", "adapters of PEFT", "task.lora is None"):
         restored(tmp_path / "a", experiment(FromFolder), restore_checkpoint_dir=epath.Path(tmp_path / "adapter"))
     plain = job_of(tmp_path / "b", experiment(FromFolder), restore_checkpoint_dir=epath.Path(tmp_path / "adapter"))
-    with pytest.raises(CheckpointError, match="holds adapters of PEFT, and this experiment's model has none"):
+    with raises_naming(CheckpointError, tmp_path / "adapter", "adapters of PEFT", "task.lora is None"):
         first_state(plain)
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "org/model"}))
-    with pytest.raises(UserError, match="the folder of their base is not known"):
+    with raises_naming(UserError, tmp_path / "adapter", "adapter_config.json", "task.train.init_from_checkpoint_rules"):
         first_state(job_of(tmp_path / "c", rules={}, restore_checkpoint_dir=epath.Path(tmp_path / "adapter")))
 
 
@@ -407,13 +417,14 @@ def test_folders_in_restore_checkpoint_dir_are_checked_at_the_start(tmp_path, ca
 
     check(adapters, mode="eval")
     check(adapters)
-    assert "init_from_checkpoint_rules is not used" not in caplog.text  # the base is loaded by them
+    assert "init_from_checkpoint_rules" not in caplog.text  # the base is loaded by them
     check(FOLDER)
-    assert "init_from_checkpoint_rules is not used" in caplog.text
+    assert_names(caplog.text, "init_from_checkpoint_rules", "not used", f"--restore_checkpoint_dir={FOLDER}")
     with pytest.raises(UserError, match=f"no step 7 in {adapters}; there are 0"):
         check(adapters, mode="eval", restore_checkpoint_step=7)
 
 
+@pytest.mark.full
 def test_a_run_remembers_the_folder_that_it_was_restored_from(tmp_path):
     """Without the flag, the folder that `lm.hf` reads is not known; before, the export had no tokenizer."""
     folder = shutil.copytree(FOLDER, tmp_path / "folder")

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from etils import epath
+from facts import assert_names
 from trained_helpers import make_job
 
 from spmd_trainer.programs import config_file, run_directory
@@ -47,7 +48,7 @@ def test_a_changed_setting_is_told_and_the_earlier_ones_are_kept(tmp_path, warni
         "config.txt": text(with_rate(0.1)),
     }
     first, second = warnings()
-    assert first.startswith("1 setting has changed since the last run in this directory:\n")
+    assert_names(first.splitlines()[0], "1 setting", "changed")
     assert "task.train.learner.optimizer.learning_rate was 0.002, is now 0.5" in first
     assert f"diff {directory / 'config.0001.txt'} {directory / 'config.txt'}" in first
     assert "task.train.learner.optimizer.learning_rate was 0.5, is now 0.1" in second
@@ -68,8 +69,9 @@ def test_the_same_settings_write_nothing(tmp_path, warnings):
 def test_settings_that_come_and_go_are_told_as_that(tmp_path):
     directory = epath.Path(tmp_path)
     config_file.write_config(directory, ["a: 1", "b: 2"])
-    told = [str(change) for change in config_file.write_config(directory, ["b: 2", "c: 3"])]
-    assert told == ["a was removed; it was 1", "c is new: 3"]
+    removed, new = config_file.write_config(directory, ["b: 2", "c: 3"])
+    assert_names(removed, "a was removed", "1")
+    assert_names(new, "c is new", "3")
 
 
 def test_of_many_changes_ten_are_told_and_the_rest_counted(tmp_path, warnings):
@@ -77,7 +79,7 @@ def test_of_many_changes_ten_are_told_and_the_rest_counted(tmp_path, warnings):
     config_file.write_config(directory, [f"field{i:02}: 0" for i in range(13)])
     config_file.write_config(directory, [f"field{i:02}: 1" for i in range(13)])
     (message,) = warnings()
-    assert message.startswith("13 settings have changed since the last run in this directory:\n")
+    assert_names(message.splitlines()[0], "13 settings", "changed")
     assert message.count(" was 0, is now 1") == 10
     assert "and 3 more" in message
 

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from praxis import pax_fiddle
 from trained_helpers import make_job
 
@@ -57,6 +58,7 @@ def run(directory, steps, documents):
     return {step: record["loss"] for step, record in records.items()}
 
 
+@pytest.mark.full
 def test_a_resumed_run_on_a_mixture_trains_on_the_same_batches(tmp_path, documents):
     whole = run(tmp_path / "whole", STEPS, documents)
     first = run(tmp_path / "parts", STOP, documents)
@@ -90,5 +92,5 @@ def test_a_token_outside_of_the_vocabulary_of_the_model_is_an_error_with_its_rec
         batch_size=2,
     )
     built = make_job(tmp_path, mesh=(1, 1, 1)).build_input(config)
-    with pytest.raises(UserError, match=r"m0:2 gives token 999, and the vocabulary is 0 to 256"):
+    with raises_naming(UserError, "m0:2", "token 999", "vocabulary", "0 to 256"):
         built.get_next()

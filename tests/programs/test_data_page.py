@@ -21,7 +21,7 @@ SUMMARY = CorpusSummary(
 
 
 @needs_chromium
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_page_shows_what_was_measured(tmp_path, dark):
     path = tmp_path / data_page.FILE
     path.write_text(data_page.data_page("lm.Mine", {"train": SUMMARY, "heldout": SUMMARY}))

@@ -2,6 +2,7 @@
 
 import pytest
 from etils import epath
+from facts import assert_names
 
 from spmd_trainer.metrics.live_status import live
 from spmd_trainer.programs import decoded_text
@@ -16,8 +17,9 @@ def said(caplog, **record):
 
 
 def test_prompt_and_output_stand_below_each_other_line_by_line(caplog):
-    assert said(caplog, prompt="def f(x):\n", output="\treturn x  # é\n\nprint(1)", score=-1.5) == [
-        "decoded prompts at step 4, example 7:",
+    head, *lines = said(caplog, prompt="def f(x):\n", output="\treturn x  # é\n\nprint(1)", score=-1.5)
+    assert_names(head, "prompts", "step 4", "example 7")
+    assert lines == [
         "  prompt | def f(x):",
         "         | ",
         "  output | \treturn x  # é",

@@ -57,17 +57,17 @@ def test_a_run_says_what_it_does_and_ends_with_an_evaluation_and_a_decode(tmp_pa
     decoded = sorted(path.name for path in (tmp_path / "decode_out" / "heldout_prompts").glob("*.jsonl"))
     assert decoded == ["step_4.jsonl", "step_5.jsonl"]
     order = [
-        r"initialising the variables: 15 variables; with optimizer states, [\d.]+ KiB per device",
-        r"initialising the variables took ",
+        r"initialising .*: 15 variables; .*[\d.]+ KiB per device",
+        r"initialising .* took ",
         r"training from step 0 to 5",
-        r"first step done: loss \d\.\d{4}, .* after the start",
+        r"first step .*loss \d\.\d{4}, .* after the start",
         r"saving step 4",
-        r"eval heldout at step 4: ",
+        r"eval heldout .*step 4: ",
         # The last save doesn't wait for the last evaluation.
         r"^saving step 5",
-        r"^eval heldout at step 5: ",
+        r"^eval heldout .*step 5: ",
         r"finished: step 5 of 5 in .*, loss \d\.\d{4}$",
-        r"last evaluation, at step 5: heldout: .*bits_per_byte",
+        r"last evaluation, .*step 5: heldout: .*bits_per_byte",
         rf"results in {tmp_path}: checkpoints/ \(steps 0, 4, 5\), summaries/, decode_out/",
         rf"tensorboard --logdir {tmp_path}/summaries",
         rf"to evaluate: .* --exp={TINY} --job_log_dir={tmp_path} --mode=eval .*--fdl.set=eval_datasets\[0\].max_windows=4",
@@ -75,7 +75,7 @@ def test_a_run_says_what_it_does_and_ends_with_an_evaluation_and_a_decode(tmp_pa
     ]
     places = [place(lines, pattern) for pattern in order]
     assert places == sorted(places)
-    assert place(lines, r"^compiling the train step \.\.\.") < place(lines, "^compiling the train step took")
+    assert place(lines, r"^compiling .*train step \.\.\.") < place(lines, "^compiling .*train step took")
     assert place(lines, "^saved step 5 in ") < place(lines, "finished:")
 
     record = read_metrics(tmp_path, "eval_heldout")[STEPS]
@@ -86,7 +86,7 @@ def test_a_run_says_what_it_does_and_ends_with_an_evaluation_and_a_decode(tmp_pa
 
     # Started again, it says that it is finished, and does nothing twice.
     again, lines = trained_lines(caplog, tmp_path)
-    assert place(lines, "already finished at step 5 of 5") < place(lines, "eval heldout at step 5 was already done")
+    assert place(lines, "already finished .*step 5 of 5") < place(lines, "eval heldout .*step 5 .*already")
     assert not [line for line in lines if re.search("^saving|^finished|first step|compiling", line)]
     assert evaluated(tmp_path) == [2, 4, STEPS]
     assert again.metrics["heldout/log_pplx"] == record["log_pplx"]
@@ -103,12 +103,13 @@ def interrupt_at(monkeypatch, step):
     monkeypatch.setattr(elastic, "changed_devices", changed_devices)
 
 
+@pytest.mark.full
 def test_an_interrupted_run_evaluates_nothing_more_until_it_is_started_again(tmp_path, caplog, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3)
         result, lines = trained_lines(caplog, tmp_path)
     assert (result.step, evaluated(tmp_path)) == (3, [2])
-    place(lines, r"^stopped at step 3 of 5 by a signal, loss .*; the same command continues from there")
+    place(lines, r"^stopped .*step 3 of 5 .*signal, loss .*; the same command")
     assert not [line for line in lines if "finished" in line]
 
     with monkeypatch.context() as patch:
@@ -119,27 +120,30 @@ def test_an_interrupted_run_evaluates_nothing_more_until_it_is_started_again(tmp
     place(lines, "^finished: step 5 of 5")
 
     _, lines = trained_lines(caplog, tmp_path)
-    place(lines, "already finished at step 5 of 5")
+    place(lines, "already finished .*step 5 of 5")
     assert evaluated(tmp_path) == [2, 4, STEPS]
     assert (tmp_path / "decode_out" / "heldout_prompts" / "step_5.jsonl").exists()
 
 
+@pytest.mark.full
 def test_evaluation_that_is_switched_off_is_off_at_the_end_too(tmp_path, caplog):
     _, lines = trained_lines(caplog, tmp_path, eval_on_test=False, enable_checkpoint_saving=False)
     assert not (tmp_path / "summaries" / "eval_heldout").exists()
     assert not [line for line in lines if "saving" in line or "--mode=" in line]
 
 
+@pytest.mark.full
 def test_where_the_input_ends_training_is_complete_and_evaluated(tmp_path, caplog):
     def three_batches(config):
         config.train_datasets[0] = config.eval_datasets[0].clone().set(name="short", max_windows=3, batch_size=1)
 
     result, lines = trained_lines(caplog, tmp_path, customize=three_batches)
     assert (result.step, evaluated(tmp_path)) == (3, [2, 3])
-    assert place(lines, "^saving step 3") < place(lines, "^eval heldout at step 3: ")
-    place(lines, r"^finished: step 3 of 5 in .* \(the training input has ended\)")
+    assert place(lines, "^saving step 3") < place(lines, "^eval heldout .*step 3: ")
+    place(lines, r"^finished: step 3 of 5 in .* \(.*training input .*ended\)")
 
 
+@pytest.mark.full
 def test_an_early_stop_is_said_and_its_best_checkpoint_is_saved_though_a_kill_came_before(tmp_path, caplog):
     def stops(config):
         config.task.early_stopping_fn = pax_fiddle.Config(EarlyStopping, metric="heldout/log_pplx", patience=1)
@@ -151,13 +155,14 @@ def test_an_early_stop_is_said_and_its_best_checkpoint_is_saved_though_a_kill_ca
     best = min(records, key=lambda step: records[step]["log_pplx"])
     assert result.step == best + 1 < STEPS
     place(lines, rf"^finished: step {result.step} of 5 in .* \(early_stopping_fn ended training\)")
-    place(lines, rf"^saved the best checkpoint so far, step {best} in ")
+    place(lines, rf"^saved .*best checkpoint .*step {best} in ")
     place(lines, rf"results in .*best/ \(step {best}\)")
     _, lines = trained_lines(caplog, tmp_path, fields, customize=stops)
-    place(lines, rf"already finished at step {result.step} of 5: early_stopping_fn ended training")
+    place(lines, rf"already finished .*step {result.step} of 5: early_stopping_fn")
     assert not [line for line in lines if "compiling" in line]
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_of_the_last_step_is_made_up_for(tmp_path, caplog):
     """As after a kill between the last evaluation and the save of the best checkpoint."""
 
@@ -174,6 +179,7 @@ def test_the_best_checkpoint_of_the_last_step_is_made_up_for(tmp_path, caplog):
     assert (tmp_path / "best" / str(STEPS)).exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("what", "program"), [("evaluation", evaluate.EvalDataset), ("decode", decode.DecodeDataset)])
 def test_a_signal_interrupts_what_is_done_at_the_end_and_the_same_command_makes_up_for_it(
     tmp_path, caplog, monkeypatch, what, program
@@ -190,10 +196,7 @@ def test_a_signal_interrupts_what_is_done_at_the_end_and_the_same_command_makes_
     with monkeypatch.context() as patch:
         patch.setattr(program, "_batches", batches)
         result, lines = trained_lines(caplog, tmp_path, fields)
-    place(
-        lines,
-        rf"^finished: step 5 of 5 in .*, loss .*; the final {what} was interrupted, and the same command makes up",
-    )
+    place(lines, rf"^finished: step 5 of 5 in .*, loss .*; .*final {what} .*interrupted, .*same command")
     place(lines, "^saved step 5 in ")
     assert (tmp_path / "end_of_training.json").exists()
     decoded = tmp_path / "decode_out" / "heldout_prompts" / "step_5.jsonl"
@@ -202,12 +205,13 @@ def test_a_signal_interrupts_what_is_done_at_the_end_and_the_same_command_makes_
     assert ("heldout/log_pplx" in result.metrics) == (what == "decode")
 
     _, lines = trained_lines(caplog, tmp_path, fields)
-    place(lines, "already finished at step 5 of 5")
+    place(lines, "already finished .*step 5 of 5")
     assert evaluated(tmp_path) == [STEPS]
     assert len(decoded.read_text().splitlines()) == 2
     assert not [line for line in lines if "interrupted" in line]
 
 
+@pytest.mark.full
 def test_the_training_batch_is_evaluated_at_the_end_where_there_is_nothing_else(tmp_path, caplog):
     def without_datasets(config):
         config.eval_datasets.clear()
@@ -218,7 +222,7 @@ def test_the_training_batch_is_evaluated_at_the_end_where_there_is_nothing_else(
     assert sorted(read_metrics(tmp_path, "eval_train")) == [2, 4, STEPS]
     assert result.metrics["train/log_pplx"] == read_metrics(tmp_path, "eval_train")[STEPS]["log_pplx"]
     # Scalars of training steps are no datasets, slash or not.
-    place(lines, "^last evaluation, at step 5: train: [^;/]*more/xent [^;/]*$")
+    place(lines, "^last evaluation, .*step 5: train: [^;/]*more/xent [^;/]*$")
 
 
 def watches_the_training_batch(config):
@@ -226,11 +230,12 @@ def watches_the_training_batch(config):
     config.task.train.eval_skip_train = False
 
 
+@pytest.mark.full
 def test_a_run_started_at_its_last_step_evaluates_the_next_training_batch_once(tmp_path, caplog, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_at(patch, STEPS)
         _, lines = trained_lines(caplog, tmp_path, customize=watches_the_training_batch)
-    place(lines, "^finished: step 5 of 5 .*; the final evaluation was interrupted")
+    place(lines, "^finished: step 5 of 5 .*; .*final evaluation .*interrupted")
     assert sorted(read_metrics(tmp_path, "eval_train")) == [2, 4]
     result, _ = trained_lines(caplog, tmp_path, customize=watches_the_training_batch)
     records = read_metrics(tmp_path, "eval_train")
@@ -240,10 +245,11 @@ def test_a_run_started_at_its_last_step_evaluates_the_next_training_batch_once(t
         str(min(losses, key=losses.get))
     ]
     again, lines = trained_lines(caplog, tmp_path, customize=watches_the_training_batch)
-    place(lines, "^eval train at step 5 was already done")
+    place(lines, "^eval train .*step 5 .*already")
     assert again.metrics["train/log_pplx"] == result.metrics["train/log_pplx"] == losses[STEPS]
 
 
+@pytest.mark.full
 def test_without_a_training_batch_to_evaluate_nothing_is_asked_about_it(tmp_path, caplog, monkeypatch):
     def three_batches(config):
         watches_the_training_batch(config)
@@ -253,6 +259,6 @@ def test_without_a_training_batch_to_evaluate_nothing_is_asked_about_it(tmp_path
         interrupt_at(patch, 3)
         trained_lines(caplog, tmp_path, customize=three_batches)
     _, lines = trained_lines(caplog, tmp_path, customize=three_batches)
-    place(lines, r"^finished: step 3 of 5 in .* \(the training input has ended\)")
-    place(lines, "^early_stopping_fn is not asked: the training input has ended")
+    place(lines, r"^finished: step 3 of 5 in .* \(.*training input .*ended\)")
+    place(lines, "^early_stopping_fn is not .*training input")
     assert evaluated(tmp_path) == [2, 3]

@@ -4,6 +4,7 @@ import copy
 import io
 
 import pytest
+from facts import assert_names
 from rich.console import Console
 from trained_helpers import make_job
 
@@ -56,7 +57,13 @@ def test_an_experiment_of_ones_own_is_named_in_full_without_what_training_alone_
         assert "early_stopping_fn" not in line
 
 
-@pytest.mark.parametrize(("module", "registered"), [("__main__", True), ("__main__", False), ("my_module", False)])
+@pytest.mark.parametrize(
+    ("module", "registered"),
+    [
+        ("__main__", True),
+        *(pytest.param(module, False, marks=pytest.mark.full) for module in ("__main__", "my_module")),
+    ],
+)
 def test_a_class_that_no_command_finds_is_evaluated_from_python(tmp_path, module, registered):
     lines = commands(tmp_path, experiment(module, "Notebook"), registered=registered)
     arguments = f"(Notebook, '{tmp_path}', overrides="
@@ -98,10 +105,9 @@ def test_results_are_listed_by_the_datasets_that_there_are(tmp_path, caplog):
     results = {"train/a/b": 1.5, "books/heldout/a": 2.5, "books/other/a": 3.5}
     with caplog.at_level("INFO", logger="absl"):
         ending.say_end(job.config, "finished", "", ending.Results(0.5, results, 7))
-    assert caplog.messages[:2] == [
-        "finished, loss 0.5000",
-        "last evaluation, at step 7: train: a/b 1.5000; books/heldout: a 2.5000; books: other/a 3.5000",
-    ]
+    end, evaluation = caplog.messages[:2]
+    assert end == "finished, loss 0.5000"
+    assert_names(evaluation, "step 7", "train: a/b 1.5000; books/heldout: a 2.5000; books: other/a 3.5000")
 
 
 def test_a_display_gets_a_table_and_whole_commands_and_the_log_the_same_lines(tmp_path, caplog, monkeypatch):
@@ -116,25 +122,26 @@ def test_a_display_gets_a_table_and_whole_commands_and_the_log_the_same_lines(tm
     (tmp_path / "run.html").write_text("a page")
     (tmp_path / "summaries").mkdir()
     results = ending.Results(0.5, {"heldout/bits_per_byte": 2.5, "heldout/accuracy": 0.25}, 7)
+    next_step = "the same command continues"
     with caplog.at_level("INFO", logger="absl"):
-        ending.say_end(config, "stopped at step 8", "the same command continues", results)
+        ending.say_end(config, "stopped at step 8", next_step, results)
     table, commands = printed
     console.print(table)
     rows = [line.strip("│").split("│") for line in console.export_text().splitlines() if "│" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["end", "stopped at step 8"],
-        ["next", "the same command continues"],
+        ["next", next_step],
         ["loss", "0.5000"],
         ["heldout at step 7", "bits_per_byte 2.5000"],
         ["", "accuracy 0.2500"],
     ]
-    assert commands.splitlines() == [
-        f"results in {tmp_path}: summaries/",
-        f"  to see the run:     {tmp_path}/run.html",
-        f"  to see the curves:  tensorboard --logdir {tmp_path}/summaries",
-    ]
-    assert caplog.messages == [
-        "stopped at step 8, loss 0.5000; the same command continues",
-        "last evaluation, at step 7: heldout: bits_per_byte 2.5000  accuracy 0.2500",
-        *commands.splitlines(),
-    ]
+    where, run, curves = commands.splitlines()
+    assert where == f"results in {tmp_path}: summaries/"
+    assert_names(run, "the run")
+    assert run.endswith(f"  {tmp_path}/run.html")
+    assert_names(curves, "the curves")
+    assert curves.endswith(f"  tensorboard --logdir {tmp_path}/summaries")
+    end, evaluation, *others = caplog.messages
+    assert end == f"stopped at step 8, loss 0.5000; {next_step}"
+    assert_names(evaluation, "step 7", "heldout: bits_per_byte 2.5000  accuracy 0.2500")
+    assert others == [where, run, curves]

@@ -7,6 +7,7 @@ import hypothesis
 import numpy as np
 import pytest
 from etils import epath
+from facts import raises_naming
 from hypothesis import strategies as st
 from praxis import pax_fiddle
 from trained_helpers import STEPS, logits, make_job, read_lines, restored, trained
@@ -48,7 +49,14 @@ def one_by_one(tmp_path_factory):
     return numbers(record), read_lines(directory / f"eval_out/heldout/step_{STEPS}.jsonl")
 
 
-@pytest.mark.parametrize(("mesh", "rows"), [((1, 4, 2), 7), ((2, 2, 2), 8), ((1, 1, 1), 19)])
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        ((1, 4, 2), 7),
+        pytest.param((2, 2, 2), 8, marks=pytest.mark.full),
+        pytest.param((1, 1, 1), 19, marks=pytest.mark.full),
+    ],
+)
 def test_metrics_are_those_of_one_device_and_batch_1(one_by_one, mesh, rows, tmp_path):
     fields = (f"eval_datasets[0].batch_size={rows}", "task.evaluate.per_example_outputs=True")
     record = evaluated(tmp_path, mesh=mesh, fields=fields)[STEPS]
@@ -77,6 +85,7 @@ def test_bits_per_byte_is_what_the_logits_give_by_hand(one_by_one):
     assert one_by_one[0]["num_predictions"] == tokens
 
 
+@pytest.mark.full
 def test_a_restart_evaluates_nothing_twice_and_a_change_is_evaluated(tmp_path):
     def add_second(config):
         second = config.eval_datasets[0].clone()
@@ -104,6 +113,7 @@ def test_a_line_that_a_kill_cut_off_is_no_evaluation(tmp_path):
     assert read_metrics(tmp_path, "eval_x") == {1: {"step": 1, "a": 1.0}, 3: {"step": 3, "a": 3.0, "note": "text"}}
 
 
+@pytest.mark.full
 def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path, monkeypatch):
     """A training run and an evaluation job side by side, in step with each other."""
     run, job_dir = tmp_path / "run", tmp_path / "job"
@@ -124,6 +134,7 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path, monkeypatch):
     assert records[12]["bits_per_byte"] < records[4]["bits_per_byte"]
 
 
+@pytest.mark.full
 def test_following_ends_where_training_ended_early(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -147,6 +158,7 @@ def stopping_job(directory, *, patience, steps=10, fields=()):
     return make_job(directory, fields=fields, customize=customize)
 
 
+@pytest.mark.full
 def test_early_stopping_keeps_the_best_checkpoint_and_survives_a_restart(tmp_path):
     train.train(stopping_job(tmp_path, patience=2))
     records = read_metrics(tmp_path, "eval_heldout")
@@ -169,7 +181,7 @@ def test_early_stopping_counts():
     stopping = EarlyStopping(metric="a/b", mode="max", patience=2, min_delta=0.5)
     told = [stopping({"a/b": value}, "eval", step, False) for step, value in enumerate([1.0, 1.4, 2.0, 2.1, math.nan])]
     assert told == [False, False, False, False, True]
-    with pytest.raises(ValueError, match=r"EarlyStopping.metric is 'a/b'; the evaluations give \['c/d'\]"):
+    with raises_naming(ValueError, "EarlyStopping.metric", "'a/b'", "['c/d']"):
         stopping({"c/d": 1.0}, "eval", 9, False)
     for fields, message in (
         ({"metric": "loss"}, "DATASET/metric"),
@@ -179,6 +191,7 @@ def test_early_stopping_counts():
             EarlyStopping(**fields)
 
 
+@pytest.mark.full
 def test_ema_variables_are_evaluated_where_asked(tmp_path):
     job = make_job(tmp_path, exp="synthetic.structures.TinyEma", fields=("task.train.num_train_steps=4",))
     train.train(job)
@@ -192,21 +205,27 @@ def test_ema_variables_are_evaluated_where_asked(tmp_path):
 
 
 def test_ema_without_averages_is_refused(tmp_path):
-    with pytest.raises(UserError, match="EMA variables were asked for, but the learner's optimizer has no ema_decay"):
+    with raises_naming(UserError, "EMA variables", "no ema_decay"):
         evaluated(tmp_path, fields=("task.train.eval_use_ema_states=True",))
 
 
 def test_directories_without_a_run_are_refused(tmp_path):
     for directory in ("nothing", "job"):
         (tmp_path / "job").mkdir(exist_ok=True)
-        with pytest.raises(
-            UserError, match=r"no checkpoint in .*, and no training run has begun in .*; start training"
+        run = tmp_path / directory
+        with raises_naming(
+            UserError,
+            f"no checkpoint in {run}/checkpoints",
+            "no training run",
+            "--job_log_dir",
+            "--restore_checkpoint_dir",
         ):
-            evaluated(tmp_path / "out", restore_checkpoint_dir=epath.Path(tmp_path / directory / "checkpoints"))
+            evaluated(tmp_path / "out", restore_checkpoint_dir=epath.Path(run / "checkpoints"))
 
 
+@pytest.mark.full
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
-    with pytest.raises(CheckpointNotFoundError, match=r"No checkpoint of step 5 in .*Whole steps there: 0, 4, 8, 12"):
+    with raises_naming(CheckpointNotFoundError, "step 5", trained() / "checkpoints", "0, 4, 8, 12"):
         evaluated(tmp_path, restore_checkpoint_step=5)
     assert sorted(evaluated(tmp_path, restore_checkpoint_step=8)) == [8]
 
@@ -217,10 +236,10 @@ def test_another_experiments_checkpoint_is_refused(tmp_path):
 
 
 def test_empty_datasets_and_none_at_all_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="has no evaluation datasets; return some"):
+    with raises_naming(UserError, "no evaluation datasets", "is_training=False", "datasets()"):
         evaluated(tmp_path, customize=lambda config: config.eval_datasets.clear())
     monkeypatch.setattr(evaluate.EvalDataset, "_batches", lambda self: iter(()))
-    with pytest.raises(UserError, match="evaluation dataset heldout is empty; give it at least one example"):
+    with raises_naming(UserError, "evaluation dataset heldout", "empty"):
         evaluated(tmp_path)
 
 

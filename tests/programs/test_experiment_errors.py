@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+from facts import assert_names
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
@@ -30,8 +31,7 @@ def test_a_task_that_returns_nothing_is_said_with_the_class():
             super().task()
 
     text = message(Forgets, "task.train.num_train_steps=2")
-    assert "task() returns None; it must return a config of tasks_lib.SingleTask" in text
-    assert f"{__file__}:" in text
+    assert_names(text, "task() returns None", "tasks_lib.SingleTask", f"{__file__}:")
 
 
 def test_an_error_deep_in_the_users_code_has_all_of_the_users_lines():
@@ -43,9 +43,7 @@ def test_an_error_deep_in_the_users_code_has_all_of_the_users_lines():
             return helper()
 
     text = message(Deep)
-    assert "KeyError: 'x'" in text
-    assert "in helper: return {}" in text
-    assert "in task: return helper()" in text
+    assert_names(text, "KeyError: 'x'", "helper: return {}", "task: return helper()")
 
 
 def test_exiting_is_an_error_like_any_other():

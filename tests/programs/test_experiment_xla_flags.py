@@ -5,6 +5,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from facts import raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import stdlib
@@ -45,23 +46,23 @@ def test_flags_are_compiler_options():
     assert lowered.options == {"xla_b": 3}
 
 
+@pytest.mark.full
 def test_a_run_compiles_its_step_with_the_flags(tmp_path):
     step = start_up.compile_train_step(job_with(tmp_path, xla_cpu_enable_fast_math=False, xla_gpu_unused=1))
     assert step.xla_flags == {"xla_cpu_enable_fast_math": False}
 
 
+@pytest.mark.full
 def test_an_unknown_flag_of_a_step_is_refused_with_the_nearest(tmp_path):
     job = job_with(tmp_path, xla_cpu_enable_fast_maths=False)
-    with pytest.raises(
-        UserError, match=r"WithFlags: XLA_FLAGS has 'xla_cpu_enable_fast_maths'.*did you mean xla_cpu_enable_fast_math"
-    ):
+    with raises_naming(UserError, "WithFlags: XLA_FLAGS", "'xla_cpu_enable_fast_maths'", "xla_cpu_enable_fast_math"):
         start_up.compile_train_step(job)
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("xla_gpu_enable_latency_hiding_schedule", "did you mean xla_gpu_enable_latency_hiding_scheduler"),
+        ("xla_gpu_enable_latency_hiding_schedule", "mean xla_gpu_enable_latency_hiding_scheduler"),
         ("xla_tpu_enable_latency_hiding_schedule", "doesn't know$"),
     ],
 )
@@ -72,22 +73,20 @@ def test_an_unknown_flag_of_other_devices_is_refused_in_the_same_way(name, meant
 
 def test_a_value_that_a_flag_does_not_take_is_refused():
     lowered = jax.jit(jnp.sin).lower(1.0)
-    with pytest.raises(
-        UserError, match=r"exp: XLA_FLAGS\['xla_cpu_enable_fast_math'\]: 'maybe' is not a valid bool value"
-    ):
+    with raises_naming(UserError, "exp: XLA_FLAGS['xla_cpu_enable_fast_math']", "'maybe'", "bool"):
         xla_flags.compile_with(lowered, {"xla_cpu_enable_fast_math": "maybe"}, "exp")
 
 
 @pytest.mark.parametrize(
-    ("flags", "match"),
+    ("flags", "facts"),
     [
-        ({"--xla_cpu_x": True}, r"XLA_FLAGS has '--xla_cpu_x'; .*e\.g\. 'xla_cpu_x'"),
-        ({"xla-cpu-x": 1}, r"e\.g\. 'xla_cpu_x'"),
-        ({3: 1}, r"XLA_FLAGS has 3; .*e\.g\. 'xla_3'"),
-        ({"xla_cpu_x": None}, r"XLA_FLAGS\['xla_cpu_x'\] is None; set it to a bool, a number or a string"),
-        ({"xla_cpu_x": [1]}, r"is \[1\]"),
+        ({"--xla_cpu_x": True}, ("XLA_FLAGS has '--xla_cpu_x'", "e.g. 'xla_cpu_x'")),
+        ({"xla-cpu-x": 1}, ("e.g. 'xla_cpu_x'",)),
+        ({3: 1}, ("XLA_FLAGS has 3", "e.g. 'xla_3'")),
+        ({"xla_cpu_x": None}, ("XLA_FLAGS['xla_cpu_x'] is None", "bool", "number", "string")),
+        ({"xla_cpu_x": [1]}, ("is [1]",)),
     ],
 )
-def test_what_is_no_flag_is_refused(flags, match):
-    with pytest.raises(UserError, match=match):
+def test_what_is_no_flag_is_refused(flags, facts):
+    with raises_naming(UserError, *facts):
         xla_flags.flags_for(types.SimpleNamespace(XLA_FLAGS=flags), types.SimpleNamespace(platform="cpu"))

@@ -39,6 +39,7 @@ def test_resuming_without_a_rest_changes_nothing():
     assert gc.get_freeze_count() == frozen
 
 
+@pytest.mark.full
 def test_a_training_run_collects_garbage_from_its_first_step(tmp_path):
     program = f"""
 import gc, sys

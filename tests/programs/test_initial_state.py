@@ -34,6 +34,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(run):
     assert names_in(run / "checkpoints") == ["0", "12", "4", "8"]
 
 
+@pytest.mark.full
 def test_a_run_on_a_full_disk_resumes_if_another_checkpoint_fits(run, monkeypatch):
     """Five checkpoints are kept and three are there: before, room for six more was asked for at every start."""
     size = sum(path.stat().st_size for path in (run / "checkpoints" / "12").rglob("*") if path.is_file())

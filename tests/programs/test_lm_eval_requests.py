@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from absl import flags
 from etils import epath
+from facts import raises_naming
 from praxis import layers
 from praxis.pax_fiddle import Config
 from trained_helpers import TINY, logits, make_job, restored
@@ -106,6 +107,7 @@ def test_likelihoods_are_those_of_the_logits(tmp_path):
     assert runner.computed == 4, "equal requests run once"
 
 
+@pytest.mark.full
 def test_answers_are_kept(tmp_path):
     job, state = restored((1, 4, 2))
     rows = [Scored(tuple(range(40, 40 + length)), 2) for length in (5, 17, 9)]
@@ -154,7 +156,7 @@ def test_a_batch_of_pairs_has_two_rows_for_each_pair():
     ids = jax.ShapeDtypeStruct((6, 10), np.int32)
     assert judge._training_rows({"ids": ids}) == (6, 10)
     assert judge._training_rows({"chosen": {"ids": ids}, "rejected": {"ids": ids}}) == (12, 10)
-    with pytest.raises(UserError, match="this experiment's has images"):
+    with raises_naming(UserError, "`ids`", "`chosen.ids`", "has images"):
         judge._training_rows({"images": ids})
 
 
@@ -184,13 +186,13 @@ def test_texts_begin_as_in_training():
 
 def test_texts_that_are_refused():
     small = Texts(HuggingFaceTokenizer(FOLDER), None, vocab_size=20)
-    with pytest.raises(UserError, match=r"model's vocabulary is 0 to 19; give the tokenizer .*tokenizer=PATH"):
+    with raises_naming(UserError, "vocabulary", "0 to 19", "tokenizer=PATH"):
         small.encode("the mesh")
-    with pytest.raises(UserError, match="no token of its own"):
+    with raises_naming(UserError, "''", "'a context'", "no token"):
         Texts(ByteTokenizer(), 256).encode_pair("a context", "")
     with pytest.raises(UserError, match="no beginning-of-text"):
         Texts(ByteTokenizer(), 256, arguments=ModelArgs(add_bos_token=True))
-    with pytest.raises(UserError, match="no chat template 'tools'; it has default"):
+    with raises_naming(UserError, "chat template 'tools'", "default"):
         Texts(HuggingFaceTokenizer(FOLDER), None, chat_template="tools")
 
 
@@ -211,15 +213,15 @@ def test_settings():
     }
     assert parse_arguments("--gen_kwargs", "{'until': ['a', 'b']}") == {"until": ["a", "b"]}
     assert model_args("max_length=64,tokenizer=a/b") == ModelArgs(max_length=64, tokenizer="a/b")
-    for make, message in [
-        (lambda: model_args("max_lenght=3"), "no 'max_lenght'; did you mean max_length"),
-        (lambda: model_args("batch_size=0"), "batch_size=0; give a whole number, 1 or more"),
-        (lambda: model_args("batch_size"), "'batch_size' is not of the form key=value"),
-        (lambda: LmEvalSettings(()), "give --tasks"),
-        (lambda: LmEvalSettings(("a",), limit=0), "--limit=0"),
-        (lambda: LmEvalSettings(("a",), fewshot_as_multiturn=True), "needs --apply_chat_template"),
+    for make, facts in [
+        (lambda: model_args("max_lenght=3"), ("no 'max_lenght'", "mean max_length")),
+        (lambda: model_args("batch_size=0"), ("batch_size=0", "whole number", "1 or more")),
+        (lambda: model_args("batch_size"), ("'batch_size'", "key=value")),
+        (lambda: LmEvalSettings(()), ("give --tasks",)),
+        (lambda: LmEvalSettings(("a",), limit=0), ("--limit=0",)),
+        (lambda: LmEvalSettings(("a",), fewshot_as_multiturn=True), ("needs --apply_chat_template",)),
     ]:
-        with pytest.raises(UserError, match=message):
+        with raises_naming(UserError, *facts):
             make()
 
 
@@ -228,6 +230,7 @@ def spmd_trainer(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_flags(tmp_path):
     for arguments, message in [
         (["--mode=lm_eval"], "--mode=lm_eval needs --tasks=NAME,NAME"),
@@ -241,14 +244,14 @@ def test_flags(tmp_path):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(judge.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"lm-eval, which is not installed: pip install 'spmd-trainer\[lm-eval\]'"):
+    with raises_naming(UserError, "lm-eval", "not installed", "pip install 'spmd-trainer[lm-eval]'"):
         judge.Tasks(LmEvalSettings(("a",)))
 
 
 def test_an_old_package_is_named(monkeypatch):
     monkeypatch.setattr(judge.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(judge.importlib.metadata, "version", lambda name: "0.4.9.1")
-    with pytest.raises(UserError, match=r"lm-eval 0.4.9.1 is installed, and 0.4.13 or newer is needed"):
+    with raises_naming(UserError, "lm-eval 0.4.9.1", "0.4.13", "pip install 'spmd-trainer[lm-eval]' --upgrade"):
         judge.Tasks(LmEvalSettings(("a",)))
 
 
@@ -262,7 +265,7 @@ def test_the_tokenizer_is_that_of_the_training_input(tmp_path):
     assert isinstance(judging.tokenizer_of(job.config.experiment, other)[0], HuggingFaceTokenizer)
     for name in ("train_datasets", "eval_datasets", "decode_datasets"):
         setattr(job.config.experiment.config, name, [])
-    with pytest.raises(UserError, match=r"no input of experiment .* has a tokenizer.*--model_args=tokenizer=PATH"):
+    with raises_naming(UserError, job.config.experiment.label, "a tokenizer", "--model_args=tokenizer=PATH"):
         judging.tokenizer_of(job.config.experiment, settings)
     tokenizer, start_id = judging.tokenizer_of(job.config.experiment, other)
     assert start_id is None
@@ -281,11 +284,12 @@ class WithoutPredictions(layers.LanguageModel):
         return metrics, {"scores": outputs.per_sequence_xent if self.return_predictions else outputs.scores}
 
 
+@pytest.mark.full
 def test_a_model_without_logits_is_refused(tmp_path):
     def no_predictions(config):
         config.task.model = Config(WithoutPredictions, **dict(config.task.model.__arguments__))
 
     job = make_job(tmp_path, mesh=(1, 1, 1), customize=no_predictions)
     state = job.partitioner.initialize_train_state(jax.random.key(0), with_opt_states=False)
-    with pytest.raises(UserError, match=r"scoring texts needs the model's logits.* returns scores per example"):
+    with raises_naming(UserError, "logits", "task.model.per_example", "returns scores"):
         requests_of(job).scores([Scored((40, 41, 42), 1)], source_of(state, tmp_path))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from facts import assert_names
 from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.inputs import CorpusInput, Documents
@@ -35,6 +36,7 @@ def job(directory, files, mode="train"):
     return Job.build(make_run_config("lm.own_text.OwnText", directory, mode=mode, overrides=overrides))
 
 
+@pytest.mark.full
 def test_a_prepared_corpus_trains_like_its_files(corpus, tmp_path):
     prepare.prepare(prepare.Preparation(Documents(str(corpus)), None, str(tmp_path / "tokens")))
     losses = []
@@ -67,10 +69,7 @@ def test_the_vocabulary_is_that_of_the_tokenizer(corpus, tmp_path):
 def test_what_data_mode_says_of_a_corpus(corpus, tmp_path, capsys):
     show_data.show_data(job(tmp_path / "shown", corpus, mode="data"))
     out = capsys.readouterr().out
-    assert "train: CorpusInput" in out
-    assert "of the positions filled" in out
-    assert "1 file of" in out
-    assert "squared is" in out
+    assert_names(out, "train: CorpusInput", "positions filled", "1 file of", "squared is")
     assert (tmp_path / "shown" / "data.html").exists()
 
 

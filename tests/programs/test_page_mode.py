@@ -6,6 +6,7 @@ import time
 
 import pytest
 from etils import epath
+from facts import assert_names, raises_naming
 from made_up_run import make_run
 from trained_helpers import ONE_DEVICE, make_job
 
@@ -43,6 +44,7 @@ class FailAt(Callback):
             raise RuntimeError("no <b>more</b>")
 
 
+@pytest.mark.full
 def test_training_leaves_its_page_and_its_times(tmp_path):
     directory = epath.Path(tmp_path) / "run"
     first = make_job(directory, mesh=ONE_DEVICE, fields=FIELDS, decode_during_train=True, callbacks=[FailAt(4)])
@@ -92,6 +94,7 @@ class AtTheEnd(Tracking):
             raise KeyboardInterrupt
 
 
+@pytest.mark.full
 def test_the_end_is_noted_before_trackers_are_waited_for_and_their_time_counts(tmp_path):
     directory = epath.Path(tmp_path) / "run"
     fields = ("task.train.num_train_steps=1", "task.train.summary_interval_steps=1")
@@ -116,6 +119,7 @@ class Interrupts(Callback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.full
 def test_ctrl_c_in_a_later_start_is_no_failure(tmp_path):
     directory = epath.Path(tmp_path) / "run"
     fields = ("task.train.num_train_steps=1", "task.train.summary_interval_steps=1")
@@ -125,6 +129,7 @@ def test_ctrl_c_in_a_later_start_is_no_failure(tmp_path):
         assert [one.ended for one in read_run_times(directory)] == ["stopped"] * number
 
 
+@pytest.mark.full
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
     def fail(*args):
         raise OSError("no space")
@@ -133,7 +138,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog
     fields = ("task.train.num_train_steps=1", "task.train.summary_interval_steps=1")
     result = train.train(make_job(tmp_path / "run", mesh=ONE_DEVICE, fields=fields, enable_checkpoint_saving=False))
     assert result.step == 1
-    assert "run.html could not be written" in caplog.text
+    assert_names(caplog.text, tmp_path / "run" / "run.html", "not be written", "OSError: no space")
 
 
 def test_where_the_page_is_written(tmp_path, capsys):
@@ -150,19 +155,16 @@ def test_where_the_page_is_written(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("request_of", "says"),
+    ("request_of", "facts"),
     [
-        (lambda run: PageRequest([]), "needs --job_log_dir=DIR"),
-        (lambda run: PageRequest([str(run), str(run)]), "was given twice"),
-        (lambda run: PageRequest([str(run / "logs")]), "holds no run of this trainer"),
-        (
-            lambda run: PageRequest([str(run)], file=str(run)),
-            r"is a directory; give the file to write, e.g. .*/run.html",
-        ),
-        (lambda run: PageRequest([str(run)], file=str(run / "run.json" / "x.html")), "can't be written"),
+        (lambda run: PageRequest([]), ("needs --job_log_dir=DIR",)),
+        (lambda run: PageRequest([str(run), str(run)]), ("one was given twice",)),
+        (lambda run: PageRequest([str(run / "logs")]), ("one/logs", "no run of")),
+        (lambda run: PageRequest([str(run)], file=str(run)), ("one is a directory", "one/run.html")),
+        (lambda run: PageRequest([str(run)], file=str(run / "run.json" / "x.html")), ("run.json", "can't be written")),
     ],
 )
-def test_what_cannot_be_shown_is_refused(tmp_path, request_of, says):
+def test_what_cannot_be_shown_is_refused(tmp_path, request_of, facts):
     run = make_run(tmp_path / "one")
-    with pytest.raises(UserError, match=says):
+    with raises_naming(UserError, *facts):
         run_page.show(request_of(run))

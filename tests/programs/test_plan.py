@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from facts import assert_names, raises_naming
 
 from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.errors import UserError
@@ -64,9 +65,9 @@ def test_whether_it_fits_and_what_to_change(result):
     text = plan.plan_text(small)
     assert "DOES NOT FIT" in text
     assert "look here first" in text
-    assert "a smaller batch per chip" in text or "split variables over more devices" in text
+    assert "smaller batch" in text or "split variables" in text
     assert result.peak is None, "the CPU's compiler doesn't say it"
-    assert "live at the peak     2.0 GiB" in plan.plan_text(dataclasses.replace(result, peak=2 * plan.GIB))
+    assert "the peak     2.0 GiB" in plan.plan_text(dataclasses.replace(result, peak=2 * plan.GIB))
     assert "fits in 16 GiB" in plan.plan_text(dataclasses.replace(result, memory=16 * plan.GIB))
 
 
@@ -109,6 +110,7 @@ ENTRY main (a: f32[8]) -> f32[8] {{
     assert row["made_by"] == "jit(step)/transpose(jvp(lm.apply))/attention/dot_general and others"
 
 
+@pytest.mark.full
 def test_the_plan_is_printed_and_written(job, capsys):
     plan.write_plan(job)
     assert "bytes per chip" in capsys.readouterr().out
@@ -124,7 +126,7 @@ def test_a_plan_that_does_not_fit_is_printed_and_then_refused(job, result, monke
     config = dataclasses.replace(job.config, topology="h100:1x8", job_log_dir=epath.Path(tmp_path))
     small = dataclasses.replace(result, kind="NVIDIA H100 80GB HBM3", memory=result.total, least_chips=3)
     monkeypatch.setattr(plan, "plan", lambda job: small)
-    with pytest.raises(UserError, match=r"doesn't fit h100:1x8: it needs .* per chip.*fills the memory of 3 chips"):
+    with raises_naming(UserError, "doesn't fit h100:1x8", "per chip", "memory of 3 chips"):
         plan.write_plan(dataclasses.replace(job, config=config))
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
@@ -159,27 +161,20 @@ def test_an_unknown_topology_is_refused_with_the_form(topology):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "fact"),
     [
-        (
-            "RESOURCE_EXHAUSTED: too large\nbuffer table",
-            "the train step doesn't fit: RESOURCE_EXHAUSTED: too large\nbuffer",
-        ),
-        (
-            "INTERNAL: Couldn't find output tile sizes\nstack",
-            "the compiler can't compile the train step for h100:1x8: INTERNAL: Couldn't find output tile sizes",
-        ),
+        ("RESOURCE_EXHAUSTED: too large\nbuffer table", "doesn't fit: RESOURCE_EXHAUSTED: too large\nbuffer"),
+        ("INTERNAL: Couldn't find output tile sizes\nstack", "h100:1x8: INTERNAL: Couldn't find output tile sizes"),
     ],
 )
-def test_errors_of_the_compiler_are_the_user_s(job, monkeypatch, error, message):
+def test_errors_of_the_compiler_are_the_user_s(job, monkeypatch, error, fact):
     def fail(job):
         raise jax.errors.JaxRuntimeError(error)
 
     monkeypatch.setattr(start_up, "compile_train_step", fail)
     config = dataclasses.replace(job.config, topology="h100:1x8")
-    with pytest.raises(UserError) as caught:
+    with raises_naming(UserError, "train step", fact) as caught:
         plan.plan(dataclasses.replace(job, config=config))
-    assert str(caught.value).startswith(message)
     assert "stack" not in str(caught.value)
 
 
@@ -190,7 +185,7 @@ def test_the_report_is_written_if_the_forward_pass_cannot_be_traced(tmp_path, mo
     monkeypatch.setattr(inspect_sharding.attention_kernels, "of_forward_pass", fail)
     inspect_sharding.inspect_job(Job.build(make_run_config(TINY, tmp_path, mode="inspect")))
     assert (tmp_path / "sharding_report.txt").exists()
-    assert "TypeError: no such kernel" in caplog.text
+    assert_names(caplog.text, "TypeError", "no such kernel")
 
 
 def test_triton_is_left_out_only_for_gpus_that_are_not_here():

@@ -11,6 +11,7 @@ import types
 import jax
 import plan_helpers
 import pytest
+from facts import assert_names
 from plan_helpers import fake_plan, make_job, run
 from praxis.layers import AutodiffCheckpointType
 
@@ -23,6 +24,7 @@ from spmd_trainer.tasks.lm.decoder import feed_forward
 as_h100 = pytest.fixture(plan_helpers.as_h100)
 
 
+@pytest.mark.full
 def test_a_search_ranks_and_goes_on_where_it_ended(tmp_path, as_h100, monkeypatch):
     job = make_job(tmp_path)
     monkeypatch.setattr(plan_search.plan, "plan", fake_plan)
@@ -53,6 +55,7 @@ def test_a_search_ranks_and_goes_on_where_it_ended(tmp_path, as_h100, monkeypatc
     assert {str(o.candidate) for o in again if o.details} == {c["name"] for c in record["candidates"] if c["front"]}
 
 
+@pytest.mark.full
 def test_other_settings_do_not_use_what_was_kept(tmp_path, as_h100, monkeypatch):
     monkeypatch.setattr(plan_search.plan, "plan", fake_plan)
     outcomes, store = run(make_job(tmp_path))
@@ -110,6 +113,7 @@ def test_settings_of_a_partitioner_that_are_no_plain_values_are_part_of_the_key(
     assert keys[0] != keys[1] == keys[2]
 
 
+@pytest.mark.full
 def test_a_program_that_has_changed_is_compiled_again(tmp_path, as_h100, monkeypatch):
     """The code of a layer is in no setting."""
     compiled = []
@@ -132,9 +136,10 @@ def test_a_program_that_has_changed_is_compiled_again(tmp_path, as_h100, monkeyp
     # What was kept is checked even if no time is left.
     (forgotten,), _ = run(make_job(tmp_path), budget=0.0)
     assert forgotten.seconds is None
-    assert forgotten.not_reached == "the budget ran out before it was predicted"
+    assert_names(forgotten.not_reached, "budget", "predicted")
 
 
+@pytest.mark.full
 def test_the_program_is_the_same_in_another_process(tmp_path, as_h100):
     """Strings, and so sets of them, are ordered anew in each process."""
     code = (
@@ -173,6 +178,7 @@ def test_options_of_jax_are_part_of_the_key(tmp_path, as_h100, option):
         jax.config.update(option, old)
 
 
+@pytest.mark.full
 def test_a_second_search_knows_the_programs_of_the_first(tmp_path, as_h100, monkeypatch):
     policies = (AutodiffCheckpointType.SAVE_NOTHING, AutodiffCheckpointType.SAVE_UNET_CONV)
     monkeypatch.setattr(plan_candidates, "AutodiffCheckpointType", policies)
@@ -187,10 +193,11 @@ def test_a_second_search_knows_the_programs_of_the_first(tmp_path, as_h100, monk
         outcomes, store = run(make_job(tmp_path), "remat")
         store.write(outcomes)
         assert outcomes[0].seconds is not None
-        assert outcomes[1].reason == "the same program as save_nothing"
+        assert_names(outcomes[1].reason, "same program", "save_nothing")
     assert len(compiled) == 1
 
 
+@pytest.mark.full
 def test_a_second_search_leaves_out_what_the_first_left_out(tmp_path, as_h100, monkeypatch):
     def too_large(job):
         found = fake_plan(job)

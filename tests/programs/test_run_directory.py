@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 from etils import epath
+from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.programs import run_directory
@@ -34,7 +35,7 @@ def test_an_unreadable_marker_is_written_again(directory, keep, caplog):
     (directory / "checkpoints").mkdir()
     for trains in (False, True):
         run_directory.check_directory(directory, EXPERIMENT, trains=trains)
-    assert "experiment.json can't be read" in caplog.text
+    assert_names(caplog.text, f"{marker} can't be")
     describe(directory)
     assert marker.read_text() == whole
 
@@ -55,12 +56,14 @@ def test_a_directory_that_was_only_looked_at_can_be_used(tmp_path):
 
 def test_what_is_no_run_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not empty and no run of this trainer"):
+    with raises_naming(UserError, f"--job_log_dir={tmp_path}", "not empty", "no run of"):
         run_directory.check_directory(epath.Path(tmp_path), EXPERIMENT, trains=True)
 
 
 def test_another_experiments_directory_is_refused(directory):
-    with pytest.raises(UserError, match=r"holds a run of my.experiments.Exp, not of my.experiments.Other"):
+    with raises_naming(
+        UserError, f"--job_log_dir={directory}", "run of my.experiments.Exp", "not of my.experiments.Other"
+    ):
         run_directory.check_directory(directory, "my.experiments.Other", trains=True)
 
 
@@ -79,7 +82,7 @@ def test_an_unreadable_end_of_training_is_none(directory, content, caplog):
     assert run_directory.end_of_training(directory) == 7
     (directory / "end_of_training.json").write_text(content)
     assert run_directory.end_of_training(directory) is None
-    assert "taken as if training had not ended" in caplog.text
+    assert_names(caplog.text, directory / "end_of_training.json", "not ended")
     run_directory.mark_end_of_training(directory, 8)
     assert run_directory.end_of_training(directory) == 8
 
@@ -90,4 +93,4 @@ def test_an_unreadable_failure_is_none(directory, content, caplog):
     assert run_directory.failure(directory).reason == "ValueError: x"
     (directory / "failure.json").write_text(content)
     assert run_directory.failure(directory) is None
-    assert "taken as if training had not failed" in caplog.text
+    assert_names(caplog.text, directory / "failure.json", "not failed")

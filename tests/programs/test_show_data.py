@@ -8,6 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from facts import raises_naming
 from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
@@ -99,7 +100,7 @@ def test_datasets_that_show_nothing_are_refused():
             config=types.SimpleNamespace(experiment=experiment), build_input=lambda input_p: input_p
         )
 
-    with pytest.raises(UserError, match=r"experiment lm\.mine has no datasets to show"):
+    with raises_naming(UserError, "experiment lm.mine", "no datasets", "datasets()"):
         show_data.show_data(job())
 
     class Empty:
@@ -108,7 +109,7 @@ def test_datasets_that_show_nothing_are_refused():
         def get_next(self):
             raise StopIteration
 
-    with pytest.raises(UserError, match="dataset mine is empty; give it at least one example"):
+    with raises_naming(UserError, "dataset mine", "empty"):
         show_data.show_data(job(Empty()))
 
 

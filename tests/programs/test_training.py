@@ -105,6 +105,7 @@ def test_killed_and_started_again_the_curve_is_the_same_numbers(uninterrupted, t
     assert losses(directory) == losses(uninterrupted[0])
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_leaves_cleanly_and_the_run_goes_on(uninterrupted, tmp_path):
     directory = tmp_path / "run"
     slow = command(directory, "--fdl.set=task.train.save_interval_steps=1000")
@@ -138,6 +139,7 @@ def test_decode_once_continues_held_out_prompts(uninterrupted):
         assert record["score"] < 0
 
 
+@pytest.mark.full
 def test_eval_job_gives_the_number_that_training_gave(uninterrupted, tmp_path):
     directory, _ = uninterrupted
     during = metrics(directory, "eval_heldout")[STEPS]["bits_per_byte"]

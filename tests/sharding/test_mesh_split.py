@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from facts import raises_naming
 from jax.sharding import PartitionSpec as P
 from resharding_helpers import layout, random_array
 from sharding_helpers import saying
@@ -56,5 +57,5 @@ def test_split_wants_one_mesh():
         split_by_mesh_axis({"a": x, "b": y}, "fsdp")
     with pytest.raises(ValueError, match=saying("a", "ndarray", "reshard")):
         split_by_mesh_axis({"a": np.zeros(3)}, "fsdp")
-    with pytest.raises(ValueError, match="at least one array"):
+    with raises_naming(ValueError, "one array"):
         split_by_mesh_axis({}, "fsdp")

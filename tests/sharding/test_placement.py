@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from facts import raises_naming
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import saying
@@ -45,7 +46,7 @@ def test_place_errors(data_mesh):
     target = {"a": {"w": jnp.zeros((8, 4))}}
     with pytest.raises(ValueError, match=saying("a/w", "(8, 5)", "(8, 4)")):
         place_like_target({"a": {"w": np.zeros((8, 5))}}, target)
-    with pytest.raises(ValueError, match=saying("only the tree has ['a/v']", "only the target has ['a/w']")):
+    with raises_naming(ValueError, "tree has ['a/v']", "target has ['a/w']"):
         place_like_target({"a": {"v": np.zeros((8, 4))}}, target)
     uneven = jax.ShapeDtypeStruct((7,), jnp.float32, sharding=NamedSharding(data_mesh, P("data")))
     with pytest.raises(ValueError, match=saying("w: dimension 0", "size 7", "data=4", "4 or 8")):
@@ -74,11 +75,11 @@ def test_local_slice_errors(data_mesh):
         make_fsarray_from_local_slice(np.zeros((12, 2)), jax.devices())
     with pytest.raises(ValueError, match="scalar"):
         make_fsarray_from_local_slice(np.float32(1), jax.devices())
-    with pytest.raises(ValueError, match="a dimension other than the first"):
+    with raises_naming(ValueError, "dimension other than", "first"):
         get_local_slice_from_fsarray(jax.device_put(jnp.zeros((8, 8)), NamedSharding(data_mesh, P(None, "data"))))
-    with pytest.raises(ValueError, match="same rows on several devices"):
+    with raises_naming(ValueError, "same rows", "several devices"):
         get_local_slice_from_fsarray(jax.device_put(jnp.zeros((8, 8)), NamedSharding(data_mesh, P("data"))))
-    with pytest.raises(ValueError, match="same rows on several devices"):
+    with raises_naming(ValueError, "same rows", "several devices"):
         get_local_slice_from_fsarray(jax.device_put(jnp.float32(0), NamedSharding(data_mesh, P())))
 
 

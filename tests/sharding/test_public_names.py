@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import pytest
+from facts import raises_naming
 
 from spmd_trainer import sharding
 from spmd_trainer.sharding import messages, public
@@ -17,7 +17,7 @@ def test_every_public_name_is_an_attribute():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match=r"module 'spmd_trainer\.sharding' has no attribute 'nothing'"):
+    with raises_naming(AttributeError, "'spmd_trainer.sharding'", "'nothing'"):
         _ = sharding.nothing
 
 

@@ -9,6 +9,7 @@ import subprocess
 import jax
 import numpy as np
 import pytest
+from facts import assert_names
 from jax.sharding import PartitionSpec as P
 from report_helpers import LONG_PATH, LONG_REASON, MESH, TRAIN_STATE, VARIABLES, texts
 
@@ -84,13 +85,15 @@ def test_page_shows_and_selects(browse):
     assert "device 3 (replica=0, data=1, mdl=1) holds [26:52, 32:64]" in dom
 
 
+@pytest.mark.full
 @needs_chromium
 def test_page_shows_replicas(browse):
     dom = browse(sharding_report(VARIABLES, MESH, format="html"), "at=out/kernel")
     assert re.findall(r'class="device" data-piece="(\d+)"', dom) == list("00112233")
-    assert "Each shard is on 2 devices" in dom
+    assert_names(dom, "is on 2 devices")
 
 
+@pytest.mark.full
 @needs_chromium
 def test_page_searches_filters_and_sorts(browse):
     page = sharding_report(VARIABLES, MESH, format="html")
@@ -101,6 +104,7 @@ def test_page_searches_filters_and_sorts(browse):
     assert "No variable matches." in browse(page, "q=nothing-like-this")
 
 
+@pytest.mark.full
 @needs_chromium
 def test_page_with_ten_thousand_variables_draws_only_rows_in_sight(browse):
     mesh = jax.sharding.AbstractMesh((16, 8), ("data", "mdl"))
@@ -120,6 +124,7 @@ def test_page_with_ten_thousand_variables_draws_only_rows_in_sight(browse):
     assert selected(dom) == texts(dom, r'class="path mono"[^>]*>(.*?)</div>') == ["layer_9999/w"]
 
 
+@pytest.mark.full
 @needs_chromium
 def test_page_opens_on_the_largest_split_variable(browse):
     dom = browse(sharding_report(TRAIN_STATE, MESH, format="html"))
@@ -129,6 +134,7 @@ def test_page_opens_on_the_largest_split_variable(browse):
     assert selected(browse(sharding_report(TRAIN_STATE, MESH, format="html"), "at=gone/w")) == ["mdl_vars/params/bias"]
 
 
+@pytest.mark.full
 @needs_chromium
 def test_page_filters_by_kind(browse):
     page = sharding_report(TRAIN_STATE, MESH, format="html")
@@ -154,6 +160,7 @@ def found(dom: str) -> dict:
     return json.loads(html.unescape(re.search(r'data-found="([^"]*)"', dom)[1]))
 
 
+@pytest.mark.full
 @needs_chromium
 def test_page_never_cuts_a_reason(browse):
     page = sharding_report(TRAIN_STATE, MESH, format="html")
@@ -189,6 +196,7 @@ def tip(dom: str) -> str | None:
     return None if "hidden=" in attributes.replace("aria-hidden=", "") else html.unescape(text)
 
 
+@pytest.mark.full
 @needs_chromium
 @pytest.mark.parametrize(
     "act", ["row.focus()", "row.firstChild.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"]
@@ -203,6 +211,7 @@ def test_an_abbreviated_path_is_shown_in_full_on_focus_and_on_hover(browse, act)
     assert tip(browse(acting(page, LONG_ROW.replace(LONG_PATH, "step"), act))) is None
 
 
+@pytest.mark.full
 @needs_chromium
 def test_arrow_keys_select_and_enter_goes_to_the_picture(browse):
     page = sharding_report(TRAIN_STATE, MESH, format="html")
@@ -220,6 +229,7 @@ def test_arrow_keys_select_and_enter_goes_to_the_picture(browse):
     assert press("End", "Enter") == (["extra_state/0"], "detail")
 
 
+@pytest.mark.full
 @needs_chromium
 def test_page_of_one_variable_on_one_device_and_of_none(browse):
     nowhere = jax.sharding.Mesh(np.array(jax.devices()[0]), ())

@@ -5,12 +5,14 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 from test_two_processes import free_port
 
 WORKER = pathlib.Path(__file__).with_name("resharding_worker.py")
 ROOT = WORKER.parents[2]
 
 
+@pytest.mark.full
 def test_arrays_move_among_the_devices_of_two_processes():
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",

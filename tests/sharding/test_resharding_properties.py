@@ -57,6 +57,7 @@ def even_shape(logical, *shardings):
 logical_shapes = st.tuples(st.integers(1, 50), st.integers(1, 50))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [reshard, reshard_with_intermediate_sharding])
 @quick
 @given(layouts(), layouts(), logical_shapes, st.booleans(), st.sampled_from([np.float32, np.int8]))
@@ -81,6 +82,7 @@ def test_values_stay_and_no_device_holds_too_much(way, source, target, logical, 
     assert watch.in_programs <= sum(shards) + max(shards)
 
 
+@pytest.mark.full
 @quick
 @given(layouts(), layouts())
 def test_an_intermediate_sharding_lies_between(source, target):
@@ -107,6 +109,7 @@ def test_an_intermediate_sharding_lies_between(source, target):
     assert max(collective_bytes(hop.as_text()), default=0) <= shard_bytes(x, between)
 
 
+@pytest.mark.full
 @quick
 @given(layouts(), layouts(), logical_shapes)
 def test_uneven_variables_move_with_new_paddings(source, target, logical):

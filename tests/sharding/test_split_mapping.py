@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from facts import raises_naming
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import saying
 
@@ -87,13 +88,18 @@ def test_infer_by_rank():
 
 
 def test_missing_rank_says_what_to_add():
-    with pytest.raises(ValueError, match="map_3d") as error:
+    with raises_naming(
+        ValueError,
+        "task.train.inputs_split_mapping",
+        "no map_3d",
+        "'images/patches'",
+        "rank 3",
+        (16, 196, 768),
+        "replica=1, data=4, mdl=2",
+        "map_3d=(('replica', 'data'), None, None)",
+        "map_3d=None",
+    ):
         input_partition_spec(MAPPING, SIZES, "images/patches", array(16, 196, 768))
-    assert str(error.value) == (
-        "task.train.inputs_split_mapping has no map_3d, and input 'images/patches' has rank 3 (shape (16, 196, 768)).\n"
-        "Mesh axes: replica=1, data=4, mdl=2. To split its batch, add map_3d=(('replica', 'data'), None, None) to "
-        "task.train.inputs_split_mapping, or map_3d=None to replicate it."
-    )
 
 
 def test_an_override_by_name_wins_over_the_rank():
@@ -194,7 +200,7 @@ def test_reshard_refuses_a_dimension_that_does_not_divide(pax_mesh):
 
 
 def test_reshard_without_a_mesh():
-    with pytest.raises(ValueError, match=r"There is no mesh to split input 'ids'.*jax\.set_mesh"):
+    with raises_naming(ValueError, "no mesh", "'ids'", "jax.set_mesh"):
         reshard_inputs(MAPPING, AXES, {"ids": jnp.ones((8, 4))})
 
 
@@ -225,14 +231,14 @@ def test_validation_errors_name_key_entry_axes_and_fix(mapping, words):
 
 
 def test_validation_on_an_empty_mesh():
-    with pytest.raises(ValueError, match="the mesh has no axes"):
+    with raises_naming(ValueError, "mesh", "no axes"):
         validate_split_mapping(MAPPING, ())
 
 
 def test_validation_against_the_batch():
     batch = {"images": array(8, 4, 4, 2), "ids": array(8, 16)}
     validate_split_mapping(MAPPING | {"by_name": {"im*": None}}, AXES, batch)
-    with pytest.raises(ValueError, match=r"by_name\['image'\] matches no input; did you mean images\?"):
+    with raises_naming(ValueError, "by_name['image']", "no input", "mean images"):
         validate_split_mapping(MAPPING | {"by_name": {"image": None}}, AXES, batch)
     with pytest.raises(ValueError, match=r"has no map_2d, and input 'ids'.*\n.*add map_2d="):
         validate_split_mapping({"map_4d": None}, AXES, batch)

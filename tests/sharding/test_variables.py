@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from facts import raises_naming
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -118,7 +119,7 @@ def test_paths_of_models():
 )
 def test_a_prefix_that_does_not_fit_names_the_path(prefix, words):
     tree = {"layers": [{"kernel": 1}, {"kernel": 2}]}
-    with pytest.raises(ValueError, match=saying("specs is not a prefix of the tree", *words)):
+    with raises_naming(ValueError, "specs", "prefix", *words):
         broadcast_prefix("specs", prefix, tree, is_spec)
 
 

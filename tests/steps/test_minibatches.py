@@ -56,7 +56,14 @@ def whole(batch):
     return run(batch, (1, 1, 1), 1)
 
 
-@pytest.mark.parametrize(("sizes", "num_minibatches"), [((1, 1, 1), 3), ((1, 4, 2), 2), ((1, 4, 2), 4)])
+@pytest.mark.parametrize(
+    ("sizes", "num_minibatches"),
+    [
+        pytest.param((1, 1, 1), 3, marks=pytest.mark.full),
+        pytest.param((1, 4, 2), 2, marks=pytest.mark.full),
+        ((1, 4, 2), 4),
+    ],
+)
 def test_the_update_is_that_of_the_whole_batch(batch, whole, sizes, num_minibatches):
     state, output = run(batch, sizes, num_minibatches)
     expected_state, expected = whole
@@ -80,6 +87,7 @@ def test_the_update_is_that_of_the_whole_batch(batch, whole, sizes, num_minibatc
         np.testing.assert_allclose(x, y, atol=1e-3 * max(1e-3, float(np.abs(y).max())))
 
 
+@pytest.mark.full
 def test_minibatches_take_less_memory(batch):
     # Enough rows for activations to outweigh the gradients.
     batch = jax.tree.map(lambda x: np.repeat(x, 4, axis=0), batch)

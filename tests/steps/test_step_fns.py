@@ -1,6 +1,7 @@
 """The pure steps take their forward and backward pass as an argument."""
 
 import jax
+import pytest
 
 from spmd_trainer.inputs import batches
 from spmd_trainer.steps import initialization, step_fns
@@ -37,6 +38,7 @@ def test_a_train_step_calls_its_gradient_function_with_the_padded_arguments_if_i
     assert calls == [PADDED]
 
 
+@pytest.mark.full
 def test_an_eval_step_calls_its_forward_function_with_the_padded_arguments_if_it_has_some():
     calls, logical = trace(step_fns.eval_step, step_fns.evaluate, with_opt_states=False)
     assert calls == logical

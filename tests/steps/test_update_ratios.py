@@ -10,6 +10,7 @@ from spmd_trainer.programs.verify import _logical
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.steps import step_fns
 
+pytestmark = pytest.mark.full
 ON = "task.train.update_ratio_summary=True"
 STACKED = "params/lm/transformer/repeat/sub/x_layers_0/ff_layer/ffn_layer1/linear/w"
 BEFORE_CLIPPING = "task.train.learner.optimizer.clip_gradient_norm_to_value=0.01"

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from etils import epath
+from facts import raises_naming
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "interop"))
 
@@ -22,7 +23,7 @@ NAME = "llama_tokenizer"
 
 def test_a_bucket_that_does_not_exist(address_of, use):
     use("s3", address_of("s3"))
-    with pytest.raises(UserError, match="--export_dir=s3://nobucket/out can't be used: there is no bucket 'nobucket'"):
+    with raises_naming(UserError, "--export_dir=s3://nobucket/out", "no bucket 'nobucket'"):
         hf.check_directory("--export_dir", epath.Path("s3://nobucket/out"))
 
 

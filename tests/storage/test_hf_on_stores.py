@@ -19,6 +19,7 @@ from spmd_trainer.interop import hf
 NAME = "gpt2"
 
 
+@pytest.mark.parametrize("remote", ["gs", pytest.param("s3", marks=pytest.mark.full)], indirect=True)
 def test_a_folder_goes_to_a_store_and_comes_back(remote):
     job = make_job(DATA / NAME, mesh_of(1, 2, 2))
     state = read(DATA / NAME, job)

@@ -28,6 +28,7 @@ def test_a_listing_of_many_pages_is_complete(remote, small_pages):
     assert names(remote) == ["b", "c"]
 
 
+@pytest.mark.full
 def test_more_objects_than_a_page_of_the_service_holds(remote):
     """1,000 is the most that GCS and S3 return at once."""
     for number in range(listing.PAGE + 2):

@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import pytest
+from facts import raises_naming
 
 from spmd_trainer import storage
 from spmd_trainer.errors import UserError
@@ -74,7 +75,7 @@ def test_refusals_name_the_right_spelling(text, says):
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"gs:// paths need the package gcsfs: install spmd-trainer\[gcs\]"):
+    with raises_naming(UserError, "gs://", "gcsfs", "spmd-trainer[gcs]"):
         storage.directory("--job_log_dir", "gs://bkt/run")
 
 

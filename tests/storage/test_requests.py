@@ -27,7 +27,7 @@ def requests_of_start(proxy, *args, **kwargs):
     ]
 
 
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
+@pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.full)])
 def test_a_start_and_a_resume_take_few_requests(scheme, address_of, use, tmp_path):
     """A start took 36 on S3, and a resume 233 on GCS."""
     directory = f"{scheme}://bkt/requests"
@@ -62,6 +62,7 @@ def requests_with(number, scheme, proxy):
         }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_listing_costs_the_same_for_any_number_of_steps(scheme, address_of, use):
     """Each step took 30 requests at every listing, and 9 more when the directory was opened for saving."""

@@ -8,6 +8,7 @@ import stat
 
 import pytest
 from etils import epath
+from facts import raises_naming
 from proxy import Proxy
 
 from spmd_trainer.errors import UserError
@@ -81,7 +82,7 @@ def test_a_large_object_is_one_put_too(remote):
 
 
 def test_nothing_can_be_appended_to_an_object(remote):
-    with pytest.raises(OSError, match="nothing can be appended"):
+    with raises_naming(OSError, "appended"):
         (remote / "x").open("a")
 
 
@@ -205,20 +206,18 @@ def test_a_directory_that_can_be_written(anywhere):
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_no_bucket(scheme, address_of, use):
     use(scheme, address_of(scheme))
-    with pytest.raises(
-        UserError, match=rf"--job_log_dir={scheme}://no-such/run can't be used: there is no bucket 'no-such'"
-    ):
+    with raises_naming(UserError, f"--job_log_dir={scheme}://no-such/run", "no bucket 'no-such'"):
         access.check_writable("--job_log_dir", epath.Path(f"{scheme}://no-such/run"))
 
 
 def test_local_directories_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file is a file; give a directory"):
+    with raises_naming(UserError, tmp_path / "file", "is a file"):
         access.check_writable("--job_log_dir", epath.Path(tmp_path / "file" / "run"))
     (tmp_path / "closed").mkdir()
     (tmp_path / "closed").chmod(stat.S_IRUSR)
     monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & stat.S_IWUSR))  # also for root
-    with pytest.raises(UserError, match=r"can't be written below .*closed"):
+    with raises_naming(UserError, tmp_path / "closed", "can't be written"):
         access.check_writable("--job_log_dir", epath.Path(tmp_path / "closed" / "run"))
 
 

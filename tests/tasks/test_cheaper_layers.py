@@ -70,16 +70,16 @@ def variables_of(layer, ids, labels, weights):
     return jax.tree.map(lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), variables)
 
 
-@pytest.mark.parametrize("on_mesh", [True, False])
+@pytest.mark.parametrize("on_mesh", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("vocab", "fields"),
     [
-        (16, {"soft_cap_logits": 2.0}),
+        pytest.param(16, {"soft_cap_logits": 2.0}, marks=pytest.mark.full),
         (13, {"soft_cap_logits": 2.0}),  # 2 devices don't divide the table's rows
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tokens_at_a_time", [1024, 4])
+@pytest.mark.parametrize("tokens_at_a_time", [pytest.param(1024, marks=pytest.mark.full), 4])
 def test_lookup_and_its_gradient_are_those_of_praxis(vocab, fields, on_mesh, tokens_at_a_time, monkeypatch):
     monkeypatch.setattr(cheaper_layers, "_LOOKUP_TOKENS", tokens_at_a_time)
     ids, labels, weights = tokens(vocab)
@@ -91,6 +91,7 @@ def test_lookup_and_its_gradient_are_those_of_praxis(vocab, fields, on_mesh, tok
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), ours, praxis)
 
 
+@pytest.mark.full
 def test_a_vocabulary_that_is_not_split():
     """-1 is praxis' other way to say so."""
     ids, labels, weights = tokens(16)
@@ -101,6 +102,7 @@ def test_a_vocabulary_that_is_not_split():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), ours, praxis)
 
 
+@pytest.mark.full
 def test_ids_outside_of_the_table_have_zeros_for_embeddings():
     ids, labels, weights = tokens(16)
     plain, cheaper = softmax(16)

@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 from decoder_helpers import evaluating, small_spec
+from facts import raises_naming
 from praxis import base_layer
 from praxis.pax_fiddle import Config
 
@@ -44,9 +44,9 @@ def test_axes_can_be_changed_and_missing_mesh_axes_are_left_out():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match=r"axes has no logical axis 'head'; did you mean heads"):
+    with raises_naming(UserError, "logical axis 'head'", "mean heads"):
         axes.resolve_axes({"head": "mdl"}, MESH)
-    with pytest.raises(UserError, match=r"axes\['mlp'\]='model', and the mesh has no axis 'model'"):
+    with raises_naming(UserError, "axes['mlp']='model'", "no axis 'model'"):
         axes.resolve_axes({"mlp": "model"}, MESH)
 
 

@@ -69,12 +69,15 @@ def assert_same_as_whole(decoder, logits):
         np.testing.assert_allclose(logits[row], whole[row, length - 1 : length + STEPS], atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [form if form == "window" else pytest.param(form, marks=pytest.mark.full) for form in FORMS]
+)
 def test_steps_give_the_logits_of_the_whole_text(form):
     decoder = Decoder(small_spec(**FORMS[form]))
     assert_same_as_whole(decoder, decoder.decode(incremental)[0])
 
 
+@pytest.mark.full
 def test_a_loop_over_the_layers_has_a_stacked_cache():
     fields = FORMS["two bases"]
     looped = Decoder(small_spec(**fields), unroll_in_decode=False)
@@ -88,6 +91,7 @@ def test_a_loop_over_the_layers_has_a_stacked_cache():
     np.testing.assert_array_equal(cache["first_index"], 5 - LENGTHS)
 
 
+@pytest.mark.full
 def test_several_tokens_in_one_step():
     decoder = Decoder(small_spec(**LOCAL))
     ids = texts()
@@ -100,6 +104,7 @@ def test_several_tokens_in_one_step():
     assert_same_as_whole(decoder, decoder.decode(run)[0])
 
 
+@pytest.mark.full
 def test_the_padding_of_a_prompt_does_not_matter():
     decoder = Decoder(small_spec())
     ids = texts()[:, : LENGTHS.max()]
@@ -108,6 +113,7 @@ def test_the_padding_of_a_prompt_does_not_matter():
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize("fprop_for_prefix", [True, False])
 def test_praxis_decoders_work_with_it(fprop_for_prefix, num_samples):

@@ -73,7 +73,20 @@ def test_every_published_size_is_counted():
     assert registered == set(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# One size of each family.
+SHORT = (
+    "llama.Llama3_1_8B",
+    "qwen.Qwen3_30B_A3B",
+    "mistral.Mixtral8x7B",
+    "gemma.Gemma3_4B",
+    "gpt2.Gpt2Small",
+    "olmo.Olmo2_1B",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in PUBLISHED]
+)
 def test_numbers_of_parameters(name):
     model_p = experiment_config.resolve(f"lm.{name}").task_p.model
     layer = base_layer.instantiate(model_p.lm_tpl.clone().set(name="lm"))

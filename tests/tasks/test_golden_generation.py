@@ -83,6 +83,7 @@ def generate(folder, directory, mesh=(1, 1, 1), **settings):
     return tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("folder", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(folder, tmp_path):
     expected = np.load(GOLDEN / folder / "expected.npz")
@@ -90,7 +91,12 @@ def test_greedy_tokens_are_those_of_transformers(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "mesh"), [(WITH_TEXT, (1, 2, 3)), ("qwen3_moe_wide", (1, 3, 2)), ("gemma2", (1, 2, 3))]
+    ("folder", "mesh"),
+    [
+        pytest.param(WITH_TEXT, (1, 2, 3), marks=pytest.mark.full),
+        ("qwen3_moe_wide", (1, 3, 2)),
+        pytest.param("gemma2", (1, 2, 3), marks=pytest.mark.full),
+    ],
 )
 def test_a_mesh_that_divides_nothing_gives_the_same_tokens(folder, mesh, tmp_path):
     expected = np.load(GOLDEN / folder / "expected.npz")
@@ -99,6 +105,7 @@ def test_a_mesh_that_divides_nothing_gives_the_same_tokens(folder, mesh, tmp_pat
     np.testing.assert_array_equal(generate(folder, tmp_path, mesh), expected["tokens"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

@@ -70,6 +70,7 @@ def test_only_import_lines_are_renamed():
     assert all(line.startswith("from spmd_trainer") for line in touched)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["lm_cloud", "optimal_scaling"])
 def test_every_published_experiment_resolves_and_builds_at_its_size(published, name):
     assert len(classes(published[name])) > 10
@@ -83,6 +84,7 @@ def test_every_published_experiment_resolves_and_builds_at_its_size(published, n
             assert num_params(task, shapes) == pytest.approx(int(size[1]) * 1e9, rel=0.1), cls
 
 
+@pytest.mark.full
 def test_every_published_config_is_the_one_that_pax_makes(published, pax, patch):
     for name in ("lm_cloud", "bert"):
         text = moved_over(f"params/{name}.py")
@@ -133,6 +135,7 @@ ATTRIBUTES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_any_class_attributes_make_the_config_that_pax_makes(pax, name):
     # No shrinking: it would build hundreds of configs, and the differing fields say enough.
@@ -164,6 +167,7 @@ def test_experts_take_over_what_pax_takes_over(pax):
         assert ours.block.moe_layer_tpl.hidden_dims == (hidden_dims or 16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("base", "overrides"),
     [
@@ -190,6 +194,7 @@ def test_a_published_experiment_trains_when_its_sizes_are_overridden(published, 
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.full
 def test_the_published_perceptron_steps(published):
     """Its loss is its accuracy, without a gradient: praxis' model has it so."""
     cls = type(
@@ -219,7 +224,12 @@ def expected_params(cls) -> int:
     return cls.NUM_LAYERS * layer + 2 * dims + (dims + 1) * cls.VOCAB_SIZE
 
 
-@pytest.mark.parametrize("name", CLOUD)
+SHORT = ("LmCloudSpmd2B", "LmCloudSpmdPipeline9B")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in CLOUD]
+)
 def test_a_size_has_the_parameters_and_the_batch_that_it_says(name):
     cls = CLOUD[name]
     resolved = experiment_config.resolve(f"lm.cloud.{name}")

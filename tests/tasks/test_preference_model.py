@@ -57,6 +57,7 @@ def as_floats(batch):
     return np.stack([batch[side].reference_logps.view(np.float32) for side in ("chosen", "rejected")], axis=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("preference", "pairs"),
     [({"beta": 0.5}, 6), (NORMALISED, 5), ({"loss": "ipo"}, 1), ({"loss": "robust", "label_smoothing": 0.2}, 6)],
@@ -107,6 +108,7 @@ def test_metrics_are_weighted_means_over_the_pairs():
         assert value == pytest.approx(np.average(np.asarray(values), weights=WEIGHTS), rel=1e-5), name
 
 
+@pytest.mark.full
 def test_rows_that_fill_a_batch_change_nothing():
     task, batch = task_of(NORMALISED), pair_batch(3)
     variables = variables_of(task, batch)
@@ -134,17 +136,20 @@ def assert_same_training(sizes, partitioner):
         assert compared.passed, compared
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_any_mesh_gives_the_numbers_of_one_device(sizes):
     assert_same_training(sizes, pjit.PjitPartitioner())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_minibatches", [2, 3])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 2)], ids=str)
 def test_minibatches_give_the_numbers_of_whole_batches(sizes, num_minibatches):
     assert_same_training(sizes, pjit.PjitPartitioner(num_minibatches=num_minibatches))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
@@ -159,6 +164,7 @@ def test_each_device_on_its_own_pairs_gives_the_numbers_of_one_device(sizes, set
     assert_same_training(sizes, ShardMapPartitioner(**settings))
 
 
+@pytest.mark.full
 def test_the_reference_of_the_model_itself():
     """What a run computes before its first step is what a step computes live."""
     task, batch = task_of({"beta": 0.5}), pair_batch(reference=False)
@@ -181,6 +187,7 @@ def test_the_reference_of_the_model_itself():
         assert value == scalars[name][0], name
 
 
+@pytest.mark.full
 def test_the_reference_has_no_dropout_and_no_gradient():
     task, batch = task_of(), pair_batch(reference=False)
     task.model.lm_tpl.spec.dropout = 0.5
@@ -199,6 +206,7 @@ def test_the_reference_has_no_dropout_and_no_gradient():
     assert not any(np.any(x) for x in jax.tree.leaves(gradient))
 
 
+@pytest.mark.full
 def test_a_batch_without_reference_is_refused():
     task, batch = task_of(), pair_batch(reference=False)
     variables = variables_of(task, batch)
@@ -208,6 +216,7 @@ def test_a_batch_without_reference_is_refused():
     assert np.isfinite(run(simpo, variables, batch)[0]["total_loss"][0])
 
 
+@pytest.mark.full
 def test_a_step_in_bfloat16_keeps_all_digits_of_the_reference():
     task, batch = task_of({"beta": 1.0}, fprop_dtype=jnp.bfloat16), pair_batch()
     batch.chosen.reference_logps = np.full(6, -300.7, np.float32).view(np.int32)
@@ -221,6 +230,7 @@ def test_a_step_in_bfloat16_keeps_all_digits_of_the_reference():
         step_fns.forward(task, variables, key, batch, hparams, do_eval=True)
 
 
+@pytest.mark.full
 def test_a_batch_of_a_language_model_gives_praxis_loss():
     task, batch = task_of(), pair_batch()
     variables, rows = variables_of(task, batch), NestedMap(batch.chosen)
@@ -234,6 +244,7 @@ def test_a_batch_of_a_language_model_gives_praxis_loss():
     assert jax.tree.structure(variables) == jax.tree.structure(variables_of(task, rows))
 
 
+@pytest.mark.full
 def test_praxis_own_decoder_learns_from_pairs_too():
     """Its vocabulary of 61 is padded on the mesh."""
     lm_p = Config(layers.TransformerLm, vocab_size=61, model_dims=8, packed_input=True)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from facts import raises_naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,5 +109,5 @@ def test_a_row_s_tokens_depend_on_its_own_key_and_step(key):
 
 
 def test_sampling_without_keys_is_refused():
-    with pytest.raises(ValueError, match="needs a key for each row"):
+    with raises_naming(ValueError, "key", "each row"):
         sampling.next_tokens(jnp.zeros((1, 3)), GenerationSettings(temperature=1.0))

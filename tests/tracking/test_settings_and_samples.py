@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from facts import assert_names
 from tracking_helpers import PICTURES
 
 from spmd_trainer.programs import experiment_config
@@ -61,7 +62,7 @@ def test_records_of_other_models_show_every_field():
 
 def test_a_long_text_says_where_it_is_whole():
     _, rows = table([{"index": 0, "prompt": "", "output": "x" * 5000}], "prompts", 8)
-    assert rows[0][2].endswith("... (5000 characters, all of them in decode_out/prompts/step_8.jsonl)")
+    assert_names(rows[0][2].lstrip("x"), "5000 characters", "decode_out/prompts/step_8.jsonl")
 
 
 def test_no_records():

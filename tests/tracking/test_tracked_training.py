@@ -9,6 +9,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from facts import missing_facts, raises_naming
 from praxis import pax_fiddle
 from tensorboard.backend.event_processing import event_accumulator
 from test_feed import Recorder
@@ -79,6 +80,7 @@ def steps_with(history, key):
     return [entry["trainer/step"] for entry in history if key in entry]
 
 
+@pytest.mark.full
 def test_wandb_has_the_history_of_both_starts(tracked):
     records = wandb_records(tracked[0])
     assert [entry["exit"]["exit_code"] for part in records for entry in part if entry["type"] == "exit"] == [1, 0]
@@ -94,6 +96,7 @@ def test_wandb_has_the_history_of_both_starts(tracked):
     assert config["run"]["jax"] == jax.__version__
 
 
+@pytest.mark.full
 def test_mlflow_has_it(tracked):
     from mlflow.tracking import MlflowClient
 
@@ -109,6 +112,7 @@ def test_mlflow_has_it(tracked):
     assert "samples/heldout_prompts.json" in [file.path for file in client.list_artifacts(run.info.run_id, "samples")]
 
 
+@pytest.mark.full
 def test_trackio_has_it(tracked):
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -118,6 +122,7 @@ def test_trackio_has_it(tracked):
     assert {"prompt", "output", "score", "index"} == set(samples["_value"][0])
 
 
+@pytest.mark.full
 def test_tensorboard_has_each_step_once(tracked):
     accumulator = event_accumulator.EventAccumulator(str(tracked[0] / "summaries/train"))
     accumulator.Reload()
@@ -125,6 +130,7 @@ def test_tensorboard_has_each_step_once(tracked):
     assert {"config", "loss"} <= set(accumulator.Tags()["tensors"])
 
 
+@pytest.mark.full
 def test_samples_are_those_of_the_decode(tracked):
     directory = tracked[0]
     records = [
@@ -135,6 +141,7 @@ def test_samples_are_those_of_the_decode(tracked):
     assert [row[1] for row in table["data"]] == [record["prompt"] for record in records]
 
 
+@pytest.mark.full
 def test_tracking_changes_no_number(tracked, plain):
     same(tracked[1], plain)
 
@@ -151,6 +158,7 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.full
 def test_trackers_that_raise_change_nothing(tmp_path, plain, caplog):
     bad = [named(f"No{method.title()}", fails=[method]) for method in METHODS]
     good = named("Good")
@@ -170,18 +178,21 @@ def test_trackers_that_raise_change_nothing(tmp_path, plain, caplog):
     assert not any("tracker Good" in text for text in warnings(caplog))
 
 
+@pytest.mark.full
 def test_trackers_that_hang_change_nothing(tmp_path, plain, monkeypatch, caplog):
     monkeypatch.setattr(tracking_lib, "CLOSE_SECONDS", 0.1)
     bad = [named(f"Slow{method.title()}", waits=[method]) for method in ("open", "scalars", "close")]
     try:
         same(trained(tmp_path / "run", Tracking(bad)), plain)
         for method in ("open", "scalars", "close"):
-            assert f"tracker Slow{method.title()} hangs in {method}; the run ends without it" in warnings(caplog)
+            tracker = f"tracker Slow{method.title()}"
+            assert any(not missing_facts(text, tracker, f"hangs in {method}") for text in warnings(caplog))
     finally:
         for tracker in bad:
             tracker.go.set()
 
 
+@pytest.mark.full
 def test_a_signal_stops_a_run(tmp_path):
     class Leaves(Callback):
         def after_step(self, run, step, scalars):
@@ -203,6 +214,7 @@ def test_other_processes_track_nothing(monkeypatch):
     assert not tracker.calls
 
 
+@pytest.mark.full
 def test_trackers_come_last_whatever_their_place(tmp_path):
     tracker = Recorder()
 
@@ -217,8 +229,9 @@ def test_trackers_come_last_whatever_their_place(tmp_path):
     assert ("page", "run.html") in tracker.calls
 
 
+@pytest.mark.full
 def test_every_tracker_has_one_name(tmp_path):
-    with pytest.raises(UserError, match="tracks with Recorder twice"):
+    with raises_naming(UserError, "Recorder twice"):
         trained(tmp_path / "run", Tracking([Recorder()]), Tracking([Recorder()]))
 
 
@@ -226,15 +239,15 @@ def test_a_wrong_name_in_the_config_ends_the_run(tmp_path):
     def customize(config):
         config.task.train.callbacks = [pax_fiddle.Config(Tracking, trackers=["wandbb"])]
 
-    with pytest.raises(UserError, match="no tracker 'wandbb'; did you mean wandb"):
+    with raises_naming(UserError, "tracker 'wandbb'", "wandb?"):
         trained(tmp_path / "run", customize=customize)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"trackers": "wandb"}, r"is one text; give a list of names, e.g. \['wandb'\]"),
-        ({"trackers": [3]}, "trackers has 3; give names or objects"),
+        ({"trackers": "wandb"}, r"a list.*\['wandb'\]"),
+        ({"trackers": [3]}, "trackers has 3"),
         ({"trackers": ["mlflow", "mlflow"]}, "names 'mlflow' twice"),
         ({"trackers": [], "histogram_interval_steps": 0}, "histogram_interval_steps=0; give 1 or more"),
     ],
@@ -253,6 +266,7 @@ def test_the_flag_opens_no_tracker_twice():
     assert trackers_last([], []) == ([], [])
 
 
+@pytest.mark.full
 def test_histograms_of_variables():
     job, state = restored()
     metadata = job.partitioner.eval_metadata()
@@ -271,6 +285,7 @@ def test_histograms_of_variables():
         np.testing.assert_allclose([edges[0], edges[-1]], [values.min(), values.max()], atol=0.51)
 
 
+@pytest.mark.full
 def test_callbacks_get_what_was_decoded(tracked, tmp_path):
     class Listens(Callback):
         def after_decode(self, run, step, dataset, samples):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from input_helpers import assert_same, drain, take
 from memory_documents import MemoryDocuments, documents, make, mixture, segments, texts
 
@@ -16,9 +17,7 @@ BAD = [*GOOD[:20], None, *GOOD[20:50], None, None, *GOOD[50:], None]
 
 
 def test_a_bad_record_is_an_error_that_names_it():
-    with pytest.raises(
-        UserError, match=r"CorpusInput '.*': m0:21 is broken\. Fix it, or skip bad records with bad_records='skip'"
-    ):
+    with raises_naming(UserError, "CorpusInput '", "m0:21", "broken", "bad_records='skip'"):
         drain(make(documents(BAD), is_training=False))
 
 
@@ -65,9 +64,9 @@ def test_skipped_records_of_each_source_are_counted_in_the_position():
 @pytest.mark.parametrize("shuffle", ["global", 3, None])
 def test_nothing_but_bad_records_or_empty_documents_is_an_error_and_not_a_hang(shuffle):
     for some in ([None] * 30, [b""] * 30, [b"", None]):
-        with pytest.raises(UserError, match="no record has a document with text"):
+        with raises_naming(UserError, "no record", "with text", "last is m0:"):
             make(documents(some, shuffle=shuffle), bad_records="skip").get_next()
-        with pytest.raises(UserError, match="no document with text"):
+        with raises_naming(UserError, "the sources", "no document", "text"):
             make(documents(some, shuffle=shuffle), bad_records="skip", is_training=False).get_next()
 
 
@@ -83,7 +82,7 @@ def test_ids_outside_of_the_vocabulary_are_bad_records():
     assert len(drain(source)) == 1
     source = make(documents(some), is_training=False, eos_id=100)
     source.limit_vocabulary(200)
-    with pytest.raises(UserError, match=r"m0:2 gives token 240, and the vocabulary is 0 to 199"):
+    with raises_naming(UserError, "m0:2", "token 240", "0 to 199"):
         drain(source)
 
 
@@ -157,7 +156,7 @@ def test_any_error_of_a_source_reaches_the_caller_in_its_batch():
     expected = drain(make(documents(some), is_training=False, window_rows=4))
     source = make(Documents(Failing([some]), shuffle=None), is_training=False, window_rows=4)
     found = []
-    with pytest.raises(RuntimeError, match="the disk is gone"):
+    with raises_naming(RuntimeError, "disk is gone"):
         found.extend(iter(source.get_next, None))
     assert len(found) > 4
     assert_same(found, expected[: len(found)])
@@ -186,7 +185,7 @@ def test_documents_that_are_tokens_already_must_be_of_this_tokenizer():
         def check_tokenizer(self, fingerprint):
             raise UserError(f"made with another tokenizer than {fingerprint}")
 
-    with pytest.raises(UserError, match=r"made with another tokenizer than \{'eos_id': 256\}"):
+    with raises_naming(UserError, "another tokenizer", "{'eos_id': 256}"):
         make(Documents(Tokens([GOOD])))
 
 
@@ -202,5 +201,7 @@ def test_bad_records_behind_the_last_row_are_counted():
 
 @pytest.mark.parametrize("shuffle", ["yes", 10_000, 1])
 def test_a_window_in_the_wrong_place_is_refused(shuffle):
-    with pytest.raises(UserError, match=r"set it to True, False or None\. Windows are set in Documents"):
+    with raises_naming(
+        UserError, f"CorpusInput 'train': shuffle={shuffle!r}", "True", "False", "None", "Documents(shuffle="
+    ):
         make(documents(GOOD), shuffle=shuffle)

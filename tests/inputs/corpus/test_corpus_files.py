@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from facts import raises_naming
 from input_helpers import assert_same, drain, take
 from memory_documents import documents, make, mixture, segments, texts
 
@@ -95,7 +96,7 @@ def test_a_broken_line_is_named_with_its_file_or_skipped(tmp_path):
 
 
 def test_a_missing_file_is_an_error_that_names_the_input_and_the_source(tmp_path):
-    with pytest.raises(UserError, match=r"CorpusInput 'train': source 'b' of the mixture: .*nothing\.jsonl"):
+    with raises_naming(UserError, "CorpusInput 'train'", "source 'b'", "mixture", f"{tmp_path}/nothing.jsonl can't"):
         make(mixture(a=(json_lines(tmp_path), 1), b=(Documents(str(tmp_path / "nothing.jsonl")), 1)))
 
 

@@ -36,6 +36,7 @@ def run(position, count, stop_after=None):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_input_resumes_with_the_same_batches(tmp_path, kills):
     rng = random.Random(kills)

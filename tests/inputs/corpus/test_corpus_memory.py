@@ -29,6 +29,7 @@ def measure(sources, count, *, by_number, batches):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by_number", [True, False])
 def test_35_sources_need_little_more_memory_than_1_and_no_threads_of_their_own(by_number):
     one = measure(1, 3_000_000, by_number=by_number, batches=100)
@@ -38,6 +39,7 @@ def test_35_sources_need_little_more_memory_than_1_and_no_threads_of_their_own(b
     assert many["threads"] == one["threads"]
 
 
+@pytest.mark.full
 def test_a_billion_documents_need_no_memory():
     found = measure(1, 10**9, by_number=True, batches=3)
     assert found["after"] - found["before"] < 100e6

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from facts import raises_naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_documents import MemoryDocuments, in_chunks
@@ -94,7 +95,7 @@ def test_documents_before_an_error_are_given_first():
     stream = order.DocumentStream(Failing([TEXTS[:3]]), shuffle=None, seed=0, epochs=1)
     assert contents(stream.take(5)) == TEXTS[:3]
     for _ in range(2):
-        with pytest.raises(UserError, match="the disk is gone"):
+        with raises_naming(UserError, "disk is gone"):
             stream.take(5)
 
 

@@ -18,6 +18,7 @@ from corpus_files import (
     write_parquet,
     write_tfrecord,
 )
+from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents
@@ -130,22 +131,22 @@ def test_bad_lines_are_named(tmp_path):
     records = all_records(opened(tmp_path / "a.jsonl", "jsonl"))
     assert [record.where.rpartition("/")[2] for record in records] == [f"a.jsonl:{n}" for n in range(1, 8)]
     expected = [
-        "is not JSON",
-        "not an object",
-        "has no key 'text'; did you mean txt?",
-        "that is null",
-        "is not UTF-8 (byte 10",
-        "surrogate",
+        ["not JSON"],
+        ["not an object"],
+        ["key 'text'", "txt?"],
+        ["null"],
+        ["not UTF-8", "byte 10"],
+        ["surrogate"],
     ]
     assert isinstance(records[0], Document)
-    for record, problem in zip(records[1:], expected, strict=True):
+    for record, facts in zip(records[1:], expected, strict=True):
         assert isinstance(record, BadRecord)
-        assert problem in record.problem
+        assert_names(record.problem, *facts)
 
 
 @pytest.mark.parametrize(("kind", "column"), [("parquet", "txet"), ("saved dataset", "txet")])
 def test_a_missing_column_is_an_error_at_once(tmp_path, kind, column):
-    with pytest.raises(UserError, match=r"no column 'txet'; did you mean text\?"):
+    with raises_naming(UserError, "column 'txet'", "text?"):
         opened(WRITERS[kind](tmp_path, TEXTS), kind, column=column)
 
 
@@ -153,7 +154,7 @@ def test_a_missing_column_is_an_error_at_once(tmp_path, kind, column):
 def test_a_missing_feature_or_member_is_a_bad_record(tmp_path, kind):
     for record in all_records(opened(WRITERS[kind](tmp_path, TEXTS), kind, column="texts")):
         assert isinstance(record, BadRecord)
-        assert "'texts'; did you mean text?" in record.problem
+        assert_names(record.problem, "'texts'", "text?")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow file"])
@@ -186,7 +187,7 @@ def test_a_tar_that_ends_between_two_members_is_an_error(tmp_path):
     path = WRITERS["tar"](tmp_path, TEXTS)
     content = path.read_bytes()
     path.write_bytes(content[: 2 * 1024])
-    with pytest.raises(UserError, match="may have been cut off"):
+    with raises_naming(UserError, path, "cut off"):
         all_records(opened(path, "tar"))
 
 
@@ -206,25 +207,26 @@ def test_files_without_documents(tmp_path, kind):
 
 def test_wrong_settings_are_explained(tmp_path):
     path = write_jsonl(tmp_path, TEXTS)
-    with pytest.raises(UserError, match=r"kind='jsnl'; set it to one of .*did you mean jsonl\?"):
+    with raises_naming(UserError, "kind='jsnl'", "'parquet'", "jsonl?"):
         open_documents(Documents(str(path), kind="jsnl"))
-    with pytest.raises(UserError, match=r"separator=.* is for text files"):
+    with raises_naming(UserError, r"separator='\n'", "text files", "'jsonl'"):
         open_documents(Documents(str(path), separator="\n"))
     with pytest.raises(UserError, match=r"there is no|No such file"):
         opened(tmp_path / "b.jsonl", "jsonl")
     (tmp_path / "what").write_bytes(b"\x01\x02")
-    with pytest.raises(UserError, match="tells its kind; set kind"):
+    with raises_naming(UserError, tmp_path / "what", "set kind", "'jsonl'"):
         opened(tmp_path / "what", "jsonl")
     write_jsonl(tmp_path, TEXTS, ".gz", name="z")
-    with pytest.raises(UserError, match=r"z\.jsonl\.gz is compressed and .*a\.jsonl is not"):
+    with raises_naming(UserError, tmp_path / "z.jsonl.gz", "compressed", path, "Mixture"):
         open_documents(Documents([str(path), str(tmp_path / "z.jsonl.gz")]))
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
     path = write_jsonl(tmp_path, TEXTS)
     source = opened(path, "jsonl")
+    size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(UserError, match="has changed; start the run again"):
+    with raises_naming(UserError, path, f"{size} bytes", "has changed"):
         source.read(np.array([5]))
 
 
@@ -243,6 +245,7 @@ def test_the_index_of_a_large_file_is_kept(tmp_path, monkeypatch):
     assert len(all_records(opened(path, "jsonl"))) == 6000
 
 
+@pytest.mark.full
 def test_reading_a_large_compressed_file_takes_little_memory(tmp_path):
     import tracemalloc
 
@@ -289,8 +292,8 @@ FUZZ = """
     ("kind", "write"),
     [
         ("jsonl", write_jsonl),
-        ("parquet", write_parquet),
-        ("arrayrecord", write_array_record),
+        pytest.param("parquet", write_parquet, marks=pytest.mark.full),
+        pytest.param("arrayrecord", write_array_record, marks=pytest.mark.full),
         ("tfrecord", write_tfrecord),
     ],
 )

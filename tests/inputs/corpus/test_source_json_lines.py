@@ -3,13 +3,13 @@
 import gzip
 import json
 import os
-import re
 import tracemalloc
 
 import numpy as np
 import pytest
 from absl import logging
 from corpus_files import TEXTS, cache_in, damage, write_jsonl
+from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus import json_lines, line_index
@@ -90,26 +90,26 @@ def test_blocks_of_any_size_give_the_same_index(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("line", "facts"),
     [
-        (b'{"text": "a"', r"is not JSON: Expecting ',' delimiter \(character 12 of the line\)"),
-        (b"  ", "is not JSON"),
-        (b'["a"]', "is a list, not an object with the key 'text'"),
-        (b'"a"', "is a string, not an object with the key 'text'"),
-        (b'{"txt": "a"}', r"has no key 'text'; did you mean txt\?"),
-        (b'{"text": null}', "null"),
-        (b'{"text": 7}', "has a 'text' that is 7, not a string"),
-        (b'{"text": ["a"]}', "has a 'text' that is a list, not a string"),
-        (b'{"text": "\\ud800"}', "surrogate"),
-        (b'{"text": "\xed\xa0\x80"}', r"is not UTF-8 \(byte 10"),
-        (b'{"text": "\xff"}', r"is not UTF-8 \(byte 10"),
-        (b'{"text": "a"} {"text": "b"}', "is not JSON: Extra data"),
-        (b"[" * 100_000, "is not JSON"),
-        (b'{"text": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (b'{"text": "a"', ["not JSON", "','", "character 12"]),
+        (b"  ", ["not JSON"]),
+        (b'["a"]', ["a list", "an object", "key 'text'"]),
+        (b'"a"', ["a string", "an object", "key 'text'"]),
+        (b'{"txt": "a"}', ["key 'text'", "txt?"]),
+        (b'{"text": null}', ["null"]),
+        (b'{"text": 7}', ["'text'", "7", "a string"]),
+        (b'{"text": ["a"]}', ["'text'", "a list", "a string"]),
+        (b'{"text": "\\ud800"}', ["surrogate"]),
+        (b'{"text": "\xed\xa0\x80"}', ["not UTF-8", "byte 10"]),
+        (b'{"text": "\xff"}', ["not UTF-8", "byte 10"]),
+        (b'{"text": "a"} {"text": "b"}', ["not JSON", "Extra data"]),
+        (b"[" * 100_000, ["not JSON"]),
+        (b'{"text": ' + b"9" * 5000 + b"}", ["not JSON"]),
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_bad_line_is_named(tmp_path, line, problem, suffix):
+def test_a_bad_line_is_named(tmp_path, line, facts, suffix):
     content = b'{"text": "a"}\n' + line + b'\n{"text": "c"}\n'
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(gzip.compress(content) if suffix else content)
@@ -117,7 +117,7 @@ def test_a_bad_line_is_named(tmp_path, line, problem, suffix):
     assert places([first, last]) == [(1, "a"), (3, "c")]
     assert isinstance(bad, BadRecord)
     assert bad.where == f"{path}:2"
-    assert re.search(problem, bad.problem), bad.problem
+    assert_names(bad.problem, *facts)
 
 
 def test_nested_columns(tmp_path):
@@ -125,7 +125,7 @@ def test_nested_columns(tmp_path):
     path.write_text('{"doc": {"body": "x"}}\n{"doc": {"bdy": "x"}}\n{"doc": 3}\n{"doc.body": "y"}\n')
     records = all_records(opened(path, column="doc.body"))
     assert [type(record) for record in records] == [Document, BadRecord, BadRecord, Document]
-    assert "did you mean bdy?" in records[1].problem
+    assert_names(records[1].problem, "bdy?")
 
 
 def test_a_line_longer_than_a_block(tmp_path):
@@ -155,8 +155,9 @@ def test_a_file_of_another_size_is_an_error(tmp_path, change, suffix):
     source = opened(path)
     first = next(source.read_chunk(0, 0))
     assert isinstance(first, Document)
+    size = path.stat().st_size
     path.write_bytes(change)
-    with pytest.raises(UserError, match=r"a\.jsonl.* had \d+ bytes when this run started, and has changed"):
+    with raises_naming(UserError, path, f"{size} bytes", "has changed"):
         all_records(source)
 
 
@@ -164,7 +165,7 @@ def test_a_file_that_is_gone_is_an_error(tmp_path):
     path = write_jsonl(tmp_path, TEXTS)
     source = opened(path)
     path.unlink()
-    with pytest.raises(UserError, match=r"a\.jsonl can't be read: No such file"):
+    with raises_naming(UserError, path, "can't be read", "No such file"):
         all_records(source)
 
 
@@ -181,6 +182,7 @@ def test_a_cut_file_gives_its_whole_lines_and_then_an_error(tmp_path, suffix):
     assert f"the last is {len(given)}." in str(raised.value)
 
 
+@pytest.mark.full
 def test_the_index_of_a_large_file_is_kept_until_the_file_changes(tmp_path, cache):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "' + b"x" * 2000 + b'"}\n\n' * 1 + b'{"text": "b"}\n' * 100_000)
@@ -199,6 +201,7 @@ def test_the_index_of_a_large_file_is_kept_until_the_file_changes(tmp_path, cach
     assert len(list((cache / "index").iterdir())) == 2
 
 
+@pytest.mark.full
 def test_a_cache_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr(logging, "log_first_n", lambda level, text, n, *args: warnings.append((n, text % args)))
@@ -217,7 +220,7 @@ def test_small_files_are_not_cached(tmp_path, cache):
     assert not (cache / "index").exists()
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", *(pytest.param(s, marks=pytest.mark.full) for s in (".gz", ".zst"))])
 def test_20_megabytes_are_never_in_memory_at_once(tmp_path, suffix):
     texts = [np.random.default_rng(number).bytes(750).hex() for number in range(14_000)]
     path = write_jsonl(tmp_path, texts, suffix)
@@ -255,7 +258,7 @@ def test_files_of_one_json_value_are_refused(tmp_path):
     path = tmp_path / "a.json"
     for indent in (0, 2):
         path.write_text(json.dumps([{"text": text} for text in TEXTS], indent=indent))
-        with pytest.raises(UserError, match=r"a\.json holds one JSON value of many lines.*jq"):
+        with raises_naming(UserError, path, "one JSON value", "many lines", "jq"):
             opened(path)
     path.write_text(json.dumps([{"text": text} for text in TEXTS]))
     (record,) = all_records(opened(path))

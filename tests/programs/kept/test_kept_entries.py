@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 from etils import epath
+from facts import assert_names
 
 from spmd_trainer.programs.kept import entries
 from spmd_trainer.programs.kept.entries import Entries
@@ -80,4 +81,4 @@ def test_a_folder_that_others_can_write_into_is_refused(kept, tmp_path):
     tmp_path.chmod(0o700)
     assert kept.refusal() == ""
     (tmp_path / "my.Exp").chmod(0o777)
-    assert kept.refusal() == f"others than you can write into {tmp_path / 'my.Exp'}"
+    assert_names(kept.refusal(), "write", tmp_path / "my.Exp")

@@ -1,0 +1,33 @@
+"""The exit status of each kind of error, by which launchers decide whether to start a job again (docs/exit_status.md)."""
+
+import pytest
+
+from spmd_trainer.callbacks.replica_check import ReplicaError
+from spmd_trainer.callbacks.watchdog import HangError
+from spmd_trainer.checkpointing import errors as checkpoint_errors
+from spmd_trainer.cli import interruption, peer_watch
+from spmd_trainer.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UserError, 2),
+        (HangError, 4),
+        (ReplicaError, 6),
+        (checkpoint_errors.CheckpointError, 2),
+        (checkpoint_errors.CheckpointReadError, 2),
+        (checkpoint_errors.DamagedCheckpointError, 5),
+        (checkpoint_errors.NoWholeCheckpointError, 5),
+    ],
+)
+def test_errors_have_their_status(error, status):
+    assert error("what would be right").exit_status == status
+
+
+def test_an_error_may_have_the_status_of_its_cause():
+    assert UserError("x", exit_status=5).exit_status == 5
+
+
+def test_processes_that_end_because_of_others():
+    assert (peer_watch.STATUS_LOST_PROCESS, interruption.STATUS_INTERRUPTED) == (3, 130)

@@ -1,0 +1,62 @@
+"""Which tensor of a Hugging Face folder holds which part of a variable, by name alone: no folder, no array."""
+
+import pytest
+
+from spmd_trainer.interop.hf import tensor_names
+from spmd_trainer.interop.hf.families import FAMILIES
+from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
+
+SIZES = {
+    "vocab_size": 8, "model_dims": 4, "hidden_dims": 6, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "head_dims": 2,
+}  # fmt: skip
+MODEL = "mdl_vars/params/lm/"
+LAYER = f"{MODEL}layers/sub/layer_"
+
+
+def pieces(architecture, path, **fields):
+    """Returns the tensors that hold a variable."""
+    variables = tensor_names.variables_of(DecoderSpec(**{**SIZES, **fields}), FAMILIES[architecture])
+    return variables[path].pieces
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parts"),
+    [
+        ("MixtralForCausalLM", {"gate": "{}.w1", "up": "{}.w3", "down": "{}.w2"}),
+        ("Qwen3MoeForCausalLM", {"gate": "{}.gate_proj", "up": "{}.up_proj", "down": "{}.down_proj"}),
+    ],
+)
+def test_names_of_the_experts(architecture, parts):
+    inside = "block_sparse_moe" if architecture == "MixtralForCausalLM" else "mlp"
+    moe = MoeSpec(num_experts=2, num_experts_per_token=1, hidden_dims=6)
+    for ours, theirs in parts.items():
+        found = pieces(architecture, f"{LAYER}0/moe/{ours}/w", num_layers=1, moe=moe)
+        assert [(piece.name, piece.leading) for piece in found] == [
+            (f"model.layers.0.{inside}.{theirs.format(f'experts.{expert}')}.weight", (0, expert)) for expert in range(2)
+        ]
+
+
+def test_the_parts_of_a_fused_projection():
+    for part, ours in enumerate(("query", "key", "value")):
+        for kind in "wb":
+            path = f"{LAYER}0/attention/{ours}/{kind}"
+            (piece,) = pieces("GPT2LMHeadModel", path, num_layers=1, positions="learned", max_positions=3)
+            assert piece.name == f"transformer.h.0.attn.c_attn.{'weight' if kind == 'w' else 'bias'}"
+            assert piece.part == part
+
+
+def test_layers_of_a_pattern_take_turns():
+    fields = {"num_layers": 7, "layer_pattern": ("local", "local", "global"), "window": 2}
+    path = "attention/query/w"
+    numbers = {
+        place: [piece.name.split(".")[2] for piece in pieces("Gemma3ForCausalLM", f"{place}/{path}", **fields)]
+        for place in (f"{LAYER}0", f"{LAYER}1", f"{LAYER}2", f"{MODEL}last_layers_0")
+    }
+    assert list(numbers.values()) == [["0", "3"], ["1", "4"], ["2", "5"], ["6"]]
+
+
+def test_shapes_are_those_of_the_tensors():
+    (query,) = pieces("LlamaForCausalLM", f"{LAYER}0/attention/query/w", num_layers=1)
+    assert (query.name, query.shape) == ("model.layers.0.self_attn.q_proj.weight", (4, 4))
+    (logits,) = pieces("LlamaForCausalLM", f"{MODEL}logits/w")
+    assert (logits.name, logits.shape) == ("lm_head.weight", (8, 4))
