@@ -4,6 +4,7 @@ SPMD_TEST_XLA_OPTIMISATION=normal compiles as users do (`make nightly`); the def
 """
 
 import atexit
+import ctypes
 import gc
 import importlib.metadata
 import os
@@ -33,25 +34,21 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
-_compiled = 0
-
-
-def _count_compilations(event: str, duration: float, **kwargs: object) -> None:
-    global _compiled
-    _compiled += event.endswith("backend_compile_duration")
+_events: list[str] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frees_compiled_programs() -> Iterator[None]:
     """Drops what JAX keeps of a module's compiled programs after it: a worker would grow by gigabytes over the suite."""
-    before = _compiled
     yield
-    if (jax := sys.modules.get("jax")) is not None and (_compiled != before or not _listening):
+    if (jax := sys.modules.get("jax")) is None:
+        return
+    if not _events:  # it is asked from the first module on that imports JAX
+        jax.monitoring.register_event_duration_secs_listener(lambda event, duration, **kwargs: _events.append(event))
+        _events.append("compile")
+    if any("compile" in event for event in _events):
         jax.clear_caches()
         gc.collect()
-        if not _listening:
-            jax.monitoring.register_event_duration_secs_listener(_count_compilations)
-            _listening.append(True)
-
-
-_listening: list[bool] = []
+        if sys.platform == "linux":
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    _events[:] = ["listening"]

@@ -195,6 +195,7 @@ def test_list_and_dump():
     assert all(": " in line for line in lines)
 
 
+@pytest.mark.full
 def test_a_command_for_pax_is_understood(tmp_path: pathlib.Path):
     """As GPU scripts write it: an experiment of paxml, class attributes, JAX's flags, and flags without a meaning here."""
     dumped = spmd_trainer(

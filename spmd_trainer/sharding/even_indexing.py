@@ -44,41 +44,67 @@ def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Writes slices at indices; what the padding of the indices' rows holds is not written."""
+    """Writes slices at indices; what the padding of the indices' rows holds is not written.
+
+    The gradient of a lookup is written into zeros. They are not computed before it is known what padding the gradient needs.
+    """
     x, indices, updates = values
-    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    numbers, replaces = eqn.params["dimension_numbers"], eqn.primitive.name not in _NEUTRAL
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     indexed = set(numbers.scatter_dims_to_operand_dims)
     window = [dim for dim in range(len(x.shape)) if dim not in numbers.inserted_window_dims and dim not in batching]
     rows = [dim for dim in range(len(updates.shape)) if dim not in numbers.update_window_dims]
-    x_held, up_held = list(x.physical), list(updates.physical)
-    at_held = list(indices.without_padding_of([len(indices.shape) - 1]))
-    for dim, up in zip(window, numbers.update_window_dims, strict=True):
-        if dim in indexed or updates.shape[up] != x.shape[dim]:
-            x_held[dim], up_held[up] = x.shape[dim], updates.shape[up]
-        else:
-            x_held[dim] = up_held[up] = max(x_held[dim], up_held[up])
-    for at, up in enumerate(rows):
-        at_held[at] = up_held[up] = max(at_held[at], up_held[up])
+    pairs = list(zip(window, numbers.update_window_dims, strict=True))
+    whole = {dim for dim, up in pairs if dim not in indexed and updates.shape[up] == x.shape[dim]}
+    no_row_can_be_left_out = replaces and eqn.params["mode"] == lax.GatherScatterMode.CLIP
+
+    def write(physical: Shape) -> jax.Array:
+        x_held, up_held = list(physical), list(updates.physical)
+        at_held = list(indices.without_padding_of([len(indices.shape) - 1]))
+        for dim, up in pairs:
+            up_held[up] = x_held[dim] if dim in whole else updates.shape[up]
+        for at, up in enumerate(rows):
+            at_held[at] = up_held[up] = max(at_held[at], up_held[up])
+        for dim, at in batching.items():
+            at_held[at] = up_held[rows[at]] = x_held[dim]
+        if no_row_can_be_left_out:
+            at_held, up_held = list(indices.shape), list(updates.shape)
+        return _written(eqn, (x, indices, updates), (tuple(x_held), tuple(at_held), tuple(up_held)), rows)
+
+    least = list(x.without_padding_of(set(window) - whole))
+    for dim, up in pairs:
+        least[dim] = max(least[dim], updates.physical[up]) if dim in whole else least[dim]
     for dim, at in batching.items():
-        common = max(x_held[dim], at_held[at])
-        x_held[dim] = at_held[at] = up_held[rows[at]] = common
-    replaces = eqn.primitive.name not in _NEUTRAL
-    if replaces and mode == lax.GatherScatterMode.CLIP:  # no index is outside, so no row can be left out
-        x_held, at_held, up_held = list(x.shape), list(indices.shape), list(updates.shape)
-    at_array = _kept_outside(indices.at(tuple(at_held)), x.shape, x_held, numbers.scatter_dims_to_operand_dims, mode)
-    if replaces:
+        least[dim] = max(least[dim], indices.physical[at], updates.physical[rows[at]])
+    if no_row_can_be_left_out:
+        least = list(x.shape)
+    grows = not x.is_held and not no_row_can_be_left_out and set(window) == whole
+    if grows:
+        return [Value(x.shape, tuple(least), write, (None,) * len(least), is_held=False)]
+    return [pins.value(write(tuple(least)), eqn.outvars[0].aval.shape)]
+
+
+def _written(
+    eqn: Any, values: tuple[Value, Value, Value], held: tuple[Shape, Shape, Shape], rows: Sequence[int]
+) -> jax.Array:
+    """Runs a scatter in these physical shapes; `rows` are the dimensions of the updates that the indices have too."""
+    (x, indices, updates), (x_held, at_held, up_held) = values, held
+    mode = eqn.params["mode"]
+    at_array = _kept_outside(
+        indices.at(at_held), x.shape, x_held, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims, mode
+    )
+    if eqn.primitive.name in _NEUTRAL:
+        fill = neutral(eqn.invars[2].aval.dtype, _NEUTRAL[eqn.primitive.name])
+        up_array = updates.masked(rows, fill, up_held)
+    else:
         padded = [at for at, up in enumerate(rows) if up_held[up] != updates.shape[up]]
         at_array = _outside(at_array, indices.shape, padded)
         mode = lax.GatherScatterMode.FILL_OR_DROP if padded else mode
-        up_array = updates.at(tuple(up_held))
-    else:
-        fill = neutral(eqn.invars[2].aval.dtype, _NEUTRAL[eqn.primitive.name])
-        up_array = updates.masked(rows, fill, tuple(up_held))
+        up_array = updates.at(up_held)
     # Padded rows may hold any index, so what the program promises of its indices no longer holds.
-    promises = {"indices_are_sorted": False, "unique_indices": False} if at_held != list(indices.shape) else {}
-    (found,) = bind(eqn, [x.at(tuple(x_held)), at_array, up_array], mode=mode, **promises)
-    return [pins.value(found, eqn.outvars[0].aval.shape)]
+    promises = {"indices_are_sorted": False, "unique_indices": False} if at_held != indices.shape else {}
+    written: jax.Array = bind(eqn, [x.at(x_held), at_array, up_array], mode=mode, **promises)[0]
+    return written
 
 
 def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequence[int], mode: Any) -> jax.Array:

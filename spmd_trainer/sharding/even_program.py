@@ -38,6 +38,7 @@ from spmd_trainer.sharding.messages import spec_text
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, axes_by_dim, axes_text, mesh_shape_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)).replace(os.sep, "/") + "/"
+_LIBRARIES = os.path.dirname(os.path.dirname(jax.__file__)).replace(os.sep, "/") + "/"
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
 _SCATTERS = ("scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter")
 _RULES: dict[str, Rule] = {**RULES, "gather": gather, **dict.fromkeys(_SCATTERS, scatter)}
@@ -88,7 +89,7 @@ class EvenProgram:
 
     def _changes(self, eqn: Any) -> bool:
         name, params = eqn.primitive.name, eqn.params
-        if params.get("name") in (SLICE_OFF, PUT_BACK):
+        if _mark_of(eqn):
             return True
         if name == "sharding_constraint":
             return bool(_place_of(eqn)) or _must_change(params["sharding"], eqn.invars[0].aval.shape)
@@ -114,22 +115,31 @@ class EvenProgram:
         return [read(var) for var in jaxpr.outvars]
 
     def _one(self, eqn: Any, values: list[Value]) -> list[Value]:
-        name, params = eqn.primitive.name, eqn.params
-        if params.get("name") == SLICE_OFF:
+        name = eqn.primitive.name
+        if _has_keys(eqn) and name not in _CALLS and name not in _CONTROL and name != "random_bits":
+            return without_padding(self.pins, eqn, values)
+        mark = _mark_of(eqn)
+        if mark == SLICE_OFF:
             return [self.pins.value(values[0].array, eqn.outvars[0].aval.shape, values[0].axes)]
-        if params.get("name") == PUT_BACK:
+        if mark == PUT_BACK:
             shape = tuple(eqn.outvars[0].aval.shape)
             return [self.pins.value(values[0].masked(range(len(shape)), 0, shape))]
         if name == "sharding_constraint":
             return [self._constrained(eqn, values[0])]
         if name == "optimization_barrier":
             arrays = bind(eqn, [v.array for v in values])
-            return [self.pins.value(x, v.shape, v.axes) for x, v in zip(arrays, values, strict=True)]
+            return [
+                dataclasses.replace(self._like(x, v), product=v.product) for x, v in zip(arrays, values, strict=True)
+            ]
         if name in _CALLS:
             return self._call(eqn, values)
         if name in _CONTROL and (any(v.is_padded or not v.is_held for v in values) or self._changes(eqn)):
             return _CONTROL[name](self, eqn, values)
         return _RULES.get(name, without_padding)(self.pins, eqn, values)
+
+    def _like(self, array: jax.Array, value: Value) -> Value:
+        """Returns the value of an array that is padded and split as another one."""
+        return self.pins.value(array, value.shape, value.axes)
 
     def _call(self, eqn: Any, values: list[Value]) -> list[Value]:
         inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
@@ -168,18 +178,26 @@ class EvenProgram:
         physical: list[Value] = []
 
         def inside(*arrays: Any) -> list[Any]:
-            given = [self.pins.value(x, v.shape) for x, v in zip(arrays, values, strict=True)]
+            given = [self._like(x, v) for x, v in zip(arrays, values, strict=True)]
             found = self.run(eqn.params["jaxpr"], (), given)
             physical[:] = found
             return [v.array for v in found]
 
         arrays = [v.array for v in values]
         closed = jax.make_jaxpr(inside)(*arrays)
-        jaxpr = closed.jaxpr
-        if closed.consts:
-            jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
-        found = bind(eqn, [*closed.consts, *arrays], jaxpr=jaxpr)
-        return [self.pins.value(x, v.shape) for x, v in zip(found, physical, strict=True)]
+        consts = list(closed.consts)
+        if consts:  # the operation takes none
+
+            def with_consts(consts: list[Any], arrays: list[Any]) -> list[Any]:
+                fixed = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
+                return list(jax.extend.core.jaxpr_as_fun(fixed)(*arrays))
+
+            closed = jax.make_jaxpr(with_consts)(consts, arrays)
+        again = eqn.params["prevent_cse"]
+        if isinstance(again, tuple):
+            again = (False,) * len(consts) + again
+        found = bind(eqn, [*consts, *arrays], jaxpr=closed.jaxpr, prevent_cse=again)
+        return [self._like(x, v) for x, v in zip(found, physical, strict=True)]
 
     def _scan(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, pins = eqn.params, self.pins
@@ -190,12 +208,12 @@ class EvenProgram:
         fixed = [v.array for v in consts]  # here: an array that is first computed in the loop's body stays there
 
         def inside(carry: Sequence[Value], parts: Sequence[Any]) -> list[Value]:
-            slices = [pins.value(x, v.shape[1:]) for x, v in zip(parts, stacked, strict=True)]
-            given = [pins.value(x, v.shape) for x, v in zip(fixed, consts, strict=True)]
+            slices = [pins.value(x, v.shape[1:], v.axes[1:]) for x, v in zip(parts, stacked, strict=True)]
+            given = [self._like(x, v) for x, v in zip(fixed, consts, strict=True)]
             return self.run(body.jaxpr, body.consts, [*given, *carry, *slices])
 
         first = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
-        held = self._settled(carry, lambda given, parts: inside(given, parts)[:num_carry], first)
+        held = self._settled(carry, values, lambda given, parts: inside(given, parts)[:num_carry], first)
         parts: list[Value] = []
 
         def step(arrays: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -214,16 +232,18 @@ class EvenProgram:
 
     def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, pins = eqn.params, self.pins
+        if params["cond_jaxpr"].out_avals[0].shape:  # mapped over rows: JAX's lowering of such a loop is its own
+            return without_padding(pins, eqn, values)
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
         carry = values[num_cond + num_body :]
         fixed = {v: v.array for v in (*cond_consts, *body_consts)}
 
         def inside(which: str, consts: Sequence[Value], carry: Sequence[Value]) -> list[Value]:
-            given = [pins.value(fixed[v], v.shape) for v in consts]
+            given = [self._like(fixed[v], v) for v in consts]
             return self.run(params[which].jaxpr, params[which].consts, [*given, *carry])
 
-        held = self._settled(carry, lambda given, _: inside("body_jaxpr", body_consts, given), [])
+        held = self._settled(carry, values, lambda given, _: inside("body_jaxpr", body_consts, given), [])
 
         def values_of(arrays: Sequence[Any]) -> list[Value]:
             return [pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
@@ -243,7 +263,7 @@ class EvenProgram:
         branches = eqn.params["branches"]
 
         def inside(branch: Any, arrays: Sequence[Any]) -> list[Value]:
-            given = [self.pins.value(x, v.shape) for x, v in zip(arrays, operands, strict=True)]
+            given = [self._like(x, v) for x, v in zip(arrays, operands, strict=True)]
             return self.run(branch.jaxpr, branch.consts, given)
 
         arrays = [v.array for v in operands]
@@ -262,11 +282,14 @@ class EvenProgram:
     def _settled(
         self,
         carry: Sequence[Value],
+        operands: Sequence[Value],
         step: Callable[[list[Value], Sequence[Any]], list[Value]],
         others: Sequence[jax.ShapeDtypeStruct],
     ) -> list[Shape]:
         """Returns the physical shapes of a loop's carry that the loop's body returns in the same shapes."""
         held = [v.physical for v in carry]
+        if all(v.is_held and not v.is_padded for v in operands):
+            return held  # without tracing the body once more
         dtypes = [v.array.dtype for v in carry]
         while True:
 
@@ -333,11 +356,26 @@ def _place_of(eqn: Any) -> str | None:
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         path = frame.file_name.replace(os.sep, "/")
-        if any(f"/{library}/" in path for library in ("jax", "jaxlib", "flax")) or path.startswith("<frozen"):
+        if path.startswith((*(f"{_LIBRARIES}{library}/" for library in ("jax", "jaxlib", "flax")), "<frozen")):
             continue
-        is_ours = path.startswith(_PACKAGE) or "/praxis/" in path
+        is_ours = path.startswith((_PACKAGE, f"{_LIBRARIES}praxis/"))
         return None if is_ours else f"{frame.file_name}:{frame.line_num}"
     return None
+
+
+def _has_keys(eqn: Any) -> bool:
+    """Returns True for an operation on PRNG keys, which can't be padded."""
+    dtypes = [getattr(var.aval, "dtype", None) for var in (*eqn.invars, *eqn.outvars)]
+    return any(dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes)
+
+
+def _mark_of(eqn: Any) -> str | None:
+    """Returns SLICE_OFF or PUT_BACK for a call of `slice_off` or `put_back`; None for others, their derivatives among them."""
+    name = eqn.params.get("name")
+    if name not in (SLICE_OFF, PUT_BACK) or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+        return None
+    last = eqn.params["jaxpr"].eqns[-1].primitive.name if eqn.params["jaxpr"].eqns else ""
+    return str(name) if last == {SLICE_OFF: "slice", PUT_BACK: "pad"}[name] else None
 
 
 def _must_change(sharding: Any, shape: Shape) -> bool:

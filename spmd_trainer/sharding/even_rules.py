@@ -35,6 +35,10 @@ ELEMENTWISE = frozenset({
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 
+# How many operations wait for each other at most: each takes a few frames of Python's stack.
+_DEEPEST = 30
+
+
 def bind(eqn: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
     """Runs an operation, with some parameters changed."""
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
@@ -74,13 +78,14 @@ def elementwise(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         return bind(eqn, [v.at(taken(v)) if v.shape else v.array for v in values])
 
     axes = _agreed_axes([v for v in arrays if v.shape == shape], len(shape))
-    if any(v.is_held for v in arrays):
+    depth = 1 + max(v.depth for v in arrays)
+    if any(v.is_held for v in arrays) or depth > _DEEPEST:
         results = _results(pins, eqn, run(physical), axes)
         for result in results:
             result.product = next((v.product for v in arrays if v.product and v.shape == shape), None)
         return results
     numbers = range(len(eqn.outvars))
-    return [Value(shape, physical, _one_of(run, number), axes, is_held=False) for number in numbers]
+    return [Value(shape, physical, _one_of(run, number), axes, is_held=False, depth=depth) for number in numbers]
 
 
 def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape], jax.Array]:
@@ -161,12 +166,28 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         lead = next((dim for dim in new_dims if new[dim] != 1), None)
         rest = math.prod(new[dim] for dim in new_dims if dim != lead)
         at_the_end = len(padded) == 1 and all(x.shape[dim] == 1 for dim in old_dims if dim < padded[0])
-        if at_the_end and lead is not None and held % rest == 0:
+        if at_the_end and lead is not None and rest and held % rest == 0:
             physical[lead] = held // rest
         else:
             for dim in padded:
                 kept[dim] = x.shape[dim]
-    return _results(pins, eqn, [lax.reshape(x.at(tuple(kept)), tuple(physical))])
+    (found,) = _results(pins, eqn, [lax.reshape(x.at(tuple(kept)), tuple(physical))])
+    same = _unchanged_dims(x.shape, new)
+    found.axes = tuple(x.axes[same[dim]] if dim in same else None for dim in range(len(new)))
+    if x.product is not None and all(size == 1 for dim, size in enumerate(x.shape) if dim not in same.values()):
+        suggested, summed = x.product
+        found.product = tuple(suggested[same[dim]] if dim in same else () for dim in range(len(new))), summed
+    return [found]
+
+
+def _unchanged_dims(old: Shape, new: Shape) -> dict[int, int]:
+    """Returns {dimension: old dimension} of the dimensions that a reshape leaves as they are, but for dimensions of size 1."""
+    same = {}
+    for old_dims, new_dims in _groups(old, new):
+        was, becomes = ([dim for dim in dims if shape[dim] != 1] for dims, shape in ((old_dims, old), (new_dims, new)))
+        if len(was) == len(becomes) == 1:
+            same[becomes[0]] = was[0]
+    return same
 
 
 def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
@@ -215,7 +236,9 @@ def neutral(dtype: Any, fill: Any) -> Any:
     if fill not in (LOWEST, HIGHEST):
         return fill if not (fill == -1 and jnp.issubdtype(dtype, jnp.unsignedinteger)) else jnp.iinfo(dtype).max
     if jnp.issubdtype(dtype, jnp.floating):
-        return -np.inf if fill == LOWEST else np.inf
+        if np.isinf(np.asarray(np.inf, dtype)):
+            return -np.inf if fill == LOWEST else np.inf
+        return (jnp.finfo(dtype).min if fill == LOWEST else jnp.finfo(dtype).max).astype(np.float32)
     info = jnp.iinfo(dtype)
     return info.min if fill == LOWEST else info.max
 

@@ -37,6 +37,7 @@ class Value:
         each dimension, and the axes that it was summed over.
       is_held: whether the array exists. If not, `make` computes it in any shape from `physical` on: a mask of positions gets
         the padding of the array that it masks, and is never padded itself.
+      depth: how many operations wait for each other, if it is not held.
     """
 
     shape: Shape
@@ -45,6 +46,7 @@ class Value:
     axes: DimAxes
     product: tuple[DimAxes, frozenset[str]] | None = None
     is_held: bool = True
+    depth: int = 0
     _made: dict[Any, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property

@@ -127,6 +127,7 @@ def test_under_a_shard_map_over_some_axes():
         assert_equal(jax.jit(split)(query, key, value, ids), expected)
 
 
+@pytest.mark.full
 def test_rows_keep_their_order_under_a_shard_map_over_some_axes():
     """The order of a ring would be wrong there: `attend` computes whole rows."""
     query, key, value, ids = rows(num_rows=4, heads=8, kv_heads=4)

@@ -181,6 +181,7 @@ def test_memory_grows_with_the_length_and_the_program_does_not():
 
 
 @pytest.mark.parametrize(("saved", "forward_passes"), [(("context",), 1), ((), 2)])
+@pytest.mark.full
 def test_rematerialisation_that_keeps_the_output_needs_no_second_forward_pass(saved, forward_passes):
     query, key, value, _, _ = rows(256, 2, 2)
 

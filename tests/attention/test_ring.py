@@ -42,6 +42,7 @@ def test_rows_of_any_length(length, seq, fields, monkeypatch):
     ],
     ids=str,
 )
+@pytest.mark.full
 def test_patterns(pattern, monkeypatch):
     monkeypatch.setattr(chunked, "_BLOCK_ON_CPU", 32)
     assert max(differences("ring", 259, 4, pattern, packed=True)) < 1e-5
@@ -112,6 +113,7 @@ def test_collectives_are_those_of_theory(seq, mdl, packed):
     assert forward == backward == segment_ids
 
 
+@pytest.mark.full
 def test_a_window_moves_keys_only_to_the_devices_that_need_them():
     mesh = mesh_of(8)
     programs = compiled_programs("ring", Pattern(window=4), mesh, heads=2, kv_heads=2, length=128)

@@ -93,6 +93,7 @@ SHORT = ("window over an edge of blocks, one key head, soft cap", "causal, one t
     "case",
     [pytest.param(case, id=name, marks=() if name in SHORT else pytest.mark.full) for name, case in CASES.items()],
 )
+@pytest.mark.full
 def test_outputs_and_gradients_are_those_of_plain_attention(case):
     rows = make_rows(case.length, *case.heads, case.width, packed=case.packed, dtype=case.dtype)
     got = outputs_and_grads(Splash(blocks=(128,)), rows, case.pattern)

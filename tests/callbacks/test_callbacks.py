@@ -197,6 +197,7 @@ def test_an_error_in_a_callback_ends_the_run_with_its_name_and_followers_stop_wi
     evaluate.evaluate_checkpoints(follower)
 
 
+@pytest.mark.full
 def test_an_error_in_on_failure_does_not_hide_the_first_one(tmp_path, caplog):
     class FailsTwice(Fails):
         def on_failure(self, run, error):

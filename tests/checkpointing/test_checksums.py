@@ -85,6 +85,7 @@ def test_a_tree_has_one_checksum():
     assert tree_checksum({"a": jnp.asarray(np.pad(array, ((0, 2), (0, 0), (0, 0))))}) == tree_checksum(trees[0])
 
 
+@pytest.mark.full
 def test_scalars_empty_arrays_and_prng_keys():
     assert checksum(np.full((), 3, np.float32)) != checksum(np.full((), 4, np.float32))
     assert checksum(np.zeros((0, 4), np.float32)) == "0" * 16

@@ -122,6 +122,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.full
 def test_a_process_whose_save_failed_ends(tmp_path):
     """Before, threads of Orbax waited 300 s for a directory that could not be made, and the process with them."""
     here = Path(__file__).parent

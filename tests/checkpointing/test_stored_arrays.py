@@ -88,6 +88,7 @@ def test_names_that_collide_in_a_tree_are_refused(names, message, tmp_path):
     assert not (tmp_path / "checkpoints" / "1").exists()
 
 
+@pytest.mark.full
 def test_padded_keys(tmp_path):
     """The data of PRNG keys have a dimension more than the keys."""
     mesh = make_mesh(1, 4, 2)

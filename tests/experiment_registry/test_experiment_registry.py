@@ -49,6 +49,7 @@ def test_unknown_name_names_the_nearest():
         experiment_registry.get("lm.stdlib.StdlibByte")
 
 
+@pytest.mark.full
 def test_modules_are_imported_when_asked_for_and_print_nothing():
     code = (
         "from spmd_trainer import experiment_registry as r; assert not r.get_all();"

@@ -120,6 +120,7 @@ def test_the_package_exports_its_names():
         spmd_trainer.inputs.Nope  # noqa: B018
 
 
+@pytest.mark.full
 def test_imports_are_cheap():
     code = """
 import sys

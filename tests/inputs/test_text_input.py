@@ -319,6 +319,7 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path):
             source.get_next()
 
 
+@pytest.mark.full
 def test_text_is_read_without_tensorflow():
     code = """
 import sys

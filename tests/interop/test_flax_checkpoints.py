@@ -119,6 +119,7 @@ def assert_loaded(values, wanted):
 
 
 @pytest.mark.parametrize("form", [pytest.param("state", marks=pytest.mark.full), "dictionary", "params only"])
+@pytest.mark.full
 def test_nnx_states(form, tmp_path, trained_nnx):
     kinds = nnx.Param if form == "params only" else nnx.Any(nnx.Param, nnx.BatchStat)
     state = nnx.state(trained_nnx, kinds)
@@ -140,6 +141,7 @@ def test_a_linen_train_state_of_a_manager(tmp_path, trained_linen):
     assert_loaded(values, linen_values(state, stats))
 
 
+@pytest.mark.full
 def test_the_newest_step_and_a_named_one(tmp_path, trained_linen):
     state, _ = trained_linen
     older = state.replace(params=jax.tree.map(lambda x: x - 1, state.params))

@@ -185,6 +185,7 @@ def test_a_printed_structure_gives_the_paths_of_its_leaves():
 
 
 @pytest.mark.parametrize("name", [ADAM, *(pytest.param(n, marks=pytest.mark.full) for n in (ADAFACTOR, EMA))])
+@pytest.mark.full
 def test_a_converted_checkpoint_is_one_of_ours(pax_data, tmp_path, name):
     source = pax_data.checkpoints(name)
     before = snapshot(source)

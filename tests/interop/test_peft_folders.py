@@ -74,6 +74,7 @@ def test_logits_are_those_of_peft(name, sizes):
 @pytest.mark.parametrize(
     "name", [n if n in ("lora", "dora_head") else pytest.param(n, marks=pytest.mark.full) for n in CASES]
 )
+@pytest.mark.full
 def test_what_was_read_is_written_bit_for_bit(name, tmp_path):
     job, model = adapted_job(name), DATA / CASES[name][0]
     peft.export(read_adapters(PEFT / name, job, CASES[name][0]), job, tmp_path / "out", base=model)

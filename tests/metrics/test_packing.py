@@ -69,6 +69,7 @@ def test_a_loss_or_weighted_scalar_must_be_a_scalar(part):
 
 
 @pytest.mark.parametrize("verbosity", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.full
 def test_layers_say_as_much_as_the_task_asks_for(tmp_path, verbosity):
     def customize(config):
         config.task.summary_verbosity = verbosity

@@ -153,6 +153,7 @@ def test_steps_that_were_skipped_are_counted_and_left_out_of_the_average(tmp_pat
     }
 
 
+@pytest.mark.full
 def test_a_run_writes_the_averages_of_its_steps(tmp_path):
     fields = ("task.train.num_train_steps=4", "task.train.summary_interval_steps={}")
 

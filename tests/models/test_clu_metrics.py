@@ -141,6 +141,7 @@ PARTITIONERS = {
     "name", [n if n in ("minibatches", "fsdp") else pytest.param(n, marks=pytest.mark.full) for n in PARTITIONERS]
 )
 @pytest.mark.parametrize("eval_batch", [pytest.param(8, marks=pytest.mark.full), 11])
+@pytest.mark.full
 def test_metrics_are_those_of_all_rows_at_once(name, eval_batch, tmp_path):
     """27 rows in batches of 8 or 11 on 8 devices; 48 rows in three steps of 16, averaged over these steps."""
     result = st.train(experiment(PARTITIONERS[name], eval_batch=eval_batch), tmp_path)
@@ -228,6 +229,7 @@ def test_early_stopping_may_watch_a_clu_metric(tmp_path):
         st.train(watching("heldout/recal/1"), tmp_path / "other")
 
 
+@pytest.mark.full
 def test_metrics_under_pmap_are_those_of_the_whole_batch():
     task = tasks_lib.build_task(experiment()().task())
     rows = NestedMap(data(16, 2), eval_sample_weights=np.ones(16, np.float32))

@@ -44,6 +44,7 @@ def same_as_merged(task, mdl_vars, inputs=None):
 
 @pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("kind", [pytest.param("function", marks=pytest.mark.full), "linen", "nnx"])
+@pytest.mark.full
 def test_adapters_and_merged_weights_give_the_same_outputs(kind, dora):
     task = lora_task(model_p(kind), targets=["(w|kernel)$"], dora=dora, rslora=True)
     mdl_vars = variables(task)
@@ -112,6 +113,7 @@ def gradients(task, mdl_vars, inputs):
 
 
 @pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
 def test_gradients_equal_a_hand_written_formula(dora):
     params = {"one": {"w": jax.random.normal(KEY, (8, 5))}, "two": {"w": jax.random.normal(KEY, (5, 8))}}
     task = dense_task(lambda p, x: jnp.tanh(x @ p["one"]["w"]) @ p["two"]["w"], params, dora=dora, alpha=5.0, rank=2)
@@ -172,6 +174,7 @@ def test_the_compiled_step_is_that_of_hand_written_adapters():
 @pytest.mark.parametrize(
     "learner", [{}, pytest.param({"keep_optimizer_state_for_excluded_vars": True}, marks=pytest.mark.full)], ids=str
 )
+@pytest.mark.full
 def test_the_base_does_not_change_and_has_no_optimizer_state(learner):
     task = lora_task(model_p("nnx"), learner=learner, targets="all-linear")
     states, partitioner = snapshots(task, (4, 2))
@@ -211,6 +214,7 @@ def test_there_are_no_moving_averages_of_the_base():
     [{"dropout": 0.3, "rank_axis": ("data", "mdl")}, pytest.param({"dora": True}, marks=pytest.mark.full)],
     ids=str,
 )
+@pytest.mark.full
 def test_any_mesh_gives_the_numbers_of_one_device(settings, sizes):
     strategy = [("w$", 'fsdp(axis="data", min_size_to_shard_mb=0, allow_uneven=True)')]
     assert not failing_steps(lora_task(model_p("function"), strategy=strategy, **settings), sizes)
@@ -227,6 +231,7 @@ def test_any_mesh_gives_the_numbers_of_one_device(settings, sizes):
     ],
     ids=str,
 )
+@pytest.mark.full
 def test_collectives_written_out(kind, fields, dora):
     settings = {"min_weight_size": 1, "gather": fields[1]} if len(fields) > 1 else {}
     task = lora_task(model_p(kind), strategy=None, dora=dora)
@@ -421,6 +426,7 @@ def joined_params(key):
 
 
 @pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
 def test_weights_are_followed_through_reshapes_and_slices(dora):
     model = Config(models.FunctionModel, init=joined_params, apply=joined)
     task = lora_task(model, targets=["w$"], dora=dora)
@@ -527,6 +533,7 @@ def test_a_task_without_adapters_has_no_dimensions():
         lora.matrix_dims(tasks_lib.build_task(task_p))
 
 
+@pytest.mark.full
 def test_prepare_takes_the_norms_of_the_loaded_base():
     task = lora_task(model_p("function"), dora=True)
     mdl_vars = variables(task)

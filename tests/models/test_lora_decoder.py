@@ -115,6 +115,7 @@ def of_weights(jaxpr, weights):
 
 
 @pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.full
 def test_the_step_forms_no_merged_weight_and_no_gradient_of_one(dora):
     task, batch, mdl_vars, hparams = ready(dora=dora)
     run = functools.partial(step_fns.gradients, task, var_weight_hparams=hparams)
@@ -132,6 +133,7 @@ def is_small_transpose(eqn):
     return eqn.primitive.name == "transpose" and RANK in eqn.outvars[0].aval.shape
 
 
+@pytest.mark.full
 def test_a_layer_adds_two_small_products_to_each_of_its_own():
     task, batch, mdl_vars, _ = ready()
     model = task.model_for_steps
@@ -270,6 +272,7 @@ def test_each_row_is_decoded_with_its_own_adapter():
         pytest.param(["softmax/logits_ffn/linear/w"], id="vocabulary"),
     ],
 )
+@pytest.mark.full
 def test_praxis_decoder_on_a_mesh_that_pads_its_vocabulary(targets):
     """A step keeps the vocabulary's padding, but not with adapters that have the size of the vocabulary."""
     resolved = experiment_config.resolve("synthetic.structures.TinyLm")

@@ -116,6 +116,7 @@ def linen_logits(tree, images, experiment):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.full
 def test_plain_flax_restores_a_checkpoint(name, logits, tmp_path, tmp_path_factory):
     """The mesh pads these nets; plain Orbax and Flax get the logical arrays, and the trainer's numbers from them."""
     directory = uninterrupted(name, tmp_path_factory) / "checkpoints"

@@ -129,6 +129,7 @@ def test_a_state_of_a_variable_that_is_whole_says_so():
         ),
     ],
 )
+@pytest.mark.full
 def test_any_state_gives_the_numbers_of_one_device(optimizer):
     """3 x 2 devices divide neither 8 nor 7."""
     assert not failing_steps(nnx_task(Config(Net, width=7), optimizer=optimizer), (3, 2))

@@ -41,6 +41,7 @@ def records(built):
     return {v.path: v for v in partitioner.metadata.records()}
 
 
+@pytest.mark.full
 def test_a_linen_module_on_a_mesh():
     built = linen_task(rate=0.3)
     found = records(built)
@@ -235,6 +236,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     "name", [n if n in ("adafactor", "several") else pytest.param(n, marks=pytest.mark.full) for n in OPTIMIZERS]
 )
+@pytest.mark.full
 def test_optimizer_states_follow_their_variables(name):
     built = nnx_task(optimizer=OPTIMIZERS[name]())
     found = records(built)
@@ -347,6 +349,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k == "linen" else k for k in KINDS])
+@pytest.mark.full
 def test_an_own_loop(kind):
     built = KINDS[kind]()
     state, _, _, train_step, eval_step, num_params = own_loop.partition_spmd_model(built, KEY, shapes_of(batch()))
@@ -371,6 +374,7 @@ def test_an_own_loop_decodes():
     assert metrics["num_decoded"][0] == 16
 
 
+@pytest.mark.full
 def test_an_own_loop_gets_clu_metrics():
     built = nnx_task()
     built.model.loss = lambda outputs, batch: {

@@ -71,6 +71,7 @@ def records(built, make):
 @pytest.mark.parametrize(
     ("kind", "fields"), [pytest.param("linen", {}, marks=pytest.mark.full), ("linen", {"remat": True}), ("nnx", {})]
 )
+@pytest.mark.full
 def test_stacked_layers(kind, fields, num_minibatches):
     make = partitioner("fsdp", num_minibatches=num_minibatches)
     assert not failing_steps(stack(kind, **fields), make=make)
@@ -101,6 +102,7 @@ def test_the_report_says_when_parameters_are_gathered():
 
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_batch_norm_keeps_the_mean_of_the_devices_statistics(strategy):
     built = nnx_task()
     (start, first, *_), _ = snapshots(built, (4, 2), make=partitioner(strategy))

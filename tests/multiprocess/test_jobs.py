@@ -91,6 +91,7 @@ def test_two_processes_decode_the_same_as_one(one_process, cache, tmp_path):
         assert ours["scores"] == pytest.approx(theirs["scores"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_one_process_resumes_after_sigterm_and_sigkill_to_one_of_two(one_process, cache, tmp_path):
     directory = tmp_path / "run"
     with started(Settings(directory, 2, cache, WITHOUT_END)) as job:

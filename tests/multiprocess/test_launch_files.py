@@ -69,6 +69,7 @@ def test_a_pod_succeeds_only_when_training_has_ended(stand_in, run_directory, tr
     assert pod(run_directory).wait() == status
 
 
+@pytest.mark.full
 def test_a_pod_passes_sigterm_on_and_waits_for_the_save(stand_in, run_directory):
     saved = run_directory / "saved"
     stand_in("spmd-trainer", f"trap 'sleep 0.5; touch {saved}; exit 0' TERM\necho $*\nwhile true; do sleep 0.1; done")
@@ -81,6 +82,7 @@ def test_a_pod_passes_sigterm_on_and_waits_for_the_save(stand_in, run_directory)
     assert saved.exists()
 
 
+@pytest.mark.full
 def test_a_pod_passes_a_sigterm_on_that_comes_before_it_knows_the_trainer(stand_in, run_directory):
     # The pod's shell is the parent. It can't tell the trainer's number before `&` has returned.
     stand_in("spmd-trainer", "trap 'exit 0' TERM\nkill -TERM $PPID\nwhile true; do sleep 0.1; done")
@@ -110,6 +112,7 @@ def test_the_supervisor_kills_what_has_not_ended_after_the_grace():
     assert supervisor._wait() == [3, -signal.SIGKILL, 0]
 
 
+@pytest.mark.full
 def test_all_launchers_end_a_job_that_hangs(stand_in, run_directory):
     stand_in("spmd-trainer", f'echo "$@" > {run_directory}/flags; exit 0')
     pod(run_directory).wait()

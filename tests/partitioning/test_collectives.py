@@ -130,6 +130,7 @@ def test_rows_that_do_not_divide_are_named():
 
 @given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 5)), min_size=8, max_size=8))
 @settings(max_examples=20, deadline=None)
+@pytest.mark.full
 def test_metrics_are_weighted_means_over_all_devices(pairs):
     values, weights = (np.array(column, np.float32) for column in zip(*pairs, strict=True))
     values[weights == 0] = np.nan  # a mean over nothing

@@ -66,6 +66,7 @@ def on_one_device():
 @pytest.mark.parametrize(
     "sizes", [(1, 4, 2), *(pytest.param(sizes, marks=pytest.mark.full) for sizes in [(2, 2, 2), (1, 1, 8), (1, 8, 1)])]
 )
+@pytest.mark.full
 def test_any_mesh_gives_the_numbers_of_one_device(sizes, on_one_device):
     partitioner = make_partitioner(sizes)
     state, output, losses = run_steps(partitioner, make_batch())
@@ -97,6 +98,7 @@ def test_padding_holds_zeros_after_every_step_in_optimizer_state_too():
     assert padded == 3 * (2 + 3)
 
 
+@pytest.mark.full
 def test_the_state_has_the_layout_of_its_metadata_and_no_device_holds_a_whole_split_variable():
     partitioner = make_partitioner((1, 4, 2))
     state = partitioner.initialize_train_state(KEY)
@@ -134,6 +136,7 @@ def test_v1_sharding_settings_split_the_weights_as_pax_documents_them():
     assert params["softmax"]["logits_ffn"]["linear"]["w"] == P("data", "mdl")
 
 
+@pytest.mark.full
 def test_optimizer_state_follows_its_variable():
     partitioner = make_partitioner((1, 4, 2))
     by_path = {variable.path: variable for variable in partitioner.metadata.records()}
@@ -176,6 +179,7 @@ def test_the_rows_that_each_process_added_are_removed_for_any_order_of_devices(m
     assert sorted(kept.tolist()) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
 
 
+@pytest.mark.full
 def test_the_model_is_traced_once_for_the_layout_and_the_values_of_its_variables(monkeypatch):
     task, calls = make_task(), []
     compute_predictions = type(task.model).compute_predictions

@@ -96,6 +96,7 @@ def test_five_steps_are_those_of_the_pjit_partitioner_on_one_device(variant, on_
     "kwargs", [pytest.param({"sharding": "dp"}, marks=pytest.mark.full), {"sharding": "fsdp", "min_weight_size": 512}]
 )
 @pytest.mark.parametrize("rows", [6, pytest.param(12, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_the_rows_of_an_uneven_batch_weigh_equally(kwargs, rows):
     ours = train(shard_map(**kwargs, rows=rows), rows, steps=2)
     assert_same_training(ours, train(set_up(pjit.PjitPartitioner(make_mesh((1, 1, 1))), rows), rows, steps=2))
@@ -263,6 +264,7 @@ def assert_only_small_ones_are_all_reduced(partitioner, found):
     assert sum(elements(result) for result in found["all-reduce"]) < small_params(partitioner) + 100
 
 
+@pytest.mark.full
 def test_fsdp_gathers_each_parameter_of_a_repeated_layer_inside_its_loop_and_scatters_each_gradient_once():
     partitioner = fsdp()
     found = collectives_of(partitioner)
@@ -318,6 +320,7 @@ def test_a_model_that_rematerialises_keeps_its_own_policy():
 # --- settings and layout ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_report_says_why_parameters_are_split_or_whole():
     partitioner = fsdp(sizes=(1, 8, 1), axis_name="data")
     by_path = {v.path.removeprefix("mdl_vars/params/"): v for v in partitioner.metadata.records()}
@@ -353,6 +356,7 @@ def test_settings_that_do_not_exist_are_refused(kwargs, message):
         ShardMapPartitioner(**kwargs)
 
 
+@pytest.mark.full
 def test_an_axis_that_the_mesh_does_not_have_is_refused():
     with pytest.raises(ValueError, match=r"axis_name 'model': .*'replica', 'data', 'mdl'"):
         shard_map("fsdp", axis_name="model")

@@ -48,6 +48,7 @@ def rows(converter, examples, lengths):
     return [jax.tree.map(np.asarray, row) for row in converter(ds, lengths).as_numpy_iterator()]
 
 
+@pytest.mark.full
 def test_packed_prefix_rows_are_those_that_pax_documents():
     examples = [
         {"inputs": [7, 8, 5, 1], "targets": [3, 9, 1]},
@@ -68,6 +69,7 @@ def test_packed_prefix_rows_are_those_that_pax_documents():
     assert row.inputs_indicator[5:7].tolist() == [0, 0]
 
 
+@pytest.mark.full
 def test_weights_of_targets_alone_and_of_negative_ids():
     example = [{"inputs": [7, 8], "targets": [3, -9, 1]}]
     lengths = {"inputs": 2, "targets": 4}
@@ -77,6 +79,7 @@ def test_weights_of_targets_alone_and_of_negative_ids():
         assert row.labels.tolist() == [7, 8, 3, 9, 1, 0]
 
 
+@pytest.mark.full
 def test_reverse_bos_padding_moves_the_labels():
     converter = seqio_input.LanguageModelFeatures(reverse_bos_padding=True, eos_id=1)
     (row,) = rows(converter, [{"targets": [5, 6, 7]}], {"targets": 5})
@@ -97,6 +100,7 @@ def test_sequence_model_rows():
     assert row.tgt.segment_pos.tolist() == [0, 1, 0]
 
 
+@pytest.mark.full
 def test_specs_are_those_of_the_batches_and_need_no_data():
     for is_training in (True, False):
         batch = built(is_training).get_next()
@@ -106,6 +110,7 @@ def test_specs_are_those_of_the_batches_and_need_no_data():
     assert dataset_input_specs(unreachable).ids.shape == (4, 16)
 
 
+@pytest.mark.full
 def test_a_resumed_input_gives_the_batches_of_one_that_was_not_interrupted():
     first = built()
     batches = [first.get_next() for _ in range(6)]
@@ -130,6 +135,7 @@ def test_the_position_of_other_batches_is_refused():
             built(**other).set_state(state)
 
 
+@pytest.mark.full
 def test_training_begins_after_the_batches_to_skip():
     whole, later = built(), built(num_batches_to_skip=2)
     for _ in range(2):
@@ -137,6 +143,7 @@ def test_training_begins_after_the_batches_to_skip():
     jax.tree.map(np.testing.assert_array_equal, later.get_next(), whole.get_next())
 
 
+@pytest.mark.full
 def test_an_evaluation_gives_every_example_once_on_any_number_of_processes():
     def evaluation(hosts, host):
         return built(False, num_infeed_hosts=hosts, infeed_host_index=host)

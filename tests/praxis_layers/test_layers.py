@@ -66,6 +66,7 @@ def test_shared_embedding_lookup_is_scaled_by_the_root_of_its_width(style):
 
 
 @pytest.mark.parametrize("cap", [pytest.param(0.0, marks=pytest.mark.full), 2.0])
+@pytest.mark.full
 def test_softmax_cross_entropy_is_a_weighted_mean(cap):
     layer_p = Config(embedding_softmax.FullSoftmax, num_classes=VOCAB, input_dims=WIDTH, soft_cap_logits=cap)
     x, ids = normal(BATCH, TIME, WIDTH), jnp.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])[..., None]
@@ -132,6 +133,7 @@ def test_the_mask_lets_a_token_attend_to_its_own_segment_up_to_itself():
         pytest.param(True, False, 5.0, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_attention(combined, rotary, cap):
     layer_p = Config(attentions.DotProductAttention, input_dim=8, hidden_dim=8, num_heads=HEADS, combine_qkv=combined)
     layer_p.use_rotary_position_emb = rotary

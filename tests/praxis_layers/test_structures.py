@@ -153,6 +153,7 @@ def test_sgd_subtracts_the_scaled_gradient():
     assert_trees_close(ours, jax.tree.map(lambda p, g: p - 0.3 * g, PARAMETERS, GRADIENTS))
 
 
+@pytest.mark.full
 def test_adafactor_factors_second_moments_into_rows_and_columns():
     """Shazeer, Stern 2018 (arXiv:1804.04235): second moments of a matrix from its row and column means; RMS clipped to 1."""
     optimizer_p = with_rate(

@@ -136,6 +136,7 @@ def test_orbax_reads_the_adapters_by_itself(trained):
     )
 
 
+@pytest.mark.full
 def test_every_mesh_restores_the_same_state_and_computes_the_same_checksums(trained):
     run, state = trained
     for mesh in (MESH, OTHER_MESH, (1, 1, 8)):
@@ -173,6 +174,7 @@ def changed_folder(tmp_path, name):
 
 
 @pytest.mark.parametrize("mode", [pytest.param("train", marks=pytest.mark.full), "eval"])
+@pytest.mark.full
 def test_another_base_is_refused(mode, run, tmp_path):
     folder = changed_folder(tmp_path, "model.layers.1.mlp.up_proj.weight")
     exp = experiment(FOLDER=str(folder))

@@ -31,6 +31,7 @@ def test_the_plan_and_the_report_name_the_kernel():
     assert plan.plan(job).attention == lines
 
 
+@pytest.mark.full
 def test_a_model_without_attention_kernels_has_no_lines():
     assert attention_kernels.of_forward_pass(job_of("lm.stdlib.StdlibBytesTiny")) == []
 

@@ -140,6 +140,7 @@ def describe(job):
     run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines())
 
 
+@pytest.mark.full
 def test_a_training_run_in_a_used_directory_tells_what_changed(tmp_path, warnings):
     rate = "task.train.learner.optimizer.learning_rate"
     describe(make_job(tmp_path))
@@ -151,6 +152,7 @@ def test_a_training_run_in_a_used_directory_tells_what_changed(tmp_path, warning
     assert f"{rate}: 0.5" in (tmp_path / "config.txt").read_text().splitlines()
 
 
+@pytest.mark.full
 def test_two_jobs_of_the_same_settings_have_the_same_lines(tmp_path):
     """Nothing that a process makes up anew may look like a changed setting."""
     one, other = (make_job(tmp_path).config.experiment.lines() for _ in range(2))

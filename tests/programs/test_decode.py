@@ -123,6 +123,7 @@ def test_a_decode_without_fprop_for_prefix_ends_where_praxis_stopped(tmp_path):
         assert record["score"] < 0
 
 
+@pytest.mark.full
 def test_a_prompt_that_takes_all_decode_steps_is_refused(tmp_path):
     with raises_naming(UserError, "prompt 0", "12 tokens", "max_decode_steps=6", "fprop_for_prefix", "allows 6"):
         decode_once(tmp_path, mesh=(1, 1, 1), customize=without_fprop(6))

@@ -262,6 +262,7 @@ def test_a_mean_does_not_depend_on_the_batches(examples, size):
 
 @hypothesis.settings(deadline=None)
 @hypothesis.given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.randoms())
+@pytest.mark.full
 def test_variables_are_known_by_their_bits_whatever_the_padding(rows, columns, below, right, random):
     x = np.array([[random.uniform(-1, 1) for _ in range(columns)] for _ in range(rows)], np.float32)
     whole = checksum({"w": x})

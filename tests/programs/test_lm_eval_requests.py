@@ -127,6 +127,7 @@ def test_answers_are_kept(tmp_path):
     assert request_key("a", [1, 2]) != request_key("a", [1], 2)
 
 
+@pytest.mark.full
 def test_nothing_as_large_as_the_vocabulary_leaves_the_devices():
     job, _ = restored((1, 4, 2))
     runner = requests_of(job)

@@ -36,6 +36,7 @@ def result(job):
     return plan.plan(job)
 
 
+@pytest.mark.full
 def test_arguments_are_the_state_and_the_batch(job, result):
     mesh = job.partitioner.mesh_shape()
     state = sum(v.bytes_per_device(mesh) for v in job.partitioner.metadata.records())
@@ -53,6 +54,7 @@ def test_flops_are_6_times_parameters_times_tokens(job, result):
     assert result.model_flops == pytest.approx(6 * job.partitioner.metadata.num_params() * tokens / 8)
 
 
+@pytest.mark.full
 def test_collectives_name_the_axes_that_they_cross(result):
     crossed = {tuple(row["axes"]) for row in result.collectives}
     assert {("data",), ("mdl",)} & crossed

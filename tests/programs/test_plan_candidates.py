@@ -109,6 +109,7 @@ def test_a_budget_of_no_time(text):
         ),
     ],
 )
+@pytest.mark.full
 def test_flags_that_do_not_go_together(tmp_path, arguments, facts):
     command = [
         sys.executable,

@@ -54,6 +54,7 @@ def predict(base):
     return on
 
 
+@pytest.mark.full
 def test_activations_cross_the_axes_that_split_weights_but_not_the_batch(predict):
     """A device of a mesh with a larger 'mdl' has more tokens, whose activations it gathers in each pass."""
     longest = [predict(1, 8 // mdl, mdl).longest for mdl in (1, 2, 4, 8)]
@@ -72,6 +73,7 @@ def test_rematerialisation_repeats_the_forward_pass_and_its_collectives(predict)
     assert extra > 2 * products  # with the collectives over 'mdl'
 
 
+@pytest.mark.full
 def test_each_minibatch_gathers_the_weights(predict):
     assert predict(1, 8, 1, minibatches=2).longest > predict(1, 8, 1).longest
     # Without weights that are split, only gradients are summed.

@@ -96,6 +96,7 @@ def test_policies_that_give_the_same_program_are_compiled_once(tmp_path, as_h100
     assert len(compiled) == 2
 
 
+@pytest.mark.full
 def test_state_that_does_not_fit_is_not_compiled(tmp_path, as_h100, monkeypatch):
     small = dataclasses.replace(chip(H100), gpu=dataclasses.replace(chip(H100).gpu, memory_bytes=1000))
     monkeypatch.setattr(plan_search, "chip", lambda kind: small)
@@ -109,6 +110,7 @@ def test_state_that_does_not_fit_is_not_compiled(tmp_path, as_h100, monkeypatch)
     assert f"at least {-(-state // 1000)} chips of 1000 B are needed" in message
 
 
+@pytest.mark.full
 def test_the_budget_leaves_candidates_with_a_reason(tmp_path, as_h100, monkeypatch):
     outcomes, _ = run(make_job(tmp_path), "minibatches", budget=0.0)
     (reason,) = {outcome.not_reached for outcome in outcomes}

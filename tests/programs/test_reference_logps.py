@@ -184,6 +184,7 @@ def test_values_of_another_model_are_computed_again(tmp_path, pairs, caplog):
     assert not np.allclose(values(tmp_path / "run")[0], before, rtol=1e-2)
 
 
+@pytest.mark.full
 def test_batches_to_look_at_need_no_values(tmp_path, pairs):
     job = make_job(tmp_path / "run", pairs)
     batch = reference_files.attach_zeros(job.build_train_input()).get_next()

@@ -180,6 +180,7 @@ def test_a_written_batch_that_is_damaged_or_missing_is_said_and_the_input_is_use
     assert LAYER.format(wrong_layer()[0]) in text
 
 
+@pytest.mark.full
 def test_a_step_that_is_finite_with_flags_alone_is_said(tmp_path):
     frame = Frame(results=[0], num_values=1)
     observed = replay.Observed(Flags(frame, {}), [], {"loss": Value((), 0)}, {}, 0)

@@ -79,6 +79,7 @@ def test_tensorboard_reads_the_event_files(uninterrupted):
         assert [event.step for event in events] == steps
 
 
+@pytest.mark.full
 def test_directory_says_what_the_run_was(uninterrupted):
     directory, _ = uninterrupted
     assert f"task.train.num_train_steps: {STEPS}" in (directory / "config.txt").read_text().splitlines()

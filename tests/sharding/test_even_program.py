@@ -96,6 +96,82 @@ def test_an_operation_without_a_rule_gets_no_padding():
     assert_padding_changes_nothing(lambda a: jnp.fft.fft(a, axis=0).real, square)
 
 
+def test_a_loop_that_is_mapped_over_rows():
+    def grow(row):
+        return lax.while_loop(lambda s: s[0].sum() < 20, lambda s: (s[0] * 2 + 1, s[1] + 1), (row, jnp.zeros(())))
+
+    assert_padding_changes_nothing(lambda x: jax.vmap(grow)(jnp.abs(x)), X)
+
+
+def test_keys_of_rows():
+    def draw(x):
+        keys = jnp.where(x[:, 0] > 0, jax.random.split(jax.random.key(0), 5), jax.random.key(1))
+        return jax.vmap(jax.random.uniform)(keys) + x[:, 0]
+
+    assert_padding_changes_nothing(draw, X)
+
+
+def test_many_operations_on_constants():
+    def deep(x):
+        y = jnp.arange(5.0)
+        for _ in range(200):
+            y = jnp.sin(y) + 1
+        return x + y[:, None]
+
+    assert_padding_changes_nothing(deep, X)
+
+
+def test_a_type_without_infinity():
+    x = X.astype(jnp.float8_e4m3fn)
+    got = padded_results(lambda x: (x.max(0).astype(jnp.float32), jnp.argmax(x, 0)), [x], 1)
+    np.testing.assert_array_equal(got[1], np.argmax(X, 0))
+    np.testing.assert_array_equal(got[0], x.max(0).astype(np.float32))
+
+
+def test_derivatives_of_padding_are_not_padding():
+    grown = np.concatenate([X, np.ones((3, 3), np.float32)])
+    sliced = jax.grad(lambda x: ((slice_off(x, (5, 3)) + 1) ** 2).sum())
+    assert_padding_changes_nothing(sliced, grown)
+    assert_padding_changes_nothing(jax.grad(lambda x: (put_back(x, (8, 3)) ** 2).sum()), X)
+    assert_padding_changes_nothing(lambda x: jax.jvp(lambda x: slice_off(x, (5, 3)).sum(), (x,), (x,)), grown)
+
+
+def test_what_is_computed_again_may_hold_constants():
+    at = np.array([0, 4, 7], np.int32)
+    policy = jax.checkpoint(lambda t, w: jnp.sin(t.at[at].get(mode="clip")) * w, prevent_cse=(True, False))
+    assert_padding_changes_nothing(jax.grad(lambda t, w: policy(t, w).sum()), X, W)
+
+
+MOVED = ("axis0", None, "axis1"), ("axis0", "axis1", None), ("axis1", None, "axis0")
+
+
+@pytest.mark.parametrize("inside", ["checkpoint", "scan", "cond", "reshape", "barrier"])
+def test_a_products_axes_are_known_through_control_flow(inside):
+    """XLA gets this product wrong: docs/partitioner_faults.md."""
+    mesh = probe.mesh_of((4, 2))
+    x, w = np.random.default_rng(0).normal(size=(2, 8, 8, 8)).astype(np.float32)
+
+    def split(x, axes):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def step(x, w):
+        a, b, c = MOVED
+        x, w = split(x, a), split(w, b)
+        match inside:
+            case "checkpoint":
+                return jax.checkpoint(lambda x, w: split(x @ w, c))(x, w)
+            case "scan":
+                return lax.scan(lambda h, _: (h, split(x @ w, c)), 0.0, None, length=1)[1][0]
+            case "cond":
+                return lax.cond(x.sum() > -1e9, lambda x, w: split(x @ w, c), lambda x, w: x, x, w)
+            case "reshape":
+                return split((x @ w).reshape(8, 1, 8, 8), (c[0], None, *c[1:])).reshape(8, 8, 8)
+        return split(lax.optimization_barrier(x @ w), c)
+
+    run = jax.jit(evenly(step, mesh), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    np.testing.assert_allclose(run(x, w), x @ w, atol=1e-4)
+
+
 def test_an_index_outside_of_the_logical_shape_stays_outside():
     at = np.array([0, 4, 7, -1], np.int32)  # 5 rows: 7 is outside, -1 is the last
     for mode in ("clip", "fill"):

@@ -29,6 +29,7 @@ for _ in range(10):
 
 
 @pytest.mark.parametrize("program", ["checksums", pytest.param("resharding", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_many_programs_in_a_row_end(program):
     timeouts = "--xla_cpu_collective_call_terminate_timeout_seconds=20"
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {timeouts}"}

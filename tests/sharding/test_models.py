@@ -66,6 +66,7 @@ def plain_model():
 
 
 @pytest.mark.parametrize("make", [linen_model, nnx_model, plain_model])
+@pytest.mark.full
 def test_a_step_on_the_mesh_equals_one_on_a_device(make, data_mesh):
     params, apply = make()
     optimizer = optax.adam(0.1)

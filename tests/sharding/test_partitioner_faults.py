@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -18,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_trainer.sharding.even_program import evenly
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "partitioner_faults.md").read_text(encoding="utf-8")
-_SECTIONS = re.findall(r"^## (?P<title>[^\n]+)\n(?P<text>.*?)^```python\n(?P<code>.*?)^```", _PAGE, re.M | re.S)
+_SECTIONS = re.findall(
+    r"^## (?P<title>[^\n]+)\n(?P<text>(?:(?!^## ).)*?)^```python\n(?P<code>.*?)^```", _PAGE, re.M | re.S
+)
 _RUN = {title: code for title, text, code in _SECTIONS if "test: not run" not in text}
 _ABORTS = {title: code for title, text, code in _SECTIONS if "test: not run" in text}
 
@@ -26,7 +30,8 @@ _ABORTS = {title: code for title, text, code in _SECTIONS if "test: not run" in 
 def names_of(code):
     """Runs a program; returns its names."""
     names = {}
-    with contextlib.redirect_stdout(io.StringIO()):
+    # It sets XLA_FLAGS, which this process has read already, and its children must not inherit.
+    with contextlib.redirect_stdout(io.StringIO()), mock.patch.dict(os.environ):
         exec(code, names)
     return names
 

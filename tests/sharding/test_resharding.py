@@ -380,6 +380,7 @@ def test_in_sharding_must_be_the_array_s_own():
         reshard_with_intermediate_sharding({"w": x}, layout((4, 1), P("fsdp")), layout((1, 4), P(None, "tp")))
 
 
+@pytest.mark.full
 def test_the_source_keeps_no_host_copy():
     _, x = random_array(layout((8, 1), P("fsdp")))
     reshard(x, layout((1, 4), P(None, "tp")))

@@ -64,6 +64,7 @@ def whole(batch):
         ((1, 4, 2), 4),
     ],
 )
+@pytest.mark.full
 def test_the_update_is_that_of_the_whole_batch(batch, whole, sizes, num_minibatches):
     state, output = run(batch, sizes, num_minibatches)
     expected_state, expected = whole

@@ -35,6 +35,7 @@ def test_the_check_leaves_nothing_and_sees_what_is_there(remote):
         hf.check_directory("--export_dir", remote / "out")
 
 
+@pytest.mark.full
 def test_further_chat_templates_come_along(remote, tmp_path):
     folder = shutil.copytree(DATA / NAME, tmp_path / "folder")
     (folder / "additional_chat_templates").mkdir()

@@ -17,6 +17,7 @@ def small_pages(monkeypatch):
     monkeypatch.setattr(listing, "PAGE", 3)
 
 
+@pytest.mark.full
 def test_a_listing_of_many_pages_is_complete(remote, small_pages):
     wanted = {f"{folder}/{number}": number for folder in "abc" for number in range(4)}
     for name, size in wanted.items():

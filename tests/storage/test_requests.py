@@ -28,6 +28,7 @@ def requests_of_start(proxy, *args, **kwargs):
 
 
 @pytest.mark.parametrize("scheme", ["gs", pytest.param("s3", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_start_and_a_resume_take_few_requests(scheme, address_of, use, tmp_path):
     """A start took 36 on S3, and a resume 233 on GCS."""
     directory = f"{scheme}://bkt/requests"

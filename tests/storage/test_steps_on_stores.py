@@ -181,6 +181,7 @@ def test_a_tenth_of_all_writes_fail_and_no_save_does(scheme, address_of, use):
 @pytest.mark.parametrize(
     "written", [pytest.param(0, marks=pytest.mark.full), 4, pytest.param(11, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_a_save_that_fails_loses_no_step_and_the_next_run_goes_on(scheme, written, address_of, use):
     """Writing is refused for good from some write on: before the first array, among the arrays, at the manifest."""
     with Proxy(address_of(scheme)) as proxy:

@@ -160,6 +160,7 @@ def assert_alike(found, tolerance=1e-5):
     "model_type", [LanguageModelType.CAUSAL, pytest.param(LanguageModelType.BIDIRECTIONAL, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_model_hands_segment_ids_to_its_layers(model_type, packed):
     others = {} if packed else {"segment_ids": None, "segment_pos": None}
     found, recorded = both(language_model(model_type), *rows(**others))
@@ -217,6 +218,7 @@ def test_a_local_attention_becomes_a_window():
         ),
     ],
 )
+@pytest.mark.full
 def test_masks_are_left_to_praxis_and_the_choice_says_so(model_type, others):
     found, recorded = both(language_model(model_type), *rows(**others))
     assert_alike(found)
@@ -288,6 +290,7 @@ def run(layer_, variables, x, mask):
         ),
     ],
 )
+@pytest.mark.full
 def test_a_layer_gives_the_same_outputs_and_gradients(dtype, fields):
     plain, fused = (
         layer(cls, fprop_dtype=dtype, **fields)
@@ -346,6 +349,7 @@ def test_other_attentions_are_refused():
         cls().task()
 
 
+@pytest.mark.full
 def test_one_attention_config_becomes_fused_and_keeps_its_fields():
     plain_p = Config(layers.DotProductAttention, num_heads=3, atten_logit_cap=5.0)
     fused_p = attention.use_fused_attention(plain_p, "chunked")

@@ -80,6 +80,7 @@ def variables_of(layer, ids, labels, weights):
     ids=str,
 )
 @pytest.mark.parametrize("tokens_at_a_time", [pytest.param(1024, marks=pytest.mark.full), 4])
+@pytest.mark.full
 def test_lookup_and_its_gradient_are_those_of_praxis(vocab, fields, on_mesh, tokens_at_a_time, monkeypatch):
     monkeypatch.setattr(cheaper_layers, "_LOOKUP_TOKENS", tokens_at_a_time)
     ids, labels, weights = tokens(vocab)
@@ -113,6 +114,7 @@ def test_ids_outside_of_the_table_have_zeros_for_embeddings():
     assert not ours[:, [0, 1, 5]].any()
 
 
+@pytest.mark.full
 def test_no_program_of_the_forward_pass_multiplies_with_one_hot_ids():
     ids, labels, weights = tokens(16)
     plain, cheaper = softmax(16)
@@ -127,6 +129,7 @@ def test_no_program_of_the_forward_pass_multiplies_with_one_hot_ids():
     assert (products(plain), products(cheaper)) == (1, 0)
 
 
+@pytest.mark.full
 def test_experiments_use_them_and_keep_the_fields():
     lm_p = cloud.LmCloudSpmdAdamTiny().task().model.lm_tpl
     assert fdl.get_callable(lm_p.softmax_tpl) is cheaper_layers.SharedEmbeddingSoftmax

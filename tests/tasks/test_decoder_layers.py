@@ -148,6 +148,7 @@ def moe_spec(**fields):
 
 
 @pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.full
 def test_mixture_of_experts(normalise):
     x = random(2, 8, 12, seed=5)
     output, params, _ = built(feed_forward.MixtureOfExperts, moe_spec(normalise_top_k=normalise), x, SEGMENTS > 0)
@@ -180,6 +181,7 @@ def test_the_load_balancing_loss_counts_real_tokens_only():
     np.testing.assert_allclose(loss.value, expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_no_load_balancing_loss_without_a_weight():
     _, _, sown = built(feed_forward.MixtureOfExperts, moe_spec(), random(2, 8, 12), SEGMENTS > 0)
     assert not sown

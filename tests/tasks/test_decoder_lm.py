@@ -214,6 +214,7 @@ def test_dropout_is_for_training_only(field):
     assert np.abs(dropping(ids, train=True).logits - plain(ids).logits).max() > 1e-2
 
 
+@pytest.mark.full
 def test_weight_decay_leaves_out_norms_and_biases():
     decoder = Decoder(small_spec(norm="layer", mlp_bias=True, qkv_bias=True))
     ids = jnp.zeros((1, 2), jnp.int32)
@@ -224,6 +225,7 @@ def test_weight_decay_leaves_out_norms_and_biases():
         assert base_layer.var_skip_lp_regularization(leaf) == (name in ("scale", "bias", "b")), path
 
 
+@pytest.mark.full
 def test_refusals():
     decoder = Decoder(small_spec(positions="learned", max_positions=4))
     with raises_naming(UserError, "5 tokens", "task.model.lm_tpl.spec.max_positions=4"):

@@ -37,6 +37,7 @@ def test_pairs_of_the_two_halves_rotate_by_their_angle():
     np.testing.assert_allclose(rotated(spec_of(), x, positions), expected, atol=2e-5)
 
 
+@pytest.mark.full
 def test_products_depend_only_on_distances():
     query, key = np.random.default_rng(1).normal(size=(2, 1, 1, 1, HEAD)).astype(np.float32)
 

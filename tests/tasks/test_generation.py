@@ -165,6 +165,7 @@ def test_a_repetition_penalty_is_that_of_transformers():
 SAMPLING = {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "num_samples": 2}
 
 
+@pytest.mark.full
 def test_a_row_s_samples_do_not_depend_on_the_other_rows():
     run = decoder(**SAMPLING)
     together = run(batch_of(ALL, LENGTHS))[1]

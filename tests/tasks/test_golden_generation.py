@@ -98,6 +98,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, tmp_path):
         pytest.param("gemma2", (1, 2, 3), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_mesh_that_divides_nothing_gives_the_same_tokens(folder, mesh, tmp_path):
     expected = np.load(GOLDEN / folder / "expected.npz")
     spec = hf_folder.read_model(GOLDEN / folder)[2]

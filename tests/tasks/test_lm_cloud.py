@@ -230,6 +230,7 @@ SHORT = ("LmCloudSpmd2B", "LmCloudSpmdPipeline9B")
 @pytest.mark.parametrize(
     "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in CLOUD]
 )
+@pytest.mark.full
 def test_a_size_has_the_parameters_and_the_batch_that_it_says(name):
     cls = CLOUD[name]
     resolved = experiment_config.resolve(f"lm.cloud.{name}")

@@ -51,6 +51,7 @@ def test_the_live_reference_is_the_one_that_is_computed_once(live):
         assert verify.compare(ours, theirs, verify.Tolerance()).passed
 
 
+@pytest.mark.full
 def test_the_base_stays_as_it_is(live):
     _, _, snapshots, _ = live
     before, after = snapshots[0].variables, snapshots[-1].variables
@@ -62,6 +63,7 @@ def test_the_base_stays_as_it_is(live):
 @pytest.mark.parametrize(
     "sizes", [sizes if sizes == (2, 2, 2) else pytest.param(sizes, marks=pytest.mark.full) for sizes in MESHES], ids=str
 )
+@pytest.mark.full
 def test_any_mesh_gives_the_numbers_of_one_device(sizes, live):
     task, batches, snapshots, initial = live
     partitioner = partitioner_on(task, sizes, batches[0], pjit.PjitPartitioner())
@@ -94,6 +96,7 @@ def test_the_live_reference_takes_no_memory():
     assert found[0] <= 1.01 * found[1]
 
 
+@pytest.mark.full
 def test_a_model_without_reference_is_refused():
     task = adapted_task()
     plain = Config(DecoderLanguageModel, name="lm", lm_tpl=task.model.lm_tpl)

@@ -86,6 +86,7 @@ def test_loss_and_gradient_are_those_of_a_computation_by_hand(preference, pairs)
     assert difference < 1e-6 * optax.tree.norm(gradient)
 
 
+@pytest.mark.full
 def test_metrics_are_weighted_means_over_the_pairs():
     task, batch = task_of({"beta": 0.5}), pair_batch(weights=WEIGHTS)
     scalars, rows = run(task, variables_of(task, batch), batch)

@@ -81,6 +81,7 @@ def test_run(tracked):
     assert {"first", "second"} <= set(run.data.tags)
 
 
+@pytest.mark.full
 def test_parameters_keep_their_first_value_and_changes_are_tags(tracked):
     directory, run, client = tracked
     params = run.data.params

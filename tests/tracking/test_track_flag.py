@@ -61,6 +61,7 @@ def test_python_takes_a_list(tmp_path):
         spmd_trainer.train(TINY, tmp_path / "run", track=["aim"])
 
 
+@pytest.mark.full
 def test_trackers_are_imported_only_when_asked_for():
     program = """
 import sys

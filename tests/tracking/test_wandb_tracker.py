@@ -39,6 +39,7 @@ def tracked(tmp_path_factory):
     return directory, wandb_records(directory)
 
 
+@pytest.mark.full
 def test_config_name_and_tags(tracked):
     run = of(tracked[1][0], "run")[0]
     assert run["display_name"] == "mine"
@@ -49,12 +50,14 @@ def test_config_name_and_tags(tracked):
     assert config["task"] == {"train": {"num_train_steps": 200}, "model": {"class": "LanguageModel", "name": "lm"}}
 
 
+@pytest.mark.full
 def test_steps_that_are_done_again_are_kept(tracked):
     history = [entry for entry in wandb_history(tracked[1][0]) if "train/loss" in entry]
     assert [entry["trainer/step"] for entry in history] == [1, 2, 3, 2, 3]
     assert [entry["train/loss"] for entry in history] == [3.0, 2.5, 2.0, 2.25, "NaN"]
 
 
+@pytest.mark.full
 def test_wandbs_own_steps_would_lose_them(tmp_path):
     """Why the training step is a value of its own."""
     import wandb
@@ -67,6 +70,7 @@ def test_wandbs_own_steps_would_lose_them(tmp_path):
     assert [entry["_step"] for entry in wandb_history(records)] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_charts_are_drawn_over_the_training_step(tracked):
     metrics = of(tracked[1][0], "metric")
     assert any(metric.get("glob_name") == "*" and metric["step_metric"] == "trainer/step" for metric in metrics)
