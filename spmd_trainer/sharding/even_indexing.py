@@ -69,7 +69,10 @@ def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
             at_held[at] = up_held[rows[at]] = x_held[dim]
         if no_row_can_be_left_out:
             at_held, up_held = list(indices.shape), list(updates.shape)
-        return _written(eqn, (x, indices, updates), (tuple(x_held), tuple(at_held), tuple(up_held)), rows)
+        # XLA mixes up the rows of mapped scatters whose indices are split along another dimension than the mapped ones.
+        loose = [at for at in range(len(rows)) if batching and at not in batching.values()]
+        held = tuple(x_held), tuple(at_held), tuple(up_held)
+        return _written(pins, eqn, (x, indices, updates), held, rows, loose)
 
     least = list(x.without_padding_of(set(window) - whole))
     for dim, up in pairs:
@@ -85,9 +88,23 @@ def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _written(
-    eqn: Any, values: tuple[Value, Value, Value], held: tuple[Shape, Shape, Shape], rows: Sequence[int]
+    pins: Pins,
+    eqn: Any,
+    values: tuple[Value, Value, Value],
+    held: tuple[Shape, Shape, Shape],
+    rows: Sequence[int],
+    loose: Sequence[int],
 ) -> jax.Array:
-    """Runs a scatter in these physical shapes; `rows` are the dimensions of the updates that the indices have too."""
+    """Runs a scatter.
+
+    Args:
+      pins: keeps dimensions whole.
+      eqn: the scatter.
+      values: the array, the indices and the updates.
+      held: their physical shapes.
+      rows: the dimensions of the updates that the indices have too.
+      loose: those of the indices' dimensions that are whole on each device.
+    """
     (x, indices, updates), (x_held, at_held, up_held) = values, held
     mode = eqn.params["mode"]
     at_array = _kept_outside(
@@ -101,6 +118,7 @@ def _written(
         at_array = _outside(at_array, indices.shape, padded)
         mode = lax.GatherScatterMode.FILL_OR_DROP if padded else mode
         up_array = updates.at(up_held)
+    at_array, up_array = pins.whole(at_array, loose), pins.whole(up_array, [rows[at] for at in loose])
     # Padded rows may hold any index, so what the program promises of its indices no longer holds.
     promises = {"indices_are_sorted": False, "unique_indices": False} if at_held != indices.shape else {}
     written: jax.Array = bind(eqn, [x.at(x_held), at_array, up_array], mode=mode, **promises)[0]
