@@ -86,7 +86,8 @@ def test_its_thread_reports_while_the_main_thread_hangs(run):
         assert reported.wait(60)
     finally:
         watchdog.on_end(run)
-    assert "saving step 3, save, for" in texts[0]
+    # A thread of an earlier test, whose start failed, may still be compiling, and is named after it.
+    assert_names(texts[0], "saving step 3, save")
     assert "in wait" in texts[0]
     assert "MainThread" in texts[0]
 
