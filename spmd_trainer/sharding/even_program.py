@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ def evenly(
         dimension which its axes don't divide.
     """
 
+    @functools.wraps(fn)  # the names of its arguments are those of the compiled program's
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
