@@ -111,7 +111,7 @@ class EvenProgram:
         given = [*(self.pins.value(x) for x in consts), *values]
         env.update(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
         for eqn in jaxpr.eqns:
-            with _source_of(eqn):
+            with source_of(eqn):
                 found = self._one(eqn, [read(var) for var in eqn.invars])
             env.update(zip(eqn.outvars, found, strict=True))
         return [read(var) for var in jaxpr.outvars]
@@ -409,7 +409,7 @@ def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _source_of(eqn: Any) -> Iterator[None]:
+def source_of(eqn: Any) -> Iterator[None]:
     """Keeps the names and the source lines of the model in the new program."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:

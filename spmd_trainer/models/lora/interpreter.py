@@ -6,7 +6,6 @@ enters, and keep their form: a scan stays a scan, and a `jax.checkpoint` keeps i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +15,11 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import source_info_util
 
 from spmd_trainer.models.lora import adapted_weight, dims, products
 from spmd_trainer.models.lora.adapted_weight import AdaptedWeight
+from spmd_trainer.sharding.even_program import source_of
+from spmd_trainer.sharding.even_rules import bind
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
@@ -61,8 +61,8 @@ class Interpreter:
         kept = {var for var in jaxpr.outvars if not hasattr(var, "val")}
         for i, eqn in enumerate(jaxpr.eqns):
             values = [read(var) for var in eqn.invars]
-            with _source_of(eqn):
-                found = self._one(eqn, values) if any(map(is_adapted, values)) else _bind(eqn, values)
+            with source_of(eqn):
+                found = self._one(eqn, values) if any(map(is_adapted, values)) else bind(eqn, values)
             env.update(zip(eqn.outvars, found, strict=True))
             for var in {v for v in eqn.invars if not hasattr(v, "val")}:
                 if last_use[var] == i and var not in kept:
@@ -98,9 +98,9 @@ class Interpreter:
         if is_adapted(weight) and not any(map(is_adapted, others)):
             moves = [dims.Move(weight.dims)] if is_gather(eqn) else dims.moves(eqn, weight.dims)
             if moves is not None and all(map(weight.follows, moves)):
-                arrays = _bind(eqn, [weight.w, *others])
+                arrays = bind(eqn, [weight.w, *others])
                 return [weight.moved(w, move, others) for w, move in zip(arrays, moves, strict=True)]
-        return _bind(eqn, self._merged(values, eqn.primitive.name))
+        return bind(eqn, self._merged(values, eqn.primitive.name))
 
     def _merged(self, values: Sequence[Any], operation: str) -> list[Any]:
         for value in values:
@@ -123,7 +123,7 @@ class Interpreter:
             rows=self.rows,
         )
         if found is None:
-            found = _bind(eqn, self._merged([left, right], "dot_general of another form"))[0]
+            found = bind(eqn, self._merged([left, right], "dot_general of another form"))[0]
         return cast(jax.Array, found)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
@@ -277,16 +277,3 @@ def is_gather(eqn: Any) -> bool:
         return False
     names = {inner.primitive.name for inner in eqn.params["call_jaxpr"].jaxpr.eqns}
     return "all_gather" in names and names <= {"all_gather", "slice", "convert_element_type", "jit", "pjit", "copy"}
-
-
-@contextlib.contextmanager
-def _source_of(eqn: Any) -> Iterator[None]:
-    """Keeps the names and the source lines of the model in the new program."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
-
-
-def _bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(found) if eqn.primitive.multiple_results else [found]
