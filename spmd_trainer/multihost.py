@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -41,6 +42,38 @@ def joined() -> tuple[int, int]:
     from jax._src.distributed import global_state
 
     return (global_state.num_processes or 1, global_state.process_id or 0)
+
+
+def is_serving() -> bool:
+    """Returns whether JAX's coordination service runs in this process."""
+    from jax._src.distributed import global_state
+
+    return global_state.service is not None
+
+
+def detected_cluster(seconds: float) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
+    """Returns the coordinator's address, the number of processes, this process's id and its accelerators, as JAX detects them.
+
+    Args:
+      seconds: how long a detection that asks a server may take.
+
+    Raises:
+      RuntimeError, ValueError: JAX knows no such cluster.
+    """
+    # JAX detects a cluster only inside `jax.distributed.initialize`, and the processes must meet before that.
+    from jax._src.clusters import ClusterEnv
+
+    local_ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    found: tuple[str | None, int | None, int | None, Sequence[int] | None]
+    found = ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        None,
+        None,
+        [int(number) for number in local_ids.split(",")] if local_ids else None,
+        None,
+        int(seconds),
+    )
+    return found
 
 
 def client() -> Any:

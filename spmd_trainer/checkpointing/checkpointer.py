@@ -22,7 +22,6 @@ from spmd_trainer.checkpointing import (
     records,
     state_checks,
     steps,
-    tensorstore_leaks,
 )
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.checkpointing.durations import Duration, parse_duration
@@ -74,7 +73,6 @@ class Checkpointer:
         Raises:
           ValueError: an interval, number or duration is invalid.
         """
-        tensorstore_leaks.stop()
         if save_interval_steps < 1:
             raise ValueError(f"save_interval_steps must be at least 1, is {save_interval_steps}.")
         if save_max_to_keep is not None and save_max_to_keep < 1:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 
+from spmd_trainer import multihost
 from spmd_trainer.cli import interruption, peer_watch, rendezvous, rendezvous_wire
 from spmd_trainer.errors import UserError
 from spmd_trainer.health.link import job
@@ -207,19 +208,8 @@ def _located(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
     """
     if cluster.coordinator_address and cluster.num_processes and cluster.process_id is not None:
         return cluster.coordinator_address, cluster.num_processes, cluster.process_id, cluster.local_device_ids
-    # JAX detects a cluster only inside `jax.distributed.initialize`, and the processes must meet before that.
-    from jax._src.clusters import ClusterEnv
-
-    local_ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     try:
-        address, count, index, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(
-            os.environ.get("JAX_COORDINATOR_ADDRESS"),
-            None,
-            None,
-            [int(number) for number in local_ids.split(",")] if local_ids else None,
-            None,
-            int(_JOIN_SECONDS),
-        )
+        address, count, index, local_device_ids = multihost.detected_cluster(_JOIN_SECONDS)
         if address is None or count is None or index is None:
             raise ValueError("no known environment")
     except Exception as error:
@@ -287,9 +277,7 @@ def _jax_heartbeat_timeout(heartbeat_seconds: int) -> int:
 
 def _say_serving(watch: peer_watch.PeerWatch) -> None:
     """Tells the other processes once JAX's service runs here; `jax.distributed.initialize` returns only after they connect."""
-    from jax._src.distributed import global_state
-
-    while global_state.service is None:
+    while not multihost.is_serving():
         time.sleep(0.002)
     watch.say_serving()
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 
 from absl import flags
-from etils import epath
 
 from spmd_trainer import experiment_registry, multihost
 from spmd_trainer.callbacks import CallbackError
@@ -18,8 +17,6 @@ from spmd_trainer.errors import UserError, first_paragraph, user_code
 from spmd_trainer.experiment_registry import modules
 from spmd_trainer.programs import garbage, start_checks
 from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.kept.reads import Recorder
-from spmd_trainer.programs.kept.step import StepKeeper
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.programs.run_directory import LOGS
 from spmd_trainer.programs.same_settings import check_same_settings
@@ -42,9 +39,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
         raise UserError("--exp=NAME is required; --list shows the experiments")
     cluster = None if flag_values.dump else distributed.cluster_from_flags(flag_values)
     with distributed.Processes(cluster) as processes:
-        recorder = Recorder()
-        with recorder.recording():
-            config = run_flags.run_config_from_flags(flag_values, processes.join)
+        config = run_flags.run_config_from_flags(flag_values, processes.join)
         if flag_values.dump:
             sys.stdout.write("\n".join([*config.experiment.lines(), ""]))
             return
@@ -55,7 +50,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
             jax.profiler.start_server(flag_values.jax_profiler_port)
         _, index = multihost.joined()
         with _errors_of_users(config, run_log), live_line.shown(wanted=not index):
-            job = build_job(config, recorder)
+            job = build_job(config)
             open_log(config, run_log)
             if config.mode != "train":
                 garbage.resume()  # training resumes it later, once its step is traced
@@ -102,42 +97,22 @@ def open_log(config: RunConfig, run_log: log_lines.RunLog) -> None:
         run_log.open(config.job_log_dir / LOGS / name)
 
 
-def build_job(config: RunConfig, recorder: Recorder | None = None) -> Job:
+def build_job(config: RunConfig) -> Job:
     """Checks everything that can be checked before a run starts, then builds its job. Writes nothing into the run's directory.
-
-    Args:
-      config: the run's.
-      recorder: knows what was read since the experiment was imported. With it, the compiled train step is kept for later
-        starts, where the compilation cache is.
 
     Raises:
       UserError: the directory, the checkpoints, the experiment, the mesh and the devices don't fit each other.
     """
     # A program compiled for a topology could be read back only on a machine with its chips.
-    cache = compile_cache.enable("" if config.topology else config.jax_cache_dir)
+    compile_cache.enable("" if config.topology else config.jax_cache_dir)
     start_checks.check_settings(config)
     if MODES[config.mode].has_run:
         start_checks.check_directories(config)
     if config.mode != "train":
         return MODES[config.mode].build_job(config)
-    if recorder is None or cache is None or not _keeps_steps(config):
-        job = Job.build(config)
-    else:
-        keeper = StepKeeper(config, epath.Path(cache) / "steps", recorder)
-        with keeper.tracing():
-            job = Job.build(config, keeper)
+    job = Job.build(config)
     start_checks.check_training(job)
     return job
-
-
-def _keeps_steps(config: RunConfig) -> bool:
-    """Whether the compiled step may be kept: JAX's cache is on, nothing of the compiler's is written, the code has a file."""
-    import jax
-
-    options = jax.config.values
-    dumps = any(value for name, value in options.items() if name.startswith("jax_dump") and name.endswith("_to"))
-    in_main = type(config.experiment.experiment).__module__ == "__main__"
-    return bool(options["jax_enable_compilation_cache"]) and not dumps and not in_main
 
 
 def print_experiments() -> None:

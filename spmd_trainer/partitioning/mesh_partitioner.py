@@ -22,7 +22,6 @@ class MeshPartitioner(Partitioner):
 
     Attributes:
       steps: the task on the mesh; set by `build_steps`.
-      kept_layout: the layout that an earlier process has worked out; set it before `setup`. None: `setup` works it out.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class MeshPartitioner(Partitioner):
         self.elastic_batch = elastic_batch
         self._mesh_source = MeshSource(mesh, devices)
         self.steps: MeshSteps
-        self.kept_layout: state_layout.KeptLayout | None = None
 
     @property
     def has_own_mesh(self) -> bool:
@@ -86,7 +84,7 @@ class MeshPartitioner(Partitioner):
         """
         self.task = task
         self.mesh = self._mesh_source.resolve(task.model)
-        self.steps = MeshSteps.build(task, self.mesh, inputs_shape_dtype, row_padding, plan, self.kept_layout)
+        self.steps = MeshSteps.build(task, self.mesh, inputs_shape_dtype, row_padding, plan)
         self.metadata = self.steps.metadata
 
     def eval_metadata(self) -> StateMetadata:

@@ -61,7 +61,6 @@ class MeshSteps:
         inputs_shape_dtype: NestedShapeDtypeStruct,
         row_padding: RowPadding,
         plan: state_layout.Plan | None = None,
-        kept: state_layout.KeptLayout | None = None,
     ) -> MeshSteps:
         """Checks the task's input mappings and works out the layout of its state. Allocates nothing on devices.
 
@@ -71,7 +70,6 @@ class MeshSteps:
           inputs_shape_dtype: ShapeDtypeStructs of the global training batch.
           row_padding: how missing rows of a batch are filled.
           plan: see `state_layout.build`.
-          kept: the layout that an earlier process has worked out, instead of tracing the initialisation again.
 
         Raises:
           ValueError: a mapping that the mesh or a variable doesn't allow, with the path.
@@ -83,7 +81,7 @@ class MeshSteps:
             for note in batch_padding.notes(inputs_shape_dtype, specs, dict(mesh.shape)):
                 logging.warning("%s", note)
         init_variables = initialization.variables_initialiser(task, inputs_shape_dtype)
-        metadata = state_layout.build(task, init_variables, mesh, plan) if kept is None else kept.on(mesh)
+        metadata = state_layout.build(task, init_variables, mesh, plan)
         return cls(task, mesh, metadata, init_variables, row_padding)
 
     def metadata_for(self, *, with_opt_states: bool) -> StateMetadata:

@@ -125,18 +125,6 @@ class StateMetadata:
         return sum(int(np.prod(v.logical_shape)) for v in counted)
 
 
-@dataclasses.dataclass(frozen=True)
-class KeptLayout:
-    """A layout as an earlier process worked it out, for a mesh of the same shape. Attributes: see `StateMetadata`."""
-
-    var_weight_hparams: NestedWeightHParams
-    variables: TrainState
-
-    def on(self, mesh: Mesh) -> StateMetadata:
-        """Returns the layout on a mesh."""
-        return StateMetadata(self.var_weight_hparams, self.variables, mesh)
-
-
 def build(
     task: SingleTask,
     init_variables: Callable[[jax.Array], NestedJTensor],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import re
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-from fiddle._src.absl_flags import utils as fiddle_parsing
 
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean
@@ -36,9 +35,12 @@ def parse_value(assignment: str, path: str, text: str) -> Any:
     Raises:
       UserError: the text is not a Python literal.
     """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     try:
-        return fiddle_parsing.parse_value(value=text, path=path)
-    except ValueError as error:
+        return ast.literal_eval(text)
+    # The last two: of a value that is too large, or nested too deeply.
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise UserError(
             f"override {assignment!r}: {text!r} is not a Python literal; strings need quotes, e.g. {path}='\"{text}\"'"
         ) from error

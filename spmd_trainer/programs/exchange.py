@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
 
 _PREFIX = "spmd_trainer/exchange"
@@ -18,14 +19,6 @@ _PREFIX = "spmd_trainer/exchange"
 DEADLINE_SECONDS = 600.0
 # How soon a cancelled wait ends.
 _POLL_SECONDS = 0.5
-
-
-def _service() -> tuple[Any, int, int]:
-    """Returns JAX's client, the number of processes and this one's index."""
-    # `jax.process_count()` would touch the devices.
-    from jax._src.distributed import global_state
-
-    return global_state.client, global_state.num_processes or 1, global_state.process_id or 0
 
 
 class Votes:
@@ -43,7 +36,8 @@ class Votes:
         Args:
           name: what is voted on; unique in the life of the job.
         """
-        self._client, self.count, self._index = _service()
+        self._client = multihost.client()
+        self.count, self._index = multihost.joined()
         self._name = name
         self._numbers = itertools.count()
         # Seconds of the votes so far, and when the one in progress began: one attribute, for other threads.

@@ -11,7 +11,6 @@ from typing import Any
 import fiddle as fdl
 from fiddle import absl_flags as fiddle_flags
 from fiddle import daglish
-from fiddle._src.absl_flags import utils as fiddle_parsing
 from praxis import pax_fiddle
 
 from spmd_trainer import experiment_registry, sharding
@@ -226,7 +225,7 @@ def apply_override(config: Any, assignment: str) -> None:
 def daglish_path(path: str) -> list[Any]:
     """Parses 'a.b[0].c' into fiddle path elements."""
     try:
-        return list(fiddle_parsing.parse_path(path))
+        return list(daglish.parse_path(path if path.startswith("[") else f".{path}"))
     except ValueError as error:
         raise UserError(f"{path!r} is not a path such as task.train.num_train_steps") from error
 

@@ -23,12 +23,10 @@ from spmd_trainer.inputs.text_base import TokenizedFiles
 from spmd_trainer.models.vocabulary import vocabulary_size
 from spmd_trainer.partitioning import pjit
 from spmd_trainer.partitioning.mesh_choice import choose_mesh
-from spmd_trainer.partitioning.mesh_partitioner import MeshPartitioner
 from spmd_trainer.partitioning.partitioner import Partitioner
 from spmd_trainer.partitioning.state_layout import StateMetadata
 from spmd_trainer.praxis_bridge.installation import installed_version
 from spmd_trainer.programs import config_file, reference_files
-from spmd_trainer.programs.kept.step import StepKeeper
 from spmd_trainer.programs.run_config import RunConfig
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.sharding.report_inputs import InputLayout
@@ -63,7 +61,6 @@ class Job:
       partitioner: the partitioner, set up on the job's mesh.
       process_inputs_shape_dtype: ShapeDtypeStructs of one process's training batch.
       batch: the batch settings of an elastic run whose devices have changed, else None.
-      keeper: keeps the compiled train step for later starts; None where none is kept.
     """
 
     config: RunConfig
@@ -71,15 +68,13 @@ class Job:
     partitioner: Partitioner
     process_inputs_shape_dtype: PyTree
     batch: BatchSettings | None = None
-    keeper: StepKeeper | None = None
 
     @classmethod
-    def build(cls, config: RunConfig, keeper: StepKeeper | None = None) -> Job:
+    def build(cls, config: RunConfig) -> Job:
         """Builds task, mesh and partitioner.
 
         Args:
           config: what was asked.
-          keeper: see the attribute.
 
         Raises:
           UserError: the experiment, the mesh and the devices don't fit each other.
@@ -93,20 +88,9 @@ class Job:
             if config.num_minibatches is not None:
                 partitioner.num_minibatches = config.num_minibatches
             _use_mesh(config, task, partitioner, devices)
-            if not isinstance(partitioner, MeshPartitioner):
-                keeper = None  # it may work out its layout as it likes
-            elif keeper is not None and keeper.found is not None:
-                partitioner.kept_layout = keeper.found.layout
-            job = cls(config, task, partitioner, shapes, keeper=keeper)
+            job = cls(config, task, partitioner, shapes)
             partitioner.setup(task, job.inputs_shape_dtype)
-            if keeper is not None and keeper.found is not None:
-                keeper.check(partitioner.mesh, job.inputs_shape_dtype)
-                if keeper.found is None:
-                    partitioner.kept_layout = None
-                    partitioner.setup(task, job.inputs_shape_dtype)
         logging.info("%s", _parameters_text(partitioner.metadata))
-        if keeper is not None:
-            keeper.say()
         return job
 
     def on_mesh(self, mesh: Mesh, batch: BatchSettings) -> Job:
@@ -126,16 +110,11 @@ class Job:
             partitioner.use_mesh(mesh)
             shapes = jax.tree.map(scaled, _declared_inputs(experiment))
             partitioner.setup(self.task, self.global_shape_dtype(shapes))
-        return dataclasses.replace(
-            self, partitioner=partitioner, process_inputs_shape_dtype=shapes, batch=batch, keeper=None
-        )
+        return dataclasses.replace(self, partitioner=partitioner, process_inputs_shape_dtype=shapes, batch=batch)
 
     @property
     def prng_key(self) -> jax.Array:
         """The run's one key, from `task.train.random_seed`."""
-        if self.keeper is not None and self.keeper.found is not None:
-            key: jax.Array = self.keeper.found.key()
-            return key
         return jax.random.key(self.task.train.random_seed)
 
     @property

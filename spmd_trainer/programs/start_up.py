@@ -24,7 +24,6 @@ from spmd_trainer.programs import elastic, first_batch, reference_logps, run_dir
 from spmd_trainer.programs.agreed_input import agree_on_input
 from spmd_trainer.programs.initial_state import first_state
 from spmd_trainer.programs.job import Job, vocabulary_size
-from spmd_trainer.programs.kept.step import NewStep
 from spmd_trainer.programs.phases import Phase
 from spmd_trainer.programs.plan_versions import library_versions
 from spmd_trainer.steps import step_fns
@@ -155,31 +154,25 @@ def _seems_finished(job: Job, checkpointer: Checkpointer) -> bool:
 
 
 def compile_train_step(job: Job) -> CompiledTrainStep:
-    """Compiles the train step ahead of time, or takes the kept one. Its outputs are the new state and the packed scalars.
+    """Compiles the train step ahead of time. Its outputs are the new state and the packed scalars.
 
     Raises:
       UserError: see `xla_flags.compile_with`.
     """
-    if job.keeper is not None and (kept := job.keeper.found) is not None:
-        return CompiledTrainStep(kept.fn, kept.packing, kept.attention, _flags(job))
     packing = ScalarPacking()
 
     def step(*args: Any) -> tuple[TrainState, Packed]:
         state, output = step_fns.train_step(*args)
         return state, packing.pack(output)
 
-    noting = contextlib.nullcontext() if job.keeper is None else job.keeper.tracing()
-    with Phase("compiling the train step"), choices.recording() as attention, noting:
+    with Phase("compiling the train step"), choices.recording() as attention:
         partitioner = job.partitioner
         partitioned = partitioner.partition(step, job.inputs_shape_dtype, is_eval=False)
         inputs = partitioner.abstract_inputs(partitioned)
         lowered = partitioned.fn.lower(partitioner.abstract_state(), job.abstract_prng_key, inputs)
         flags = _flags(job)
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
-    lines = choices.lines(attention)
-    if job.keeper is not None:
-        job.keeper.keep(NewStep(compiled, packing, lines, partitioner.metadata, job.inputs_shape_dtype), lowered, flags)
-    return CompiledTrainStep(compiled, packing, lines, flags)
+    return CompiledTrainStep(compiled, packing, choices.lines(attention), flags)
 
 
 def _flags(job: Job) -> dict[str, Any]:

@@ -6,9 +6,7 @@
 `lock.py` keeps a second trainer out of a directory.
 """
 
-from spmd_trainer.storage import backends
+from spmd_trainer.storage import backends as backends  # registers the paths of object stores
 from spmd_trainer.storage.paths import directory, is_remote
 
 __all__ = ["directory", "is_remote"]
-
-backends.install()

@@ -1,7 +1,7 @@
 """Chooses what reads and writes each kind of path: the operating system, gcsfs for gs://, s3fs for s3://.
 
-All remote paths are `epath.Path`s, so that the trainer, Orbax and JAX's compilation cache share one choice. TensorStore reads and
-writes arrays with drivers of its own, which `prepare` gives the same endpoints.
+All remote paths are `epath.Path`s of a class that is registered with epath, so that the trainer, Orbax and JAX's compilation
+cache share one choice. TensorStore has drivers for arrays, which `prepare` gives the same endpoints.
 
 Environment variables that matter, all of them the libraries' own: STORAGE_EMULATOR_HOST (GCS), AWS_ENDPOINT_URL and the other
 AWS_ variables (S3), and those that Google's and Amazon's libraries read for credentials.
@@ -34,16 +34,31 @@ _S3_LIBRARY_ATTEMPTS = 3
 _ATTEMPTS = {"gs": 4, "s3": 8}
 
 
-def install() -> None:
-    """Makes epath use gcsfs and s3fs for remote paths, whatever else is installed. Imports neither.
+class _ObjectStores(type(epath_backend.fsspec_backend)):  # type: ignore[misc]  # its class has no public name
+    """epath's backend on fsspec, with this package's file systems."""
 
-    Without this, epath takes TensorFlow's file system where TensorFlow is installed. It takes seconds to import, and ignores
-    the endpoints of emulators.
+    def fs(self, path: epath.PathLike) -> ObjectStore:
+        """Returns the object store that a path is in."""
+        scheme = scheme_of(path)
+        if scheme is None:
+            raise ValueError(f"{os.fspath(path)} is in no object store that the trainer knows")
+        return object_store(scheme)
+
+
+_OBJECT_STORES = _ObjectStores()
+
+
+@epath.register_path_cls(tuple(f"{scheme}://" for scheme in _PACKAGES))
+class ObjectPath(gpath.PosixGPath):  # type: ignore[misc]  # epath has no type information
+    """The `epath.Path` of an object. It uses gcsfs and s3fs, whatever else is installed; this module imports neither.
+
+    epath's own takes TensorFlow's file system where TensorFlow is installed. That takes seconds to import, and ignores the
+    endpoints of emulators.
     """
-    os.environ["EPATH_USE_TF"] = "0"
-    # epath may have looked at the variable before.
-    gpath._is_tf_installed.cache_clear()
-    epath_backend.fsspec_backend.fs = _of_path
+
+    @property
+    def _backend(self) -> epath_backend.Backend:
+        return _OBJECT_STORES if scheme_of(self) else super()._backend
 
 
 def prepare(scheme: str) -> None:
@@ -63,13 +78,35 @@ def prepare(scheme: str) -> None:
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_READ_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
     if scheme == "s3":
-        orbax_s3.install()
+        orbax_s3.install(kvstore)
     if scheme == "gs" and (emulator := _gcs_emulator()):
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
         # Else TensorStore looks for credentials, and logs that there are none.
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
         # Emulators don't have the service that tells which kind of bucket it is.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
+
+def kvstore(path: str) -> dict[str, Any]:
+    """Returns TensorStore's spec of the key-value store at a path: 'gs://BUCKET/KEY', 's3://BUCKET/KEY' or a local one.
+
+    TensorStore's S3 driver finds credentials by itself, but reads neither the endpoint nor the region from the environment.
+    """
+    scheme = scheme_of(path)
+    if scheme is None:
+        return {"driver": "file", "path": path}
+    bucket, _, key = path.removeprefix(f"{scheme}://").partition("/")
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": bucket, "path": key}
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        # Else the driver looks for files of profiles first, and logs an error for each that is not there.
+        spec["aws_credentials"] = {"type": "environment"}
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        spec["endpoint"] = endpoint
+        # Servers other than Amazon's have no regions, but a request is signed for one.
+        spec["aws_region"] = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    return spec
 
 
 @functools.cache
@@ -112,13 +149,6 @@ def scheme_of(path: epath.PathLike) -> str | None:
     """Returns 'gs' or 's3' for a path in an object store, None for one in a file system."""
     scheme, separator, _ = os.fspath(path).partition("://")
     return scheme if separator and scheme in _PACKAGES else None
-
-
-def _of_path(path: epath.PathLike) -> ObjectStore:
-    scheme = scheme_of(path)
-    if scheme is None:
-        raise ValueError(f"{os.fspath(path)} is in no object store that the trainer knows")
-    return object_store(scheme)
 
 
 def _gcs_emulator() -> str:

@@ -7,7 +7,6 @@ written by TensorStore's S3 driver. It changes four private functions and one co
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,11 @@ from spmd_trainer.errors import UserError
 _PREFIX = "s3://"
 
 
-def install() -> None:
+def install(s3_kvstore: Callable[[str], dict[str, Any]]) -> None:
     """Changes Orbax, once. Imports it.
+
+    Args:
+      s3_kvstore: makes TensorStore's spec of an s3:// path.
 
     Raises:
       UserError: the installed Orbax is built differently.
@@ -41,23 +43,6 @@ def install() -> None:
             f"checkpoints in s3:// don't work with orbax-checkpoint {version}; install orbax-checkpoint 0.12.8"
         ) from error
     gcs_utils._GCS_PATH_PREFIX = prefixes
-    gcs_utils.get_kvstore_for_gcs = lambda path: _kvstore(path) if path.startswith(_PREFIX) else kvstore(path)
+    gcs_utils.get_kvstore_for_gcs = lambda path: s3_kvstore(path) if path.startswith(_PREFIX) else kvstore(path)
     tensorstore_utils._use_gcs_driver = lambda path: path.startswith(prefixes)
     tensorstore_utils._normalize_path = lambda path: normalize(path).replace("s3:/", _PREFIX)
-
-
-def _kvstore(path: str) -> dict[str, Any]:
-    """Returns the spec of TensorStore's S3 driver for 's3://BUCKET/KEY'.
-
-    The driver finds credentials by itself, but reads neither the endpoint nor the region from the environment.
-    """
-    bucket, _, key = path.removeprefix(_PREFIX).partition("/")
-    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key}
-    if "AWS_ACCESS_KEY_ID" in os.environ:
-        # Else the driver looks for files of profiles first, and logs an error for each that is not there.
-        spec["aws_credentials"] = {"type": "environment"}
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        spec["endpoint"] = endpoint
-        # Servers other than Amazon's have no regions, but a request is signed for one.
-        spec["aws_region"] = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return spec

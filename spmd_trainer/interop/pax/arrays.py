@@ -17,7 +17,6 @@ from spmd_trainer.interop.pax.errors import PaxDamagedError
 if TYPE_CHECKING:
     import numpy.typing as npt
     import tensorstore as ts
-    from etils import epath
 
 Index: TypeAlias = tuple[slice, ...]
 # Starts to read a part of the stored array; the call it returns waits for the part.
@@ -160,19 +159,6 @@ def read_error(error: Exception, name: str, checkpoint: str) -> CheckpointError:
     if "NOT_FOUND" in text or "is missing" in text:
         text = f"a file is missing ({text})"
     return PaxDamagedError(f"{checkpoint} is not complete or is damaged: {name} can't be read: {text}. Copy it again.")
-
-
-def kvstore(path: epath.Path) -> dict[str, Any]:
-    """Returns TensorStore's spec of the key-value store of a directory, local or in an object store."""
-    from spmd_trainer.storage import is_remote
-
-    text = str(path)
-    if not is_remote(path):
-        return {"driver": "file", "path": f"{text}/"}
-    from orbax.checkpoint._src.path import gcs_utils
-
-    spec: dict[str, Any] = gcs_utils.get_kvstore_for_gcs(text)
-    return {**spec, "path": f"{spec['path'].rstrip('/')}/"}
 
 
 def shard_counts(chunks: Sequence[int | None], shape: Sequence[int]) -> tuple[int, ...]:

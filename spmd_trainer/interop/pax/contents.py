@@ -16,6 +16,7 @@ from spmd_trainer.errors import did_you_mean
 from spmd_trainer.interop.pax import arrays, flax_file, names, shapes, steps
 from spmd_trainer.interop.pax.arrays import PaxArray
 from spmd_trainer.interop.pax.errors import PaxDamagedError, PaxError
+from spmd_trainer.storage import backends
 
 # Pax's history of versions; `metadata` holds them from 1.0 on.
 _VERSIONS = (0.0, 1.0, 1.1, 1.2)
@@ -123,7 +124,7 @@ def open_step(step: int, path: epath.Path) -> Contents:
         )
     if not folders:
         raise PaxDamagedError(f"{label} is not complete: {state_dir} holds no arrays. Copy it again.")
-    base = arrays.kvstore(state_dir)
+    base = backends.kvstore(f"{state_dir}/")
     # Orbax's parser of gs:// paths would cut a name at its '#'.
     specs = {name: {**base, "path": f"{base['path']}{name}/"} for name in folders}
     stored = _described(_opened(specs, label), _sharding(state_dir, present), logical)
@@ -191,7 +192,7 @@ def _logical_shapes(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str,
 def _open_ocdbt(state_dir: epath.Path, label: str) -> dict[str, PaxArray]:
     import tensorstore as ts
 
-    base = arrays.kvstore(state_dir)
+    base = backends.kvstore(f"{state_dir}/")
     try:
         keys = ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
     except (ValueError, OSError) as error:
