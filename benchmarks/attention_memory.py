@@ -24,7 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks import plan_baseline
 from benchmarks.plan_baseline import Case
-from spmd_trainer.programs.plan import ChipBytes
+from spmd_trainer.planner.plan import ChipBytes
 
 LEAST_SAVING, MOST_OF_HAND_WRITTEN = 4.0, 1.05
 CASE = Case(
@@ -59,9 +59,9 @@ class Step:
 
 def trainer_step(case: Case, *, fused: bool) -> Step:
     """Compiles the trainer's step, with the kernel that it picks or with praxis' own attention."""
-    from spmd_trainer.programs import plan
-    from spmd_trainer.programs.job import Job
-    from spmd_trainer.programs.run_config import make_run_config
+    from spmd_trainer.planner import plan
+    from spmd_trainer.training.job import Job
+    from spmd_trainer.training.run_config import make_run_config
 
     overrides = (
         f"MAX_SEQ_LEN={case.seq}",
@@ -80,7 +80,7 @@ def trainer_step(case: Case, *, fused: bool) -> Step:
 
 def hand_written_step(case: Case) -> Step:
     """Compiles the hand-written step."""
-    from spmd_trainer.programs import plan
+    from spmd_trainer.planner import plan
 
     started = time.monotonic()
     compiled = plan_baseline.compile_baseline(case, plan_baseline.devices_of(case))

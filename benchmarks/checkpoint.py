@@ -32,11 +32,11 @@ from benchmarks import reporting
 from spmd_trainer import experiment_registry
 from spmd_trainer.checkpointing import Checkpointer, records, state_checks
 from spmd_trainer.experiments.lm.stdlib import StdlibBytes
-from spmd_trainer.programs import start_up
-from spmd_trainer.programs.host_devices import let_host_devices_stand_in
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
 from spmd_trainer.sharding.variables import named_shardings
+from spmd_trainer.training import start_up
+from spmd_trainer.training.host_devices import let_host_devices_stand_in
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 # The project's bars: a save blocks for less than this fraction of a step; a restore has at least 0.8 of Orbax's speed.
 BAR_BLOCKED, BAR_RESTORE = 0.05, 1 / 0.8

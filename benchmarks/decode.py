@@ -25,10 +25,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import baseline_lm, reporting  # baseline_lm sets up the host devices, so before JAX
-from spmd_trainer.programs import experiment_config
-from spmd_trainer.programs.decode import DecodeDataset
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.training import experiment_config
+from spmd_trainer.training.decode import DecodeDataset
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
 
 PROMPT, NEW = 64, 64
 HEAD = baseline_lm.STDLIB.width // baseline_lm.STDLIB.heads

@@ -32,10 +32,10 @@ from benchmarks import reporting
 from benchmarks.decode import measure, rotate
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder
 from spmd_trainer.inputs import ArrayInput
-from spmd_trainer.programs import experiment_config
-from spmd_trainer.programs.decode import DecodeDataset
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.training import experiment_config
+from spmd_trainer.training.decode import DecodeDataset
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
 
 BAR = 1 / 0.9
 PROMPT, NEW, TOP_K = 64, 64, 40

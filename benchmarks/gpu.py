@@ -25,8 +25,8 @@ from praxis import py_utils
 
 from benchmarks import plan_baseline, reporting
 from spmd_trainer import experiment_registry
-from spmd_trainer.analysis import chips
 from spmd_trainer.experiments.lm import cloud
+from spmd_trainer.kernels import chips
 
 STEPS = 5
 
@@ -91,7 +91,7 @@ def baseline_step(case: plan_baseline.Case, devices: Sequence[Any]) -> Callable[
 
 def trainer_step(case: plan_baseline.Case) -> tuple[Callable[[], Any], int]:
     """Returns a function that takes one step of the trainer, and the number of parameters."""
-    from spmd_trainer.programs import start_up
+    from spmd_trainer.training import start_up
 
     with tempfile.TemporaryDirectory() as directory:
         job = plan_baseline.trainer_job(case, directory)

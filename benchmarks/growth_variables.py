@@ -38,7 +38,7 @@ def _set_up(num_variables: int) -> tuple[Any, Any]:
 
     from benchmarks import many_variables
     from spmd_trainer import sharding, tasks_lib
-    from spmd_trainer.partitioning import pjit
+    from spmd_trainer.step import pjit
 
     task_p = pax_fiddle.Config(tasks_lib.SingleTask, name="many")
     task_p.model = pax_fiddle.Config(
@@ -60,7 +60,7 @@ def _set_up(num_variables: int) -> tuple[Any, Any]:
 def _lower_trainer(partitioner: Any, specs: Any) -> None:
     import jax
 
-    from spmd_trainer.steps import step_fns
+    from spmd_trainer.step import step_fns
 
     def step(*args: Any) -> tuple[Any, jax.Array]:
         state, output = step_fns.train_step(*args)

@@ -27,11 +27,10 @@ from praxis.py_utils import NestedMap
 
 from benchmarks import turns
 from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.decoder import lm
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.partitioning import PjitPartitioner
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import PjitPartitioner, step_fns
 from spmd_trainer.tasks.lm import task_defaults
-from spmd_trainer.tasks.lm.decoder import lm
 
 SIZES = {
     "vocab_size": 512,

@@ -33,9 +33,9 @@ from benchmarks.decode import measure, rotate
 from benchmarks.generate import BATCH, Llama, norm, params_of
 from spmd_trainer.lm_eval import shapes
 from spmd_trainer.lm_eval.requests import Requests, Scored, Source
-from spmd_trainer.programs import experiment_config
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.training import experiment_config
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
 
 BAR = 1 / 0.9
 PADDING_BAR = 0.15

@@ -20,7 +20,7 @@ from praxis import pax_fiddle
 
 from benchmarks import llama_step, turns  # sets the number of host devices, before JAX asks for them
 from spmd_trainer import sharding
-from spmd_trainer.models.lora import Lora
+from spmd_trainer.decoder.lora import Lora
 
 RANK, ALPHA = 8, 16.0
 PARTS = {

@@ -23,10 +23,9 @@ from praxis import layers, optimizers, pax_fiddle, schedules
 
 from benchmarks import reporting
 from spmd_trainer import sharding, tasks_lib
-from spmd_trainer.analysis import hlo_collectives
 from spmd_trainer.inputs import batches
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.steps import step_fns
+from spmd_trainer.planner import hlo_collectives
+from spmd_trainer.step import pjit, step_fns
 
 Config = pax_fiddle.Config
 ROWS, LENGTH, DIMS = 8, 64, 512

@@ -32,10 +32,9 @@ from jax.sharding import Mesh
 from benchmarks import reporting, turns
 from benchmarks.pax_baseline import CHIPS, HOST, RATE, Choices, Sizes, batch, lower_hand_written, parameters
 from spmd_trainer import sharding, tasks_lib
-from spmd_trainer.analysis import hlo_costs, topologies
 from spmd_trainer.experiments.lm import cloud
-from spmd_trainer.partitioning import PjitPartitioner
-from spmd_trainer.steps import step_fns
+from spmd_trainer.planner import hlo_costs, topologies
+from spmd_trainer.step import PjitPartitioner, step_fns
 
 BAR = 1.15
 MESH = [("replica", 1), ("data", 4), ("mdl", 2)]

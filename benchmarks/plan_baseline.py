@@ -224,15 +224,15 @@ def compile_baseline(case: Case, devices: Sequence[Any]) -> Any:
 
 def devices_of(case: Case) -> Sequence[Any]:
     """Returns the devices to compile for."""
-    from spmd_trainer.analysis.topologies import topology_devices
+    from spmd_trainer.planner.topologies import topology_devices
 
     return topology_devices(case.topology) if case.topology else jax.devices()
 
 
 def trainer_job(case: Case, directory: str) -> Any:
     """Returns the trainer's job of the case."""
-    from spmd_trainer.programs.job import Job
-    from spmd_trainer.programs.run_config import make_run_config
+    from spmd_trainer.training.job import Job
+    from spmd_trainer.training.run_config import make_run_config
 
     batch = () if case.topology is None else (f"train_datasets[0].batch_size.global_batch_size={case.rows}",)
     mesh = tuple(zip(("replica", "data", "mdl"), case.mesh, strict=True))
@@ -250,7 +250,7 @@ def row(name: str, sizes: Any, seconds: float) -> str:
 
 def compare(name: str, case: Case, devices: Sequence[Any]) -> float:
     """Compiles both, prints their sizes and ratios, and returns the larger of the two ratios trainer / baseline."""
-    from spmd_trainer.programs import plan
+    from spmd_trainer.planner import plan
 
     with tempfile.TemporaryDirectory() as directory:
         trainer = plan.plan(trainer_job(case, directory))

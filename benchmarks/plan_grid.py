@@ -31,13 +31,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from absl import logging
 
-from spmd_trainer.analysis import roofline
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import plan, plan_report, plan_search
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.plan_candidates import Candidate
-from spmd_trainer.programs.plan_report import Outcome
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.planner import plan, plan_report, plan_search, roofline
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 BEST = 5
 LEAST = 40

@@ -3,7 +3,7 @@
     python -m benchmarks.plan_published [NAME ...] [--programs DIR] [--json FILE]
 
 For each run it compiles the train step for the run's chips and prints the published step beside the estimated range
-(`spmd_trainer.analysis.roofline`) and the range's middle. Runs on TPUs need the `tpu` extra, those on GPUs `cuda12` or
+(`spmd_trainer.planner.roofline`) and the range's middle. Runs on TPUs need the `tpu` extra, those on GPUs `cuda12` or
 `cuda13`; a run whose compiler or attention kernel is not installed is left out, and named. No constant of the estimate is fitted
 to these results.
 
@@ -28,10 +28,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from praxis.layers import AutodiffCheckpointType
 
-from spmd_trainer.analysis import links, roofline
-from spmd_trainer.attention import choices
 from spmd_trainer.errors import MissingCompilerError
 from spmd_trainer.experiments.lm import gpt2, llama
+from spmd_trainer.kernels import choices
+from spmd_trainer.planner import links, roofline
 
 BAR = 0.25
 _MESH_AXES = ("replica", "data", "mdl")
@@ -222,9 +222,9 @@ class Result:
 
 def estimate(name: str, run: Run, programs: pathlib.Path | None) -> Result:
     """Compiles the run's step, or reads the text of the compiled one that an earlier call kept, and estimates its time."""
-    from spmd_trainer.programs import start_up
-    from spmd_trainer.programs.job import Job
-    from spmd_trainer.programs.run_config import make_run_config
+    from spmd_trainer.training import start_up
+    from spmd_trainer.training.job import Job
+    from spmd_trainer.training.run_config import make_run_config
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:

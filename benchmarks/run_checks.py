@@ -25,17 +25,17 @@ from jax.sharding import NamedSharding
 
 from benchmarks import reporting, steady_step
 from spmd_trainer.callbacks.base import Callback, CallbackList
-from spmd_trainer.callbacks.invalid_batches import InvalidBatches
-from spmd_trainer.callbacks.loss_spikes import LossSpikes
-from spmd_trainer.callbacks.watchdog import Watchdog
-from spmd_trainer.health.board import Board
-from spmd_trainer.health.device_watch import DeviceWatch
-from spmd_trainer.health.step_parts import StepParts
-from spmd_trainer.partitioning.replicas import differences
-from spmd_trainer.programs import step_taker, train
-from spmd_trainer.programs.job import Job
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import step_taker, train
+from spmd_trainer.training.job import Job
+from spmd_trainer.watch.board import Board
+from spmd_trainer.watch.device_watch import DeviceWatch
+from spmd_trainer.watch.invalid_batches import InvalidBatches
+from spmd_trainer.watch.loss_spikes import LossSpikes
+from spmd_trainer.watch.replicas import differences
+from spmd_trainer.watch.step_parts import StepParts
+from spmd_trainer.watch.watchdog import Watchdog
 
 BAR = 1.01
 BAR_COMPARISON = 0.001

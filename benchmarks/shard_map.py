@@ -26,12 +26,11 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import baseline_lm, reporting  # baseline_lm sets up the host devices, so before JAX
 from spmd_trainer import sharding, tasks_lib
-from spmd_trainer.analysis.hlo_collectives import collectives_text
 from spmd_trainer.experiments.lm.stdlib import StdlibBytes
 from spmd_trainer.inputs import batches
-from spmd_trainer.partitioning import Partitioner, pjit
-from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
-from spmd_trainer.steps import step_fns
+from spmd_trainer.planner.hlo_collectives import collectives_text
+from spmd_trainer.step import Partitioner, pjit, step_fns
+from spmd_trainer.step.shard_map import ShardMapPartitioner
 
 MESH = (("replica", 1), ("data", 8), ("mdl", 1))
 MIN_WEIGHT_SIZE = 2**12

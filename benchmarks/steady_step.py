@@ -35,10 +35,10 @@ from benchmarks import (
     reporting,
     turns,
 )  # baseline_lm sets up the host devices, so before JAX
-from spmd_trainer.partitioning import Partitioner
-from spmd_trainer.programs import start_up, train
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.step import Partitioner
+from spmd_trainer.training import start_up, train
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 EXPERIMENT = "benchmarks.speed_lm.SpeedLm"
 BAR_STEP, BAR_HOST_MICROSECONDS = 1.03, 300

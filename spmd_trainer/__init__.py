@@ -4,8 +4,8 @@
     result = st.train("lm.stdlib.StdlibBytesTiny", "runs/mine", overrides=["task.train.num_train_steps=200"])
 
 Importing this package is cheap: it brings in neither JAX, praxis nor TensorFlow. It installs the praxis bridge, which acts when
-something imports praxis (see `praxis_bridge`). The functions below are imported from `api` when they are first used. Import
-names that only Pax has, such as `spmd_trainer.trainer_lib`, are in the folder `pax_names`.
+something imports praxis (see `pax.bridge`). The functions below are imported from `api` when they are first used. Import
+names that only Pax has, such as `spmd_trainer.trainer_lib`, are in the folder `pax/import_names`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import lazy_loader
 
-from spmd_trainer import praxis_bridge
+from spmd_trainer.pax import bridge
 
 if TYPE_CHECKING:
     from spmd_trainer.api import decode, evaluate, export, inspect, plan, train
-    from spmd_trainer.praxis_bridge.installation import __version__
+    from spmd_trainer.errors.installation import __version__
 
 __all__ = ["__version__", "decode", "evaluate", "export", "inspect", "plan", "train"]
 
@@ -27,8 +27,8 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "api": ["decode", "evaluate", "export", "inspect", "plan", "train"],
-        "praxis_bridge.installation": ["__version__"],
+        "errors.installation": ["__version__"],
     },
 )
-__path__.append(os.path.join(__path__[0], "pax_names"))
-praxis_bridge.install()
+__path__.append(os.path.join(__path__[0], "pax", "import_names"))
+bridge.install()

@@ -19,12 +19,12 @@ from spmd_trainer.cli import launch, live_line, log_lines, run_flags
 from spmd_trainer.cli.run_flags import Experiment
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import quiet_tensorflow
-from spmd_trainer.partitioning.mesh_choice import mesh_flag
-from spmd_trainer.programs import host_devices
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.plan import Plan
-from spmd_trainer.programs.run_config import ExportSettings, RunConfig
-from spmd_trainer.programs.train import TrainResult
+from spmd_trainer.planner.plan import Plan
+from spmd_trainer.step.mesh_choice import mesh_flag
+from spmd_trainer.training import host_devices
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import ExportSettings, RunConfig
+from spmd_trainer.training.train import TrainResult
 
 # 'data:4,mdl:2', {'data': 4, 'mdl': 2}, or pairs.
 MeshSizes: TypeAlias = str | Mapping[str, int] | Sequence[tuple[str, int]]
@@ -81,7 +81,7 @@ def train(
     Raises:
       UserError: something in the arguments, the experiment or its files is wrong; the message says what would be right.
     """
-    from spmd_trainer.programs import train as program
+    from spmd_trainer.training import train as program
 
     if isinstance(track, str):
         raise UserError(f"track={track!r} is one text; give a list of names, e.g. track=[{track!r}]")
@@ -109,8 +109,8 @@ def evaluate(
       UserError: as `train`; there is no checkpoint, or nothing to evaluate.
     """
     from spmd_trainer.metrics.writers import SummaryWriters
-    from spmd_trainer.programs import checkpoints
-    from spmd_trainer.programs.evaluate import Evaluations
+    from spmd_trainer.training import checkpoints
+    from spmd_trainer.training.evaluate import Evaluations
 
     checkpoint = _checkpoint(restore_checkpoint_dir, restore_checkpoint_step)
     with _job("eval", exp, job_log_dir, overrides, mesh, **checkpoint) as job:
@@ -136,7 +136,7 @@ def decode(
     Raises:
       UserError: as `train`; there is no checkpoint, or nothing to decode.
     """
-    from spmd_trainer.programs import decode as program
+    from spmd_trainer.training import decode as program
 
     checkpoint = _checkpoint(restore_checkpoint_dir, restore_checkpoint_step)
     with _job("decode_once", exp, job_log_dir, overrides, mesh, **checkpoint) as job:
@@ -176,7 +176,7 @@ def export(
     Raises:
       UserError: as `train`; there is no checkpoint, the folder is not empty, or transformers has no architecture for the model.
     """
-    from spmd_trainer.programs import export as program
+    from spmd_trainer.training import export as program
 
     if adapter and dtype is not None:
         raise UserError("adapter=True writes float32; leave dtype out")
@@ -197,7 +197,7 @@ def inspect(
     Raises:
       UserError: as `train`.
     """
-    from spmd_trainer.programs import attention_kernels, input_layouts
+    from spmd_trainer.training import attention_kernels, input_layouts
 
     with _job("inspect", exp, ".", overrides, mesh) as job:
         return job.sharding_report(attention_kernels.of_forward_pass(job), input_layouts.of_job(job))
@@ -222,7 +222,7 @@ def plan(
     Raises:
       UserError: as `train`; an unknown topology, or the step does not fit.
     """
-    from spmd_trainer.programs import plan as program
+    from spmd_trainer.planner import plan as program
 
     with _job("inspect", exp, ".", overrides, mesh, topology=topology, num_slices=num_slices) as job:
         return program.plan(job)

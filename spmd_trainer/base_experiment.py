@@ -44,7 +44,7 @@ class BaseTrainProgram(Program):
 
 
 class SingleTaskTrainProgram(BaseTrainProgram):
-    """Stands for the training loop, `programs/train.py`."""
+    """Stands for the training loop, `training/train.py`."""
 
 
 class BaseEvalProgram(Program):
@@ -56,11 +56,11 @@ class BaseEvalProgram(Program):
 
 
 class SingleTaskEvalProgram(BaseEvalProgram):
-    """Stands for the evaluation of one dataset, `programs/evaluate.py`."""
+    """Stands for the evaluation of one dataset, `training/evaluate.py`."""
 
 
 class SingleTaskDecodeProgram(Program):
-    """Stands for the decode of one dataset, `programs/decode.py`."""
+    """Stands for the decode of one dataset, `training/decode.py`."""
 
     def __init__(self, input_p: InputConfig):
         """Stores the config of the dataset to decode."""

@@ -11,10 +11,9 @@ from absl import app, flags
 
 from spmd_trainer.cli import doctor, flag_parsing, interruption, log_lines
 from spmd_trainer.cli.modes import MODES
-from spmd_trainer.errors import UserError, user_code
+from spmd_trainer.errors import UserError, installation, user_code
 from spmd_trainer.inputs import quiet_tensorflow
-from spmd_trainer.praxis_bridge import installation
-from spmd_trainer.programs import garbage
+from spmd_trainer.training import garbage
 
 flags.DEFINE_string("exp", None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows all.")
 flags.DEFINE_string("job_log_dir", None, "Directory of the run: checkpoints, summaries, decoded outputs, config.txt.")
@@ -264,14 +263,14 @@ def _port(module: str | None) -> NoReturn:
     """Prints what a file written for paxml needs; exits with status 0 if renaming its imports is enough, otherwise 1."""
     if not module:
         raise UserError("--mode=port needs --module=FILE: a file, folder or module written for paxml")
-    from spmd_trainer.programs import port
+    from spmd_trainer.pax import port
 
     raise SystemExit(0 if port.print_reports(module) else 1)
 
 
 def _page(more_directories: Sequence[str]) -> None:
     """Writes or serves the page of the runs in --job_log_dir and in the directories that are given as arguments."""
-    from spmd_trainer.programs import run_page
+    from spmd_trainer.training import run_page
 
     first = [flags.FLAGS.job_log_dir] if flags.FLAGS.job_log_dir else []
     if flags.FLAGS.page_file and flags.FLAGS.follow:

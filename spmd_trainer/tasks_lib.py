@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import lazy_loader
 from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 
+from spmd_trainer.decoder.lora import Lora, LoraModel
 from spmd_trainer.models.base import Model, as_model
-from spmd_trainer.models.lora import Lora, LoraModel
 from spmd_trainer.optim import learner as learner_lib
 from spmd_trainer.optim import optax_bridge, pax_fields
 from spmd_trainer.optim.learner import Learner
@@ -159,7 +159,7 @@ class SingleTask(BaseTask):
       early_stopping_fn: called after each evaluation during training. If it returns True, training saves a checkpoint and
         ends. `metrics.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
         `PaxEarlyStopping`.
-      lora: config of a `models.lora.Lora`: adapters to learn, on a frozen model; None: the model itself learns.
+      lora: config of a `decoder.lora.Lora`: adapters to learn, on a frozen model; None: the model itself learns.
       summary_verbosity: drop layers' `add_summary` calls above this verbosity.
     """
 
@@ -185,7 +185,7 @@ class SingleTask(BaseTask):
             last summary and write the average; 1 averages all steps.
           variable_norm_summary: write the norm of every variable with the summaries.
           update_ratio_summary: write the gradient's norm, the norm and the relative change of every variable with the
-            summaries, layer by layer; see `steps/update_ratios.py`.
+            summaries, layer by layer; see `step/update_ratios.py`.
           eval_interval_steps: steps between evaluations, which also take place when training is complete; 0: never.
           eval_skip_train: do not evaluate a training batch.
           eval_use_ema_states: evaluate the moving averages, which the learner must keep.
@@ -337,7 +337,7 @@ class SingleTask(BaseTask):
             self.lora = pax_fiddle.build(self.lora)
         if self.lora is not None and not isinstance(self.lora, Lora):
             raise ValueError(
-                f"task.lora must be the config of a spmd_trainer.models.lora.Lora, not {type(self.lora).__name__}"
+                f"task.lora must be the config of a spmd_trainer.decoder.lora.Lora, not {type(self.lora).__name__}"
             )
 
     @property

@@ -3,11 +3,10 @@
 import math
 import types
 
-from spmd_trainer.analysis import links, roofline
-from spmd_trainer.analysis.chips import chip
-from spmd_trainer.programs import plan_report, plan_search
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.kernels.chips import chip
+from spmd_trainer.planner import links, plan_report, plan_search, roofline
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 H100 = "NVIDIA H100 80GB HBM3"
 EXPERIMENT = "lm.llama.TinyLlama"

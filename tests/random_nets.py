@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
-from spmd_trainer.partitioning import Partitioner, PjitPartitioner
-from spmd_trainer.programs import verify
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
+from spmd_trainer.step import Partitioner, PjitPartitioner
+from spmd_trainer.training import verify
 
 STEPS = 5
 RATE = 0.05

@@ -8,25 +8,29 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 # Lowest first. A package's files share its layer.
 LAYERS = [
-    ["errors", "multihost", "storage", "praxis_bridge", "sharding"],
-    ["analysis"],
-    ["optim", "inputs", "attention"],
+    ["errors", "multihost", "storage", "pax/bridge", "sharding"],
+    ["kernels"],
+    ["optim", "inputs"],
     [
         "train_states",
         "models",
+        "decoder",
+        "decoder/lora",
+        "tasks",
         "tasks_lib",
         "base_experiment",
         "experiment_registry",
         "experiments",
-        "tasks",
     ],
-    ["steps"],
-    ["metrics", "checkpointing", "health"],
-    ["partitioning"],
-    ["interop", "lm_eval", "pages", "tracking"],
+    ["step"],
+    ["metrics", "checkpointing"],
+    ["pax", "hf", "tracking"],
     ["callbacks"],
-    ["programs"],
-    ["pax_names"],
+    ["lm_eval", "tracking/tracking", "tracking/variable_histograms", "planner/nvidia", "planner/topologies"],
+    ["watch"],
+    ["training"],
+    ["planner", "pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "lm_eval/judging"],
+    ["pax/import_names"],
     ["main", "cli", "api", "__init__"],
 ]
 # Import names for users. The trainer itself imports from the rooms behind them.
@@ -34,11 +38,11 @@ FOR_USERS = {"spmd_trainer.learners", "spmd_trainer.shard_map_partitioning"}
 LIBRARY_ONLY = {"praxis", "tensorflow", "flax", "fiddle", "clu", "orbax", "lingvo", "optax", "absl", "etils", "jinja2"}
 
 
-PAX_NAMES = ROOT / "pax_names"
+PAX_NAMES = ROOT / "pax" / "import_names"
 
 
 def module_name(path: pathlib.Path) -> str:
-    """The name by which a file is imported: those of pax_names/ as if they lay in the package itself."""
+    """The name by which a file is imported: those of pax/import_names/ as if they lay in the package itself."""
     inside = path != PAX_NAMES / "__init__.py" and path.is_relative_to(PAX_NAMES)
     relative = ROOT.name / path.relative_to(PAX_NAMES) if inside else path.relative_to(ROOT.parent)
     return ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
@@ -63,10 +67,10 @@ FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def room(module: str) -> str:
-    if FILES[module].is_relative_to(PAX_NAMES):
-        return "pax_names"
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    """The longest entry of LAYERS that holds a module: a folder, or a file of one that stands on another layer."""
+    place = FILES[module].relative_to(ROOT).with_suffix("").parts
+    entries = {entry for names in LAYERS for entry in names}
+    return next("/".join(place[:n]) for n in range(len(place), 0, -1) if "/".join(place[:n]) in entries)
 
 
 def layer(module: str) -> int:
@@ -124,7 +128,7 @@ def test_only_the_bridge_knows_that_praxis_is_old():
     mentions = [
         f"{module} mentions {word}"
         for module, path in FILES.items()
-        if module != "spmd_trainer.praxis_bridge"
+        if module != "spmd_trainer.pax.bridge"
         for word in ("jax.tree_map(", "thread_resources", "jax.lib", "pxla")
         if word in path.read_text()
     ]

@@ -4,7 +4,7 @@ import pytest
 from facts import assert_names
 
 from benchmarks import attention_memory
-from spmd_trainer.programs.plan import ChipBytes
+from spmd_trainer.planner.plan import ChipBytes
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from benchmarks import baseline_lm, speed_lm
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.inputs import batches
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import pjit, step_fns
 
 SIZES = baseline_lm.Sizes(layers=2, width=32, heads=2, hidden=48, seq=12, batch=4)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import yaml
 from facts import assert_names
 
-from spmd_trainer.callbacks.replica_check import ReplicaError
 from spmd_trainer.checkpointing import errors as checkpoint_errors
 from spmd_trainer.cli import interruption, peer_watch
 from spmd_trainer.errors import UserError
-from spmd_trainer.health.link import STATUS_HANG
+from spmd_trainer.watch.link import STATUS_HANG
+from spmd_trainer.watch.replica_check import ReplicaError
 from tools.launch import supervise
 
 _ROOT = Path(__file__).parents[1]

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, AxisType
 from praxis import pax_fiddle
 
 from spmd_trainer import experiment_registry, sharding, tasks_lib
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.programs import experiment_config
 from spmd_trainer.sharding.messages import mesh_text
+from spmd_trainer.step import pjit
+from spmd_trainer.training import experiment_config
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 UPDATE = "UPDATE_GOLDEN=1 pytest tests/test_golden_layouts.py"

@@ -16,8 +16,8 @@ from flax.errors import ScopeParamShapeError
 from praxis import pax_fiddle
 
 from spmd_trainer import experiment_registry, sharding, tasks_lib
-from spmd_trainer.partitioning import pjit, step_view
-from spmd_trainer.programs import experiment_config, verify
+from spmd_trainer.step import pjit, step_view
+from spmd_trainer.training import experiment_config, verify
 
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
 # `make test` takes IN_SHORT on the mesh that splits all axes; `make test-all` all experiments on the mixed meshes, and one of

@@ -9,7 +9,8 @@ from facts import assert_names
 
 from benchmarks import gpu, plan_baseline
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import experiment_config, plan
+from spmd_trainer.planner import plan
+from spmd_trainer.training import experiment_config
 
 TINY = plan_baseline.CASES["tiny"]
 

@@ -4,11 +4,10 @@ import pytest
 from facts import assert_names
 
 from benchmarks import plan_grid
-from spmd_trainer.analysis import roofline
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import plan, plan_search
-from spmd_trainer.programs.plan_candidates import Candidate
-from spmd_trainer.programs.plan_report import Outcome
+from spmd_trainer.planner import plan, plan_search, roofline
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_report import Outcome
 
 NUMBER = 48
 

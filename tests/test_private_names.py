@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 # What each file needs, and what to do when it is gone.
 ADVICE = {
     "multihost.py": "JAX's client of the coordination service and its detection of clusters: look for them in jax.distributed",
-    "attention/cudnn.py": "cuDNN's fused attention with packed rows: jax.nn.dot_product_attention may take segments by then",
-    "attention/attend.py": "whether this is a vmap over a mesh axis: give shard_map check_vma=False where that can't be asked",
+    "kernels/cudnn.py": "cuDNN's fused attention with packed rows: jax.nn.dot_product_attention may take segments by then",
+    "kernels/attend.py": "whether this is a vmap over a mesh axis: give shard_map check_vma=False where that can't be asked",
     "checkpointing/unpadded_arrays.py": "the parts of Orbax' ArrayHandler.serialize: write it again after Orbax' own",
     "checkpointing/orbax_io.py": "how Orbax ends the threads of a failed save: see what CheckpointManager.close does by then",
     "storage/orbax_s3.py": "where Orbax decides what is an object store: if it takes s3:// by then, delete the file",
@@ -80,7 +80,7 @@ def test_nothing_of_a_library_is_replaced():
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         file, tree = str(path.relative_to(ROOT)), tree_of(path)
-        if file in PATCHING or file.startswith("praxis_bridge/"):
+        if file in PATCHING or file.startswith("pax/bridge/"):
             continue
         foreign = {
             (alias.asname or alias.name).split(".")[0]

@@ -24,7 +24,7 @@ def test_a_file_that_a_page_names_exists(name):
 
 
 def test_pages_name_files():
-    assert {"steps/step_fns.py", "tests/golden/", "benchmarks/plan_baseline.py"} <= set(NAMES)
+    assert {"step/step_fns.py", "tests/golden/", "benchmarks/plan_baseline.py"} <= set(NAMES)
 
 
 def test_readme_is_a_page():

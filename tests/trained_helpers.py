@@ -13,10 +13,10 @@ from etils import epath
 from praxis import base_layer
 
 from spmd_trainer import sharding
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.programs import checkpoints, experiment_config, train
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.step import pjit
+from spmd_trainer.training import checkpoints, experiment_config, train
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
 
 TINY = "lm.stdlib.StdlibBytesTiny"
 AXES = ("replica", "data", "mdl")

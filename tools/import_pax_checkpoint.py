@@ -18,11 +18,10 @@ import sys
 from collections.abc import Sequence
 
 import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
-from spmd_trainer import storage
+from spmd_trainer import pax, storage
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiment_registry import modules
-from spmd_trainer.interop import pax
 
 
 def convert(args: argparse.Namespace) -> int:
@@ -40,7 +39,7 @@ def convert(args: argparse.Namespace) -> int:
     from praxis import pax_fiddle
 
     from spmd_trainer import tasks_lib
-    from spmd_trainer.programs import experiment_config, verify
+    from spmd_trainer.training import experiment_config, verify
 
     resolved = experiment_config.resolve(args.exp, ())
     task = tasks_lib.build_task(resolved.task_p)

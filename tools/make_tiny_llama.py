@@ -18,8 +18,8 @@ import sys
 import numpy as np
 
 import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
-from spmd_trainer.interop.hf import config_json, tensor_names
-from spmd_trainer.interop.hf.families import FAMILIES
+from spmd_trainer.hf import config_json, tensor_names
+from spmd_trainer.hf.families import FAMILIES
 from spmd_trainer.models.decoder_spec import DecoderSpec
 
 ARCHITECTURE = "LlamaForCausalLM"

@@ -27,8 +27,8 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import experiment_registry, tasks_lib
 from spmd_trainer.inputs import ArrayInput
-from spmd_trainer.partitioning import PjitPartitioner, model_mesh
-from spmd_trainer.programs import experiment_config
+from spmd_trainer.step import PjitPartitioner, model_mesh
+from spmd_trainer.training import experiment_config
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "coming_from_pax.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"

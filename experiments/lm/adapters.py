@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from praxis.pax_fiddle import Config
 
 from spmd_trainer import tasks_lib
-from spmd_trainer.models.lora import Lora
-from spmd_trainer.tasks.lm.decoder import experiment
+from spmd_trainer.decoder import experiment
+from spmd_trainer.decoder.lora import Lora
 
 
 class WithAdapters(experiment.DecoderExperiment):
     """A decoder with adapters beside its frozen variables, if there are targets for some. Comes first among the base classes.
 
     Attributes:
-      LORA_TARGETS: regexes of the variables that get adapters, or 'all-linear'; see `models.lora.Lora`. None: no adapters, all
+      LORA_TARGETS: regexes of the variables that get adapters, or 'all-linear'; see `decoder.lora.Lora`. None: no adapters, all
         variables learn.
       LORA_RANK: the adapters' rank.
       LORA_ALPHA: the adapters' product is multiplied by LORA_ALPHA / LORA_RANK.

@@ -16,13 +16,13 @@ from typing import Any
 from praxis.pax_fiddle import Config
 
 from spmd_trainer import experiment_registry, tasks_lib
+from spmd_trainer.decoder.preferences.loss import PreferenceLoss
+from spmd_trainer.decoder.preferences.model import PreferenceModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.adapters import WithAdapters
 from spmd_trainer.experiments.lm.cloud import rows_per_process
 from spmd_trainer.experiments.lm.hf import FromFolder
 from spmd_trainer.inputs import chat_text, preferences
-from spmd_trainer.tasks.lm.preferences.loss import PreferenceLoss
-from spmd_trainer.tasks.lm.preferences.model import PreferenceModel
 
 
 class TunedFromFolder(WithAdapters, FromFolder):
@@ -97,7 +97,7 @@ class DpoFromFolder(TunedFromFolder):
       FILES, EVAL_FILES: pairs, *.jsonl or *.parquet; see `inputs.PreferenceInput`. Without EVAL_FILES, nothing is evaluated.
       REFERENCE: 'file' computes the reference's log-probabilities when the run begins, and keeps them in its job_log_dir; 'live'
         computes them in each step with the frozen base of the adapters.
-      LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN: see `tasks.lm.preferences.loss.PreferenceLoss`.
+      LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN: see `decoder.preferences.loss.PreferenceLoss`.
       CHAT_TEMPLATE, TEMPLATE_VARIABLES, TOO_LONG, DATE: the fields of `PreferenceInput` with these names.
       LORA_TARGETS, LORA_RANK, ...: see `adapters.WithAdapters`.
     """

@@ -16,14 +16,14 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer import experiment_registry, sharding, storage, tasks_lib
 from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules
+from spmd_trainer.decoder import experiment
+from spmd_trainer.decoder.generation import settings
+from spmd_trainer.decoder.lm import DecoderLanguageModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.cloud import rows_per_process
+from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.inputs import chat_prompts, packed_text, stdlib_text, text
-from spmd_trainer.interop.hf import folder as hf_folder
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.tasks.lm.decoder import experiment
-from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
-from spmd_trainer.tasks.lm.generation import settings
 
 _STORED = "stored"
 

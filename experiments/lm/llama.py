@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from praxis.pax_fiddle import Config
 
 from spmd_trainer import experiment_registry
+from spmd_trainer.decoder.lm import DecoderLanguageModel
 from spmd_trainer.experiments.lm.adapters import WithAdapters
 from spmd_trainer.experiments.lm.synthetic_decoder import LongRows, SyntheticDecoder, TinySizes
 from spmd_trainer.models.decoder_spec import RotaryScaling
-from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
 
 
 class Llama(SyntheticDecoder):

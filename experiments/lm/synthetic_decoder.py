@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from praxis import layers
 
+from spmd_trainer.decoder import experiment
 from spmd_trainer.experiments.lm.cloud import SyntheticText
-from spmd_trainer.tasks.lm.decoder import experiment
 
 
 class SyntheticDecoder(SyntheticText, experiment.DecoderExperiment):

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
+from spmd_trainer.step.shard_map import ShardMapPartitioner
 
 
 @experiment_registry.register(tags=["tiny"])

@@ -12,15 +12,15 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
+from spmd_trainer.callbacks.bounded import within
 from spmd_trainer.errors import UserError
-from spmd_trainer.health.bounded import within
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.run_times import RunTimes
 
 if TYPE_CHECKING:
     from spmd_trainer.inputs.prefetch import Prefetcher
     from spmd_trainer.metrics.writers import SummaryWriters
-    from spmd_trainer.partitioning.partitioner import Partitioner
+    from spmd_trainer.step.partitioner import Partitioner
     from spmd_trainer.tasks_lib import SingleTask
     from spmd_trainer.tracking.base import Status
     from spmd_trainer.train_states import PyTree, TrainState
@@ -321,7 +321,8 @@ def _name(callback: Callback) -> str:
 
 
 def _is_own(callback: Callback) -> bool:
-    return type(callback).__module__.startswith("spmd_trainer.callbacks.")
+    module = type(callback).__module__
+    return module.startswith("spmd_trainer.") and not module.startswith("spmd_trainer.experiments.")
 
 
 def _explain(callback: Callback, hook: str, run: Run, args: Sequence[object], error: Exception) -> str:

@@ -18,7 +18,7 @@ from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.train_states import TrainState, is_adapter
 
 if TYPE_CHECKING:
-    from spmd_trainer.models.lora import Lora
+    from spmd_trainer.decoder.lora import Lora
 
 BASE_KEY, SETTINGS_KEY = "base", "adapters"
 _VARS = "mdl_vars/"

@@ -22,7 +22,7 @@ from etils import epath
 
 from spmd_trainer.checkpointing import step_files
 from spmd_trainer.checkpointing.errors import CheckpointError, DamagedCheckpointError
-from spmd_trainer.praxis_bridge.installation import installed_version
+from spmd_trainer.errors.installation import installed_version
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike

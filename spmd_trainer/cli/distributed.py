@@ -27,7 +27,7 @@ from absl import logging
 from spmd_trainer import multihost
 from spmd_trainer.cli import interruption, peer_watch, rendezvous, rendezvous_wire
 from spmd_trainer.errors import UserError
-from spmd_trainer.health.link import job
+from spmd_trainer.watch.link import job
 
 _EXPLICIT = ("coordinator_address", "num_processes", "process_id")
 # How long a process waits for the others to join: a scheduler may start them minutes apart.

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-from spmd_trainer.praxis_bridge import installation
+from spmd_trainer.errors import installation
 
 _DISTRIBUTION = "spmd-trainer"
 _PROBE_SECONDS = 120

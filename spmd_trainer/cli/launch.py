@@ -15,12 +15,12 @@ from spmd_trainer.cli import compile_cache, distributed, live_line, log_lines, r
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, first_paragraph, user_code
 from spmd_trainer.experiment_registry import modules
-from spmd_trainer.programs import garbage, start_checks
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import RunConfig
-from spmd_trainer.programs.run_directory import LOGS
-from spmd_trainer.programs.same_settings import check_same_settings
 from spmd_trainer.storage import access
+from spmd_trainer.training import garbage, start_checks
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_directory import LOGS
+from spmd_trainer.training.same_settings import check_same_settings
 
 
 def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.RunLog) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spmd_trainer.programs.job import Job
-    from spmd_trainer.programs.run_config import RunConfig
+    from spmd_trainer.training.job import Job
+    from spmd_trainer.training.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Mode:
 
     Attributes:
       help: a sentence for `--help`.
-      module: the module of `spmd_trainer.programs` that defines the program. Imported only when the mode runs.
+      module: the module of `spmd_trainer` that defines the program. Imported only when the mode runs.
       function: name of the program's function in that module; it takes a `Job`.
       has_run: True if the mode reads or writes a run's directory.
       builder: name of the function in that module that builds the job from a `RunConfig`; '' for `Job.build`.
@@ -41,46 +41,46 @@ class Mode:
         Raises:
           UserError: see `Job.build`.
         """
-        from spmd_trainer.programs import job  # imports JAX, which --help doesn't need
+        from spmd_trainer.training import job  # imports JAX, which --help doesn't need
 
         build: Callable[[RunConfig], Job] = self._import(self.builder) if self.builder else job.Job.build
         return build(config)
 
     def _import(self, name: str) -> Any:
-        return getattr(importlib.import_module(f"spmd_trainer.programs.{self.module}"), name)
+        return getattr(importlib.import_module(f"spmd_trainer.{self.module}"), name)
 
 
 MODES = {
     "train": Mode(
         "Train, resuming from the newest checkpoint in JOB_LOG_DIR if there is one. Ctrl-C and SIGTERM save a checkpoint "
         "before exiting.",
-        "train",
+        "training.train",
         "train",
     ),
     "eval": Mode(
         "Evaluate the newest checkpoint and each later one until training ends.",
-        "evaluate",
+        "training.evaluate",
         "evaluate_checkpoints",
     ),
     "decode": Mode(
         "Decode with the newest checkpoint and each later one until training ends.",
-        "decode",
+        "training.decode",
         "decode_checkpoints",
     ),
     "decode_once": Mode(
-        "Decode with one checkpoint: the newest, or --restore_checkpoint_step.", "decode", "decode_once"
+        "Decode with one checkpoint: the newest, or --restore_checkpoint_step.", "training.decode", "decode_once"
     ),
-    "infer": Mode("Like decode_once, with the random seed of task.infer.", "decode", "decode_once"),
+    "infer": Mode("Like decode_once, with the random seed of task.infer.", "training.decode", "decode_once"),
     "inspect": Mode(
         "Print how every variable is sharded on the mesh, and why, without allocating anything.",
-        "inspect_sharding",
+        "planner.inspect_sharding",
         "inspect_job",
         has_run=False,
     ),
     "plan": Mode(
         "Search the meshes (and, with --search, rematerialisation, minibatches and batch) for --topology: compile the most "
         "promising ones, and print their estimated step, their bytes per chip and the flags of the best. Needs no such chips.",
-        "plan_search",
+        "planner.plan_search",
         "search",
         has_run=False,
         builder="build_job",
@@ -88,43 +88,43 @@ MODES = {
     "data": Mode(
         "Print the first rows of each dataset: their text, with the labels that count in the loss in colour (in brackets if the "
         "output is not a terminal), how long their segments are, and how much is padding.",
-        "show_data",
+        "training.show_data",
         "show_data",
         has_run=False,
     ),
     "verify": Mode(
         "Train for a few steps on one device and on the mesh, and compare losses, gradient norms and variables.",
-        "verify",
+        "training.verify",
         "verify",
         has_run=False,
     ),
     "replay": Mode(
         "Take step --step of the run in JOB_LOG_DIR again, from the newest checkpoint before it, and print where its first NaN "
         "or infinity came from, layer by layer. Give the run's other flags too.",
-        "replay",
+        "planner.replay",
         "replay",
     ),
     "export": Mode(
         "Write one checkpoint, the newest or --restore_checkpoint_step, as a Hugging Face folder (--export_dir).",
-        "export",
+        "training.export",
         "export",
     ),
     "lm_eval": Mode(
         "Judge one checkpoint, the newest or --restore_checkpoint_step, on --tasks of EleutherAI's lm-eval harness.",
-        "judging",
+        "lm_eval.judging",
         "judge",
     ),
     "page": Mode(
         "Write a page with the curves, times, samples and settings of the run in --job_log_dir: run.html. More directories may "
         "follow as arguments; their runs are compared. Needs no --exp. Training writes it too, at its end.",
-        "run_page",
+        "training.run_page",
         "show",
         has_run=False,
     ),
     "port": Mode(
         "Print what an experiment file written for paxml (--module=FILE) needs here, and its renamed imports as a diff. "
         "Runs nothing of the file. Exit status 1: it uses something that has no counterpart.",
-        "port",
+        "pax.port",
         "print_reports",
         has_run=False,
     ),

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from absl import logging
 
 from spmd_trainer.cli.rendezvous_wire import Peers, read_line
-from spmd_trainer.health.link import JobLink, job
+from spmd_trainer.watch.link import JobLink, job
 
 # Exit status of a process that exits because another one is gone. The work is unfinished; starting the job again resumes it.
 STATUS_LOST_PROCESS = 3

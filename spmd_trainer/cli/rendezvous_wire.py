@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 
-from spmd_trainer.praxis_bridge.installation import __version__
+from spmd_trainer.errors.installation import __version__
 
 # How long a port may stay busy, or answered by something else: the job that ran there before may still be ending.
 BUSY_SECONDS = 5.0

@@ -9,14 +9,14 @@ from typing import TypeAlias
 from absl import flags
 
 from spmd_trainer import sharding, storage
-from spmd_trainer.analysis import topologies
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.lm_eval import settings as lm_eval_settings
-from spmd_trainer.programs import host_devices, plan_candidates, xla_flags
-from spmd_trainer.programs.run_config import ExportSettings, FailurePolicy, RunConfig
+from spmd_trainer.planner import plan_candidates, topologies
 from spmd_trainer.tracking import registry as trackers
+from spmd_trainer.training import host_devices, xla_flags
+from spmd_trainer.training.run_config import ExportSettings, FailurePolicy, RunConfig
 
 Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
 MeshSizes: TypeAlias = Sequence[tuple[str, int]]

@@ -1,4 +1,4 @@
-"""Pairs of answers, one preferred over the other, as batches for `tasks.lm.preferences`."""
+"""Pairs of answers, one preferred over the other, as batches for `decoder.preferences`."""
 
 from __future__ import annotations
 

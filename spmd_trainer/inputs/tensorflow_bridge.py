@@ -6,9 +6,8 @@ import contextlib
 import importlib.util
 from typing import Any
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, installation
 from spmd_trainer.inputs import quiet_tensorflow
-from spmd_trainer.praxis_bridge import installation
 
 
 def check_tensorflow_installed() -> None:

@@ -31,7 +31,7 @@ from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.models.config_lines import lines_of
 from spmd_trainer.models.vocabulary import vocabulary_size
-from spmd_trainer.partitioning.partitioner import Partitioner
+from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 

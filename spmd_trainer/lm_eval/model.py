@@ -13,10 +13,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
+from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.lm_eval.requests import Prompt, Requests, Scored, Source
 from spmd_trainer.lm_eval.texts import Texts
-from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
 
 # Tokens that a task generates if it says nothing, as lm-eval's `hf` backend.
 _MAX_GEN_TOKS = 256

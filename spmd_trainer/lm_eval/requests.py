@@ -18,6 +18,7 @@ from absl import logging
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
+from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.token_bytes import token_bytes
 from spmd_trainer.inputs.tokenizers import Tokenizer
@@ -25,9 +26,8 @@ from spmd_trainer.lm_eval import shapes as shapes_lib
 from spmd_trainer.lm_eval.answers import Answers, request_key
 from spmd_trainer.lm_eval.shapes import Shape
 from spmd_trainer.lm_eval.steps import generate_step, score_step
-from spmd_trainer.partitioning.partitioner import PartitionedStep, Partitioner
 from spmd_trainer.sharding.host_devices import finish_on_host_devices
-from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
+from spmd_trainer.step.partitioner import PartitionedStep, Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
 

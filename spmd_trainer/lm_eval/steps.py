@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.decoder.generation.decode import tokenizer_of_texts
+from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.tokenizers import Tokenizer
-from spmd_trainer.steps import step_fns
-from spmd_trainer.tasks.lm.generation.decode import tokenizer_of_texts
-from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
+from spmd_trainer.step import step_fns
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedWeightHParams, TrainState
 
@@ -58,7 +58,7 @@ def _of_labels(outputs: Any, inputs: NestedMap) -> tuple[jax.Array, jax.Array]:
     if "logits" not in outputs:
         has = ", ".join(outputs) or "nothing"
         raise UserError(
-            "scoring texts needs the model's logits: a language model of praxis or of spmd_trainer.tasks.lm.decoder, or "
+            "scoring texts needs the model's logits: a language model of praxis or of spmd_trainer.decoder, or "
             "task.model.per_example that returns {'logits': [batch, time, vocabulary]}; the model returns "
             f"{has} per example"
         )

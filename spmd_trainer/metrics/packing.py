@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd_trainer.metrics import clu_metrics
 from spmd_trainer.metrics.clu_metrics import CluMetrics
-from spmd_trainer.steps.step_fns import StepFnOutput
+from spmd_trainer.step.step_fns import StepFnOutput
 
 # What a step returns: the vector, and its clu metrics.
 Packed: TypeAlias = tuple[jax.Array, CluMetrics]

@@ -49,7 +49,7 @@ _OBJECT_STORES = _ObjectStores()
 
 
 @epath.register_path_cls(tuple(f"{scheme}://" for scheme in _PACKAGES))
-class ObjectPath(gpath.PosixGPath):  # type: ignore[misc]  # epath has no type information
+class ObjectPath(gpath.PosixGPath):
     """The `epath.Path` of an object. It uses gcsfs and s3fs, whatever else is installed; this module imports neither.
 
     epath's own takes TensorFlow's file system where TensorFlow is installed. That takes seconds to import, and ignores the

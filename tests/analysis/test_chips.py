@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_trainer.analysis import chips
+from spmd_trainer.kernels import chips
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.progress import Progress
 

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_trainer import sharding
-from spmd_trainer.analysis import hlo_collectives
+from spmd_trainer.planner import hlo_collectives
 
 KB = 1024
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.analysis import hlo_convolutions, hlo_costs, hlo_kernels, hlo_text
+from spmd_trainer.planner import hlo_convolutions, hlo_costs, hlo_kernels, hlo_text
 
 LAYERS, ROWS, WIDTH, HIDDEN = 6, 64, 32, 128
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd_trainer.analysis import hlo_liveness
+from spmd_trainer.planner import hlo_liveness
 
 MIB = 2**20
 # a (4 MiB) and b (8 MiB) are live together, then a and c (2 MiB); the argument is 1 MiB, and the result takes its place.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd_trainer.analysis import hlo_liveness, hlo_memory_over_time
+from spmd_trainer.planner import hlo_liveness, hlo_memory_over_time
 
 MIB = 2**20
 # Positions: p, before, zeros, t, loop, then the body's p, i, stack, inner, written, t, and out.

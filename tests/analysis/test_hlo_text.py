@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_trainer.analysis import hlo_text
+from spmd_trainer.planner import hlo_text
 
 # Counts from 0 to 8 by 2, as TPU programs do that multiply two parts of an array in each iteration.
 LOOP = """HloModule jit_step, is_scheduled=true

@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from spmd_trainer import sharding
-from spmd_trainer.analysis import jaxpr_costs
+from spmd_trainer.planner import jaxpr_costs
 
 X, W = jnp.ones((8, 16)), jnp.ones((16, 16))
 ONE = 2 * 8 * 16 * 16

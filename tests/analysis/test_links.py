@@ -6,9 +6,9 @@ import types
 import numpy as np
 import pytest
 
-from spmd_trainer.analysis import links
-from spmd_trainer.analysis.chips import CHIPS
-from spmd_trainer.analysis.hlo_collectives import Collective
+from spmd_trainer.kernels.chips import CHIPS
+from spmd_trainer.planner import links
+from spmd_trainer.planner.hlo_collectives import Collective
 
 MB = 1_000_000
 V5E = links.machine("TPU v5 lite")

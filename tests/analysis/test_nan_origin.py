@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.analysis.nan_origin import Flags, Value, layer_of
-from spmd_trainer.analysis.value_flags import INFINITE, ITERATION, NAN, run_with_flags
+from spmd_trainer.planner.nan_origin import Flags, Value, layer_of
+from spmd_trainer.planner.value_flags import INFINITE, ITERATION, NAN, run_with_flags
 
 
 def causes(fn, *args, result=0):

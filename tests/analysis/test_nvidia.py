@@ -4,10 +4,10 @@ import importlib.util
 
 import pytest
 
-from spmd_trainer.analysis import nvidia
-from spmd_trainer.analysis.chips import BY_TOPOLOGY
-from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.errors import UserError
+from spmd_trainer.kernels.chips import BY_TOPOLOGY
+from spmd_trainer.planner import nvidia
+from spmd_trainer.planner.topologies import topology_devices
 
 INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
     importlib.util.find_spec(module) for module in nvidia._PLUGINS.values()

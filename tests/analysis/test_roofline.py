@@ -7,8 +7,8 @@ import types
 import pytest
 from facts import assert_names
 
-from spmd_trainer.analysis import achieved, hlo_costs, hlo_kernels, links, roofline
-from spmd_trainer.analysis.chips import chip
+from spmd_trainer.kernels.chips import chip
+from spmd_trainer.planner import achieved, hlo_costs, hlo_kernels, links, roofline
 
 V5E_FLOPS, V5E_MEMORY, V5E_LINK = 197e12, 819e9, 50e9
 V5E = achieved.TPU_V5E

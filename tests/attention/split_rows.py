@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.analysis import hlo_collectives
-from spmd_trainer.attention import sequence_order
-from spmd_trainer.attention.attend import Split, attend
-from spmd_trainer.attention.reference import KERNEL as REFERENCE
+from spmd_trainer.kernels import sequence_order
+from spmd_trainer.kernels.attend import Split, attend
+from spmd_trainer.kernels.reference import KERNEL as REFERENCE
+from spmd_trainer.planner import hlo_collectives
 
 SPLIT = Split(batch=("data",), length=("seq",), heads=("mdl",))
 BATCH, WIDTH = 2, 8

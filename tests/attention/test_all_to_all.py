@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from split_rows import BATCH, WIDTH, compiled_programs, crossing_bytes, differences, mesh_of, random_rows
 
-from spmd_trainer.attention import all_to_all
-from spmd_trainer.attention.pattern import Pattern
+from spmd_trainer.kernels import all_to_all
+from spmd_trainer.kernels.pattern import Pattern
 
 PLAIN = Pattern(scale=0.3)
 

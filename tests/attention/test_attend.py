@@ -10,10 +10,10 @@ from facts import assert_names, raises_naming
 from jax.sharding import PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.attention import choices, kernels, sequence_order
-from spmd_trainer.attention.attend import Split, attend
-from spmd_trainer.attention.pattern import Pattern
 from spmd_trainer.errors import UserError
+from spmd_trainer.kernels import choices, kernels, sequence_order
+from spmd_trainer.kernels.attend import Split, attend
+from spmd_trainer.kernels.pattern import Pattern
 
 LENGTH, WIDTH = 24, 4
 PATTERN = Pattern(window=9, softcap=3.0)

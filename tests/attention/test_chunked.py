@@ -10,10 +10,10 @@ from hlo_checks import arrays_over_queries_and_keys
 from jax.sharding import PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.attention import chunked
-from spmd_trainer.attention.attend import Split, attend
-from spmd_trainer.attention.pattern import Pattern
-from spmd_trainer.attention.reference import KERNEL as REFERENCE
+from spmd_trainer.kernels import chunked
+from spmd_trainer.kernels.attend import Split, attend
+from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.reference import KERNEL as REFERENCE
 
 BATCH, WIDTH = 2, 4
 PATTERNS = {

@@ -13,15 +13,15 @@ from facts import assert_names
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd_trainer.analysis.topologies import topology_devices
-from spmd_trainer.attention import cudnn, kernels
-from spmd_trainer.attention.packing import packing
-from spmd_trainer.attention.pattern import Pattern
-from spmd_trainer.attention.reference import KERNEL as REFERENCE
-from spmd_trainer.attention.target import Target
-from spmd_trainer.programs import start_up
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.kernels import cudnn, kernels
+from spmd_trainer.kernels.packing import packing
+from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.reference import KERNEL as REFERENCE
+from spmd_trainer.kernels.target import Target
+from spmd_trainer.planner.topologies import topology_devices
+from spmd_trainer.training import start_up
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 H100 = Target("cuda", "NVIDIA H100 80GB HBM3", (9, 0))
 A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))

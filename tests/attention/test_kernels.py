@@ -8,11 +8,11 @@ import pytest
 from facts import assert_names, raises_naming
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from spmd_trainer.attention import choices, kernels, target
-from spmd_trainer.attention.kernels import Choice
-from spmd_trainer.attention.pattern import Pattern
-from spmd_trainer.attention.target import Target
 from spmd_trainer.errors import UserError
+from spmd_trainer.kernels import choices, kernels, target
+from spmd_trainer.kernels.kernels import Choice
+from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.target import Target
 
 CPU, TPU = Target("cpu", "cpu"), Target("tpu", "TPU v5 lite")
 H100 = Target("cuda", "NVIDIA H100 80GB HBM3", (9, 0))

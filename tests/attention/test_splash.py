@@ -15,13 +15,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd_trainer.analysis.topologies import topology_devices
-from spmd_trainer.attention import choices, splash
-from spmd_trainer.attention.attend import Split, attend
-from spmd_trainer.attention.kernels import Call, Choice
-from spmd_trainer.attention.pattern import Pattern
-from spmd_trainer.attention.splash import Splash
-from spmd_trainer.attention.target import Target
+from spmd_trainer.kernels import choices, splash
+from spmd_trainer.kernels.attend import Split, attend
+from spmd_trainer.kernels.kernels import Call, Choice
+from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.splash import Splash
+from spmd_trainer.kernels.target import Target
+from spmd_trainer.planner.topologies import topology_devices
 from tests.attention.hlo_checks import arrays_over_queries_and_keys, custom_call_targets, splash_kernels
 
 V5E = Target("tpu", "TPU v5 lite")

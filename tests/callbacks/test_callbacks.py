@@ -18,8 +18,8 @@ from spmd_trainer.checkpointing import steps
 from spmd_trainer.cli import launch, log_lines
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.writers import SummaryError
-from spmd_trainer.programs import evaluate, train
-from spmd_trainer.programs.run_directory import failure
+from spmd_trainer.training import evaluate, train
+from spmd_trainer.training.run_directory import failure
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")

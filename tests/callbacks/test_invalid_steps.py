@@ -12,9 +12,9 @@ from spmd_trainer.callbacks.invalid_steps import InvalidSteps, NonFiniteStepErro
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import Scalars, SummaryNames
-from spmd_trainer.programs import train
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import FailurePolicy, make_run_config
+from spmd_trainer.training import train
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import FailurePolicy, make_run_config
 
 FIELDS = ("num_train_steps=4", "save_interval_steps=2", "summary_interval_steps=1", "eval_interval_steps=0")
 # The gradient norm of every step is above it.

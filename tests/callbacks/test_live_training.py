@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_trainer.callbacks.progress import ProgressLines
 from spmd_trainer.metrics.live_status import Memory, live
 from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.programs.schedule import Schedule
+from spmd_trainer.training.schedule import Schedule
+from spmd_trainer.watch.progress import ProgressLines
 
 SCHEDULE = Schedule(
     num_steps=20,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from facts import assert_names
 
-from spmd_trainer.callbacks.loss_spikes import LossSpikes
 from spmd_trainer.metrics.packing import Scalars, SummaryNames
+from spmd_trainer.watch.loss_spikes import LossSpikes
 
 
 class SomeRun:

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from replica_helpers import flipped
 
 from spmd_trainer.callbacks import Callback
-from spmd_trainer.callbacks.replica_check import ReplicaError
-from spmd_trainer.partitioning.replicas import differences
-from spmd_trainer.programs import train
-from spmd_trainer.programs.run_config import FailurePolicy
+from spmd_trainer.training import train
+from spmd_trainer.training.run_config import FailurePolicy
+from spmd_trainer.watch.replica_check import ReplicaError
+from spmd_trainer.watch.replicas import differences
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import pytest
 from etils import epath
 from facts import assert_names
 
-from spmd_trainer.callbacks.watchdog import HangError, Watchdog
-from spmd_trainer.health.beats import not_yet
-from spmd_trainer.health.board import Digest
-from spmd_trainer.health.link import STATUS_HANG, JobLink
 from spmd_trainer.metrics.run_times import RunTimes
-from spmd_trainer.programs.phases import Phase
+from spmd_trainer.training.phases import Phase
+from spmd_trainer.watch.beats import not_yet
+from spmd_trainer.watch.board import Digest
+from spmd_trainer.watch.link import STATUS_HANG, JobLink
+from spmd_trainer.watch.watchdog import HangError, Watchdog
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_hang_does_the_last_work_and_leaves(run):
 
 
 def test_work_that_never_ends_does_not_keep_a_hanging_run(run, monkeypatch):
-    monkeypatch.setattr("spmd_trainer.callbacks.watchdog._LAST_SECONDS", 0.05)
+    monkeypatch.setattr("spmd_trainer.watch.watchdog._LAST_SECONDS", 0.05)
     job, never = Job(), threading.Event()
     watchdog = Watchdog(0, hang_seconds=0.1, fail=lambda error: never.wait(), report=lambda text: None, job=job)
     watchdog.after_step(run, 3, None)

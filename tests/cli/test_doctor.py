@@ -6,7 +6,7 @@ import pytest
 from facts import assert_names
 
 from spmd_trainer.cli import doctor
-from spmd_trainer.praxis_bridge import installation
+from spmd_trainer.errors import installation
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from terminal_helpers import Terminal
 
 from spmd_trainer.cli import live_line
 from spmd_trainer.metrics.live_status import ERASE_ROW, TrainingStatus, live
-from spmd_trainer.programs import signals
+from spmd_trainer.training import signals
 
 TRAINING = TrainingStatus(12, 600, loss=2.5, seconds_per_step=0.25, items_per_step=1000, unit="tokens")
 

@@ -8,7 +8,7 @@ import pytest
 from facts import assert_names
 
 from spmd_trainer.cli import peer_watch
-from spmd_trainer.health.link import job
+from spmd_trainer.watch.link import job
 
 NAMES = {1: "process 1 (host, pid 12)"}
 

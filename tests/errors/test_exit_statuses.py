@@ -2,11 +2,11 @@
 
 import pytest
 
-from spmd_trainer.callbacks.replica_check import ReplicaError
-from spmd_trainer.callbacks.watchdog import HangError
 from spmd_trainer.checkpointing import errors as checkpoint_errors
 from spmd_trainer.cli import interruption, peer_watch
 from spmd_trainer.errors import UserError
+from spmd_trainer.watch.replica_check import ReplicaError
+from spmd_trainer.watch.watchdog import HangError
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import pytest
 from facts import assert_names, raises_naming
@@ -44,8 +45,8 @@ class Other:
 
 
 @pytest.fixture
-def project(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder with a user's package, on Python's path; the names in it are this test's alone."""
+def project(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """A folder with a user's package, on Python's path; the names in it are this test's alone, and leave with it."""
     package = f"pkg_{tmp_path.name.replace('-', '_')}"
     folder = tmp_path / package
     folder.mkdir()
@@ -53,7 +54,9 @@ def project(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     (folder / "mine.py").write_text(EXPERIMENTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return folder
+    yield folder
+    for names in experiment_registry._full_names_by_key.values():
+        names[:] = [name for name in names if not name.startswith(f"{package}.")]
 
 
 def message(name: str) -> str:

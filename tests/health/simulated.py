@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from spmd_trainer.health.device_watch import KEPT
-from spmd_trainer.health.step_parts import Parts, StepParts, spread
+from spmd_trainer.watch.device_watch import KEPT
+from spmd_trainer.watch.step_parts import Parts, StepParts, spread
 
 
 class Processes:

@@ -8,8 +8,8 @@ import threading
 import pytest
 from facts import assert_names
 
-from spmd_trainer.health.beats import DEVICES, Beat
-from spmd_trainer.health.board import Board, Digest, Table
+from spmd_trainer.watch.beats import DEVICES, Beat
+from spmd_trainer.watch.board import Board, Digest, Table
 
 PERIOD, SILENT = 1.0, 10.0
 

@@ -9,9 +9,9 @@ import pytest
 from facts import assert_names
 from simulated import Processes
 
-from spmd_trainer.health import slow
-from spmd_trainer.health.slow import SlowProcesses
-from spmd_trainer.health.step_parts import WINDOW
+from spmd_trainer.watch import slow
+from spmd_trainer.watch.slow import SlowProcesses
+from spmd_trainer.watch.step_parts import WINDOW
 
 HOST_ONLY = {"input": 0.004, "dispatch": 0.006, "device": 0.0, "probe": 0.0005}
 

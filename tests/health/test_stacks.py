@@ -8,7 +8,7 @@ import time
 
 from etils import epath
 
-from spmd_trainer.health.stacks import HeldInterpreter, stacks
+from spmd_trainer.watch.stacks import HeldInterpreter, stacks
 
 
 def test_the_main_thread_comes_first_then_those_that_read_input():

@@ -13,12 +13,12 @@ from praxis import pax_fiddle
 from spmd_trainer import experiment_registry
 from spmd_trainer.callbacks import Callback
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.health.device_watch import DeviceProbe, DeviceWatch, HostProbe
-from spmd_trainer.health.step_parts import WINDOW, Parts, StepParts, spread
 from spmd_trainer.inputs import text
-from spmd_trainer.programs import step_taker, train
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.training import step_taker, train
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.watch.device_watch import DeviceProbe, DeviceWatch, HostProbe
+from spmd_trainer.watch.step_parts import WINDOW, Parts, StepParts, spread
 
 SLOW_SECONDS = 0.1
 STEPS = 45

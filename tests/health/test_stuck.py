@@ -9,9 +9,9 @@ from facts import assert_names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_trainer.health import stuck
-from spmd_trainer.health.beats import DEVICES, OTHERS_INPUT, Beat
-from spmd_trainer.health.stuck import Seen
+from spmd_trainer.watch import stuck
+from spmd_trainer.watch.beats import DEVICES, OTHERS_INPUT, Beat
+from spmd_trainer.watch.stuck import Seen
 
 SILENT = 10.0
 

@@ -7,8 +7,8 @@ from praxis import pax_fiddle
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import VOCAB_SIZE, StdlibBytesTiny
 from spmd_trainer.inputs import text
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 WORDS = ["the", "cat", "sat", "[UNK]", "[EOS]"]
 

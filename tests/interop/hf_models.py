@@ -14,10 +14,9 @@ from jax.sharding import Mesh
 from praxis import base_layer
 from praxis.py_utils import NestedMap
 
-from spmd_trainer import tasks_lib
-from spmd_trainer.interop import hf
-from spmd_trainer.models.lora import LoraModel, is_adapter, matrix_dims
-from spmd_trainer.partitioning import pjit
+from spmd_trainer import hf, tasks_lib
+from spmd_trainer.decoder.lora import LoraModel, is_adapter, matrix_dims
+from spmd_trainer.step import pjit
 from spmd_trainer.train_states import TrainState
 
 DATA = pathlib.Path(__file__).parent / "data" / "hf"

@@ -11,13 +11,12 @@ import numpy as np
 from etils import epath
 from praxis import base_input, optimizers, pax_fiddle, py_utils
 
-from spmd_trainer import experiment_registry, learners, sharding
-from spmd_trainer.interop import pax
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.programs import experiment_config
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer import experiment_registry, learners, pax, sharding
+from spmd_trainer.step import pjit
 from spmd_trainer.tasks.lm import model_params
+from spmd_trainer.training import experiment_config
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
 
 AXES = ("replica", "data", "mdl")
 MESHES = [(1, 1, 1), (1, 4, 2), (2, 2, 2), (1, 8, 1)]

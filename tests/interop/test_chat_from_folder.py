@@ -20,8 +20,8 @@ from spmd_trainer.cli import launch
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ChatPromptInput
-from spmd_trainer.programs import experiment_config, host_devices
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.training import experiment_config, host_devices
+from spmd_trainer.training.run_config import RunConfig
 
 NAME = "lm.finetune.ChatFromFolder"
 FOLDER = DATA / "llama_tokenizer"

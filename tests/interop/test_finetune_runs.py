@@ -18,10 +18,10 @@ from hf_models import DATA
 
 from spmd_trainer import sharding
 from spmd_trainer.metrics.writers import read_metrics
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.programs import experiment_config, train
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.step import pjit
+from spmd_trainer.training import experiment_config, train
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
 
 pytestmark = pytest.mark.slow
 FOLDER = DATA / "llama_tokenizer"

@@ -26,9 +26,9 @@ from spmd_trainer.checkpointing import (
     CheckpointNotFoundError,
     init_from_rules,
 )
-from spmd_trainer.interop import foreign
-from spmd_trainer.interop.flax import checkpoints as flax_checkpoints
-from spmd_trainer.partitioning import PjitPartitioner
+from spmd_trainer.checkpointing.flax import checkpoints as flax_checkpoints
+from spmd_trainer.pax import foreign
+from spmd_trainer.step import PjitPartitioner
 
 Config = pax_fiddle.Config
 WIDTH = 6

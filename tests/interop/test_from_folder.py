@@ -10,11 +10,11 @@ from etils import epath
 from facts import assert_names, raises_naming
 from hf_models import DATA, make_job, mesh_of
 
+from spmd_trainer import hf
+from spmd_trainer.decoder.generation import settings
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ChatPromptInput, text
-from spmd_trainer.interop import hf
-from spmd_trainer.programs import experiment_config
-from spmd_trainer.tasks.lm.generation import settings
+from spmd_trainer.training import experiment_config
 
 FOLDER = DATA / "llama_tokenizer"
 

@@ -11,7 +11,7 @@ from facts import raises_naming
 from hf_models import DATA, NAMES
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.interop.hf import config_json
+from spmd_trainer.hf import config_json
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 # Llama 3.1 8B as its makers wrote it, with transformers 4.

@@ -14,10 +14,10 @@ from facts import raises_naming
 from hf_models import DATA, make_job, mesh_of, read
 
 import spmd_trainer as st
+from spmd_trainer import hf
 from spmd_trainer.errors import UserError
-from spmd_trainer.interop import hf
-from spmd_trainer.interop.hf import export_folder
-from spmd_trainer.interop.hf.safetensors_file import OpenFiles
+from spmd_trainer.hf import export_folder
+from spmd_trainer.hf.safetensors_file import OpenFiles
 
 # One folder of each family, each with other sizes.
 FAMILIES = [

@@ -13,9 +13,9 @@ from facts import assert_names, raises_naming
 from hf_models import DATA, NAMES, make_job, mesh_of, read
 from jax.sharding import PartitionSpec
 
-from spmd_trainer.interop import hf
-from spmd_trainer.interop.hf import placing
-from spmd_trainer.interop.hf.safetensors_file import Described, OpenFiles, in_file_order, read_header, write
+from spmd_trainer import hf
+from spmd_trainer.hf import placing
+from spmd_trainer.hf.safetensors_file import Described, OpenFiles, in_file_order, read_header, write
 from spmd_trainer.sharding.variables import make_variable_spec
 
 

@@ -13,13 +13,14 @@ from etils import epath
 from facts import raises_naming
 from hf_models import DATA, make_job, mesh_of
 
+from spmd_trainer import hf
 from spmd_trainer import main as _main  # noqa: F401  (defines the flags)
 from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, CheckpointMismatchError, loading_rules
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
-from spmd_trainer.interop import foreign, hf
-from spmd_trainer.programs import export, initial_state, start_checks
-from spmd_trainer.programs.job import Job
+from spmd_trainer.pax import foreign
+from spmd_trainer.training import export, initial_state, start_checks
+from spmd_trainer.training.job import Job
 
 LLAMA = DATA / "llama_biases"
 

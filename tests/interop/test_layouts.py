@@ -9,9 +9,9 @@ from facts import raises_naming
 from pax_models import assert_holds, job_on, restored, snapshot
 from pax_writer import write_zarr
 
+from spmd_trainer import pax
 from spmd_trainer.checkpointing import Checkpointer
-from spmd_trainer.interop import pax
-from spmd_trainer.interop.pax import names, structure
+from spmd_trainer.pax import names, structure
 from spmd_trainer.sharding.variables import named_leaves
 
 ADAM, ADAFACTOR, EMA = "UnevenRepeatedAdam", "UnevenRepeatedAdafactor", "PlainAdamEma"

@@ -15,9 +15,10 @@ from facts import raises_naming
 from hf_models import DATA, expected, make_job, mesh_of, read
 
 from spmd_trainer.checkpointing import CheckpointError, frozen_base, records
-from spmd_trainer.interop import foreign, peft
-from spmd_trainer.interop.hf.safetensors_file import OpenFiles, read_header
-from spmd_trainer.models import lora
+from spmd_trainer.decoder import lora
+from spmd_trainer.hf import peft
+from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
+from spmd_trainer.pax import foreign
 
 PEFT = DATA.parent / "peft"
 ATTENTION = ("attention/(query|value|output)/w", "mlp/down/w")

@@ -7,7 +7,7 @@ from pax_models import MESHES, assert_holds, job_on, restored, snapshot
 from praxis import base_layer, py_utils
 
 from spmd_trainer.models.base import praxis_rngs
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import step_fns
 
 CHECKPOINTS = [
     ("UnevenRepeatedAdam", "zarr_1.1"),

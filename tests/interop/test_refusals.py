@@ -10,10 +10,10 @@ from facts import assert_names, raises_naming
 from pax_models import assert_holds, job_on, restored
 from pax_writer import rewrite_flax, write_array, write_flax, write_metadata
 
+from spmd_trainer import pax
 from spmd_trainer.checkpointing import CheckpointNotFoundError, CheckpointReadError, DamagedCheckpointError
 from spmd_trainer.errors import UserError
-from spmd_trainer.interop import pax
-from spmd_trainer.interop.pax.arrays import read_error
+from spmd_trainer.pax.arrays import read_error
 
 ADAM = "UnevenRepeatedAdam"
 W = "mdl_vars.params.lm.softmax.logits_ffn.linear.w"

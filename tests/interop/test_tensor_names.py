@@ -2,8 +2,8 @@
 
 import pytest
 
-from spmd_trainer.interop.hf import tensor_names
-from spmd_trainer.interop.hf.families import FAMILIES
+from spmd_trainer.hf import tensor_names
+from spmd_trainer.hf.families import FAMILIES
 from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
 
 SIZES = {

@@ -15,6 +15,7 @@ from facts import assert_names, raises_naming
 from pax_models import EXPERIMENTS, assert_holds, job_on, snapshot
 
 import spmd_trainer
+from spmd_trainer import pax
 from spmd_trainer.checkpointing import (
     LOAD_ALL,
     Checkpointer,
@@ -24,9 +25,8 @@ from spmd_trainer.checkpointing import (
     init_from_rules,
 )
 from spmd_trainer.errors import UserError
-from spmd_trainer.interop import pax
-from spmd_trainer.programs import checkpoints, run_directory
 from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.training import checkpoints, run_directory
 
 ADAM, ADAFACTOR, EMA = "UnevenRepeatedAdam", "UnevenRepeatedAdafactor", "PlainAdamEma"
 HERE = Path(__file__).parent

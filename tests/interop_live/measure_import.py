@@ -24,7 +24,7 @@ ROUNDS = 3
 
 def make(directory: pathlib.Path) -> None:
     """Writes the folder."""
-    from spmd_trainer.interop.hf import config_json, safetensors_file, tensor_names
+    from spmd_trainer.hf import config_json, safetensors_file, tensor_names
     from spmd_trainer.models.decoder_spec import DecoderSpec
 
     spec = DecoderSpec(
@@ -59,8 +59,8 @@ def measure(directory: pathlib.Path, num_devices: int) -> None:
     import jax
     from jax.sharding import PartitionSpec
 
-    from spmd_trainer.interop.hf import folder as hf_folder
-    from spmd_trainer.interop.hf import placing
+    from spmd_trainer.hf import folder as hf_folder
+    from spmd_trainer.hf import placing
     from spmd_trainer.sharding.variables import make_variable_spec
 
     sizes = {"data": max(1, num_devices // 2), "mdl": min(2, num_devices)}

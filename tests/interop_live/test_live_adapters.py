@@ -11,11 +11,12 @@ import optax
 import pytest
 from hf_models import expected, lm_batch, make_job, mesh_of
 
+from spmd_trainer import hf
 from spmd_trainer.checkpointing import frozen_base, records
-from spmd_trainer.interop import hf, peft
-from spmd_trainer.models import lora
+from spmd_trainer.decoder import lora
+from spmd_trainer.hf import peft
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import step_fns
 
 pytestmark = pytest.mark.slow  # runs by `make interop`
 TORCH_SIDE = pathlib.Path(__file__).parent / "torch_side.py"

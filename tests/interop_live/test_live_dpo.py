@@ -14,11 +14,9 @@ from etils import epath
 from hf_models import FolderJob, mesh_of
 from praxis import base_layer
 
-from spmd_trainer import tasks_lib
-from spmd_trainer.interop import hf
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.programs import experiment_config
-from spmd_trainer.steps import step_fns
+from spmd_trainer import hf, tasks_lib
+from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.training import experiment_config
 
 pytestmark = pytest.mark.slow  # runs by `make interop`
 TRL_SIDE = pathlib.Path(__file__).parent / "trl_side.py"

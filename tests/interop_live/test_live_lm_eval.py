@@ -13,8 +13,8 @@ import pytest
 from etils import epath
 from trained_helpers import make_job
 
+from spmd_trainer.lm_eval import judging
 from spmd_trainer.lm_eval.settings import LmEvalSettings
-from spmd_trainer.programs import judging
 
 pytestmark = pytest.mark.slow  # runs by `make interop`
 helpers.stay_offline()

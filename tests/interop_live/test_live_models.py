@@ -11,8 +11,8 @@ import pytest
 import test_golden_generation as golden_generation
 from hf_models import NAMES, expected, lm_batch, make_job, mesh_of, read
 
-from spmd_trainer.interop import hf
-from spmd_trainer.steps import step_fns
+from spmd_trainer import hf
+from spmd_trainer.step import step_fns
 
 pytestmark = pytest.mark.slow  # runs by `make interop`
 TORCH_SIDE = pathlib.Path(__file__).parent / "torch_side.py"

@@ -6,8 +6,8 @@ import pytest
 from trained_helpers import make_job
 
 from spmd_trainer.metrics.packing import ScalarPacking
-from spmd_trainer.steps import step_fns
-from spmd_trainer.steps.step_fns import StepFnOutput
+from spmd_trainer.step import step_fns
+from spmd_trainer.step.step_fns import StepFnOutput
 
 
 def packed_and_read(**summaries):

@@ -13,7 +13,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.averages import StepAverages
 from spmd_trainer.metrics.packing import Scalars, SummaryNames
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
-from spmd_trainer.programs import train
+from spmd_trainer.training import train
 
 pytestmark = pytest.mark.xdist_group("trained")
 

@@ -13,9 +13,9 @@ from model_helpers import AXES, EVERYTHING, Config, batch, loss, shapes_of
 from praxis import base_layer
 
 from spmd_trainer import models, tasks_lib
-from spmd_trainer.models import lora
+from spmd_trainer.decoder import lora
 from spmd_trainer.optim import masks
-from spmd_trainer.steps import initialization, step_fns
+from spmd_trainer.step import initialization, step_fns
 
 KEY = jax.random.key(5)
 

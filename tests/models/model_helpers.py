@@ -10,8 +10,8 @@ from flax import nnx
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
-from spmd_trainer.partitioning import PjitPartitioner
-from spmd_trainer.programs import verify
+from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.training import verify
 
 Config = pax_fiddle.Config
 KEY = jax.random.key(3)

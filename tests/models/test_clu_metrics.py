@@ -19,8 +19,8 @@ from spmd_trainer.metrics import clu_metrics
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.models import outputs
-from spmd_trainer.partitioning import PjitPartitioner
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
+from spmd_trainer.step import PjitPartitioner
 
 CLASSES, TRAIN_ROWS, STEPS = 3, 48, 4
 EVAL_ROWS = 27  # no batch size below divides it

@@ -15,12 +15,11 @@ from model_helpers import Config, batch, failing_steps, shapes_of, snapshots
 from praxis import base_layer, optimizers, schedules
 
 from spmd_trainer import models, tasks_lib
+from spmd_trainer.decoder import lora
+from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.errors import UserError
-from spmd_trainer.models import lora
-from spmd_trainer.models.lora.adapted_weight import MatrixDims
-from spmd_trainer.partitioning import PjitPartitioner
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.steps import initialization, step_fns
+from spmd_trainer.step import PjitPartitioner, initialization, step_fns
 
 KINDS = ["function", "linen", "nnx"]
 

@@ -11,12 +11,11 @@ from praxis import base_layer, layers, pax_fiddle
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding, tasks_lib
-from spmd_trainer.models import lora
-from spmd_trainer.models.lora.adapted_weight import MatrixDims
+from spmd_trainer.decoder import lora
+from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.optim import masks
-from spmd_trainer.partitioning import PjitPartitioner
-from spmd_trainer.programs import experiment_config, verify
-from spmd_trainer.steps import initialization, step_fns
+from spmd_trainer.step import PjitPartitioner, initialization, step_fns
+from spmd_trainer.training import experiment_config, verify
 
 KEY = jax.random.key(1)
 # No size of the model is 5, the rank.

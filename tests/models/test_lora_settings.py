@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_trainer.models.lora import Lora
+from spmd_trainer.decoder.lora import Lora
 
 
 @pytest.mark.parametrize(("fields", "scale"), [({}, 16 / 4), ({"rslora": True}, 16 / 2), ({"alpha": 2.0}, 2 / 4)])

@@ -13,8 +13,7 @@ from model_helpers import KEY, Config, Net, batch, failing_steps, loss, nnx_task
 from spmd_trainer import models, sharding
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
-from spmd_trainer.partitioning import PjitPartitioner, state_layout
-from spmd_trainer.steps import initialization, step_fns
+from spmd_trainer.step import PjitPartitioner, initialization, state_layout, step_fns
 
 
 def by_path(tree):

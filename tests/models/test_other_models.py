@@ -12,8 +12,8 @@ from model_helpers import KEY, Config, batch, failing_steps, loss, nnx_task, sha
 
 from spmd_trainer import models
 from spmd_trainer.errors import UserError
-from spmd_trainer.partitioning import PjitPartitioner, own_loop
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
+from spmd_trainer.step import PjitPartitioner, own_loop
 
 
 class LinenNet(nn.Module):
@@ -287,7 +287,7 @@ def test_the_learners_own_parts_apply():
 def test_shard_map(mode):
     """Without batch norm, whose statistics are over one device's rows there."""
     from spmd_trainer import sharding
-    from spmd_trainer.programs import verify
+    from spmd_trainer.training import verify
 
     built = task(
         Config(models.FunctionModel, init=init, apply=lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]), strategy=None
@@ -315,7 +315,7 @@ def test_generate_runs_split_by_batch():
     built.model.generate = generate
     partitioner = PjitPartitioner()
     partitioner.setup(built, shapes_of(batch()))
-    from spmd_trainer.steps import step_fns
+    from spmd_trainer.step import step_fns
 
     state = partitioner.initialize_train_state(KEY)
     step = partitioner.partition(step_fns.decode_step, shapes_of(batch()), is_eval=True)

@@ -11,9 +11,9 @@ from flax import nnx
 from model_helpers import KEY, Config, Net, batch, failing_steps, nnx_task, shapes_of, snapshots, task
 
 from spmd_trainer import models
-from spmd_trainer.programs import verify
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import step_fns
+from spmd_trainer.training import verify
 
 LAYERS = 8  # as many as devices: the dimension of the layers needs the least padding
 

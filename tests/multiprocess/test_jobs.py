@@ -68,13 +68,6 @@ def test_two_processes_give_the_numbers_of_one(one_process, two_processes):
 
 
 @pytest.mark.full
-def test_a_second_start_of_two_processes_finds_their_compiled_step(two_processes, cache, tmp_path):
-    again = run(Settings(tmp_path / "again", 2, cache, FIELDS))
-    assert_names(again.logs[0], "compiled train step", "earlier start")
-    assert losses(tmp_path / "again") == losses(two_processes.settings.directory)
-
-
-@pytest.mark.full
 def test_two_processes_decode_the_same_as_one(one_process, cache, tmp_path):
     checkpoints = one_process.settings.directory / "checkpoints"
     flags = ("--mode=decode_once", f"--restore_checkpoint_dir={checkpoints}")

@@ -12,7 +12,7 @@ import sys
 import pytest
 import yaml
 
-from spmd_trainer.health.link import STATUS_HANG
+from spmd_trainer.watch.link import STATUS_HANG
 from tools.launch import supervise
 
 ROOT = pathlib.Path(__file__).parents[2]

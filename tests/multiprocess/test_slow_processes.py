@@ -10,7 +10,7 @@ import pytest
 import slow_runs
 from job_helpers import TINY, RunningJob, Uneven, started
 
-from spmd_trainer.health.step_parts import WINDOW
+from spmd_trainer.watch.step_parts import WINDOW
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("multiprocess"), pytest.mark.usefixtures("importable")]
 

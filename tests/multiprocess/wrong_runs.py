@@ -11,8 +11,8 @@ from replica_helpers import flipped
 from spmd_trainer import experiment_registry
 from spmd_trainer.callbacks import Callback
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.partitioning import shard_map
-from spmd_trainer.programs.repeat_check import RepeatCheck
+from spmd_trainer.step import shard_map
+from spmd_trainer.watch.repeat_check import RepeatCheck
 
 # The device's position on the mesh: it is of process 2 in a job of four.
 DEVICE = 5

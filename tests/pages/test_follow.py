@@ -16,8 +16,8 @@ from etils import epath
 from made_up_run import make_run, train_line
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.pages.follow import PageServer
-from spmd_trainer.pages.run_data import PageData
+from spmd_trainer.watch.pages.follow import PageServer
+from spmd_trainer.watch.pages.run_data import PageData
 
 
 @pytest.fixture

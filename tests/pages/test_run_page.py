@@ -8,7 +8,7 @@ from etils import epath
 from facts import assert_names
 from made_up_run import EVIL, make_run, report, train_line, write_lines
 
-from spmd_trainer.pages.run_page import write_page
+from spmd_trainer.watch.pages.run_page import write_page
 
 pytestmark = needs_chromium
 NEXT_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"

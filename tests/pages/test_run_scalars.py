@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 from facts import assert_names
 
-from spmd_trainer.pages.run_scalars import RunScalars, differences, rounded, thin
+from spmd_trainer.watch.pages.run_scalars import RunScalars, differences, rounded, thin
 
 
 def scalars_of(tmp_path, lines, folder="train"):

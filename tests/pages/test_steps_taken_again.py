@@ -5,7 +5,7 @@ import json
 import pytest
 from etils import epath
 
-from spmd_trainer.pages.run_scalars import RunScalars
+from spmd_trainer.watch.pages.run_scalars import RunScalars
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
-from spmd_trainer.partitioning import PjitPartitioner, batch_padding
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import PjitPartitioner, batch_padding, step_fns
 
 SIZES = {"data": 4, "mdl": 2}
 

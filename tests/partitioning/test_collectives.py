@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from spmd_trainer import sharding
-from spmd_trainer.partitioning import collectives
-from spmd_trainer.steps import accumulation
+from spmd_trainer.step import accumulation, collectives
 
 MESH = sharding.create_device_mesh([("replica", 2), ("data", 4)], devices=jax.devices()[:8])
 BOTH = ("replica", "data")

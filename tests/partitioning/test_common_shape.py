@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd_trainer.partitioning import moving
 from spmd_trainer.sharding.variables import make_variable_spec
+from spmd_trainer.step import moving
 
 
 @pytest.mark.parametrize(

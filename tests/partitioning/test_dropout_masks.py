@@ -8,8 +8,7 @@ from praxis import base_model, layers, optimizers, pax_fiddle, schedules
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding, tasks_lib
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import pjit, step_fns
 
 ROWS, WIDTH = 16, 512
 AXES = ("replica", "data", "mdl")

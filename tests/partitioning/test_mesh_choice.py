@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from spmd_trainer import experiment_registry, sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError
-from spmd_trainer.partitioning import mesh_choice
-from spmd_trainer.partitioning.mesh_choice import choose_mesh
-from spmd_trainer.partitioning.model_mesh import declared_mesh
+from spmd_trainer.step import mesh_choice
+from spmd_trainer.step.mesh_choice import choose_mesh
+from spmd_trainer.step.model_mesh import declared_mesh
 
 
 class Fixed(BaseExperiment):

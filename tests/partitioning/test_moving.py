@@ -7,9 +7,8 @@ from praxis import pax_fiddle
 
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.synthetic import structures
-from spmd_trainer.partitioning import moving, pjit
-from spmd_trainer.programs import verify
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import moving, pjit, step_fns
+from spmd_trainer.training import verify
 
 KEY = jax.random.key(4)
 NAMES = ("replica", "data", "mdl")

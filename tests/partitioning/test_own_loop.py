@@ -10,7 +10,7 @@ from praxis import base_layer, pax_fiddle
 from spmd_trainer import tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches, synthetic
-from spmd_trainer.partitioning import own_loop
+from spmd_trainer.step import own_loop
 
 # One worker: what these tests share is made once.
 pytestmark = [pytest.mark.xdist_group("own_loop"), pytest.mark.full]

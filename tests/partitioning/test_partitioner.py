@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_trainer import partitioning, sharding
+from spmd_trainer import sharding
+from spmd_trainer import step as partitioning
 from spmd_trainer.inputs import batches
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.partitioning.partitioner import PartitionedStep
-from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.step.partitioner import PartitionedStep
+from spmd_trainer.step.shard_map import ShardMapPartitioner
 from tests.partitioning.test_partitioning import KEY, LENGTH, ROWS, make_batch, make_partitioner, make_task, run_steps
 
 # One worker: the partitioner of one device is compiled once for these and those of test_partitioning.py.

@@ -11,8 +11,7 @@ from praxis import base_layer, pax_fiddle
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches, synthetic
-from spmd_trainer.partitioning import batch_padding, pjit
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import batch_padding, pjit, step_fns
 
 # One pytest worker, so that the shared fixtures are compiled once.
 pytestmark = pytest.mark.xdist_group("partitioning")

@@ -14,10 +14,9 @@ from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.experiments.synthetic.shard_map import ShardMapFsdpUnrolledTiny
 from spmd_trainer.inputs import batches
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.partitioning.gathered_on_use import without_keeping_gathered
-from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.step.gathered_on_use import without_keeping_gathered
+from spmd_trainer.step.shard_map import ShardMapPartitioner
 from tests.partitioning.test_partitioning import KEY, LENGTH, make_batch, make_task
 
 # One pytest worker, so that the shared fixtures are compiled once.

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
-from spmd_trainer.partitioning import PjitPartitioner
-from spmd_trainer.programs import verify
+from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.training import verify
 
 ROWS_OVER_DATA = {"map_1d": ("data",), "map_2d": ("data", None)}
 WIDTH, TOKENS, STEPS = 8, 11, 5

@@ -10,8 +10,8 @@ from praxis.layers import linears
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.synthetic import structures
 from spmd_trainer.inputs import batches
-from spmd_trainer.partitioning import pjit, vocabulary_padding
-from spmd_trainer.programs import verify
+from spmd_trainer.step import pjit, vocabulary_padding
+from spmd_trainer.training import verify
 
 SHAPES = batches.lm_input_specs(6, 12)
 KEY = jax.random.key(2)

@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.toml"
 # As `make test` runs them.
-SUITE = ("-x", "-n", "2", "--dist", "loadgroup", "-m", "not slow and not installed and not docs")
+SUITE = ("-x", "-n", "2", "--dist", "loadgroup", "-m", "not full and not slow and not installed and not docs")
 # A planted fault may make a test wait for ever.
 HINT_SECONDS, SUITE_SECONDS = 600, 5400
 # pytest's exit statuses: all passed, and some failed. Any other means that it could not run the tests.

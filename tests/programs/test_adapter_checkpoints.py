@@ -24,15 +24,15 @@ from spmd_trainer.checkpointing import (
     CheckpointMismatchError,
     frozen_base,
 )
+from spmd_trainer.decoder.lora import is_adapter
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.finetune import LoraFromFolder
 from spmd_trainer.experiments.lm.hf import FromFolder
-from spmd_trainer.interop.hf.safetensors_file import OpenFiles, read_header
-from spmd_trainer.models.lora import is_adapter
-from spmd_trainer.programs import adapter_checkpoints, checkpoints, initial_state, start_checks, train
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
 from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.training import adapter_checkpoints, checkpoints, initial_state, start_checks, train
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 FOLDER = pathlib.Path(__file__).parents[1] / "interop" / "data" / "hf" / "llama_tokenizer"
 STEPS = 3

@@ -5,8 +5,8 @@ from facts import raises_naming
 from trained_helpers import make_job
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import agreed_input
-from spmd_trainer.programs.agreed_input import AgreedInput, agree_on_input
+from spmd_trainer.training import agreed_input
+from spmd_trainer.training.agreed_input import AgreedInput, agree_on_input
 
 pytestmark = pytest.mark.xdist_group("trained")
 

@@ -8,9 +8,10 @@ from absl import logging
 from facts import raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import attention_kernels, plan, run_directory, train
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.planner import plan
+from spmd_trainer.training import attention_kernels, run_directory, train
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 FUSED = ("lm.cloud.LmCloudSpmdAdamTiny", "USE_FUSED_ATTENTION=True")
 

@@ -7,8 +7,8 @@ from praxis.py_utils import NestedMap
 from trained_helpers import make_job, trained
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import evaluate, train
-from spmd_trainer.programs.job import Job
+from spmd_trainer.training import evaluate, train
+from spmd_trainer.training.job import Job
 
 pytestmark = [pytest.mark.xdist_group("trained"), pytest.mark.full]
 

@@ -7,8 +7,8 @@ from facts import assert_names
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.programs import config_file, experiment_config
-from spmd_trainer.programs.class_overrides import make_experiment
+from spmd_trainer.training import config_file, experiment_config
+from spmd_trainer.training.class_overrides import make_experiment
 
 
 class Reads(StdlibBytesTiny):

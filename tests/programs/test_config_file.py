@@ -8,7 +8,7 @@ from etils import epath
 from facts import assert_names
 from trained_helpers import make_job
 
-from spmd_trainer.programs import config_file, run_directory
+from spmd_trainer.training import config_file, run_directory
 
 LINES = ["task.train.learner.optimizer: Adam", "task.train.learner.optimizer.learning_rate: 0.002", "task.name: 'lm'"]
 

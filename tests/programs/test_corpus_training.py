@@ -11,7 +11,7 @@ from trained_helpers import make_job
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import CorpusInput, Mixture
 from spmd_trainer.metrics.writers import read_metrics
-from spmd_trainer.programs import train
+from spmd_trainer.training import train
 
 STEPS, STOP = 6, 3
 

@@ -16,7 +16,7 @@ from trained_helpers import STEPS, TINY, logits, make_job, read_lines, restored,
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
-from spmd_trainer.programs import checkpoints, decode
+from spmd_trainer.training import checkpoints, decode
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("trained")
@@ -192,7 +192,7 @@ def test_infer_draws_from_its_own_seed(tmp_path):
 
 @pytest.mark.full
 def test_decode_during_training_gives_the_file_that_a_job_gives(tmp_path):
-    from spmd_trainer.programs import train
+    from spmd_trainer.training import train
 
     fields = ("task.train.decode_interval_steps=4", "task.train.num_train_steps=4", *PROMPTS)
     train.train(make_job(tmp_path, fields=fields, decode_during_train=True))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from spmd_trainer.programs import decode_records
+from spmd_trainer.training import decode_records
 
 NOT_DECODED = 1.0  # what praxis leaves in `logprobs` where it decoded nothing
 

@@ -5,7 +5,7 @@ from etils import epath
 from facts import assert_names
 
 from spmd_trainer.metrics.live_status import live
-from spmd_trainer.programs import decoded_text
+from spmd_trainer.training import decoded_text
 
 FILE = epath.Path("/runs/mine/decode_out/prompts/step_4.jsonl")
 

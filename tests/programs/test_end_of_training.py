@@ -11,7 +11,7 @@ from trained_helpers import TINY, make_job
 
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.writers import read_metrics
-from spmd_trainer.programs import decode, elastic, evaluate, train
+from spmd_trainer.training import decode, elastic, evaluate, train
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")

@@ -11,7 +11,7 @@ from trained_helpers import make_job
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.metrics.live_status import live
-from spmd_trainer.programs import ending
+from spmd_trainer.training import ending
 
 pytestmark = pytest.mark.xdist_group("trained")
 

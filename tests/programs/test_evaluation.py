@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.packing import WeightedMean
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
-from spmd_trainer.programs import checkpoints, evaluate, train
+from spmd_trainer.training import checkpoints, evaluate, train
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("trained")

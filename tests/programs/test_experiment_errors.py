@@ -7,7 +7,7 @@ from facts import assert_names
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.programs import experiment_config
+from spmd_trainer.training import experiment_config
 
 
 def message(experiment, *overrides: str) -> str:

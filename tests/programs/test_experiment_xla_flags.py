@@ -9,9 +9,9 @@ from facts import raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import stdlib
-from spmd_trainer.programs import start_up, xla_flags
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.training import start_up, xla_flags
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 
 def job_with(tmp_path, **flags):

@@ -12,10 +12,10 @@ from trained_helpers import STEPS, make_job, trained
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.writers import read_metrics
-from spmd_trainer.programs import evaluate, first_batch, start_up, train
-from spmd_trainer.programs.dataset_batches import _num_batches
-from spmd_trainer.programs.job import Job
 from spmd_trainer.tasks.lm import input_generator
+from spmd_trainer.training import evaluate, first_batch, start_up, train
+from spmd_trainer.training.dataset_batches import _num_batches
+from spmd_trainer.training.job import Job
 
 pytestmark = pytest.mark.xdist_group("trained")
 

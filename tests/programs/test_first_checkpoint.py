@@ -9,7 +9,7 @@ from trained_helpers import make_job
 
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import elastic, train
+from spmd_trainer.training import elastic, train
 
 pytestmark = [pytest.mark.xdist_group("trained"), pytest.mark.full]
 

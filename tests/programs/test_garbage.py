@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from spmd_trainer.programs import garbage
+from spmd_trainer.training import garbage
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ from unittest import mock
 from spmd_trainer import main
 sys.argv = ["spmd-trainer", "--exp=lm.cloud.LmCloudSpmdAdamTiny", "--job_log_dir={tmp_path}/run",
             "--noenable_checkpoint_saving", "--noeval_on_test", "--fdl.set=task.train.num_train_steps=1"]
-from spmd_trainer.programs import start_up, train
+from spmd_trainer.training import start_up, train
 begin, start, resting = train.Run.begin, start_up.start, []
 def watched_begin(self, what, *args):
     if what.startswith("training step"):

@@ -8,7 +8,7 @@ import pytest
 from trained_helpers import make_job, trained
 
 from spmd_trainer.checkpointing import Checkpointer, CheckpointNotFoundError
-from spmd_trainer.programs import initial_state
+from spmd_trainer.training import initial_state
 
 
 @pytest.fixture

@@ -20,13 +20,14 @@ from safetensors.numpy import load_file, save_file
 from trained_helpers import TINY, make_job, read_lines
 
 from spmd_trainer import multihost
-from spmd_trainer.callbacks.lm_eval import LmEval
 from spmd_trainer.checkpointing.errors import CheckpointError
+from spmd_trainer.decoder.lora import Lora
 from spmd_trainer.errors import UserError
+from spmd_trainer.lm_eval import judging
+from spmd_trainer.lm_eval.lm_eval import LmEval
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
-from spmd_trainer.models.lora import Lora
-from spmd_trainer.programs import checkpoints, judging, train
+from spmd_trainer.training import checkpoints, train
 
 helpers.stay_offline()
 pytest.importorskip("lm_eval", reason="lm-eval is an extra of its own: pip install 'spmd-trainer[lm-eval]'")

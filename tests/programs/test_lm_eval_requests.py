@@ -22,14 +22,13 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.tokenizer_field import default_start
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
-from spmd_trainer.lm_eval import judge, shapes
+from spmd_trainer.lm_eval import judge, judging, shapes
 from spmd_trainer.lm_eval.answers import Answers, request_key
 from spmd_trainer.lm_eval.requests import Requests, Scored, Source, _score_arrays
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs, model_args, parse_arguments, split_names
 from spmd_trainer.lm_eval.steps import score_step
 from spmd_trainer.lm_eval.texts import Texts
-from spmd_trainer.programs import judging
-from spmd_trainer.programs.phases import Phase
+from spmd_trainer.training.phases import Phase
 
 pytestmark = pytest.mark.xdist_group("trained")
 

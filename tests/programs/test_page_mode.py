@@ -11,12 +11,12 @@ from made_up_run import make_run
 from trained_helpers import ONE_DEVICE, make_job
 
 from spmd_trainer.callbacks import Callback, CallbackError
-from spmd_trainer.callbacks.tracking import Tracking
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.run_times import goodput, read_run_times
-from spmd_trainer.pages import run_page as pages
-from spmd_trainer.programs import phases, run_page, train
-from spmd_trainer.programs.run_page import PageRequest
+from spmd_trainer.tracking.tracking import Tracking
+from spmd_trainer.training import phases, run_page, train
+from spmd_trainer.training.run_page import PageRequest
+from spmd_trainer.watch.pages import run_page as pages
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")

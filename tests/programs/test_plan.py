@@ -11,13 +11,14 @@ import pytest
 from etils import epath
 from facts import assert_names, raises_naming
 
-from spmd_trainer.analysis.topologies import topology_devices
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import stdlib
-from spmd_trainer.partitioning import mesh_steps
-from spmd_trainer.programs import inspect_sharding, plan, start_up
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.planner import inspect_sharding, plan
+from spmd_trainer.planner.topologies import topology_devices
+from spmd_trainer.step import mesh_steps
+from spmd_trainer.training import start_up
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 TINY = "lm.stdlib.StdlibBytesTiny"
 HAS_CUDA = importlib.util.find_spec("jax_plugins") is not None and any(

@@ -15,11 +15,10 @@ from facts import assert_names
 from plan_helpers import fake_plan, make_job, run
 from praxis.layers import AutodiffCheckpointType
 
-from spmd_trainer.analysis import links
-from spmd_trainer.partitioning.pjit import PjitPartitioner
-from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
-from spmd_trainer.programs import plan_candidates, plan_report, plan_search
-from spmd_trainer.tasks.lm.decoder import feed_forward
+from spmd_trainer.decoder import feed_forward
+from spmd_trainer.planner import links, plan_candidates, plan_report, plan_search
+from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.step.shard_map import ShardMapPartitioner
 
 as_h100 = pytest.fixture(plan_helpers.as_h100)
 

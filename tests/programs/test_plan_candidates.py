@@ -9,9 +9,9 @@ from facts import assert_names, raises_naming
 from plan_helpers import EXPERIMENT, make_job
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import plan_candidates
-from spmd_trainer.programs.plan_candidates import Candidate
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.planner import plan_candidates
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.training.run_config import make_run_config
 
 
 @pytest.fixture(scope="module")

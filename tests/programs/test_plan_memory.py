@@ -3,8 +3,8 @@
 import pytest
 from facts import assert_names
 
-from spmd_trainer.programs import plan_memory
-from spmd_trainer.programs.plan_memory import layer_path, memory_over_time, operation_text
+from spmd_trainer.planner import plan_memory
+from spmd_trainer.planner.plan_memory import layer_path, memory_over_time, operation_text
 
 MIB = 2**20
 BODY = "jit(step)/transpose(jvp(net.apply))/net/net.call/stack/while/body/closed_call/checkpoint"

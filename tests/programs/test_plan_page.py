@@ -10,12 +10,13 @@ from browser_helpers import chromium, needs_chromium
 from etils import epath
 from facts import assert_names
 
-from spmd_trainer.programs import plan_memory, plan_page, plan_page_data, start_up
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.plan_candidates import Candidate
-from spmd_trainer.programs.plan_memory import ChartLoop, Group, MemoryOverTime, PeakArray
-from spmd_trainer.programs.plan_report import Outcome
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.planner import plan_memory, plan_page, plan_page_data
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_memory import ChartLoop, Group, MemoryOverTime, PeakArray
+from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.training import start_up
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 GIB = 2**30
 EVIL = "</script><b>x</b>__PAGE_CSS__"

@@ -6,17 +6,16 @@ import math
 
 import pytest
 
-from spmd_trainer.analysis import links
-from spmd_trainer.analysis.chips import chip
-from spmd_trainer.analysis.jaxpr_costs import DotCosts
 from spmd_trainer.experiments.lm import llama
-from spmd_trainer.partitioning.mesh_choice import mesh_over_slices
-from spmd_trainer.programs import plan_calibration, plan_prediction
-from spmd_trainer.programs.job import BatchSettings, Job
-from spmd_trainer.programs.plan_candidates import Candidate
-from spmd_trainer.programs.plan_prediction import Work
-from spmd_trainer.programs.plan_report import Outcome
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.kernels.chips import chip
+from spmd_trainer.planner import links, plan_calibration, plan_prediction
+from spmd_trainer.planner.jaxpr_costs import DotCosts
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_prediction import Work
+from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.step.mesh_choice import mesh_over_slices
+from spmd_trainer.training.job import BatchSettings, Job
+from spmd_trainer.training.run_config import make_run_config
 
 H100 = "NVIDIA H100 80GB HBM3"
 HARDWARE = plan_prediction.Hardware(chip(H100), links.machine(H100))

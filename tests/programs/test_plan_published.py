@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import plan_published
 from spmd_trainer.errors import MissingCompilerError, UserError
-from spmd_trainer.programs import job
+from spmd_trainer.training import job
 
 NAMES = list(plan_published.RUNS)[:2]
 

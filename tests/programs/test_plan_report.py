@@ -7,10 +7,10 @@ import pytest
 from facts import assert_names
 from plan_helpers import H100, make_job
 
-from spmd_trainer.analysis.chips import chip
-from spmd_trainer.programs import plan_report
-from spmd_trainer.programs.plan_candidates import Candidate
-from spmd_trainer.programs.plan_report import Outcome
+from spmd_trainer.kernels.chips import chip
+from spmd_trainer.planner import plan_report
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_report import Outcome
 
 as_h100 = pytest.fixture(plan_helpers.as_h100)
 

@@ -11,13 +11,12 @@ from facts import assert_names, missing_facts, raises_naming
 from plan_helpers import EXPERIMENT, H100, fake_plan, make_job, run
 from praxis.layers import AutodiffCheckpointType
 
-from spmd_trainer.analysis import roofline
-from spmd_trainer.analysis.chips import chip
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import job as job_module
-from spmd_trainer.programs import plan_candidates, plan_prediction, plan_report, plan_search
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import make_run_config
+from spmd_trainer.kernels.chips import chip
+from spmd_trainer.planner import plan_candidates, plan_prediction, plan_report, plan_search, roofline
+from spmd_trainer.training import job as job_module
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 as_h100 = pytest.fixture(plan_helpers.as_h100)
 

@@ -7,7 +7,7 @@ from etils import epath
 from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import run_directory
+from spmd_trainer.training import run_directory
 
 EXPERIMENT = "my.experiments.Exp"
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 from facts import assert_names
 
-from spmd_trainer.programs import signals
+from spmd_trainer.training import signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

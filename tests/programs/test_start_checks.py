@@ -26,8 +26,8 @@ from spmd_trainer.checkpointing import (
 )
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.programs import evaluate, experiment_config, initial_state, start_checks, train
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.training import evaluate, experiment_config, initial_state, start_checks, train
+from spmd_trainer.training.run_config import RunConfig
 
 TINY = "synthetic.structures.TinyLm"
 DIRECTORY = epath.Path("/nonexistent/run")
@@ -457,10 +457,10 @@ def test_no_device_is_touched():
     program = f"""
 from etils import epath
 from jax._src import xla_bridge
-from spmd_trainer.programs import experiment_config
+from spmd_trainer.training import experiment_config
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import start_checks
-from spmd_trainer.programs.run_config import RunConfig
+from spmd_trainer.training import start_checks
+from spmd_trainer.training.run_config import RunConfig
 resolved = experiment_config.resolve({TINY!r}, ["{EMA}=True"])
 try:
     start_checks.check_settings(RunConfig(resolved, epath.Path("/nonexistent/run")))

@@ -11,8 +11,8 @@ from facts import assert_names, raises_naming
 from trained_helpers import make_job
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import input_layouts, verify, xla_flags
 from spmd_trainer.sharding.report_inputs import input_data
+from spmd_trainer.training import input_layouts, verify, xla_flags
 
 TINY = "--exp=lm.stdlib.StdlibBytesTiny"
 

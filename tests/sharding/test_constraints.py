@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.analysis import hlo_collectives
+from spmd_trainer.planner import hlo_collectives
 from spmd_trainer.sharding import create_device_mesh
 from spmd_trainer.sharding.constraints import computable, constrain, constrain_together
 

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from spmd_trainer.steps import integers
+from spmd_trainer.step import integers
 
 
 def test_integers_stay_and_floats_are_taken():

@@ -8,8 +8,7 @@ from praxis import pax_fiddle
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import synthetic
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.steps import step_fns
+from spmd_trainer.step import pjit, step_fns
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("minibatches")

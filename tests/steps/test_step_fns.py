@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from spmd_trainer.inputs import batches
-from spmd_trainer.steps import initialization, step_fns
-from spmd_trainer.steps.step_fns import Padded
+from spmd_trainer.step import initialization, step_fns
+from spmd_trainer.step.step_fns import Padded
 from tests.partitioning.test_partitioning import KEY, LENGTH, make_partitioner, make_task
 
 ROWS = 2

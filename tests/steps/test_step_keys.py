@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_trainer.steps import accumulation, step_fns
+from spmd_trainer.step import accumulation, step_fns
 from spmd_trainer.train_states import TrainState
 
 KEY = jax.random.key(0)

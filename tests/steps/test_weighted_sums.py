@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from spmd_trainer.steps import accumulation
+from spmd_trainer.step import accumulation
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "interop"))
 
 from hf_models import DATA, make_job, mesh_of, read
 
+from spmd_trainer import hf
 from spmd_trainer.errors import UserError
-from spmd_trainer.interop import hf
 
 NAME = "llama_tokenizer"
 

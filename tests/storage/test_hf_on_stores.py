@@ -14,7 +14,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "interop"))
 
 from hf_models import DATA, make_job, mesh_of, read
 
-from spmd_trainer.interop import hf
+from spmd_trainer import hf
 
 NAME = "gpt2"
 

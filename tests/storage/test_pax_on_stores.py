@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from facts import raises_naming
 
-from spmd_trainer.interop import pax
+from spmd_trainer import pax
 from spmd_trainer.sharding.variables import named_leaves
 
 INTEROP = Path(__file__).parents[1] / "interop"

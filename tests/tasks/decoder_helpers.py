@@ -1,4 +1,4 @@
-"""Builds small decoders for the tests of `spmd_trainer.tasks.lm.decoder`."""
+"""Builds small decoders for the tests of `spmd_trainer.decoder`."""
 
 import contextlib
 import functools
@@ -10,8 +10,8 @@ from praxis import base_layer
 from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.decoder import lm
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.tasks.lm.decoder import lm
 
 SMALL = {
     "vocab_size": 31,

@@ -10,7 +10,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 
-from spmd_trainer.partitioning import own_loop
+from spmd_trainer.step import own_loop
 
 # Small enough to train: what is left of a published model when its sizes are overridden.
 TINY = {

@@ -6,11 +6,11 @@ from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.decoder.preferences.loss import PreferenceLoss
+from spmd_trainer.decoder.preferences.model import PreferenceModel
 from spmd_trainer.experiments.lm.llama import TinyLlama
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.programs import verify
-from spmd_trainer.tasks.lm.preferences.loss import PreferenceLoss
-from spmd_trainer.tasks.lm.preferences.model import PreferenceModel
+from spmd_trainer.step import pjit
+from spmd_trainer.training import verify
 
 AXES = ("replica", "data", "mdl")
 KEY = jax.random.key(1)

@@ -14,10 +14,10 @@ from praxis.layers.transformer_models import LanguageModelType
 from praxis.pax_fiddle import Config
 
 from spmd_trainer import tasks_lib
-from spmd_trainer.attention import choices
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import cloud
-from spmd_trainer.partitioning import own_loop
+from spmd_trainer.kernels import choices
+from spmd_trainer.step import own_loop
 from spmd_trainer.tasks.lm import attention, model_params
 
 SMALL = {"input_dim": 24, "hidden_dim": 24, "num_heads": 3, "dim_per_head": 8}

@@ -15,17 +15,16 @@ from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding
+from spmd_trainer.decoder.generation.settings import GenerationSettings
+from spmd_trainer.decoder.lm import DecoderLanguageModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.llama import TinyLlamaLong
 from spmd_trainer.inputs import ArrayInput
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.programs import experiment_config, verify
-from spmd_trainer.programs.job import Job
-from spmd_trainer.programs.run_config import RunConfig
-from spmd_trainer.steps import step_fns
-from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
-from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
+from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.training import experiment_config, verify
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
 
 AXES = ("replica", "data", "seq", "mdl")
 

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from spmd_trainer.tasks.lm.generation import decode
+from spmd_trainer.decoder.generation import decode
 
 
 def test_the_best_sample_comes_first():

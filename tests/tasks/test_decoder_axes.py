@@ -7,9 +7,9 @@ from facts import raises_naming
 from praxis import base_layer
 from praxis.pax_fiddle import Config
 
+from spmd_trainer.decoder import axes, lm
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.decoder_spec import MoeSpec
-from spmd_trainer.tasks.lm.decoder import axes, lm
 
 MESH = ("replica", "data", "mdl")
 

@@ -9,8 +9,8 @@ from praxis import base_layer, decoder_hparams, layers
 from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.decoder import lm
 from spmd_trainer.models.decoder_spec import MoeSpec, RotaryScaling
-from spmd_trainer.tasks.lm.decoder import lm
 
 LENGTHS = np.array([5, 2, 1])
 STEPS = 4

@@ -9,8 +9,8 @@ from decoder_helpers import evaluating
 from praxis import base_layer
 
 from spmd_trainer import experiment_registry
-from spmd_trainer.programs import experiment_config
-from spmd_trainer.tasks.lm.decoder import experiment
+from spmd_trainer.decoder import experiment
+from spmd_trainer.training import experiment_config
 
 experiment_registry.import_all()
 

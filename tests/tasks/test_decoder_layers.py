@@ -8,8 +8,8 @@ from decoder_helpers import evaluating, small_spec
 from praxis import base_layer, pax_fiddle
 from praxis.pax_fiddle import Config
 
+from spmd_trainer.decoder import attention, feed_forward, norms
 from spmd_trainer.models.decoder_spec import MoeSpec
-from spmd_trainer.tasks.lm.decoder import attention, feed_forward, norms
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
 

@@ -10,10 +10,10 @@ from praxis import base_layer, layers
 from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.attention import choices
+from spmd_trainer.decoder import lm
 from spmd_trainer.errors import UserError
+from spmd_trainer.kernels import choices
 from spmd_trainer.models.decoder_spec import MoeSpec
-from spmd_trainer.tasks.lm.decoder import lm
 
 WINDOWS = {"layer_pattern": ("local", "global"), "window": 3, "num_layers": 3, "local_rotary_base": 100.0}
 

@@ -9,8 +9,8 @@ from decoder_helpers import small_spec
 from praxis import pax_fiddle
 from praxis.pax_fiddle import Config
 
+from spmd_trainer.decoder import rotary
 from spmd_trainer.models.decoder_spec import RotaryScaling
-from spmd_trainer.tasks.lm.decoder import rotary
 
 HEAD = 16
 

@@ -14,16 +14,16 @@ from praxis import base_hyperparams, base_layer, decoder_hparams, pax_fiddle
 from praxis.py_utils import NestedMap
 from trained_helpers import make_job, read_lines
 
+from spmd_trainer.decoder.generation import decode as generation
+from spmd_trainer.decoder.generation import settings as settings_lib
+from spmd_trainer.decoder.generation.settings import GenerationSettings
+from spmd_trainer.decoder.lm import DecoderLanguageModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder
 from spmd_trainer.inputs import ChatPromptInput
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.programs import decode as decode_program
-from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
-from spmd_trainer.tasks.lm.generation import decode as generation
-from spmd_trainer.tasks.lm.generation import settings as settings_lib
-from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
+from spmd_trainer.training import decode as decode_program
 
 VOCAB = 100  # the tokens are ASCII characters
 WIDTH, STEPS = 7, 12

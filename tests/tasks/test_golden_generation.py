@@ -12,13 +12,13 @@ import pytest
 from praxis.pax_fiddle import Config
 from trained_helpers import make_job
 
+from spmd_trainer import hf
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder
+from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.inputs import ArrayInput
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
-from spmd_trainer.interop import hf
-from spmd_trainer.interop.hf import folder as hf_folder
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.programs.decode import DecodeDataset
+from spmd_trainer.training.decode import DecodeDataset
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "interop" / "data" / "hf"
 WITH_TEXT = "llama_tokenizer"

@@ -17,8 +17,8 @@ import spmd_trainer.tasks.lm
 from spmd_trainer import base_experiment, experiment_registry, tasks_lib
 from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.inputs import batches
-from spmd_trainer.programs import experiment_config
 from spmd_trainer.tasks.lm import model_params, transformer_experiment
+from spmd_trainer.training import experiment_config
 
 PUBLISHED = ("lm_cloud", "optimal_scaling", "bert")
 CLOUD = {

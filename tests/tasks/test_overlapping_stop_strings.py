@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from spmd_trainer.tasks.lm.generation.stop_strings import START, stop_table
+from spmd_trainer.decoder.generation.stop_strings import START, stop_table
 
 LETTERS = [bytes([letter]) for letter in b"abcdx"]
 

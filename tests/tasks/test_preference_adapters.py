@@ -8,13 +8,12 @@ from facts import raises_naming
 from praxis.pax_fiddle import Config
 from preference_helpers import KEY, pair_batch, partitioner_on, shapes_of, steps_on_one_device, task_of
 
+from spmd_trainer.decoder.lm import DecoderLanguageModel
+from spmd_trainer.decoder.lora import Lora
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.lora import Lora
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
-from spmd_trainer.programs import verify
-from spmd_trainer.steps import step_fns
-from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
+from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.step.shard_map import ShardMapPartitioner
+from spmd_trainer.training import verify
 
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_trainer.decoder.preferences.loss import PreferenceLoss
 from spmd_trainer.errors import UserError
-from spmd_trainer.tasks.lm.preferences.loss import PreferenceLoss
 
 SETTINGS = [
     {"loss": "sigmoid", "beta": 0.1},

@@ -15,15 +15,14 @@ from preference_helpers import KEY, pair_batch, partitioner_on, steps_on_one_dev
 from test_preference_loss import by_hand
 
 from spmd_trainer import tasks_lib
+from spmd_trainer.decoder.lm import DecoderLanguageModel
+from spmd_trainer.decoder.preferences.model import PreferenceLanguageModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batches import pad_batch
 from spmd_trainer.models.base import as_model
-from spmd_trainer.partitioning import pjit
-from spmd_trainer.partitioning.shard_map import ShardMapPartitioner
-from spmd_trainer.programs import verify
-from spmd_trainer.steps import step_fns
-from spmd_trainer.tasks.lm.decoder.lm import DecoderLanguageModel
-from spmd_trainer.tasks.lm.preferences.model import PreferenceLanguageModel
+from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.step.shard_map import ShardMapPartitioner
+from spmd_trainer.training import verify
 
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
 WEIGHTS = (1, 1, 0.5, 0, 1, 1)

@@ -8,8 +8,8 @@ from facts import raises_naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_trainer.tasks.lm.generation import sampling
-from spmd_trainer.tasks.lm.generation.settings import GenerationSettings
+from spmd_trainer.decoder.generation import sampling
+from spmd_trainer.decoder.generation.settings import GenerationSettings
 
 # Few different values, so that ties are common.
 ROWS = st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 0.5, 2.0, 2.0, 4.0]), min_size=6, max_size=6)

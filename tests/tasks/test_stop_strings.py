@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmd_trainer.decoder.generation import stop_strings
 from spmd_trainer.inputs.token_bytes import token_bytes
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
-from spmd_trainer.tasks.lm.generation import stop_strings
 
 # Two letters and a character of two bytes, of which tokens may hold one, so that matches and near misses are common.
 BYTES = [b"a", b"b", b"\xc3", b"\xa9"]

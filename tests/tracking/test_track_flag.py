@@ -10,10 +10,10 @@ from facts import assert_names, raises_naming
 
 import spmd_trainer
 from spmd_trainer import main
-from spmd_trainer.callbacks.tracking import Tracking
 from spmd_trainer.cli import help_page
 from spmd_trainer.errors import UserError
 from spmd_trainer.tracking import registry
+from spmd_trainer.tracking.tracking import Tracking
 
 TINY = "lm.stdlib.StdlibBytesTiny"
 
@@ -65,8 +65,8 @@ def test_python_takes_a_list(tmp_path):
 def test_trackers_are_imported_only_when_asked_for():
     program = """
 import sys
-import spmd_trainer.main, spmd_trainer.programs.train, spmd_trainer.cli.launch
-from spmd_trainer.callbacks.tracking import Tracking
+import spmd_trainer.main, spmd_trainer.training.train, spmd_trainer.cli.launch
+from spmd_trainer.tracking.tracking import Tracking
 Tracking(["wandb", "mlflow", "trackio", "tensorboard"])
 print([name for name in ("wandb", "mlflow", "trackio", "pandas", "tensorboard.plugins.hparams") if name in sys.modules])
 """

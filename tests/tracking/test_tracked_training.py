@@ -17,11 +17,11 @@ from tracking_helpers import wandb_history, wandb_records
 from trained_helpers import make_job, restored
 
 from spmd_trainer.callbacks import Callback, CallbackError
-from spmd_trainer.callbacks import tracking as tracking_lib
-from spmd_trainer.callbacks.tracking import Tracking, trackers_last
-from spmd_trainer.callbacks.variable_histograms import VariableHistograms
 from spmd_trainer.errors import UserError
-from spmd_trainer.programs import train
+from spmd_trainer.tracking import tracking as tracking_lib
+from spmd_trainer.tracking.tracking import Tracking, trackers_last
+from spmd_trainer.tracking.variable_histograms import VariableHistograms
+from spmd_trainer.training import train
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")

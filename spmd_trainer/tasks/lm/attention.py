@@ -1,4 +1,4 @@
-"""Attention of praxis' layers by the kernels of `spmd_trainer.attention`, without a [batch, 1, time, time] mask.
+"""Attention of praxis' layers by the kernels of `spmd_trainer.kernels`, without a [batch, 1, time, time] mask.
 
     class Mine(model_params.TransformerLmSpmdAdafactor, MyDataset):
         USE_FUSED_ATTENTION = True
@@ -23,8 +23,8 @@ from praxis import base_layer, layers
 from praxis.layers import attentions, base_ops, transformer_models
 from praxis.pax_fiddle import Config
 
-from spmd_trainer.attention import attend, choices, kernels, pattern
 from spmd_trainer.errors import UserError
+from spmd_trainer.kernels import attend, choices, kernels, pattern
 
 _MASK_GIVEN = "the layer was given a mask, not segment ids"
 LanguageModelType = transformer_models.LanguageModelType
@@ -38,7 +38,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
     512 tokens use the kernel 'reference', which does hold them.
 
     Attributes:
-      kernel: name of the kernel to use, one of `spmd_trainer.attention.kernels.NAMES`, or 'xla' for 'reference'. None for the
+      kernel: name of the kernel to use, one of `spmd_trainer.kernels.kernels.NAMES`, or 'xla' for 'reference'. None for the
         first that can be used on the device.
       causal: a token sees no token after it. Set by `SegmentedTransformerLm`; only used with segment ids.
     """

@@ -26,7 +26,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
       LEARNING_RATE, WEIGHT_DECAY: settings of the default optimizer.
       DECAY_END: step from which the learning rate is a tenth of the highest.
       ATTEN_LOGIT_CAP: limits attention logits to plus or minus this value by a tanh; 0 does not limit them.
-      USE_FUSED_ATTENTION: compute attention by the kernels of `spmd_trainer.attention`, see `attention`.
+      USE_FUSED_ATTENTION: compute attention by the kernels of `spmd_trainer.kernels`, see `attention`.
       ATTENTION_KERNEL: name of the kernel to use then; None for the first that can be used on the device.
       ACTIVATION_CLS: activation of the feed-forward layers.
       USE_GATED_ACTIVATION: multiply the activation by a second projection.

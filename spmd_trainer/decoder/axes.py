@@ -1,0 +1,171 @@
+"""How the decoder's variables and activations are split: logical axes, and the base layer that maps them to mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from praxis import base_layer, pax_fiddle
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.kernels import sequence_order
+from spmd_trainer.kernels.sequence_order import SequenceOrder
+from spmd_trainer.models.decoder_spec import DecoderSpec
+
+MeshAxes = str | tuple[str, ...] | None
+SEQUENCE_AXIS = "seq"
+
+# Logical axis -> mesh axes. The first part is for variables, the second for activations. As in Pax's v1 sharding, weights are
+# split over 'data' along the width of the residual stream and over 'mdl' along the other dimension. A mesh with an axis 'seq'
+# splits rows over it (context parallelism), and weights as over 'data'.
+DEFAULT_AXES: dict[str, MeshAxes] = {
+    "vocab": "mdl",
+    "positions": None,
+    "embed": ("data", SEQUENCE_AXIS),
+    "heads": "mdl",
+    "kv_heads": "mdl",
+    "head_dims": None,
+    "mlp": "mdl",
+    "experts": "mdl",
+    "expert_mlp": None,
+    "router": None,
+    "norm": None,
+    "batch": ("replica", "data"),
+    "length": SEQUENCE_AXIS,
+    "activation_embed": None,
+    "activation_heads": "mdl",
+    "activation_kv_heads": "mdl",
+    "activation_mlp": "mdl",
+    "activation_experts": "mdl",
+    "activation_vocab": "mdl",
+}
+
+
+def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[str] | None) -> dict[str, MeshAxes]:
+    """Returns the mesh axes of each logical axis.
+
+    Args:
+      changes: logical axis -> mesh axis, tuple of mesh axes, or None, where it differs from `DEFAULT_AXES`.
+      mesh_axis_names: axes of the mesh; None if there is no mesh. Default axes that the mesh does not have are left out.
+
+    Raises:
+      UserError: `changes` names an unknown logical axis, or an axis that the mesh does not have.
+    """
+    mesh = tuple(mesh_axis_names or ())
+    resolved: dict[str, MeshAxes] = {}
+    for name, axes in DEFAULT_AXES.items():
+        kept = tuple(axis for axis in _as_tuple(axes) if axis in mesh)
+        resolved[name] = kept or None
+    for name, axes in (changes or {}).items():
+        if name not in DEFAULT_AXES:
+            raise UserError(f"axes has no logical axis {name!r}{did_you_mean(name, DEFAULT_AXES)}")
+        for axis in _as_tuple(axes):
+            if mesh and axis not in mesh:
+                raise UserError(f"axes[{name!r}]={axes!r}, and the mesh has no axis {axis!r}{did_you_mean(axis, mesh)}")
+        resolved[name] = (_as_tuple(axes) or None) if mesh else None
+    return resolved
+
+
+def renamed_axes(names: Mapping[str, str], mesh_axis_names: Sequence[str]) -> dict[str, MeshAxes]:
+    """Returns `DEFAULT_AXES` with other names of the mesh axes, where that changes them; without axes that the mesh lacks."""
+    changed: dict[str, MeshAxes] = {}
+    for key, axes in DEFAULT_AXES.items():
+        renamed = tuple(names.get(axis, axis) for axis in _as_tuple(axes))
+        if renamed != _as_tuple(axes):
+            changed[key] = tuple(axis for axis in renamed if axis in mesh_axis_names)
+    return changed
+
+
+def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+class SpecLayer(base_layer.BaseLayer):
+    """Base class of the decoder's layers.
+
+    Attributes:
+      spec: description of the model.
+      axes: mesh axes of the logical axes, where they differ from `DEFAULT_AXES`.
+    """
+
+    spec: DecoderSpec = pax_fiddle.instance_field(DecoderSpec)
+    axes: Any = None
+
+    def child(self, name: str, cls: type[base_layer.BaseLayer], **fields: Any) -> None:
+        """Creates a child layer with this layer's spec and axes."""
+        self.create_child(name, pax_fiddle.Config(cls, spec=self.spec, axes=self.axes, **fields))
+
+    def add_weight(self, name: str, shape: Sequence[int], axes: Sequence[str], init: float | None = None) -> None:
+        """Creates a variable.
+
+        Args:
+          name: its name.
+          shape: its shape.
+          axes: a logical axis for each dimension.
+          init: constant initial value, of norms and biases, which weight decay then leaves out. None draws from a normal
+            distribution with `spec.initializer_range`.
+        """
+        if init is None:
+            initial, collections = base_layer.WeightInit.Gaussian(self.spec.initializer_range), []
+        else:
+            initial = base_layer.WeightInit.Constant(init)
+            collections = [base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION]
+        hparams = base_layer.WeightHParams(
+            shape=list(shape),
+            init=initial,
+            collections=collections,
+            mesh_shape=self.mesh_shape,
+            tensor_split_dims_mapping=self._split(axes),
+        )
+        self.create_variable(name, hparams)
+
+    def read(self, name: str) -> jax.Array:
+        """Returns a variable in the dtype of the computation."""
+        x: jax.Array = getattr(self.theta, name)
+        return x.astype(self.fprop_dtype)
+
+    def split(self, x: jax.Array, *axes: str) -> jax.Array:
+        """Splits an activation over the mesh: one logical axis per dimension.
+
+        The residual stream ('activation_embed') is split in training only, where it is what the backward pass needs. Elsewhere
+        gathering it for each layer would gain nothing. A 'length' that its mesh axes don't divide is that of the new tokens of a
+        decode step, and stays whole; rows are padded at the model's entry.
+        """
+
+        def stays_whole(axis: str, size: int) -> bool:
+            if axis == "length":
+                return size % sequence_order.num_shards(self.mesh_axes(axis)) != 0
+            return axis == "activation_embed" and self.do_eval
+
+        mesh_axes = [
+            None if stays_whole(axis, size) else split
+            for axis, split, size in zip(axes, self._split(axes), x.shape, strict=True)
+        ]
+        return jnp.asarray(base_layer.maybe_shard(x, mesh_axes, self.mesh_axis_names))
+
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        """Returns the mesh axes of a logical axis; empty if it is not split."""
+        return _as_tuple(resolve_axes(self.axes, self.mesh_axis_names)[axis])
+
+    def dropped(self, x: jax.Array, probability: float, order: SequenceOrder | None = None) -> jax.Array:
+        """Returns x with each element set to 0 with this probability and the others scaled up; x itself in evaluation.
+
+        Args:
+          x: the array; [batch, time, ...] if there is an order.
+          probability: the probability.
+          order: how rows lie on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
+        """
+        if not probability or self.do_eval:
+            return x
+        shape = x.shape if order is None else (x.shape[0], order.length, *x.shape[2:])
+        kept = jax.random.bernoulli(self.next_prng_key(), 1 - probability, shape)
+        kept = kept if order is None else order.apply(kept)
+        return jnp.where(kept, x / (1 - probability), jnp.zeros((), x.dtype))
+
+    def _split(self, axes: Sequence[str]) -> list[MeshAxes]:
+        resolved = resolve_axes(self.axes, self.mesh_axis_names)
+        return [resolved[axis] for axis in axes]

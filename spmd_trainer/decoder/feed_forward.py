@@ -1,0 +1,178 @@
+"""Feed-forward layers: plain, gated, and as a mixture of experts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from spmd_trainer.decoder.axes import SpecLayer
+from spmd_trainer.models.decoder_spec import MoeSpec
+
+ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+class Linear(SpecLayer):
+    """Matrix product over the last dimension, with a bias if `spec.mlp_bias`.
+
+    Attributes:
+      input_dims, output_dims: the two widths.
+      split_axes: their logical axes.
+      activation_axis: logical axis of the output's last dimension.
+    """
+
+    input_dims: int = 0
+    output_dims: int = 0
+    split_axes: tuple[str, str] = ("embed", "mlp")
+    activation_axis: str = "activation_mlp"
+
+    def setup(self) -> None:
+        """Creates the variables."""
+        self.add_weight("w", (self.input_dims, self.output_dims), self.split_axes)
+        if self.spec.mlp_bias:
+            self.add_weight("b", (self.output_dims,), ("norm",), init=0.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [batch, time, output_dims] for [batch, time, input_dims]."""
+        x = jnp.einsum("btd,df->btf", x, self.read("w"))
+        if self.spec.mlp_bias:
+            x = x + self.read("b")
+        return self.split(x, "batch", "length", self.activation_axis)
+
+
+class FeedForward(SpecLayer):
+    """down(activation(gate(x)) * up(x)) if the spec is gated, otherwise down(activation(up(x)))."""
+
+    def setup(self) -> None:
+        """Creates the child layers."""
+        outer, inner = self.spec.model_dims, self.spec.hidden_dims
+        if self.spec.gated:
+            self.child("gate", Linear, input_dims=outer, output_dims=inner)
+        self.child("up", Linear, input_dims=outer, output_dims=inner)
+        self.child(
+            "down",
+            Linear,
+            input_dims=inner,
+            output_dims=outer,
+            split_axes=("mlp", "embed"),
+            activation_axis="activation_embed",
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [batch, time, model_dims] for the same shape."""
+        activation = ACTIVATION_FNS[self.spec.activation]
+        up = self.up(x)
+        hidden = activation(self.gate(x)) * up if self.spec.gated else activation(up)
+        output: jax.Array = self.down(checkpoint_name(hidden, "ffn1"))
+        return checkpoint_name(output, "ffn2")
+
+
+class Router(SpecLayer):
+    """Chooses each token's experts."""
+
+    def setup(self) -> None:
+        """Creates the variable."""
+        moe = moe_of(self)
+        self.add_weight("w", (self.spec.model_dims, moe.num_experts), ("embed", "router"))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the probabilities of all experts, and each token's experts with their weights.
+
+        Args:
+          x: [batch, time, model_dims].
+
+        Returns:
+          float32 [batch, time, E], int32 [batch, time, num_experts_per_token], and float32 of that shape.
+        """
+        moe = moe_of(self)
+        logits = jnp.einsum("btd,de->bte", x, self.read("w"), preferred_element_type=jnp.float32)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        weights, experts = jax.lax.top_k(probabilities, moe.num_experts_per_token)
+        if moe.normalise_top_k:
+            # The sum is 1 / E or more. Rows that XLA adds where the mesh does not divide the batch have 0, and their 0 / 0 would
+            # reach the gradient of token 0: XLA does not mask the added rows of a scatter.
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1 / moe.num_experts)
+        return probabilities, experts, weights
+
+
+class Experts(SpecLayer):
+    """One matrix per expert.
+
+    Attributes:
+      input_dims, output_dims: the two widths.
+      split_axes: their logical axes.
+    """
+
+    input_dims: int = 0
+    output_dims: int = 0
+    split_axes: tuple[str, str] = ("embed", "expert_mlp")
+
+    def setup(self) -> None:
+        """Creates the variable."""
+        shape = (moe_of(self).num_experts, self.input_dims, self.output_dims)
+        self.add_weight("w", shape, ("experts", *self.split_axes))
+
+    def __call__(self, equation: str, x: jax.Array) -> jax.Array:
+        """Returns the einsum of `x` with the matrices [E, input_dims, output_dims]."""
+        return jnp.einsum(equation, x, self.read("w"))
+
+
+class MixtureOfExperts(SpecLayer):
+    """Gated feed-forward layers (experts). The router chooses a few of them for each token. No token is dropped.
+
+    Every expert computes every token, and its output is multiplied by the router's weight, which is 0 if the expert was not
+    chosen. This form partitions over any mesh without moving tokens, but costs E / num_experts_per_token times the arithmetic.
+    """
+
+    def setup(self) -> None:
+        """Creates the child layers."""
+        outer, inner = self.spec.model_dims, moe_of(self).hidden_dims
+        self.child("router", Router)
+        self.child("gate", Experts, input_dims=outer, output_dims=inner)
+        self.child("up", Experts, input_dims=outer, output_dims=inner)
+        self.child("down", Experts, input_dims=inner, output_dims=outer, split_axes=("expert_mlp", "embed"))
+
+    def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
+        """Computes the layer, and adds the load-balancing loss if it has a weight.
+
+        Args:
+          x: [batch, time, model_dims].
+          real: bool [batch, time], False for padding, which does not count for the load.
+
+        Returns:
+          The shape of x.
+        """
+        moe = moe_of(self)
+        probabilities, experts, weights = self.router(x)
+        chosen = jax.nn.one_hot(experts, moe.num_experts, dtype=jnp.float32)
+        if moe.aux_loss_weight:
+            self._add_load_balancing_loss(probabilities, chosen, real)
+        per_expert = jnp.einsum("btk,btke->bte", weights, chosen)
+        hidden = ACTIVATION_FNS[self.spec.activation](self.gate("btd,edf->btef", x)) * self.up("btd,edf->btef", x)
+        hidden = self.split(hidden, "batch", "length", "activation_experts", "expert_mlp")
+        hidden = checkpoint_name(hidden * per_expert[..., None].astype(hidden.dtype), "ffn1")
+        output = self.split(self.down("btef,efd->btd", hidden), "batch", "length", "activation_embed")
+        return checkpoint_name(output, "ffn2")
+
+    def _add_load_balancing_loss(self, probabilities: jax.Array, chosen: jax.Array, real: jax.Array) -> None:
+        moe = moe_of(self)
+        share = real / jnp.maximum(jnp.sum(real), 1)
+        load = jnp.einsum("btke,bt->e", chosen, share)
+        mean_probability = jnp.einsum("bte,bt->e", probabilities, share)
+        loss = moe.num_experts * jnp.sum(load * mean_probability)
+        self.add_aux_loss("load_balancing", loss * moe.aux_loss_weight / self.spec.num_layers)
+
+
+def moe_of(layer: SpecLayer) -> MoeSpec:
+    """Returns the settings of the experts."""
+    moe = layer.spec.moe
+    assert moe is not None  # only specs with experts build the layers that ask
+    return moe

@@ -1,0 +1,153 @@
+"""The loop that continues prompts, one token per row and step, until every row has ended."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from praxis import base_layer
+
+from spmd_trainer.decoder.generation import sampling
+from spmd_trainer.decoder.generation.settings import GenerationSettings
+from spmd_trainer.decoder.generation.stop_strings import START, StopTable
+
+
+class Generated(NamedTuple):
+    """Continuations, one per row.
+
+    Attributes:
+      tokens: int32 [B, N]; `pad_id` after a row's end.
+      lengths: int32 [B]: tokens generated, including the one that ended the row.
+      log_probs: float32 [B, N]: of each token under the model, before temperature, top_k and the like; 0 after a row's end.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    log_probs: jax.Array
+
+
+class _State(NamedTuple):
+    """What the loop carries, besides the cache.
+
+    Attributes:
+      step: number of tokens generated.
+      done: bool [B]: the row has ended.
+      stop_states: int32 [B]: see `StopTable`.
+      seen: bool [B, V]: tokens of the prompt and of the generated text; None without a repetition penalty.
+      generated: the tokens so far.
+    """
+
+    step: jax.Array
+    done: jax.Array
+    stop_states: jax.Array
+    seen: jax.Array | None
+    generated: Generated
+
+
+def generate(
+    model: Any,
+    ids: jax.Array,
+    lengths: jax.Array,
+    settings: GenerationSettings,
+    *,
+    eos_ids: tuple[int, ...] = (),
+    stops: StopTable | None = None,
+    keys: jax.Array | None = None,
+    ended: jax.Array | None = None,
+) -> Generated:
+    """Continues prompts. Call it in a method of the model, with the collection DECODE_CACHE mutable.
+
+    Each row ends at one of `eos_ids`, at a stop string, or after `max_tokens`. The loop ends with the last row.
+
+    Args:
+      model: the model. `model.lm` has prefill(ids, lengths, cache_length) and extend_step(tokens), which return the next token's
+        logits (see `spmd_trainer.decoder.lm`), and transform_decode_state.
+      ids: int32 [B, T], prompts at the left.
+      lengths: int32 [B], tokens of each prompt, 1 or more.
+      settings: the settings; S is their `num_samples`.
+      eos_ids: tokens that end a row.
+      stops: the stop strings' table; None without any.
+      keys: random keys of the continuations [B * S, ...]; greedy decoding needs none.
+      ended: bool [B]: rows that only fill the batch and are not continued.
+
+    Returns:
+      B * S continuations; those of a prompt are neighbours.
+    """
+    samples, steps = settings.num_samples, settings.max_tokens
+    logits = model.lm.prefill(ids, lengths, ids.shape[1] + steps)
+    done = jnp.zeros(len(ids), bool) if ended is None else ended
+    seen = None
+    if settings.repetition_penalty != 1:
+        inside = jnp.arange(ids.shape[1]) < lengths[:, None]
+        seen = _seen(ids, inside, logits.shape[-1])
+    if samples > 1:
+        model.lm.transform_decode_state(lambda array, batch_dim, _: jnp.repeat(array, samples, axis=batch_dim))
+        logits, done, seen = jax.tree.map(lambda array: jnp.repeat(array, samples, axis=0), (logits, done, seen))
+    rows = len(ids) * samples
+    state = _State(
+        step=jnp.zeros((), jnp.int32),
+        done=done,
+        stop_states=jnp.full(rows, START, jnp.int32),
+        seen=seen,
+        generated=Generated(
+            tokens=jnp.full((rows, steps), settings.pad_id, jnp.int32),
+            lengths=jnp.zeros(rows, jnp.int32),
+            log_probs=jnp.zeros((rows, steps), jnp.float32),
+        ),
+    )
+
+    def add(state: _State, logits: jax.Array) -> _State:
+        return _add_token(state, logits, settings, eos_ids, stops, keys)
+
+    def goes_on(model: Any, state: _State) -> Any:
+        del model
+        return (state.step < steps) & ~jnp.all(state.done)
+
+    def body(model: Any, state: _State) -> _State:
+        last = jax.lax.dynamic_index_in_dim(state.generated.tokens, state.step - 1, axis=1, keepdims=False)
+        return add(state, model.lm.extend_step(last).logits)
+
+    # The first token comes from the prompts' logits, so that the loop runs the model once for each further token.
+    state = nn.while_loop(goes_on, body, model, add(state, logits), carry_variables=[base_layer.DECODE_CACHE])
+    return state.generated
+
+
+def _add_token(
+    state: _State,
+    logits: jax.Array,
+    settings: GenerationSettings,
+    eos_ids: tuple[int, ...],
+    stops: StopTable | None,
+    keys: jax.Array | None,
+) -> _State:
+    """Chooses each row's next token from its logits [B, V]. Rows that have ended get padding."""
+    step, done, stop_states, seen, generated = state
+    logits = logits.astype(jnp.float32)
+    penalised = logits if seen is None else sampling.penalise_repetition(logits, seen, settings.repetition_penalty)
+    chosen = sampling.next_tokens(penalised, settings, keys, step)
+    log_probs = sampling.log_probs_of(logits, chosen, largest=settings.greedy and seen is None)
+    if stops is not None:
+        stop_states = jnp.where(done, stop_states, stops.advance(stop_states, chosen))
+    if seen is not None:
+        seen |= jax.nn.one_hot(chosen, seen.shape[-1], dtype=bool) & ~done[:, None]
+    tokens = jnp.where(done, settings.pad_id, chosen)
+    generated = Generated(
+        tokens=jax.lax.dynamic_update_index_in_dim(generated.tokens, tokens, step, axis=1),
+        lengths=generated.lengths + ~done,
+        log_probs=jax.lax.dynamic_update_index_in_dim(
+            generated.log_probs, jnp.where(done, 0.0, log_probs), step, axis=1
+        ),
+    )
+    for eos_id in eos_ids:
+        done |= chosen == eos_id
+    if stops is not None:
+        done |= stop_states == stops.found
+    return _State(step + 1, done, stop_states, seen, generated)
+
+
+def _seen(ids: jax.Array, inside: jax.Array, vocab_size: int) -> jax.Array:
+    """Returns which tokens occur in each prompt, bool [B, V]."""
+    rows = jnp.broadcast_to(jnp.arange(len(ids))[:, None], ids.shape)
+    return jnp.zeros((len(ids), vocab_size), bool).at[rows, ids].max(inside)

@@ -1,0 +1,121 @@
+"""Chooses the next token of each row from its logits.
+
+A row's token is a function of its own logits and its own key. It does not depend on the other rows of the batch. Random
+numbers are drawn for the model's vocabulary without padding, so it does not depend on the mesh either.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spmd_trainer.decoder.generation.settings import GenerationSettings
+
+REMOVED = -jnp.inf  # the logit of a token that can't be drawn
+
+
+def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns one key for each row.
+
+    Args:
+      key: the key of the whole decode, typed or raw.
+      rows: int [B]: a number that identifies each row, e.g. its prompt's index in the dataset.
+    """
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+
+
+def next_tokens(
+    logits: jax.Array, settings: GenerationSettings, keys: jax.Array | None = None, step: jax.Array | int = 0
+) -> jax.Array:
+    """Chooses one token per row.
+
+    Args:
+      logits: floating [B, V].
+      settings: temperature, top_k and top_p.
+      keys: the rows' keys [B, ...] (`row_keys`). Greedy decoding needs none.
+      step: number of the generated token, folded into the keys.
+
+    Returns:
+      Tokens, int32 [B].
+    """
+    if settings.greedy:
+        return most_likely(logits)
+    if keys is None:
+        raise ValueError("sampling needs a key for each row; give `keys`")
+    kept = warp(logits, settings)
+
+    def draw(key: jax.Array, row: jax.Array) -> jax.Array:
+        return jax.random.categorical(jax.random.fold_in(key, step), row)
+
+    return jax.vmap(draw)(keys, kept).astype(jnp.int32)
+
+
+def most_likely(logits: jax.Array) -> jax.Array:
+    """Returns the index of the first of the largest logits [..., V], int32 [...].
+
+    For a vocabulary that is split over devices, XLA makes one reduction each of the maximum (which the log-probability needs
+    too) and of the minimum. For argmax, it gathers values and indices.
+    """
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    last = logits.shape[-1] - 1
+    return jnp.min(jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), index, last), axis=-1)
+
+
+def log_probs_of(logits: jax.Array, tokens: jax.Array, *, largest: bool) -> jax.Array:
+    """Returns the log-probabilities of tokens [B], float32 [B].
+
+    Args:
+      logits: float32 [B, V].
+      tokens: int32 [B].
+      largest: the tokens have the largest logits, which are then not looked up.
+    """
+    own = jnp.max(logits, axis=-1) if largest else jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return own - jax.nn.logsumexp(logits, axis=-1)
+
+
+def warp(logits: jax.Array, settings: GenerationSettings) -> jax.Array:
+    """Applies temperature, top_k and top_p, in this order.
+
+    Args:
+      logits: floating [B, V].
+      settings: temperature (above 0), top_k and top_p.
+
+    Returns:
+      float32 [B, V]: logits divided by the temperature; minus infinity for the tokens that are not kept.
+    """
+    warped = logits.astype(jnp.float32) / settings.temperature
+    if 0 < settings.top_k < warped.shape[-1]:
+        warped = keep_top_k(warped, settings.top_k)
+    if settings.top_p < 1:
+        warped = keep_top_p(warped, settings.top_p)
+    return warped
+
+
+def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
+    """Keeps the k largest logits [B, V] and those equal to the k-th."""
+    smallest = jax.lax.top_k(logits, k)[0][..., -1:]
+    return jnp.where(logits < smallest, REMOVED, logits)
+
+
+def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
+    """Keeps the most likely tokens until their probabilities sum to more than p.
+
+    As in transformers: sorted from the least likely, tokens are removed as long as their cumulative probability is at most
+    1 - p. The most likely token stays. Of equal logits those with lower ids are removed first, by a stable sort; torch's sort
+    leaves their order open, so transformers may keep as many other ones.
+
+    Args:
+      logits: float32 [B, V].
+      p: above 0 and below 1.
+    """
+    order = jnp.argsort(logits, axis=-1, stable=True)
+    ascending = jnp.take_along_axis(logits, order, axis=-1)
+    cumulative = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1)
+    keeps = (cumulative > 1 - p).at[..., -1].set(True)
+    keeps = jnp.put_along_axis(jnp.zeros_like(keeps), order, keeps, axis=-1, inplace=False)
+    return jnp.where(keeps, logits, REMOVED)
+
+
+def penalise_repetition(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
+    """Divides the positive logits [B, V] of seen tokens (bool [B, V]) by the penalty, and multiplies their negative ones."""
+    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -1,0 +1,398 @@
+"""The decoder as a language model of praxis: embeddings, repeated layers, logits, loss, and a cache for decoding.
+
+    task_p.model = Config(lm.DecoderLanguageModel, name="lm")
+    task_p.model.lm_tpl.spec = Config(spec.DecoderSpec, vocab_size=32000, model_dims=4096, ...)
+
+`DecoderLanguageModel` trains and evaluates like praxis' `LanguageModel`, and generates text as its field `generation` says. For
+praxis' own decoders, use a praxis `LanguageModel` with a `DecoderLm` as its `lm_tpl`. A decode loop runs in a method of the
+model, with the collection `base_layer.DECODE_CACHE` mutable:
+
+    logits = self.lm.prefill(ids, lengths, cache_length)   # ids int32 [B, T], prompts at the left, any right padding
+    ...                                                    # logits float32 [B, V], of the token after each prompt
+    logits = self.lm.extend_step(token).logits             # token int32 [B]; logits float32 [B, V], of the next token
+
+The rows' prompts may have different lengths. `prefill` moves them to the right end of [0, T), so that the tokens of all rows at a
+step have the same index in the cache, T + step. Variables of the collection, below `lm`: `time_step`, int32, the next index to
+write; `first_index`, int32 [B], the index of each row's first token; and for each layer `attention/key_state` and
+`attention/value_state`, [B, cache_length, K, H] (with a leading dimension of R for stacked layers; with `unroll_in_decode`,
+separate variables below `layer{r}`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from praxis import base_layer, layers, pax_fiddle
+from praxis.layers import transformer_models
+from praxis.layers.checkpoint_policy import custom_policy
+from praxis.py_utils import NestedMap
+
+from spmd_trainer.decoder import rotary
+from spmd_trainer.decoder.attention import PADDING, Context
+from spmd_trainer.decoder.axes import SpecLayer, renamed_axes
+from spmd_trainer.decoder.embeddings import Embedding, Logits
+from spmd_trainer.decoder.generation import decode as generation_decode
+from spmd_trainer.decoder.generation import sampling
+from spmd_trainer.decoder.generation.settings import GenerationSettings
+from spmd_trainer.decoder.layers import DecoderBlock, DecoderLayer
+from spmd_trainer.decoder.norms import Norm
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.kernels import kernels, sequence_order
+from spmd_trainer.kernels.sequence_order import SequenceOrder
+
+# Outputs of `compute_loss` that have the dimensions batch and time.
+_PER_TOKEN = ("logits", "log_probs", "probs", "per_example_xent", "per_example_argmax", "per_token_xent")
+
+
+class DecoderLm(SpecLayer):
+    """A decoder-only transformer in the place of praxis' `TransformerLm`.
+
+    Attributes:
+      packed_input: rows hold several texts, told apart by segment_ids.
+      model_type: only CAUSAL is supported. praxis' LanguageModel sets it.
+      checkpoint_policy: what the forward pass saves for the backward pass, for each block of layers.
+      unroll_in_decode: decode steps have no loop over the layers, and the cache has variables for each layer, which are updated
+        in place. Compiles longer.
+      attention_kernel: name of the attention kernel, see `spmd_trainer.kernels.kernels`. None: the first one that suits the
+        device and the layer.
+      context_parallel: how attention is computed if the rows are split over the mesh (`axes` maps 'length' to mesh axes): 'ring'
+        or 'all_to_all'. None: 'ring'.
+    """
+
+    packed_input: bool = True
+    model_type: Any = transformer_models.LanguageModelType.CAUSAL
+    checkpoint_policy: layers.AutodiffCheckpointType = layers.AutodiffCheckpointType.SAVE_NOTHING
+    unroll_in_decode: bool = True
+    attention_kernel: str | None = None
+    context_parallel: str | None = None
+
+    @classmethod
+    def set_sharding_params_v1(
+        cls,
+        lm_p: Any,
+        *,
+        replica_axis: str,
+        data_axis: str,
+        mdl_axis: str,
+        ici_mesh_shape: Sequence[int],
+        dcn_mesh_shape: Sequence[int] | None = None,
+        mesh_axis_names: Sequence[str],
+        training_optimized: bool,
+    ) -> Any:
+        """Sets the mesh, and splits variables and activations over axes with these names, as `DEFAULT_AXES` does.
+
+        Args:
+          lm_p: config of this class, changed in place. What its `axes` already say stays.
+          replica_axis, data_axis, mdl_axis: names of the mesh axes.
+          ici_mesh_shape, dcn_mesh_shape: sizes of all axes, within a slice and across slices.
+          mesh_axis_names: names of all axes.
+          training_optimized: also split the residual stream over mdl_axis.
+
+        Returns:
+          lm_p.
+        """
+        lm_p.ici_mesh_shape, lm_p.dcn_mesh_shape = ici_mesh_shape, dcn_mesh_shape
+        lm_p.mesh_axis_names = mesh_axis_names
+        axes = renamed_axes({"replica": replica_axis, "data": data_axis, "mdl": mdl_axis}, mesh_axis_names)
+        if training_optimized:
+            axes["activation_embed"] = mdl_axis
+        lm_p.axes = {**axes, **(lm_p.axes or {})}
+        return lm_p
+
+    def setup(self) -> None:
+        """Creates the child layers.
+
+        Raises:
+          UserError: the spec or `context_parallel` is wrong, or model_type is not CAUSAL.
+        """
+        spec = self.spec
+        spec.check("task.model.lm_tpl.spec")
+        self._check_names()
+        if self.model_type != transformer_models.LanguageModelType.CAUSAL:
+            raise UserError(f"task.model.model_type={self.model_type}; a DecoderLm can only be CAUSAL")
+        self.child("token_emb", Embedding, num_rows=spec.vocab_size)
+        if spec.positions == "learned":
+            self.child("position_emb", Embedding, num_rows=spec.max_positions, rows_axis="positions")
+        if spec.num_repeats:
+            repeat_p = pax_fiddle.Config(
+                layers.Repeat,
+                sub_tpl=pax_fiddle.Config(DecoderBlock, spec=spec, axes=self.axes),
+                x_times=spec.num_repeats,
+                checkpoint_policy=self.checkpoint_policy,
+                unroll_in_decode=self.unroll_in_decode,
+            )
+            self.create_child("layers", repeat_p)
+        for index, kind in enumerate(spec.last_layers):
+            self.child(f"last_layers_{index}", DecoderLayer, layer_kind=kind)
+        self.child("final_norm", Norm, shape=(spec.model_dims,))
+        if not spec.tied_embeddings:
+            self.child("logits", Logits)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array,
+        labels: NestedMap | None = None,
+        segment_ids: jax.Array | None = None,
+        segment_pos: jax.Array | None = None,
+        causal_attention_mask: jax.Array | None = None,
+        segment_mask: jax.Array | None = None,
+        start_time_step: int | jax.Array = 0,
+    ) -> NestedMap:
+        """Computes logits, and the loss if there are labels. Signature of praxis' `TransformerLm`.
+
+        Args:
+          inputs: token ids, int32 [batch, time].
+          paddings: [batch, time], 1 for padding.
+          labels: class_ids int32 [batch, time] and class_weights [batch, time], or None.
+          segment_ids: int32 [batch, time]; None: each row is one text.
+          segment_pos: int32 [batch, time], position of each token in its text. None: 0, 1, 2, ...
+          causal_attention_mask, segment_mask: must be None.
+          start_time_step: index in the decode cache that the next `extend_step` writes.
+
+        Returns:
+          `logits` float32 [batch, time, vocab_size] and more; see `compute_loss`.
+
+        Raises:
+          UserError: an attention mask is given, or rows are longer than the learned positions.
+        """
+        if causal_attention_mask is not None or segment_mask is not None:
+            raise UserError(
+                "a DecoderLm takes no causal_attention_mask and no segment_mask; leave them out of the batch"
+            )
+        batch, length = inputs.shape
+        if segment_ids is None:
+            segment_ids = jnp.asarray(1 - paddings, jnp.int32)
+        if segment_pos is None:
+            segment_pos = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        self.update_decode_state("time_step", jnp.asarray(start_time_step, jnp.int32))
+        # A decode step without segment_pos continues these rows: each row's last token is at the right end.
+        self.update_decode_state("first_index", length - 1 - segment_pos[:, -1].astype(jnp.int32))
+        order = self._order(length)
+        x = self._hidden(inputs, jnp.where(paddings > 0, PADDING, segment_ids), segment_pos, order)
+        if labels is not None:
+            labels = NestedMap({name: order.apply(x) for name, x in labels.items()})
+        output = self.compute_loss(x, labels)
+        output.update({name: order.undo(output[name]) for name in _PER_TOKEN if name in output})
+        return output
+
+    def compute_loss(self, activations: jax.Array, labels: NestedMap | None = None) -> NestedMap:
+        """Computes logits and cross entropy.
+
+        Args:
+          activations: output of the final norm, [batch, time, model_dims].
+          labels: class_ids int32 [batch, time] and class_weights [batch, time]; None: no loss.
+
+        Returns:
+          As of praxis' `TransformerLm`: logits and log_probs, float32 [batch, time, vocab_size]. With labels also, [batch, time]:
+          per_example_argmax, per_example_xent, per_token_xent (weighted); per_sequence_xent [batch]; and scalars: total_xent,
+          total_weight, avg_xent, aux_loss, total_loss. Without labels: probs.
+        """
+        logits = self.split(self._logits(activations), "batch", "length", "activation_vocab")
+        log_probs = jax.nn.log_softmax(logits)
+        output = NestedMap(logits=logits, log_probs=log_probs)
+        if labels is None:
+            output.probs = jnp.exp(log_probs)
+            return output
+        weights = labels.class_weights.astype(jnp.float32)
+        # A sum instead of a lookup: the vocabulary is split over the mesh.
+        is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == labels.class_ids[..., None]
+        output.per_example_xent = -jnp.sum(jnp.where(is_label, log_probs, 0.0), axis=-1)
+        output.per_example_argmax = sampling.most_likely(logits)
+        output.per_token_xent = output.per_example_xent * weights
+        output.per_sequence_xent = jnp.sum(output.per_token_xent, axis=-1)
+        output.total_xent, output.total_weight = jnp.sum(output.per_token_xent), jnp.sum(weights)
+        output.avg_xent = output.total_xent / (output.total_weight + 1e-6)
+        output.aux_loss = self._aux_loss()
+        output.total_loss = output.avg_xent + output.aux_loss
+        return output
+
+    def prefill(self, ids: jax.Array, lengths: jax.Array, cache_length: int) -> jax.Array:
+        """Reads prompts into the decode cache.
+
+        Args:
+          ids: int32 [batch, time]; each row's prompt begins at 0.
+          lengths: int32 [batch], tokens of each prompt, 1 or more.
+          cache_length: tokens that the cache holds: `time` and all decode steps.
+
+        Returns:
+          Logits of the first new token, float32 [batch, vocab_size].
+
+        Raises:
+          UserError: cache_length is less than `time`, or greater than the learned positions.
+        """
+        length = ids.shape[1]
+        if cache_length < length:
+            raise UserError(f"the decode cache of {cache_length} tokens is shorter than the prompts of {length}")
+        self._check_positions(cache_length)
+        first_index = length - lengths.astype(jnp.int32)
+        positions = jnp.arange(length, dtype=jnp.int32) - first_index[:, None]
+        segment_ids = jnp.where(positions >= 0, 1, PADDING)
+        positions = jnp.maximum(positions, 0)
+        ids = jnp.take_along_axis(ids, positions, axis=1)
+        self.update_decode_state("time_step", jnp.asarray(length, jnp.int32))
+        self.update_decode_state("first_index", first_index)
+        order = self._order(length)
+        x = order.undo(self._hidden(ids, segment_ids, positions, order, cache_length))
+        return self._logits(x[:, -1:])[:, 0]
+
+    def extend_step(self, inputs: jax.Array, segment_pos: jax.Array | None = None) -> NestedMap:
+        """Adds tokens to the decode cache, after `prefill`, `__call__` or another step.
+
+        Args:
+          inputs: int32 [batch], or [batch, new tokens].
+          segment_pos: positions, of the same shape. None: the next position of each row.
+
+        Returns:
+          logits, log_probs and probs of the token after each of these, float32 [batch, vocab_size] or [batch, new tokens,
+          vocab_size].
+        """
+        ids = inputs[:, None] if inputs.ndim == 1 else inputs
+        time_step = self.get_decode_state("time_step")
+        index = time_step + jnp.arange(ids.shape[1], dtype=jnp.int32)
+        if segment_pos is None:
+            first_index = self.get_decode_state("first_index")
+        else:
+            first_index = time_step - segment_pos.reshape(ids.shape)[:, 0]
+        self.update_decode_state("time_step", time_step + ids.shape[1])
+        positions = index - first_index[:, None]
+        context = Context(
+            rotary=self._rotary(positions),
+            segment_ids=jnp.ones_like(positions),
+            cache_index=index,
+            first_index=first_index,
+        )
+        x = self._embed(ids, positions)
+        if self.spec.num_repeats:
+            x = self.layers.extend_step(x, context=context)
+        for layer in self._last_layers():
+            x = layer.extend_step(x, context)
+        output = self.compute_loss(self.final_norm(x))
+        return jax.tree.map(lambda x: x[:, 0], output) if inputs.ndim == 1 else output
+
+    def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
+        """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`; time_dim is -1 if there is none."""
+        self.update_decode_state("first_index", transform_fn(self.get_decode_state("first_index"), 0, -1))
+        if self.spec.num_repeats:
+            self.layers.transform_decode_state(transform_fn)
+        for layer in self._last_layers():
+            layer.transform_decode_state(transform_fn)
+
+    def lazy_broadcast_prefix(self, num_suffix_samples: int, suffix_length: int) -> None:
+        """Refuses praxis' lazily broadcast prefixes.
+
+        Raises:
+          UserError: always.
+        """
+        del num_suffix_samples, suffix_length
+        raise UserError(
+            "a DecoderLm has no lazily broadcast prefixes; set task.model.decoder_tpl.lazy_prefix_broadcast=False"
+        )
+
+    def _hidden(
+        self,
+        ids: jax.Array,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        order: SequenceOrder,
+        cache_length: int | None = None,
+    ) -> jax.Array:
+        """Returns the output of the final norm, [batch, order.padded_length, model_dims], for rows that are not yet in order."""
+        self._check_positions(ids.shape[1])
+        ids, positions, segment_ids = order.apply(ids), order.apply(positions), order.apply(segment_ids, fill=PADDING)
+        context = Context(
+            rotary=self._rotary(positions),
+            segment_ids=segment_ids,
+            order=order,
+            cache_length=cache_length,
+            kernel=self.attention_kernel,
+            context_parallel=self.context_parallel,
+        )
+        x = self._embed(ids, positions, order)
+        if self.spec.num_repeats:
+            x = self.layers(x, context=context)
+
+        def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
+            return layer(x, context)
+
+        for layer in self._last_layers():
+            x = nn.remat(run, policy=custom_policy(self.checkpoint_policy))(layer, x)
+        normed: jax.Array = self.final_norm(x)
+        return normed
+
+    def _embed(self, ids: jax.Array, positions: jax.Array, order: SequenceOrder | None = None) -> jax.Array:
+        x = self.token_emb(ids)
+        if self.spec.embedding_scale != 1:
+            x = x * jnp.asarray(self.spec.embedding_scale, x.dtype)
+        if self.spec.positions == "learned":
+            x = x + self.position_emb(positions)
+        return self.dropped(x, self.spec.dropout, order)
+
+    def _rotary(self, positions: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+        if self.spec.positions != "rotary":
+            return {}
+        return {
+            kind: rotary.sine_and_cosine(self.spec, kind, positions) for kind in sorted(set(self.spec.layer_pattern))
+        }
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        logits: jax.Array = (self.token_emb if self.spec.tied_embeddings else self.logits).logits(x)
+        cap = self.spec.final_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _aux_loss(self) -> jax.Array:
+        losses = jax.tree.leaves(
+            self.variables.get(base_layer.AUX_LOSS, {}), is_leaf=lambda x: isinstance(x, base_layer.AuxLossStruct)
+        )
+        return sum((jnp.sum(loss.value) for loss in losses), jnp.zeros((), jnp.float32))
+
+    def _last_layers(self) -> list[DecoderLayer]:
+        return [getattr(self, f"last_layers_{index}") for index in range(len(self.spec.last_layers))]
+
+    def _order(self, length: int) -> SequenceOrder:
+        return sequence_order.of_rows(length, self.mesh_axes("length"), self.context_parallel)
+
+    def _check_names(self) -> None:
+        if self.attention_kernel is not None:
+            kernels.kernel(self.attention_kernel)
+        if self.context_parallel not in (None, *sequence_order.FORMS):
+            raise UserError(
+                f"task.model.lm_tpl.context_parallel={self.context_parallel!r}"
+                f"{did_you_mean(self.context_parallel, sequence_order.FORMS)}. Forms: {', '.join(sequence_order.FORMS)}"
+            )
+
+    def _check_positions(self, length: int) -> None:
+        if self.spec.positions == "learned" and length > self.spec.max_positions:
+            raise UserError(
+                f"rows of {length} tokens are longer than task.model.lm_tpl.spec.max_positions={self.spec.max_positions}"
+            )
+
+
+class DecoderLanguageModel(layers.LanguageModel):
+    """praxis' `LanguageModel` with a `DecoderLm`.
+
+    Attributes:
+      lm_tpl: the decoder.
+      generation: how `decode` continues prompts, in place of praxis' `decoder_tpl`.
+    """
+
+    lm_tpl: pax_fiddle.Config[base_layer.BaseLayer] = base_layer.template_field(DecoderLm)
+    generation: GenerationSettings = base_layer.instance_field(GenerationSettings)
+
+    def decode(
+        self, input_batch: NestedMap, result_callback: None = None, return_result_for_suffix_score: bool = False
+    ) -> tuple[NestedMap, NestedMap, dict[str, Any]]:
+        """Continues the prompts of a batch as `generation` says; see `spmd_trainer.decoder.generation.decode.decode`.
+
+        Raises:
+          UserError: a setting is wrong, or one of praxis' options for results is given.
+        """
+        if result_callback is not None or return_result_for_suffix_score:
+            raise UserError(
+                "a DecoderLanguageModel has no result_callback and no suffix scores; call decode(batch) without them"
+            )
+        return generation_decode.decode(self, input_batch, self.generation)

@@ -1,0 +1,26 @@
+"""Fine-tuning by low-rank adapters (LoRA, DoRA) beside the weights of any model.
+
+    task_p.lora = Config(lora.Lora, targets=["attention/(query|value)/w"], rank=8, alpha=16.0)
+
+The model's code has no adapters. `LoraModel` traces it, finds the matrix products that read the targets, and adds the two small
+products of the adapters to each. Read `model.py` first; `interpreter.py` evaluates the traced program.
+"""
+
+from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
+from spmd_trainer.decoder.lora.model import LoraModel, traced_on
+from spmd_trainer.decoder.lora.of_task import matrix_dims, merged, split_like_base
+from spmd_trainer.decoder.lora.settings import Lora
+from spmd_trainer.decoder.lora.variables import base_only
+from spmd_trainer.train_states import is_adapter
+
+__all__ = [
+    "Lora",
+    "LoraModel",
+    "MatrixDims",
+    "base_only",
+    "is_adapter",
+    "matrix_dims",
+    "merged",
+    "split_like_base",
+    "traced_on",
+]

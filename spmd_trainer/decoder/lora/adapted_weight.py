@@ -1,0 +1,253 @@
+"""A weight with its adapters, and matrix products with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_trainer.decoder.lora import dims as dims_lib
+from spmd_trainer.decoder.lora.dims import Dims, Name
+from spmd_trainer.errors import UserError
+
+RANK = "rank"
+ADAPTER = "adapter"
+_OTHER_RANK = "other rank"
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixDims:
+    """Which dimensions of a variable a matrix product contracts.
+
+    Attributes:
+      stack: dimensions that number matrices: of stacked layers, or those over which the product is a batch.
+      inputs: contracted dimensions.
+      outputs: dimensions of the result.
+    """
+
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """An array with the names of its dimensions."""
+
+    array: jax.Array
+    names: tuple[Name, ...] = dataclasses.field(metadata={"static": True})
+
+    def arranged(self, names: Sequence[Name]) -> jax.Array:
+        """Returns the array with its dimensions in this order."""
+        order = [self.names.index(name) for name in names]
+        return self.array if order == list(range(len(order))) else lax.transpose(self.array, order)
+
+    def edited(self, edit: dims_lib.Edit, starts: Sequence[Any]) -> Factor:
+        """Returns the factor after an edit of its weight's dimensions; `starts` are those of a dynamic slice."""
+        if isinstance(edit, dims_lib.Reshape):
+            return self._reshaped(edit)
+        if edit.name not in self.names:
+            return self
+        axis = self.names.index(edit.name)
+        if isinstance(edit, dims_lib.Squeeze):
+            return Factor(lax.squeeze(self.array, (axis,)), (*self.names[:axis], *self.names[axis + 1 :]))
+        if edit.start is None:
+            return Factor(lax.dynamic_slice_in_dim(self.array, starts[edit.operand], edit.size, axis), self.names)
+        end = edit.start + edit.size
+        return Factor(lax.slice_in_dim(self.array, edit.start, end, edit.stride, axis), self.names)
+
+    def _reshaped(self, edit: dims_lib.Reshape) -> Factor:
+        if edit.old[0] not in self.names:
+            return self
+        first = self.names.index(edit.old[0])
+        others = [name for name in self.names if name not in edit.old]
+        before = sum(name not in edit.old for name in self.names[:first])
+        array = self.arranged([*others[:before], *edit.old, *others[before:]])
+        rest = array.shape[before + len(edit.old) :]
+        shape = (*array.shape[:before], *edit.sizes, *rest)
+        return Factor(array.reshape(shape), (*others[:before], *edit.new, *others[before:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product with a weight, by the names of the weight's dimensions.
+
+    Attributes:
+      batch, contracted, free: in the order of the product.
+      transposed: True if the product contracts the weight's outputs.
+    """
+
+    batch: tuple[Name, ...]
+    contracted: tuple[Name, ...]
+    free: tuple[Name, ...]
+    transposed: bool
+
+    def factors(self, weight: AdaptedWeight) -> tuple[Factor, Factor]:
+        """Returns the adapter to multiply with first, and the other one."""
+        return (weight.b, weight.a) if self.transposed else (weight.a, weight.b)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight W with its adapters, in the place of the array W + scale * a b.
+
+    Attributes:
+      w: the weight.
+      a: [*stack, *inputs, rank].
+      b: [*stack, rank, *outputs].
+      magnitude: of DoRA, [*stack, *outputs]; None without.
+      gain: of DoRA, [*stack, *outputs]: magnitude / norm of each output's weights; None if it is still to be computed.
+      dims: the dimensions of `w`.
+      path: the variable's path.
+      roles: which dimensions of the variable the model contracts.
+      scale: what the product a b is multiplied by.
+    """
+
+    w: jax.Array
+    a: Factor
+    b: Factor
+    magnitude: Factor | None
+    gain: Factor | None
+    dims: Dims = dataclasses.field(metadata={"static": True})
+    path: str = dataclasses.field(metadata={"static": True})
+    roles: MatrixDims = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    def follows(self, move: dims_lib.Move) -> bool:
+        """Returns True if each adapter can be edited by itself: no reshape joins its dimensions with others."""
+        for factor in (self.a, self.b, self.magnitude, self.gain):
+            names = set(() if factor is None else factor.names)
+            for edit in move.edits:
+                if isinstance(edit, dims_lib.Reshape):
+                    inside = names.intersection(edit.old)
+                    if inside and inside != set(edit.old):
+                        return False
+                    names |= set(edit.new) if inside else set()
+        return True
+
+    def moved(self, w: jax.Array, move: dims_lib.Move, starts: Sequence[Any] = ()) -> AdaptedWeight:
+        """Returns the weight after an operation that made `w` of its array and does `move` to its dimensions."""
+        inputs = {dim.name for dim in self.dims if dim.origins & frozenset(self.roles.inputs)}
+        if any(isinstance(edit, dims_lib.Slice) and edit.name in inputs for edit in move.edits):
+            self = with_gain(self)  # a norm is over all inputs
+        parts: dict[str, Any] = {}
+        for name in ("a", "b", "magnitude", "gain"):
+            factor = getattr(self, name)
+            for edit in move.edits if factor is not None else ():
+                factor = factor.edited(edit, starts)
+            parts[name] = factor
+        return dataclasses.replace(self, w=w, dims=move.dims, **parts)
+
+    def plan(self, contracted: Sequence[int], batch: Sequence[int]) -> Product | None:
+        """Returns how to multiply with the adapters in a product with W; None if they don't allow it.
+
+        Args:
+          contracted: the dimensions of `w` that the product contracts.
+          batch: the dimensions of `w` over which it is a batch.
+        """
+        free = [i for i in range(len(self.dims)) if i not in contracted and i not in batch]
+        ends = [dims_lib.origins([self.dims[i] for i in group]) for group in (contracted, free)]
+        roles = [frozenset(self.roles.inputs), frozenset(self.roles.outputs)]
+        if ends not in (roles, roles[::-1]):
+            return None
+        found = Product(
+            batch=tuple(self.dims[i].name for i in batch),
+            contracted=tuple(self.dims[i].name for i in contracted),
+            free=tuple(self.dims[i].name for i in free),
+            transposed=ends != roles,
+        )
+        first, second = found.factors(self)
+        shared = {*found.batch, RANK, *({ADAPTER} & set(self.a.names))}
+        fits = set(first.names) == shared | set(found.contracted) and set(second.names) == shared | set(found.free)
+        return found if fits else None
+
+
+def norm(weight: AdaptedWeight) -> Factor:
+    """Returns the norm of each output's weights of W + scale * a b, float32 [*stack, *outputs], without gradient.
+
+    The sum W + scale * a b is not formed: the squared norm is |W|^2 + 2 scale <W, a b> + scale^2 |a b|^2 for each output.
+    """
+    w, a, b = (lax.stop_gradient(x) for x in (weight.w, weight.a.array, weight.b.array))
+    names = [dim.name for dim in weight.dims]
+    inputs = [dim.name for dim in weight.dims if dim.origins <= frozenset(weight.roles.inputs)]
+    result = [name for name in weight.b.names if name != RANK]
+    letters = _letters([*names, RANK, ADAPTER, _OTHER_RANK])
+
+    def text(of: Sequence[Name]) -> str:
+        return "".join(letters[name] for name in of)
+
+    def other(of: Sequence[Name]) -> str:
+        return text([_OTHER_RANK if name == RANK else name for name in of])
+
+    def product(equation: str, *operands: jax.Array) -> jax.Array:
+        exact = None if any(x.dtype == jnp.bfloat16 for x in operands) else lax.Precision.HIGHEST
+        return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32, precision=exact)
+
+    squares = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=[names.index(name) for name in inputs])
+    own = Factor(squares, tuple(name for name in names if name not in inputs))
+    a_name, b_name = text(weight.a.names), text(weight.b.names)
+    with_w = product(f"{a_name},{text(names)}->{b_name}", a.astype(w.dtype), w)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    cross = product(f"{b_name},{b_name}->{text(result)}", with_w, b)
+    shared = [name for name in weight.a.names if name not in (*inputs, RANK)]
+    gram_name = text([*shared, RANK, _OTHER_RANK])
+    gram = product(f"{a_name},{other(weight.a.names)}->{gram_name}", a, a)
+    square = product(f"{gram_name},{b_name},{other(weight.b.names)}->{text(result)}", gram, b, b)
+    # Where there are several adapters, their dimension is the first of the result.
+    total = (
+        own.arranged([name for name in result if name in own.names])
+        + 2 * weight.scale * cross
+        + weight.scale**2 * square
+    )
+    return Factor(jnp.sqrt(jnp.maximum(total, 0.0)), tuple(result))
+
+
+def _letters(names: Sequence[Name]) -> dict[Name, str]:
+    return {name: chr(ord("a") + i) for i, name in enumerate(names)}
+
+
+def with_gain(weight: AdaptedWeight) -> AdaptedWeight:
+    """Returns the weight with DoRA's gain computed, if it has a magnitude."""
+    if weight.magnitude is None or weight.gain is not None:
+        return weight
+    below = norm(weight)
+    magnitude = weight.magnitude.arranged(below.names).astype(jnp.float32)
+    # An output whose weights are all 0 stays 0.
+    gain = magnitude / jnp.where(below.array == 0, 1.0, below.array)
+    return dataclasses.replace(weight, gain=Factor(gain, below.names))
+
+
+def merge(weight: AdaptedWeight) -> jax.Array:
+    """Returns the array W + scale * a b, with DoRA's gain, in the dtype of W; computed in float32.
+
+    Raises:
+      UserError: the weight has several adapters.
+    """
+    if ADAPTER in weight.a.names:
+        raise UserError(
+            f"task.lora.adapters: the model uses {weight.path} in an operation that needs the weight and its adapters merged, "
+            "which differ by row; leave the target out, or decode with one adapter"
+        )
+    names = [dim.name for dim in weight.dims]
+    letters = _letters([RANK, *names])
+    a, b = weight.a, weight.b
+    equation = ",".join("".join(letters[name] for name in factor.names) for factor in (a, b))
+    # The others were added by the model, and have size 1.
+    own = [name for name in names if name in a.names or name in b.names]
+    equation += "->" + "".join(letters[name] for name in own)
+    highest = lax.Precision.HIGHEST
+    delta = jnp.einsum(equation, a.array.astype(jnp.float32), b.array.astype(jnp.float32), precision=highest)
+    delta = jnp.expand_dims(delta, [axis for axis, name in enumerate(names) if name not in own])
+    total = weight.w.astype(jnp.float32) + weight.scale * delta
+    gain = with_gain(weight).gain
+    if gain is not None:
+        kept = [name for name in names if name in gain.names]
+        shape = [n if name in gain.names else 1 for name, n in zip(names, weight.w.shape, strict=True)]
+        total = total * gain.arranged(kept).reshape(shape)
+    return total.astype(weight.w.dtype)

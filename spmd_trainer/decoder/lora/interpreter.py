@@ -1,0 +1,279 @@
+"""Evaluates a model's jaxpr with adapted weights in the place of arrays.
+
+Operations that no adapted weight enters are bound as they are. Loops, branches and rematerialised parts are followed where one
+enters, and keep their form: a scan stays a scan, and a `jax.checkpoint` keeps its policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_trainer.decoder.lora import adapted_weight, dims, products
+from spmd_trainer.decoder.lora.adapted_weight import AdaptedWeight
+from spmd_trainer.sharding.even_program import source_of
+from spmd_trainer.sharding.even_rules import bind
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
+
+
+def is_adapted(x: Any) -> bool:
+    """Returns True for an adapted weight."""
+    return isinstance(x, AdaptedWeight)
+
+
+@dataclasses.dataclass
+class Interpreter:
+    """Evaluates jaxprs.
+
+    Attributes:
+      on_merge: called with (path, operation) where a weight had to be merged with its adapters.
+      dropout: probability of an element of the adapters' input to be dropped.
+      key: of the masks; None drops nothing.
+      rows: int32 [rows], each row's adapter; None with one adapter.
+      multiplied: gets (path, shape of the other operand) of each matrix product with adapters, if it is a list.
+    """
+
+    on_merge: Callable[[str, str], None]
+    dropout: float = 0.0
+    key: jax.Array | None = None
+    rows: jax.Array | None = None
+    multiplied: list[tuple[str, tuple[int, ...]]] | None = None
+    _num_keys: int = 0
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Returns the results of a jaxpr. Arguments may be adapted weights, and so may results."""
+        env: dict[Any, Any] = {}
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, jax.extend.core.Literal) else env[var]
+
+        env.update(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        last_use = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if not hasattr(var, "val")}
+        kept = {var for var in jaxpr.outvars if not hasattr(var, "val")}
+        for i, eqn in enumerate(jaxpr.eqns):
+            values = [read(var) for var in eqn.invars]
+            with source_of(eqn):
+                found = self._one(eqn, values) if any(map(is_adapted, values)) else bind(eqn, values)
+            env.update(zip(eqn.outvars, found, strict=True))
+            for var in {v for v in eqn.invars if not hasattr(v, "val")}:
+                if last_use[var] == i and var not in kept:
+                    del env[var]  # as soon as possible: outside of jit, an array's memory depends on it
+        return [read(var) for var in jaxpr.outvars]
+
+    def _one(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Returns the results of an operation that adapted weights enter."""
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            return [self._product(eqn, *values)]
+        if name in CALLS:
+            inner = params.get("jaxpr") or params["call_jaxpr"]
+            return self.run(inner.jaxpr, inner.consts, values)
+        if name in REMATERIALISED:
+            inside = self._inside(self._fresh_key())
+            run = jax.checkpoint(
+                lambda *args: inside.run(params["jaxpr"], (), args),
+                policy=_for_base_only(params["policy"], params["jaxpr"]),
+                prevent_cse=params["prevent_cse"],
+            )
+            return list(run(*values))
+        if name == "scan":
+            return self._scan(eqn, values)
+        if name == "while":
+            return self._while(eqn, values)
+        if name == "cond":
+            return self._cond(eqn, values)
+        return self._moved(eqn, values)
+
+    def _moved(self, eqn: Any, values: list[Any]) -> list[Any]:
+        weight, *others = values
+        if is_adapted(weight) and not any(map(is_adapted, others)):
+            moves = [dims.Move(weight.dims)] if is_gather(eqn) else dims.moves(eqn, weight.dims)
+            if moves is not None and all(map(weight.follows, moves)):
+                arrays = bind(eqn, [weight.w, *others])
+                return [weight.moved(w, move, others) for w, move in zip(arrays, moves, strict=True)]
+        return bind(eqn, self._merged(values, eqn.primitive.name))
+
+    def _merged(self, values: Sequence[Any], operation: str) -> list[Any]:
+        for value in values:
+            if is_adapted(value):
+                self.on_merge(value.path, operation)
+        return [adapted_weight.merge(value) if is_adapted(value) else value for value in values]
+
+    def _product(self, eqn: Any, left: Any, right: Any) -> jax.Array:
+        if is_adapted(left) and is_adapted(right):
+            (right,) = self._merged([right], "dot_general with another target")
+        weight, x = (left, right) if is_adapted(left) else (right, left)
+        if self.multiplied is not None:
+            self.multiplied.append((weight.path, x.shape))
+        found: Any = products.multiply(
+            x,
+            weight,
+            eqn.params,
+            weight_is_left=is_adapted(left),
+            drop=self._dropper(weight.path),
+            rows=self.rows,
+        )
+        if found is None:
+            found = bind(eqn, self._merged([left, right], "dot_general of another form"))[0]
+        return cast(jax.Array, found)
+
+    def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
+        params = eqn.params
+        body, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        consts, carry, xs = (
+            values[:num_consts],
+            self._merged(values[num_consts : num_consts + num_carry], "scan carry"),
+            values[num_consts + num_carry :],
+        )
+        key = self._fresh_key()
+        stacked = [_Stacked.of(x) or self._merged([x], "scan")[0] if is_adapted(x) else x for x in xs]
+
+        def step(carry: list[Any], x: tuple[jax.Array, list[Any]]) -> tuple[list[Any], list[Any]]:
+            index, parts = x
+            inside = self._inside(None if key is None else jax.random.fold_in(key, index))
+            parts = [part.slice() if isinstance(part, _Stacked) else part for part in parts]
+            found = inside.run(body.jaxpr, body.consts, [*consts, *carry, *parts])
+            found = inside._merged(found, "scan result")
+            return found[:num_carry], found[num_carry:]
+
+        indices = jnp.arange(params["length"], dtype=jnp.uint32)
+        new_carry, ys = lax.scan(
+            step,
+            carry,
+            (indices, stacked),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*new_carry, *ys]
+
+    def _while(self, eqn: Any, values: list[Any]) -> list[Any]:
+        params = eqn.params
+        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
+        carry = self._merged(values[num_cond + num_body :], "while carry")
+        # Differentiation of a loop of unknown length is not possible, so there is no dropout to tell its iterations apart.
+        inside = self._inside(None)
+
+        def cond(carry: Iterable[Any]) -> Any:
+            jaxpr = params["cond_jaxpr"]
+            return inside.run(jaxpr.jaxpr, jaxpr.consts, [*cond_consts, *carry])[0]
+
+        def body(carry: Iterable[Any]) -> list[Any]:
+            jaxpr = params["body_jaxpr"]
+            return inside._merged(inside.run(jaxpr.jaxpr, jaxpr.consts, [*body_consts, *carry]), "while result")
+
+        return list(lax.while_loop(cond, body, carry))
+
+    def _cond(self, eqn: Any, values: list[Any]) -> list[Any]:
+        index, *operands = values
+        key = self._fresh_key()
+
+        def branch(jaxpr: Any) -> Callable[..., list[Any]]:
+            def run(*args: Any) -> list[Any]:
+                inside = self._inside(key)
+                return inside._merged(inside.run(jaxpr.jaxpr, jaxpr.consts, args), "cond result")
+
+            return run
+
+        return list(lax.switch(index, [branch(jaxpr) for jaxpr in eqn.params["branches"]], *operands))
+
+    def _inside(self, key: jax.Array | None) -> Interpreter:
+        """Returns the interpreter of a part of the program, with its own key."""
+        return dataclasses.replace(self, key=key, _num_keys=0)
+
+    def _fresh_key(self) -> jax.Array | None:
+        self._num_keys += 1
+        return None if self.key is None else jax.random.fold_in(self.key, self._num_keys)
+
+    def _dropper(self, path: str) -> Callable[[jax.Array], jax.Array]:
+        key = self._fresh_key()
+        if key is None or not self.dropout:
+            return lambda x: x
+
+        def drop(x: jax.Array) -> jax.Array:
+            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+            kept = jax.random.bernoulli(own, 1 - self.dropout, x.shape)
+            return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+
+        return drop
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Stacked:
+    """An adapted weight for a scan over dimension 0 of its array: the scanned dimension leads in all arrays.
+
+    Attributes:
+      weight: the weight, with the dimensions of one slice.
+    """
+
+    weight: AdaptedWeight
+
+    @classmethod
+    def of(cls, weight: AdaptedWeight) -> _Stacked | None:
+        """Moves the dimension to the front of the adapters; returns None if not both have it."""
+        name = weight.dims[0].name
+        if name not in weight.a.names or name not in weight.b.names:
+            return None
+
+        def front(factor: Any) -> Any:
+            if factor is None:
+                return None
+            names = tuple(n for n in factor.names if n != name)
+            return adapted_weight.Factor(factor.arranged([name, *names]), names)
+
+        parts = {part: front(getattr(weight, part)) for part in ("a", "b", "magnitude", "gain")}
+        return cls(dataclasses.replace(weight, dims=weight.dims[1:], **parts))
+
+    def slice(self) -> AdaptedWeight:
+        """Returns the weight; the scan has taken its slice of the arrays."""
+        return self.weight
+
+
+def _for_base_only(policy: Callable[..., Any] | None, jaxpr: Any) -> Callable[..., Any] | None:
+    """Returns a policy of `jax.checkpoint` that keeps no matrix product for the backward pass but those of the base.
+
+    A policy that keeps matrix products would otherwise keep three for each weight.
+    """
+    if policy is None:
+        return None
+    known = {_signature(eqn.params, [var.aval for var in eqn.invars]) for eqn in _products(jaxpr)}
+
+    def keeps(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "dot_general" and _signature(params, avals) not in known:
+            return False
+        return policy(primitive, *avals, **params)
+
+    return keeps
+
+
+def _signature(params: Mapping[str, Any], avals: Sequence[Any]) -> Any:
+    return params["dimension_numbers"], tuple(aval.shape for aval in avals)
+
+
+def _products(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from _products(inner)
+
+
+def is_gather(eqn: Any) -> bool:
+    """Returns True for a function that gathers a split variable from all devices, with one operand and one result."""
+    if eqn.primitive.name == "all_gather":
+        return bool(eqn.params["tiled"])
+    if eqn.primitive.name != "custom_vjp_call" or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+        return False
+    names = {inner.primitive.name for inner in eqn.params["call_jaxpr"].jaxpr.eqns}
+    return "all_gather" in names and names <= {"all_gather", "slice", "convert_element_type", "jit", "pjit", "copy"}

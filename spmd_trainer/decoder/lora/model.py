@@ -1,0 +1,339 @@
+"""A model with adapters, as a `Model`: the base is traced, and its weights are replaced where it multiplies with them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.interpreters.partial_eval
+import jax.numpy as jnp
+from absl import logging
+from flax.core import meta
+from praxis import base_layer
+
+from spmd_trainer.decoder.lora import adapted_weight, targets, variables
+from spmd_trainer.decoder.lora import uses as uses_lib
+from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
+from spmd_trainer.decoder.lora.interpreter import Interpreter
+from spmd_trainer.decoder.lora.settings import Lora
+from spmd_trainer.errors import UserError
+from spmd_trainer.models.base import DecodeResult, ForwardResult, Model, ModuleModel, praxis_rngs
+from spmd_trainer.optim import masks
+from spmd_trainer.train_states import NestedJTensor, PyTree
+
+# What the forward pass of a frozen base must not change.
+_KEPT = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECTION)
+_PROBE_MUTABLE = (base_layer.AUX_LOSS, base_layer.SUMMARIES, *_KEPT)
+# Axis names of Flax modules' parameters: metadata, not variables.
+_AXES = "params_axes"
+_ROWS = "adapter"
+
+
+_mesh: contextvars.ContextVar[jax.sharding.AbstractMesh | None] = contextvars.ContextVar(
+    "mesh to trace on", default=None
+)
+
+
+@contextlib.contextmanager
+def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Initialisation in this context traces the forward pass for this mesh, to see how the model uses the targets."""
+    token = _mesh.set(mesh.abstract_mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
+@dataclasses.dataclass
+class LoraModel:
+    """A frozen base with adapters, as a `Model`.
+
+    Attributes:
+      base: the model without adapters.
+      settings: the adapters' settings.
+      fprop_dtype: dtype of the base's computations; steps cast variables to it.
+      dims: target -> its dimensions; None before the model has been traced.
+    """
+
+    base: Model
+    settings: Lora
+    fprop_dtype: Any = jnp.float32
+    dims: dict[str, MatrixDims] | None = None
+    _warned: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+
+    def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
+        """Returns the base's variables, marked as frozen, and the adapters below 'params/lora'. See `Model`.
+
+        Raises:
+          UserError: a target is wrong, or the base has variables below 'params/lora'.
+        """
+        boxed = self.base.init_variables(key, inputs)
+        params = boxed[base_layer.PARAMS]
+        if not isinstance(params, Mapping):
+            raise UserError(f"task.lora needs a model whose parameters are a dict; they are a {type(params).__name__}")
+        if variables.LORA in params:
+            raise UserError(
+                f"task.model has variables below 'params/{variables.LORA}', where task.lora keeps its adapters; rename them"
+            )
+        boxed = {
+            name: tree if name == _AXES else jax.tree.map(_frozen, tree, is_leaf=_is_box)
+            for name, tree in boxed.items()
+        }
+        values = base_layer.maybe_unbox_value(boxed)
+        hparams = dict(masks.with_paths(base_layer.unbox_meta(boxed)))
+        weights = dict(masks.with_paths(values))
+        adapters = {}
+        for path, roles in self._found_dims(values, inputs, key).items():
+            own = {
+                name: variables.adapter_hparams(self.settings, roles, name, hparams[path])
+                for name in variables.names_of(self.settings)
+            }
+            initial = variables.initial_adapters(self.settings, roles, path, weights[path], own, key)
+            adapters[path] = {name: base_layer.BoxedParam(value=initial[name], meta=own[name]) for name in initial}
+        return variables.with_adapters(boxed, adapters)
+
+    def forward(
+        self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
+    ) -> ForwardResult:
+        """Runs the base with adapters. What the base writes into its own variables is dropped. See `Model`."""
+        if self.settings.reference:
+            inputs = self._with_reference(mdl_vars, inputs, key)
+
+        def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
+            return self.base.forward(base_vars, inputs, key, do_eval=do_eval, mutable=mutable)
+
+        dropping = self.settings.dropout and not do_eval
+        outputs, written = self._run(run, mdl_vars, inputs, key, dropping=bool(dropping))
+        return outputs, {name: tree for name, tree in written.items() if name not in _KEPT}
+
+    def decode(
+        self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
+    ) -> DecodeResult:
+        """Decodes with adapters. See `Model`."""
+
+        def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> DecodeResult:
+            return self.base.decode(base_vars, inputs, key, mutable=mutable)
+
+        found: DecodeResult = self._run(run, mdl_vars, inputs, key, dropping=False)
+        return found
+
+    def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
+        """Returns the variables for the start of a run on a loaded base: with DoRA, the magnitudes are its norms.
+
+        Args:
+          mdl_vars: the variables at logical shapes. Under jit.
+        """
+        if not self.settings.dora:
+            return mdl_vars
+        weights = dict(masks.with_paths(variables.base_only(mdl_vars)))
+        return variables.with_adapters(
+            mdl_vars,
+            {
+                path: {
+                    **variables.adapters_of(mdl_vars, path),
+                    variables.MAGNITUDE: variables.initial_magnitude(self.settings, roles, weights[path]),
+                }
+                for path, roles in self.matrix_dims().items()
+            },
+        )
+
+    def merged(self, mdl_vars: NestedJTensor) -> NestedJTensor:
+        """Returns the base's variables with the adapters added; see `merged`."""
+        if self.settings.adapters is not None:
+            raise UserError(
+                f"task.lora.adapters are {list(self.settings.adapters)}, and a merged model has one; give a task with one adapter"
+            )
+        base, dims = variables.base_only(mdl_vars), self.matrix_dims()
+        leaves = []
+        for path, w in masks.with_paths(base):
+            if path in dims:
+                own = variables.adapters_of(mdl_vars, path)
+                w = adapted_weight.merge(variables.adapted(self.settings, dims[path], path, w, own))
+            leaves.append(w)
+        return jax.tree.unflatten(jax.tree.structure(base), leaves)
+
+    def matrix_dims(self) -> dict[str, MatrixDims]:
+        """Returns target -> its dimensions. The model must have been traced: `init_variables`, `forward` or `decode`."""
+        if self.dims is None:
+            raise RuntimeError("the dimensions of the adapters' targets are known after init_variables was traced")
+        return self.dims
+
+    def _found_dims(self, values: NestedJTensor, inputs: PyTree, key: jax.Array) -> dict[str, MatrixDims]:
+        """Traces the base on variables as a step casts them, and returns how it uses the targets."""
+
+        def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
+            if self.settings.reference:
+                inputs = self._with_reference(base_vars, inputs, key)
+            return self.base.forward(base_vars, inputs, key, do_eval=True, mutable=_PROBE_MUTABLE)
+
+        if self.dims is None:
+            low = jnp.dtype(self.fprop_dtype) == jnp.bfloat16
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if low and x.dtype == jnp.float32 else x.dtype),
+                values,
+            )
+            # Modules of other libraries may name mesh axes in their forward pass; praxis asks for its mesh itself.
+            mesh = _mesh.get() if isinstance(self.base, ModuleModel) else None
+            with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+                jaxpr, _ = _traced(run, (shapes, inputs, key))
+            self._find_dims(jaxpr, shapes)
+        return self.matrix_dims()
+
+    def _find_dims(self, jaxpr: Any, base_vars: PyTree) -> None:
+        paths = {
+            i: path
+            for i, (path, x) in enumerate(_named_values(base_vars))
+            if path.startswith(f"{base_layer.PARAMS}/") and jnp.issubdtype(x.dtype, jnp.floating)
+        }
+        self.dims = targets.choose(self.settings, uses_lib.find_uses(jaxpr, paths))
+
+    def _run(
+        self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, dropping: bool
+    ) -> Any:
+        """Calls `fn(base variables, inputs, key)` with adapted weights in the place of the targets."""
+        if self.settings.adapters is not None:
+            self._check_rows(fn, mdl_vars, inputs, key)
+        found, shapes = self._evaluated(fn, mdl_vars, inputs, key, dropping=dropping)
+        found = [adapted_weight.merge(x) if isinstance(x, adapted_weight.AdaptedWeight) else x for x in found]
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    def _evaluated(
+        self,
+        fn: Callable[..., Any],
+        mdl_vars: NestedJTensor,
+        inputs: PyTree,
+        key: jax.Array,
+        *,
+        dropping: bool,
+        multiplied: list[tuple[str, tuple[int, ...]]] | None = None,
+    ) -> tuple[list[Any], PyTree]:
+        """Returns the leaves of the results, which may be adapted weights, and the results' shapes."""
+        base_vars = variables.base_only(mdl_vars)
+        args = (base_vars, inputs, key)
+        jaxpr, shapes = _traced(fn, args)
+        if self.dims is None:
+            self._find_dims(jaxpr, base_vars)
+        leaves = jax.tree.leaves(args)
+        for i, (path, x) in enumerate(_named_values(base_vars)):
+            if path in self.matrix_dims():
+                leaves[i] = self._adapted(path, leaves[i], mdl_vars, whole=leaves[i] is x)
+        masks_key = jax.random.fold_in(key, zlib.crc32(variables.LORA.encode())) if dropping else None
+        interpreter = Interpreter(self._warn, self.settings.dropout, masks_key, self._rows(inputs), multiplied)
+        return interpreter.run(jaxpr.jaxpr, jaxpr.consts, leaves), shapes
+
+    def _check_rows(self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> None:
+        """Checks that dimension 0 of what the targets are multiplied with are the batch's rows.
+
+        It traces the model on twice the rows too: dimension 0 must double, and no other.
+
+        Raises:
+          UserError: another dimension depends on the number of rows; names the target.
+        """
+        rows = self._rows(inputs)
+        assert rows is not None
+
+        def shapes(times: int) -> list[tuple[str, tuple[int, ...]]]:
+            found: list[tuple[str, tuple[int, ...]]] = []
+
+            def run(mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> int:
+                self._evaluated(fn, mdl_vars, inputs, key, dropping=False, multiplied=found)
+                return 0
+
+            def repeated(x: Any) -> Any:
+                per_row = jnp.ndim(x) and jnp.shape(x)[0] == rows.shape[0]
+                shape = (times * x.shape[0], *x.shape[1:]) if per_row else jnp.shape(x)
+                return jax.ShapeDtypeStruct(shape, x.dtype)
+
+            jax.eval_shape(run, mdl_vars, jax.tree.map(repeated, inputs), key)
+            return found
+
+        for (path, once), (_, twice) in zip(shapes(1), shapes(2), strict=True):
+            if once[0] % rows.shape[0] or twice != (2 * once[0], *once[1:]):
+                raise UserError(
+                    f"task.lora.adapters: the model multiplies {path} with an array of shape {once}, and of {twice} for "
+                    "twice the rows; to choose an adapter for each row, dimension 0 must be the rows"
+                )
+
+    def _adapted(
+        self, path: str, w: jax.Array, mdl_vars: NestedJTensor, *, whole: bool
+    ) -> adapted_weight.AdaptedWeight:
+        own = {name: x.unbox() if _is_box(x) else x for name, x in variables.adapters_of(mdl_vars, path).items()}
+        weight = variables.adapted(self.settings, self.matrix_dims()[path], path, w, own)
+        # The gain of all stacked layers at once, before the loop over them; not of a weight that is gathered in the loop.
+        return adapted_weight.with_gain(weight) if whole else weight
+
+    def _rows(self, inputs: PyTree) -> jax.Array | None:
+        if self.settings.adapters is None:
+            return None
+        if _ROWS not in inputs:
+            raise UserError(
+                f"task.lora.adapters are {list(self.settings.adapters)}, and the batch has no entry {_ROWS!r} to choose one for "
+                "each row; add it, int32 [rows], with an index into these names, or -1 for the base alone"
+            )
+        return jnp.asarray(inputs[_ROWS], jnp.int32)
+
+    def _with_reference(self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> PyTree:
+        """Returns the batch with the log-probabilities of the base alone, as its method `with_reference` adds them.
+
+        Raises:
+          UserError: the model has no such method.
+        """
+        model = getattr(self.base, "model", None)
+        if model is None or not hasattr(model, "with_reference"):
+            raise UserError(
+                f"task.lora.reference=True, and task.model is a {type(model or self.base).__name__}, which compares with no "
+                "reference; use decoder.preferences.model.PreferenceModel, or leave reference out"
+            )
+        found, _ = model.apply(
+            variables.base_only(mdl_vars),
+            inputs,
+            method=model.with_reference,
+            mutable=list(_PROBE_MUTABLE),
+            rngs=praxis_rngs(key),
+        )
+        return found
+
+    def _warn(self, path: str, operation: str) -> None:
+        if (path, operation) not in self._warned:
+            self._warned.add((path, operation))
+            logging.warning(
+                "task.lora: %s is read by %s, which needs the weight and its adapters merged: a copy of the weight in memory",
+                path,
+                operation,
+            )
+
+
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
+    """Returns a function's jaxpr without what its results don't depend on, and the shapes of its results.
+
+    Modules such as those of NNX return all variables from a loop over layers, although nothing reads them after it.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    used = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+    return jax.extend.core.ClosedJaxpr(jaxpr, closed.consts), shapes
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, meta.AxisMetadata)
+
+
+def _named_values(base_vars: PyTree) -> list[tuple[str, Any]]:
+    """Returns (path, value) of each variable, in the order of its leaves. A partitioner's box counts as a value."""
+    named = jax.tree_util.tree_leaves_with_path(base_vars, is_leaf=_is_box)
+    return [(masks.path_str(path), x) for path, x in named]
+
+
+def _frozen(box: Any) -> base_layer.BoxedParam:
+    """Marks a variable of the base as one that doesn't learn."""
+    hparams = base_layer.unbox_meta(box)
+    collections = [*hparams.collections, base_layer.WeightHParamsCollection.NON_TRAINABLE, masks.FROZEN]
+    return base_layer.BoxedParam(
+        value=base_layer.maybe_unbox_value(box), meta=dataclasses.replace(hparams, collections=collections)
+    )

@@ -1,0 +1,130 @@
+"""A matrix product with an adapted weight: the base's product and two small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_trainer.decoder.lora import adapted_weight
+from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor, Product
+
+
+def multiply(
+    x: jax.Array,
+    weight: AdaptedWeight,
+    params: dict[str, Any],
+    *,
+    weight_is_left: bool,
+    drop: Callable[[jax.Array], jax.Array],
+    rows: jax.Array | None,
+) -> jax.Array | None:
+    """Multiplies with W + scale * a b without forming it.
+
+    Args:
+      x: the other operand.
+      weight: the weight.
+      params: parameters of the `dot_general`.
+      weight_is_left: True if the weight is the left operand.
+      drop: applied to the adapters' input.
+      rows: int32 [rows], each row's adapter; None with one adapter. Dimension 0 of `x` are the rows.
+
+    Returns:
+      The product in the order of dimensions of the `dot_general`; None if the adapters don't allow the product.
+    """
+    contract, batch = params["dimension_numbers"]
+    (xc, wc), (xb, wb) = (pair[::-1] if weight_is_left else pair for pair in (contract, batch))
+    plan = weight.plan(wc, wb)
+    if plan is None or (rows is not None and (0 in xc or 0 in xb)):
+        return None
+    weight = adapted_weight.with_gain(weight)
+    kept = [i for i in range(x.ndim) if i not in xc and i not in xb]
+    x_names: list[Any] = [("x", i) for i in range(x.ndim)]
+    for dims, names in ((xc, plan.contracted), (xb, plan.batch)):
+        for dim, name in zip(dims, names, strict=True):
+            x_names[dim] = name
+    free = [x_names[i] for i in kept]
+    out_names = [*plan.batch, *(plan.free if weight_is_left else free), *(free if weight_is_left else plan.free)]
+    scaled = x
+    after: Factor | None = None
+    if weight.gain is not None:
+        gain = _of_rows(weight.gain, rows, x, missing=1.0)
+        # Transposed, the outputs of the weight are what the product contracts.
+        if plan.transposed:
+            scaled = _times(x, x_names, gain)
+        else:
+            after = gain
+    operands = (weight.w, scaled) if weight_is_left else (scaled, weight.w)
+    out: jax.Array = lax.dot_general_p.bind(*operands, **params)
+    delta = _delta(drop(scaled), x_names, weight, plan, rows, params, weight_is_left, out_names)
+    out = out + delta.astype(out.dtype)
+    return out if after is None else _times(out, out_names, after)
+
+
+def _delta(
+    x: jax.Array,
+    x_names: list[Any],
+    weight: AdaptedWeight,
+    plan: Product,
+    rows: jax.Array | None,
+    params: dict[str, Any],
+    weight_is_left: bool,
+    out_names: list[Any],
+) -> jax.Array:
+    """Returns scale * (x a) b, in the order of the base's product."""
+    first, second = plan.factors(weight)
+    precision, dtype = params["precision"], params["preferred_element_type"]
+    if rows is not None:
+        first, second = (_of_rows(factor, rows, x, missing=0.0) for factor in (first, second))
+        inner = [*plan.batch, ("x", 0), RANK, *(n for n in x_names[1:] if n not in (*plan.batch, *plan.contracted))]
+        hidden = _einsum([(x, x_names), (first.array.astype(x.dtype), first.names)], inner, precision, None)
+        pair = [(hidden * weight.scale, inner), (second.array.astype(x.dtype), second.names)]
+        return _einsum(pair, out_names, precision, dtype)
+    num_batch, num_contracted = len(plan.batch), len(plan.contracted)
+    a = first.arranged([*plan.batch, *plan.contracted, RANK]).astype(x.dtype)
+    b = second.arranged([*plan.batch, RANK, *plan.free]).astype(x.dtype)
+    xc, xb = ([x_names.index(name) for name in names] for names in (plan.contracted, plan.batch))
+    batch = list(range(num_batch))
+    ac = list(range(num_batch, num_batch + num_contracted))
+    if weight_is_left:
+        hidden = lax.dot_general(a, x, ((ac, xc), (batch, xb)), precision) * weight.scale
+        numbers = (([num_batch], [num_batch]), (batch, batch))
+        return lax.dot_general(b, hidden, numbers, precision, preferred_element_type=dtype)
+    hidden = lax.dot_general(x, a, ((xc, ac), (xb, batch)), precision) * weight.scale
+    numbers = (([hidden.ndim - 1], [num_batch]), (batch, batch))
+    return lax.dot_general(hidden, b, numbers, precision, preferred_element_type=dtype)
+
+
+def _of_rows(factor: Factor, rows: jax.Array | None, x: jax.Array, *, missing: float) -> Factor:
+    """Returns each row's own adapter, with the rows as dimension ('x', 0); `missing` for rows without one."""
+    if rows is None:
+        return factor
+    count, num_rows = x.shape[0], rows.shape[0]
+    # Several samples of a row follow each other. `LoraModel` has checked that dimension 0 are the rows.
+    index = jnp.repeat(rows, count // num_rows, total_repeat_length=count)
+    axis = factor.names.index(ADAPTER)
+    array = jnp.moveaxis(factor.array, axis, 0)[jnp.maximum(index, 0)]
+    has = (index >= 0).reshape(-1, *[1] * (array.ndim - 1))
+    names = (("x", 0), *factor.names[:axis], *factor.names[axis + 1 :])
+    return Factor(jnp.where(has, array, jnp.asarray(missing, array.dtype)), names)
+
+
+def _times(x: jax.Array, names: Sequence[Any], gain: Factor) -> jax.Array:
+    kept = [name for name in names if name in gain.names]
+    sizes = [n if name in gain.names else 1 for name, n in zip(names, x.shape, strict=True)]
+    return x * gain.arranged(kept).reshape(sizes).astype(x.dtype)
+
+
+def _einsum(
+    operands: Sequence[tuple[jax.Array, Sequence[Any]]], out: Sequence[Any], precision: Any, dtype: Any
+) -> jax.Array:
+    letters: dict[Any, str] = {}
+    for _, names in operands:
+        for name in names:
+            letters.setdefault(name, chr(ord("a") + len(letters)))
+    texts = ["".join(letters[name] for name in names) for _, names in operands]
+    equation = f"{','.join(texts)}->{''.join(letters[name] for name in out)}"
+    return jnp.einsum(equation, *[x for x, _ in operands], precision=precision, preferred_element_type=dtype)

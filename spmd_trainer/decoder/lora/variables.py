@@ -1,0 +1,189 @@
+"""The adapters as variables: their paths, shapes, initial values and layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from praxis import base_layer
+
+from spmd_trainer.decoder.lora import dims as dims_lib
+from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor, MatrixDims
+from spmd_trainer.decoder.lora.settings import Lora
+from spmd_trainer.train_states import PyTree
+
+LORA = "lora"
+A, B, MAGNITUDE = "a", "b", "magnitude"
+
+
+def base_only(mdl_vars: PyTree) -> PyTree:
+    """Returns the variables of the base, without the adapters: those of a task without `lora`."""
+    params = {name: tree for name, tree in mdl_vars[base_layer.PARAMS].items() if name != LORA}
+    return {**mdl_vars, base_layer.PARAMS: params}
+
+
+def adapters_of(mdl_vars: PyTree, path: str) -> Mapping[str, Any]:
+    """Returns the adapters {'a': ..., 'b': ...} of a variable.
+
+    Args:
+      mdl_vars: the variables, or a tree of their structure.
+      path: the variable's, e.g. 'params/lm/mlp/w'.
+    """
+    found: Mapping[str, Any] = mdl_vars[base_layer.PARAMS][LORA]
+    for part in path.split("/")[1:]:
+        found = found[part]
+    return found
+
+
+def with_adapters(mdl_vars: PyTree, adapters: Mapping[str, Mapping[str, Any]]) -> PyTree:
+    """Returns the variables with adapters, given as {path of the base's variable: {'a': ..., 'b': ...}}."""
+    tree: dict[str, Any] = {}
+    for path, parts in adapters.items():
+        node = tree
+        for part in path.split("/")[1:]:
+            node = node.setdefault(part, {})
+        node.update(parts)
+    return {**mdl_vars, base_layer.PARAMS: {**mdl_vars[base_layer.PARAMS], LORA: tree}}
+
+
+def factor_dims(roles: MatrixDims, name: str) -> tuple[Any, ...]:
+    """Returns the dimensions of an adapter of one weight: dimensions of the weight, and 'rank'."""
+    if name == A:
+        return (*roles.stack, *roles.inputs, RANK)
+    return (*roles.stack, RANK, *roles.outputs) if name == B else (*roles.stack, *roles.outputs)
+
+
+def names_of(settings: Lora) -> tuple[str, ...]:
+    """Returns the names of the adapters of each weight."""
+    return (A, B, MAGNITUDE) if settings.dora else (A, B)
+
+
+def adapter_hparams(
+    settings: Lora, roles: MatrixDims, name: str, base: base_layer.WeightHParams
+) -> base_layer.WeightHParams:
+    """Returns the WeightHParams of an adapter, without a layout (`split_like_base`).
+
+    Args:
+      settings: the settings.
+      roles: the dimensions of the base's variable.
+      name: 'a', 'b' or 'magnitude'.
+      base: WeightHParams of the base's variable.
+    """
+    sizes: dict[Any, int] = {RANK: settings.rank, **dict(enumerate(base.full_shape))}
+    shape = [sizes[dim] for dim in factor_dims(roles, name)]
+    if settings.adapters is not None:
+        shape = [len(settings.adapters), *shape]
+    # Stacked layers' adapters have optimizer states like their weights: one for each layer.
+    repeats = list(base.repeat_prefix or ())
+    stacked = settings.adapters is None and roles.stack[: len(repeats)] == tuple(range(len(repeats)))
+    repeats = repeats if stacked else []
+    # A norm is of the size of the weights; bfloat16 would change it by 0.4 %.
+    collections = [base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION] if name == MAGNITUDE else None
+    return base_layer.WeightHParams(
+        shape=shape[len(repeats) :],
+        dtype=settings.dtype,
+        collections=collections,
+        repeat_prefix=repeats or None,
+        repeat_prefix_split_dims_mapping=(None,) * len(repeats) if repeats else None,
+    )
+
+
+def split_like_base(
+    settings: Lora,
+    roles: MatrixDims,
+    name: str,
+    adapter: base_layer.WeightHParams,
+    base: base_layer.WeightHParams,
+    path: str,
+) -> tuple[base_layer.WeightHParams, str]:
+    """Returns an adapter's WeightHParams with the base's split mapping, and the reason for it.
+
+    Args:
+      settings, roles, name: as for `adapter_hparams`.
+      adapter: the WeightHParams of the adapter.
+      base: those of the base's variable, with its layout.
+      path: the base's path.
+    """
+    mapping = dict(enumerate(base.full_split_dims_mapping))
+    reason = f"follows {path}"
+    dims = factor_dims(roles, name)
+    entries = [None if dim == RANK or mapping[dim] == -1 else mapping[dim] for dim in dims]
+    if settings.rank_axes and RANK in dims:
+        used = {axis for entry in entries for axis in ([entry] if isinstance(entry, str) else entry or ())}
+        free = tuple(axis for axis in settings.rank_axes if axis not in used)
+        if free:
+            entries[dims.index(RANK)] = free[0] if len(free) == 1 else free
+            reason += f"; rank split over {', '.join(map(repr, free))}"
+        else:
+            reason += f"; rank whole: other dimensions use {', '.join(map(repr, settings.rank_axes))}"
+    if settings.adapters is not None:
+        entries = [None, *entries]
+    repeats = len(adapter.repeat_prefix or ())
+    new = dataclasses.replace(
+        adapter,
+        mesh_shape=base.mesh_shape,
+        tensor_split_dims_mapping=tuple(entries[repeats:]),
+        repeat_prefix_split_dims_mapping=tuple(entries[:repeats]) if repeats else None,
+    )
+    return new, reason
+
+
+def initial_adapters(
+    settings: Lora,
+    roles: MatrixDims,
+    path: str,
+    w: jax.Array,
+    hparams: Mapping[str, base_layer.WeightHParams],
+    key: jax.Array,
+) -> dict[str, jax.Array]:
+    """Returns the initial adapters of a weight: a uniform in +-1/sqrt(inputs), as PEFT draws it, b 0, and the norms of `w`.
+
+    Args:
+      settings: the settings.
+      roles: the dimensions of `w`.
+      path: the variable's path, which the random numbers depend on.
+      w: the weight.
+      hparams: WeightHParams of the adapters by name.
+      key: the key of the initialisation.
+    """
+    bound = 1 / math.sqrt(math.prod(w.shape[i] for i in roles.inputs))
+    own = jax.random.fold_in(key, zlib.crc32(f"{LORA}/{path}".encode()))
+    shape_a, shape_b = (tuple(hparams[name].full_shape) for name in (A, B))
+    found = {
+        A: jax.random.uniform(own, shape_a, settings.dtype, -bound, bound),
+        B: jnp.zeros(shape_b, settings.dtype),
+    }
+    return {**found, MAGNITUDE: initial_magnitude(settings, roles, w)} if settings.dora else found
+
+
+def initial_magnitude(settings: Lora, roles: MatrixDims, w: jax.Array) -> jax.Array:
+    """Returns the norm of each output's weights: the magnitude with which DoRA begins."""
+    norm = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=roles.inputs))
+    kept = [i for i in range(w.ndim) if i not in roles.inputs]
+    norm = lax.transpose(norm, [kept.index(dim) for dim in factor_dims(roles, MAGNITUDE)]).astype(settings.dtype)
+    return norm if settings.adapters is None else jnp.stack([norm] * len(settings.adapters))
+
+
+def adapted(
+    settings: Lora, roles: MatrixDims, path: str, w: jax.Array, adapters: Mapping[str, jax.Array]
+) -> AdaptedWeight:
+    """Returns a weight with its adapters."""
+    leading = () if settings.adapters is None else (ADAPTER,)
+    factors = {name: Factor(adapters[name], (*leading, *factor_dims(roles, name))) for name in names_of(settings)}
+    return AdaptedWeight(
+        w=w,
+        a=factors[A],
+        b=factors[B],
+        magnitude=factors.get(MAGNITUDE),
+        gain=None,
+        dims=dims_lib.of_variable(w.ndim),
+        path=path,
+        roles=roles,
+        scale=settings.scale,
+    )

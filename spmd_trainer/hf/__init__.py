@@ -1,0 +1,45 @@
+"""Reads and writes the folders of Hugging Face: config.json, *.safetensors, generation_config.json, tokenizer.
+
+config_json.py       config.json as a `DecoderSpec`, and back
+families.py          the architectures: their settings, by transformers' names
+family_settings.py   settings that need more than a renaming
+setting_types.py     the types of the settings
+rotary.py            the settings of rotary embeddings
+tensor_names.py      which tensors hold which variables, and in which order of dimensions
+safetensors_file.py  the format of the files
+folder.py            opens a folder and checks its tensors
+placing.py           reads tensors onto a mesh
+source.py            a folder in `init_from_checkpoint_rules` and in `--restore_checkpoint_dir`
+export_folder.py     writes a folder
+writing.py           how files and folders are written
+experiment.py        `experiment_from_folder` and `load`
+errors.py            the errors
+"""
+
+from spmd_trainer.hf.errors import HfDamagedError, HfError, HfMismatchError, HfNotFoundError
+from spmd_trainer.hf.experiment import experiment_from_folder, load, require_model, warn_of_differences
+from spmd_trainer.hf.export_folder import DTYPES, export
+from spmd_trainer.hf.folder import HfFolder, is_folder, open_folder
+from spmd_trainer.hf.source import HfCheckpoints, HfSource, find_agreed, open_source
+from spmd_trainer.hf.writing import check_directory
+
+__all__ = [
+    "DTYPES",
+    "HfCheckpoints",
+    "HfDamagedError",
+    "HfError",
+    "HfFolder",
+    "HfMismatchError",
+    "HfNotFoundError",
+    "HfSource",
+    "check_directory",
+    "experiment_from_folder",
+    "export",
+    "find_agreed",
+    "is_folder",
+    "load",
+    "open_folder",
+    "open_source",
+    "require_model",
+    "warn_of_differences",
+]

@@ -1,0 +1,132 @@
+"""A Hugging Face folder as an experiment, and as a state on a job's mesh."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import fiddle as fdl
+import jax
+from absl import logging
+from etils import epath
+
+from spmd_trainer import storage
+from spmd_trainer.checkpointing import frozen_base, records
+from spmd_trainer.checkpointing.agreement import agreed_problem
+from spmd_trainer.errors import UserError
+from spmd_trainer.hf import config_json
+from spmd_trainer.hf import source as hf_source
+from spmd_trainer.hf.errors import HfNotFoundError
+from spmd_trainer.hf.folder import require_agreement
+from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import TrainState
+
+if TYPE_CHECKING:
+    from spmd_trainer.base_experiment import BaseExperiment
+    from spmd_trainer.step.partitioner import Partitioner
+
+
+class Job(Protocol):
+    """What is needed of a `programs.job.Job`."""
+
+    @property
+    def task(self) -> SingleTask:
+        """The built task."""
+
+    @property
+    def partitioner(self) -> Partitioner:
+        """The partitioner on the job's mesh."""
+
+    @property
+    def prng_key(self) -> jax.Array:
+        """The key of the initial values."""
+
+
+def experiment_from_folder(directory: str | os.PathLike[str], **attributes: Any) -> type[BaseExperiment]:
+    """Returns an experiment that fine-tunes the model of a folder.
+
+    Args:
+      directory: the folder.
+      **attributes: class attributes of `lm.hf.FromFolder` to change, e.g. FILES='corpus/*.txt', SEQ_LEN=4096.
+
+    Raises:
+      UserError: FromFolder has no such attribute.
+    """
+    from spmd_trainer.errors import did_you_mean
+    from spmd_trainer.experiments.lm import hf
+
+    for name in attributes:
+        if not hasattr(hf.FromFolder, name):
+            known = [known for known in dir(hf.FromFolder) if known.isupper()]
+            raise UserError(f"lm.hf.FromFolder has no {name}{did_you_mean(name, known)}")
+    experiment: type[BaseExperiment] = type(
+        "FromFolder", (hf.FromFolder,), {"FOLDER": os.fspath(directory), "__module__": __name__, **attributes}
+    )
+    return experiment
+
+
+def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
+    """Reads a folder onto a job's mesh.
+
+    Args:
+      directory: the folder.
+      job: the job; its model is the one that the folder describes.
+
+    Returns:
+      The state of step 0, with the folder's variables, fresh optimizer states and fresh adapters (those of DoRA have yet to be
+      fitted to the base by `LoraModel.prepare`).
+
+    Raises:
+      HfNotFoundError: the directory is no Hugging Face folder.
+      HfMismatchError: the folder holds another model, or its tensors are not those that its config.json describes.
+      HfError: the architecture or an option is not supported.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    path: epath.Path = storage.directory("directory", directory)
+    source = hf_source.open_source(path, None)
+    if source is None:
+        raise HfNotFoundError(f"{path} is no Hugging Face folder: it has no config.json that names an architecture")
+    require_model(path, job.task)
+    metadata = job.partitioner.metadata
+    specs = records.by_path(metadata.variables)
+    wanted = frozen_base.base_specs(metadata.variables)
+    hf_source.check_variables(source, wanted)
+    state = job.partitioner.initialize_train_state(job.prng_key)
+    leaves = dict(zip(specs, jax.tree.leaves(state), strict=True))
+    for name in wanted:
+        # Frees the initial values before the folder's take as much memory.
+        leaves[name].delete()
+    leaves.update(source.read(wanted, job.partitioner.mesh, {name: name for name in wanted}))
+    loaded: TrainState = jax.tree.unflatten(jax.tree.structure(state), leaves.values())
+    return loaded
+
+
+def require_model(directory: epath.Path, task: SingleTask) -> None:
+    """Makes sure that a task's model is the one of a folder; see `folder.require_agreement`.
+
+    Called by every process.
+
+    Raises:
+      HfMismatchError: it differs; the message names the settings.
+      HfError, CheckpointReadError: the folder can't be read.
+    """
+    spec = spec_of_task(task)
+    if spec is not None:
+        agreed_problem(lambda: require_agreement(directory, spec))
+
+
+def warn_of_differences(source: object, task: SingleTask) -> None:
+    """Warns if a task's model has other settings than the folder that its variables are loaded from; that can be meant."""
+    spec = spec_of_task(task)
+    if spec is None or not isinstance(source, hf_source.HfSource):
+        return
+    if differing := config_json.differing_fields(source.folder.spec, spec):
+        logging.warning("the model differs from that of %s in %s", source.name, ", ".join(differing))
+
+
+def spec_of_task(task: SingleTask) -> DecoderSpec | None:
+    """Returns the spec of a task's decoder; None for other models."""
+    spec = getattr(getattr(task.model, "lm_tpl", None), "spec", None)
+    built = fdl.build(spec) if isinstance(spec, fdl.Buildable) else spec
+    return built if isinstance(built, DecoderSpec) else None

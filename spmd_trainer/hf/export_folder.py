@@ -1,0 +1,237 @@
+"""Writes a state as a Hugging Face folder: tensors in files of bounded size, the configs, the tokenizer's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from etils import epath
+
+from spmd_trainer import storage
+from spmd_trainer.checkpointing.agreement import agreed_problem
+from spmd_trainer.decoder.lora import is_adapter
+from spmd_trainer.errors import did_you_mean
+from spmd_trainer.hf import config_json, tensor_names, writing
+from spmd_trainer.hf.errors import HfError, HfMismatchError
+from spmd_trainer.hf.experiment import Job, spec_of_task
+from spmd_trainer.hf.families import FAMILIES
+from spmd_trainer.hf.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, read_json
+from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.sharding.variables import VariableSpec, named_leaves
+from spmd_trainer.storage import reading
+from spmd_trainer.train_states import TrainState
+
+# transformers' own limit. A tensor that is larger gets a file of its own.
+MAX_FILE_BYTES = 5 * 10**9
+DTYPES = ("float32", "bfloat16", "float16")
+# What a tokenizer consists of, in the folders of today and of yesterday.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+# Jinja templates for further purposes, e.g. tools and retrieval.
+TEMPLATES = "additional_chat_templates"
+
+
+def export(
+    state: TrainState,
+    job: Job,
+    directory: str | os.PathLike[str],
+    dtype: str | None = None,
+    *,
+    imported_from: str | os.PathLike[str] | None = None,
+    architecture: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes the variables of a state as a folder that transformers opens. Called by every process; process 0 writes.
+
+    The folder appears under its name when it is whole. In an object store, config.json is written last.
+
+    Args:
+      state: a state on the job's mesh, with or without optimizer states. Its adapters, if there are any, are left out: see
+        `decoder.lora.merged`.
+      job: the job; its model is a decoder of `decoder`.
+      directory: the folder; it must not exist, or be empty.
+      dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
+      imported_from: the folder that the model came from: config.json, generation_config.json and the tokenizer are taken from
+        there. If settings of the model were changed since, config.json is made from the model, with the folder's token ids.
+        None: config.json is made from the model, and there is no tokenizer.
+      architecture: the model's class in transformers; None: that of `imported_from`, or the first that describes the model.
+      max_file_bytes: tensors are written to several files, each of at most so many bytes.
+
+    Raises:
+      UserError: the directory can't be written.
+      HfError: the directory is not empty, the dtype is unknown or too narrow, or no architecture of transformers describes
+        the model.
+      HfMismatchError: `imported_from` has another vocabulary.
+      OSError: the folder can't be written.
+    """
+    path: epath.Path = storage.directory("export_dir", directory)
+    source = None if imported_from is None else storage.directory("imported_from", imported_from)
+    plans: list[_Plan] = []
+    agreed_problem(lambda: plans.append(_plan(state, job, path, dtype, source, architecture, max_file_bytes)))
+    plan = plans[0]
+    with writing.atomically(path, last=CONFIG) as target:
+        for name, tensors in plan.files.items():
+            writing.write_file(target, name, tensors, plan.specs, state)
+        if target is not None:
+            _write_rest(target, plan, source)
+    logging.info("wrote %s tensors in %s files to %s", sum(map(len, plan.files.values())), len(plan.files), path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What will be written.
+
+    Attributes:
+      config: the content of config.json.
+      files: the tensors of each file, by its name.
+      specs: the layout of each variable, by path.
+    """
+
+    config: dict[str, Any]
+    files: dict[str, list[writing.ToWrite]]
+    specs: Mapping[str, VariableSpec]
+
+
+def _plan(
+    state: TrainState,
+    job: Job,
+    path: epath.Path,
+    dtype: str | None,
+    source: epath.Path | None,
+    architecture: str | None,
+    max_file_bytes: int,
+) -> _Plan:
+    """Checks what can be checked before anything is written."""
+    if dtype is not None and dtype not in DTYPES:
+        raise HfError(f"dtype={dtype!r}; give one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES, otherwise='')}")
+    spec = spec_of_task(job.task)
+    if spec is None:
+        raise HfError(f"task.model is a {type(job.task.model).__name__}; only a DecoderLanguageModel can be exported")
+    if jax.process_index() == 0:
+        writing.check_directory("export_dir", path)
+    leaves = named_leaves(job.partitioner.metadata.variables.mdl_vars)
+    specs = {f"mdl_vars/{name}": leaf for name, leaf in leaves if not is_adapter(name)}
+    stored = next(iter(specs.values())).dtype if dtype is None else jnp.dtype(dtype)
+    config = _config(spec, source, architecture, stored.name)
+    variables = tensor_names.variables_of(spec, FAMILIES[config["architectures"][0]])
+    if surplus := sorted(set(specs) - set(variables)):
+        raise HfMismatchError(
+            f"the model has variables that {config['architectures'][0]} lacks: {', '.join(surplus[:5])}"
+        )
+    return _Plan(config, _files(writing.tensors_of(variables, stored), max_file_bytes), specs)
+
+
+def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | None, dtype: str) -> dict[str, Any]:
+    """Returns the content of config.json: the source's if it describes the model, otherwise one made from the model."""
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}  # the spellings of transformers 5 and 4
+    if source is None:
+        return {**config_json.config_of(spec, architecture), **dtypes}
+    config = read_json(source, CONFIG)
+    if config is None:
+        raise HfError(f"{source} has no {CONFIG}")
+    where = os.path.join(os.fspath(source), CONFIG)
+    family = config_json.family_of(config, where)
+    there = config_json.spec_of(config, where)
+    differing = config_json.differing_fields(there, spec)
+    if "vocab_size" in differing:
+        raise HfMismatchError(
+            f"{where} describes another model than the one that is exported: {', '.join(differing)} differ. The tokenizer is "
+            "for that vocabulary. Export without it"
+        )
+    if not differing and architecture in (None, family.architecture):
+        if "torch_dtype" not in config:
+            del dtypes["torch_dtype"]
+        found = {**config, "architectures": [family.architecture], **dtypes}
+        if spec.max_positions not in (0, there.max_positions):
+            found[family.keys["max_positions"]] = spec.max_positions
+        # The length may also be that of the rotary scaling.
+        if not config_json.differing_fields(config_json.spec_of(found, where), spec):
+            return found
+    if differing:
+        logging.warning(
+            "%s describes another model than the one that is exported: %s differ. %s is made from the model; the token ids "
+            "and the tokenizer are copied",
+            where,
+            ", ".join(differing),
+            CONFIG,
+        )
+    tokens = {key: config[key] for key in config_json.TOKENS if key in config}
+    return {**_made(spec, architecture, family.architecture), **tokens, **dtypes}
+
+
+def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
+    """Returns a config.json made from a model: of the architecture that was asked for, else the usual one, else any."""
+    if asked is not None:
+        return config_json.config_of(spec, asked)
+    try:
+        return config_json.config_of(spec, usual)
+    except HfError:
+        return config_json.config_of(spec)
+
+
+def _files(tensors: list[writing.ToWrite], max_file_bytes: int) -> dict[str, list[writing.ToWrite]]:
+    """Distributes tensors over files, in the order of the model's layers."""
+    groups: list[list[writing.ToWrite]] = [[]]
+    size = 0
+    for tensor in sorted(tensors, key=lambda tensor: _by_layer(tensor.described.name)):
+        if groups[-1] and size + tensor.described.nbytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.described.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _by_layer(name: str) -> tuple[int, int, str]:
+    """Embeddings, then the layers by number, then the rest."""
+    number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+    is_embedding = any(part in ("embed_tokens", "wte", "wpe") for part in name.split("."))
+    return (0 if is_embedding else 2 if number is None else 1, number or 0, name)
+
+
+def _write_rest(target: epath.Path, plan: _Plan, source: epath.Path | None) -> None:
+    """Writes the index, the tokenizer and the configs; config.json, which makes the folder one, comes last."""
+    if SINGLE not in plan.files:
+        weight_map = {tensor.described.name: name for name, tensors in plan.files.items() for tensor in tensors}
+        total = sum(tensor.described.nbytes for tensors in plan.files.values() for tensor in tensors)
+        count = total // next(iter(plan.files.values()))[0].described.dtype.itemsize
+        metadata = {"total_parameters": count, "total_size": total}
+        writing.write_json(target / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+    generation = None if source is None else read_json(source, GENERATION_CONFIG)
+    if generation is None:
+        tokens = {key: plan.config[key] for key in config_json.TOKENS if plan.config.get(key) is not None}
+        generation = {"_from_model_config": True, **tokens}
+    writing.write_json(target / GENERATION_CONFIG, generation)
+    if source is not None:
+        _copy_tokenizer(os.fspath(source), target)
+    writing.write_json(target / CONFIG, plan.config)
+
+
+def _copy_tokenizer(source: str, target: epath.Path) -> None:
+    names = reading.names(source)
+    for name in names:
+        if name in TOKENIZER_FILES:
+            (target / name).write_bytes(reading.read(os.path.join(source, name)))
+    templates = os.path.join(source, TEMPLATES)
+    if TEMPLATES in names and reading.is_dir(templates):
+        if not storage.is_remote(target):
+            (target / TEMPLATES).mkdir()
+        for name in reading.names(templates):
+            if name.endswith(".jinja"):
+                (target / TEMPLATES / name).write_bytes(reading.read(os.path.join(templates, name)))

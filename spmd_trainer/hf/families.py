@@ -1,0 +1,283 @@
+"""The architectures of transformers that are read and written: how their config.json names what a `DecoderSpec` holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spmd_trainer.hf.family_settings import (
+    Settings,
+    read_gemma,
+    read_gpt2,
+    read_llama,
+    read_mixtral,
+    read_qwen,
+    read_qwen3,
+    read_qwen3_moe,
+    read_window_of_all,
+    write_gemma,
+    write_gpt2,
+    write_llama,
+    write_mixtral,
+    write_qwen,
+    write_qwen3,
+    write_qwen3_moe,
+    write_window_of_all,
+)
+from spmd_trainer.models.decoder_spec import DecoderSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How an architecture of transformers is described by a config.json.
+
+    Attributes:
+      architecture: the model's class in transformers.
+      model_type: the entry of the same name.
+      keys: {field of DecoderSpec: key} of what is stored as it is.
+      defaults: transformers' values of keys that a config.json may lack.
+      fixed: fields of DecoderSpec that all models of the family share.
+      heads_divide_dims: True if transformers refuses a hidden size that is no multiple of the number of heads.
+      off: further options that are not supported, as in `_SWITCHED_OFF`.
+      without_effect: further keys without an effect.
+      read: adds fields that need more than a renaming: (config with defaults, fields).
+      write: the inverse of `read`: (spec, config).
+    """
+
+    architecture: str
+    model_type: str
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    read: Callable[[Settings, Settings], None]
+    write: Callable[[DecoderSpec, Settings], None]
+    heads_divide_dims: bool = False
+    off: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()
+
+
+_SHARED_KEYS = {
+    "vocab_size": "vocab_size",
+    "model_dims": "hidden_size",
+    "hidden_dims": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dims": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "tied_embeddings": "tie_word_embeddings",
+    "activation": "hidden_act",
+}
+_SHARED_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "attention_bias": False,
+}
+_MOE_DEFAULTS = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
+_GEMMA_KEYS = {
+    **_SHARED_KEYS,
+    "activation": "hidden_activation",
+    "attention_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping",
+}
+_GEMMA_DEFAULTS = {
+    **_SHARED_DEFAULTS,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
+_GEMMA_FIXED = {"norm_scale_offset": 1.0, "norm_placement": "pre_and_post"}
+_QWEN_DEFAULTS = {
+    **_SHARED_DEFAULTS,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "max_position_embeddings": 32768,
+}
+
+_GPT2_WITHOUT_EFFECT = frozenset(
+    {
+        "attn_pdrop",
+        "embd_pdrop",
+        "n_ctx",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+    }
+)
+
+# The order matters for `config_of`: a model that several families describe is written as the first of them.
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        Family(
+            "LlamaForCausalLM",
+            "llama",
+            {**_SHARED_KEYS, "mlp_bias": "mlp_bias"},
+            {**_SHARED_DEFAULTS, "mlp_bias": False, "max_position_embeddings": 2048},
+            {},
+            read_llama,
+            write_llama,
+            heads_divide_dims=True,
+        ),
+        Family(
+            "MistralForCausalLM",
+            "mistral",
+            _SHARED_KEYS,
+            {
+                **_SHARED_DEFAULTS,
+                "num_key_value_heads": 8,
+                "sliding_window": 4096,
+                "max_position_embeddings": 131072,
+            },
+            {},
+            read_window_of_all,
+            write_window_of_all,
+            off={"attention_bias": (None, False)},
+        ),
+        Family("Qwen2ForCausalLM", "qwen2", _SHARED_KEYS, _QWEN_DEFAULTS, {"qkv_bias": True}, read_qwen, write_qwen),
+        Family(
+            "Qwen3ForCausalLM",
+            "qwen3",
+            _SHARED_KEYS,
+            {**_QWEN_DEFAULTS, "head_dim": 128, "num_key_value_heads": 32},
+            {"query_key_norm": "head"},
+            read_qwen3,
+            write_qwen3,
+        ),
+        Family(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            _SHARED_KEYS,
+            {
+                **_QWEN_DEFAULTS,
+                **_MOE_DEFAULTS,
+                "num_key_value_heads": 4,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+            },
+            {"query_key_norm": "head"},
+            read_qwen3_moe,
+            write_qwen3_moe,
+            off={"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)},
+            without_effect=frozenset({"max_window_layers", "layer_types", "num_local_experts"}),
+        ),
+        Family(
+            "MixtralForCausalLM",
+            "mixtral",
+            _SHARED_KEYS,
+            {
+                **_SHARED_DEFAULTS,
+                **_MOE_DEFAULTS,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1_000_000.0,
+                "sliding_window": None,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "max_position_embeddings": 131072,
+            },
+            {},
+            read_mixtral,
+            write_mixtral,
+            off={"attention_bias": (None, False), "router_jitter_noise": (None, 0, 0.0)},
+        ),
+        Family(
+            "Gemma2ForCausalLM",
+            "gemma2",
+            _GEMMA_KEYS,
+            {
+                **_GEMMA_DEFAULTS,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+                "max_position_embeddings": 8192,
+                "_every": 2,
+            },
+            _GEMMA_FIXED,
+            read_gemma,
+            write_gemma,
+            heads_divide_dims=True,
+            without_effect=frozenset({"hidden_act"}),
+        ),
+        Family(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            _GEMMA_KEYS,
+            {
+                **_GEMMA_DEFAULTS,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "max_position_embeddings": 131072,
+                "rope_theta": 1_000_000.0,
+                "rope_local_base_freq": 10_000.0,
+                "_every": 6,
+            },
+            {**_GEMMA_FIXED, "query_key_norm": "head"},
+            read_gemma,
+            write_gemma,
+            heads_divide_dims=True,
+            without_effect=frozenset({"hidden_act"}),
+        ),
+        Family(
+            "GPT2LMHeadModel",
+            "gpt2",
+            {
+                "vocab_size": "vocab_size",
+                "model_dims": "n_embd",
+                "num_layers": "n_layer",
+                "num_heads": "n_head",
+                "max_positions": "n_positions",
+                "norm_epsilon": "layer_norm_epsilon",
+                "activation": "activation_function",
+                "tied_embeddings": "tie_word_embeddings",
+            },
+            {
+                "n_inner": None,
+                "n_positions": 1024,
+                "activation_function": "gelu_new",
+                "layer_norm_epsilon": 1e-5,
+                "tie_word_embeddings": True,
+                "scale_attn_weights": True,
+            },
+            {
+                "gated": False,
+                "norm": "layer",
+                "positions": "learned",
+                "qkv_bias": True,
+                "output_bias": True,
+                "mlp_bias": True,
+            },
+            read_gpt2,
+            write_gpt2,
+            off={"scale_attn_by_inverse_layer_idx": (None, False)},
+            without_effect=_GPT2_WITHOUT_EFFECT,
+        ),
+        Family(
+            "Olmo2ForCausalLM",
+            "olmo2",
+            _SHARED_KEYS,
+            {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+            {"norm_placement": "post", "query_key_norm": "all"},
+            read_llama,
+            write_llama,
+        ),
+    )
+}

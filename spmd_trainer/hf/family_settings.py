@@ -1,0 +1,181 @@
+"""Settings of a config.json that need more than a renaming, for each family of architectures: `read_...` and its inverse.
+
+A `read_...` takes (config with the family's defaults, fields of `DecoderSpec`) and adds fields; a `write_...` takes (spec,
+config) and adds keys. `families.FAMILIES` names both of each architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from spmd_trainer.hf.errors import HfError
+from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
+
+Settings: TypeAlias = dict[str, Any]
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def head_dims(dims: int, heads: int, dims_key: str, heads_key: str) -> int:
+    """Returns the width of a head if the config has none. The keys are for the HfError that is raised if it is not whole."""
+    if dims % heads:
+        raise HfError(f"{heads_key}={heads} does not divide {dims_key}={dims}, and there is no head_dim")
+    return dims // heads
+
+
+def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Returns the shortest pattern that gives the kinds of all layers if it is repeated."""
+    lengths = range(1, len(kinds) + 1)
+    length = next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    return tuple(kinds[:length])
+
+
+def read_window_of_all(config: Settings, fields: Settings) -> None:
+    """Mistral, Mixtral: all layers have the window, or none."""
+    fields["window"] = config["sliding_window"]
+    fields["layer_pattern"] = ("global",) if config["sliding_window"] is None else ("local",)
+
+
+def write_window_of_all(spec: DecoderSpec, config: Settings) -> None:
+    config["sliding_window"] = spec.window if "local" in spec.layer_kinds else None
+
+
+def _read_layer_types(config: Settings, fields: Settings) -> None:
+    """Families whose config lists the kind of each layer."""
+    types = config["layer_types"]
+    unknown = sorted(set(types) - {_SLIDING, _FULL})
+    if unknown:
+        raise HfError(f"layer_types has {unknown[0]!r}; {_FULL!r} and {_SLIDING!r} are supported")
+    if len(types) != config["num_hidden_layers"]:
+        raise HfError(f"layer_types has {len(types)} entries, and num_hidden_layers is {config['num_hidden_layers']}")
+    kinds = ["local" if kind == _SLIDING else "global" for kind in types]
+    fields["layer_pattern"] = shortest_pattern(kinds)
+    fields["window"] = config["sliding_window"] if "local" in kinds else None
+
+
+def _write_layer_types(spec: DecoderSpec, config: Settings) -> None:
+    config["layer_types"] = [_SLIDING if kind == "local" else _FULL for kind in spec.layer_kinds]
+    config["sliding_window"] = spec.window
+
+
+def read_llama(config: Settings, fields: Settings) -> None:
+    fields["qkv_bias"] = fields["output_bias"] = bool(config["attention_bias"])
+
+
+def write_llama(spec: DecoderSpec, config: Settings) -> None:
+    config["attention_bias"] = spec.qkv_bias
+
+
+def read_qwen(config: Settings, fields: Settings) -> None:
+    if not config["use_sliding_window"]:
+        config["sliding_window"] = None
+    if config["layer_types"] is None:
+        first = config["max_window_layers"] if config["sliding_window"] is not None else config["num_hidden_layers"]
+        config["layer_types"] = [_SLIDING if i >= first else _FULL for i in range(config["num_hidden_layers"])]
+    _read_layer_types(config, fields)
+
+
+def write_qwen(spec: DecoderSpec, config: Settings) -> None:
+    _write_layer_types(spec, config)
+    config["use_sliding_window"] = spec.window is not None
+    config["max_window_layers"] = spec.layer_kinds.index("local") if spec.window is not None else spec.num_layers
+
+
+def read_qwen3(config: Settings, fields: Settings) -> None:
+    read_llama(config, fields)
+    read_qwen(config, fields)
+
+
+def write_qwen3(spec: DecoderSpec, config: Settings) -> None:
+    write_llama(spec, config)
+    write_qwen(spec, config)
+
+
+def read_qwen3_moe(config: Settings, fields: Settings) -> None:
+    read_llama(config, fields)
+    if not config["use_sliding_window"]:
+        config["sliding_window"] = None
+    read_window_of_all(config, fields)
+    # transformers 5 may call it num_local_experts, as it does in Mixtral.
+    experts = config.get("num_local_experts") or config["num_experts"]
+    fields["moe"] = MoeSpec(
+        num_experts=experts,
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["moe_intermediate_size"],
+        normalise_top_k=bool(config["norm_topk_prob"]),
+        aux_loss_weight=config["router_aux_loss_coef"] if config["output_router_logits"] else 0.0,
+    )
+
+
+def write_qwen3_moe(spec: DecoderSpec, config: Settings) -> None:
+    write_llama(spec, config)
+    write_window_of_all(spec, config)
+    config["use_sliding_window"] = config["sliding_window"] is not None
+    if spec.moe is not None:
+        config["num_experts"] = spec.moe.num_experts
+        config["moe_intermediate_size"] = spec.moe.hidden_dims
+        config["norm_topk_prob"] = spec.moe.normalise_top_k
+        _write_moe(spec.moe, config)
+
+
+def _write_moe(moe: MoeSpec, config: Settings) -> None:
+    config["num_experts_per_tok"] = moe.num_experts_per_token
+    config["output_router_logits"] = moe.aux_loss_weight != 0
+    if moe.aux_loss_weight:
+        config["router_aux_loss_coef"] = float(moe.aux_loss_weight)
+
+
+def read_mixtral(config: Settings, fields: Settings) -> None:
+    read_window_of_all(config, fields)
+    fields["moe"] = MoeSpec(
+        num_experts=config["num_local_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["intermediate_size"],
+        normalise_top_k=True,
+        aux_loss_weight=config["router_aux_loss_coef"] if config["output_router_logits"] else 0.0,
+    )
+
+
+def write_mixtral(spec: DecoderSpec, config: Settings) -> None:
+    write_window_of_all(spec, config)
+    if spec.moe is not None:
+        config["num_local_experts"] = spec.moe.num_experts
+        config["intermediate_size"] = spec.moe.hidden_dims
+        _write_moe(spec.moe, config)
+
+
+def read_gemma(config: Settings, fields: Settings) -> None:
+    read_llama(config, fields)
+    fields["query_scale"] = config["query_pre_attn_scalar"] ** -0.5
+    fields["embedding_scale"] = config["hidden_size"] ** 0.5
+    if config["layer_types"] is None:
+        # One layer in so many is global. Gemma 2 has no such key.
+        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or config["_every"]
+        config["layer_types"] = [_SLIDING if (i + 1) % every else _FULL for i in range(config["num_hidden_layers"])]
+    _read_layer_types(config, fields)
+
+
+def write_gemma(spec: DecoderSpec, config: Settings) -> None:
+    write_llama(spec, config)
+    _write_layer_types(spec, config)
+    scalar = (spec.query_scale or spec.head_dims**-0.5) ** -2
+    if abs(scalar - round(scalar)) >= 1e-6 * scalar:
+        raise HfError(f"query_scale={spec.query_scale}: query_pre_attn_scalar={scalar:.6g} must be a whole number")
+    config["query_pre_attn_scalar"] = round(scalar)
+    # vLLM reads hidden_act where transformers reads hidden_activation.
+    config["hidden_act"] = config["hidden_activation"]
+
+
+def read_gpt2(config: Settings, fields: Settings) -> None:
+    dims, heads = config["n_embd"], config["n_head"]
+    fields["num_kv_heads"] = heads
+    fields["head_dims"] = head_dims(dims, heads, "n_embd", "n_head")
+    fields["hidden_dims"] = config["n_inner"] or 4 * dims
+    # A head's width gives the default scale.
+    fields["query_scale"] = None if config["scale_attn_weights"] else 1.0
+
+
+def write_gpt2(spec: DecoderSpec, config: Settings) -> None:
+    config["n_inner"] = spec.hidden_dims
+    config["scale_attn_weights"] = spec.query_scale is None

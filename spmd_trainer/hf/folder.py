@@ -1,0 +1,235 @@
+"""A Hugging Face folder: the model that its config.json describes, and its tensors, none of which is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from spmd_trainer.checkpointing import step_files
+from spmd_trainer.errors import did_you_mean
+from spmd_trainer.hf import config_json, tensor_names
+from spmd_trainer.hf.errors import HfDamagedError, HfMismatchError, HfNotFoundError
+from spmd_trainer.hf.families import Family
+from spmd_trainer.hf.safetensors_file import Tensor, read_header
+from spmd_trainer.hf.tensor_names import Piece, Variable
+from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.storage import reading
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
+# Formats of older folders.
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# Buffers that older versions of transformers stored: causal masks and rotary frequencies.
+_BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+_TIED = "lm_head.weight"
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_MAX_LISTED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class HfFolder:
+    """An opened folder.
+
+    Attributes:
+      path: the folder.
+      config: the content of config.json.
+      family: the architecture.
+      spec: the model.
+      variables: the model's variables by path, with the tensors that hold them.
+      tensors: the stored tensors by name.
+    """
+
+    path: str
+    config: Mapping[str, Any]
+    family: Family
+    spec: DecoderSpec
+    variables: Mapping[str, Variable]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def label(self) -> str:
+        """The folder in messages."""
+        return f"Hugging Face folder {self.path}"
+
+    def dtype(self) -> np.dtype[Any]:
+        """Returns the dtype in which most of the model's values are stored."""
+        counts: dict[np.dtype[Any], int] = {}
+        for tensor in self.tensors.values():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + int(np.prod(tensor.shape))
+        return max(counts, key=lambda dtype: counts[dtype])
+
+
+def is_folder(directory: epath.PathLike) -> bool:
+    """Returns True if a directory is a Hugging Face folder: it has a config.json that names a model.
+
+    Raises:
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    config = read_json(directory, CONFIG)
+    return config is not None and ("architectures" in config or "model_type" in config)
+
+
+def open_folder(directory: epath.PathLike) -> HfFolder:
+    """Opens a folder. Reads its config and the headers of its files.
+
+    Raises:
+      HfNotFoundError: the directory has no config.json, or no safetensors files.
+      HfDamagedError: a file is malformed or cut off.
+      HfMismatchError: tensors are missing, surplus or misshapen.
+      HfError: the architecture or an option is not supported.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    path = os.fspath(directory)
+    config, family, spec = read_model(path)
+    tensors = {name: tensor for file in _files(path) for name, tensor in read_header(os.path.join(path, file)).items()}
+    variables = tensor_names.variables_of(spec, family)
+    base = tensor_names.names_of(spec, family).base
+    if not any(name.startswith(base) for name in tensors):
+        # Saved without the head: GPT-2's own folders are.
+        tensors = {name if name == _TIED else base + name: tensor for name, tensor in tensors.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if not _BUFFERS.search(name)}
+    if spec.tied_embeddings:
+        tensors.pop(_TIED, None)  # transformers does not read it either
+    folder = HfFolder(path, config, family, spec, variables, tensors)
+    _check_tensors(folder)
+    return folder
+
+
+def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, DecoderSpec]:
+    """Returns the content of config.json, and the architecture and the model that it describes.
+
+    Raises:
+      HfNotFoundError: there is no config.json.
+      HfDamagedError: it is malformed.
+      HfError: the architecture or an option is not supported.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    config = read_json(directory, CONFIG)
+    where = os.path.join(os.fspath(directory), CONFIG)
+    if config is None:
+        raise HfNotFoundError(f"{where} is missing: a Hugging Face folder has one; give the folder of a model")
+    return config, config_json.family_of(config, where), config_json.spec_of(config, where)
+
+
+def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:
+    """Returns the object in a JSON file; None if there is no such file.
+
+    Raises:
+      HfDamagedError: it is not JSON, or not an object.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    path = os.path.join(os.fspath(directory), name)
+    try:
+        content = step_files.read(f"reading {path}", lambda: reading.read(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        parsed = json.loads(content)
+    except ValueError as error:
+        raise HfDamagedError(f"{path} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise HfDamagedError(f"{path} holds {type(parsed).__name__}, not an object")
+    return parsed
+
+
+def _files(path: str) -> list[str]:
+    """Returns the names of the safetensors files: the only one, or those that the index lists."""
+    names = step_files.read(f"listing {path}", lambda: reading.names(path))
+    if SINGLE in names:
+        return [SINGLE]  # before the index, as in transformers
+    index = read_json(path, INDEX)
+    if index is not None:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise HfDamagedError(f"{os.path.join(path, INDEX)} has no weight_map")
+        wanted = sorted(set(map(str, weight_map.values())))
+        if missing := [name for name in wanted if name not in names]:
+            raise HfDamagedError(f"{path} lacks {_listed(missing)}, which {INDEX} lists. Copy the folder again.")
+        return wanted
+    found = [name for name in names if name.endswith(SUFFIX)]
+    if len(found) > 1:
+        raise HfDamagedError(f"{path} has {len(found)} safetensors files and no {INDEX}, which lists them")
+    if not found:
+        hint = ""
+        if any(name in names for name in _PICKLED):
+            hint = "; it holds pickled weights: save it with transformers' save_pretrained, which writes safetensors"
+        raise HfNotFoundError(f"{path} has no {SINGLE} and no {INDEX}{hint}")
+    return found
+
+
+def _check_tensors(folder: HfFolder) -> None:
+    """Compares the stored tensors with those that the config asks for."""
+    wanted = {piece.name: piece for variable in folder.variables.values() for piece in variable.pieces}
+    lines = differences(wanted, folder.tensors, _FLOATS, CONFIG)
+    if not lines:
+        return
+    raise HfMismatchError(
+        "\n".join(
+            [
+                f"{folder.label} does not hold the {folder.family.architecture} that its {CONFIG} describes:",
+                *lines,
+                f"Fix: copy the folder again, or correct {CONFIG}.",
+            ]
+        )
+    )
+
+
+def differences(
+    wanted: Mapping[str, Piece], stored: Mapping[str, Tensor], dtypes: Sequence[str], described_by: str
+) -> list[str]:
+    """Returns how stored tensors differ from those of a model, a line for each; of many, the first ones.
+
+    Args:
+      wanted: the pieces of the model's variables, by the names of their tensors.
+      stored: the stored tensors by name.
+      dtypes: names of the dtypes that stored tensors may have.
+      described_by: what says which shapes the model has, for the lines.
+    """
+    missing = [name for name in wanted if name not in stored]
+    surplus = [name for name in stored if name not in wanted]
+    lines = [f"  missing: {name} {wanted[name].shape}{_nearest(name, surplus)}" for name in missing]
+    lines += [f"  surplus: {name} {stored[name].shape}" for name in surplus]
+    for name, piece in wanted.items():
+        found = stored.get(name)
+        if found is not None and found.shape != piece.shape:
+            lines.append(f"  misshapen: {name}, stored {found.shape}, by {described_by} {piece.shape}")
+        if found is not None and found.dtype.name not in dtypes:
+            lines.append(f"  dtype: {name} is {found.dtype.name}; {', '.join(dtypes)} are supported")
+    if len(lines) > _MAX_LISTED:
+        lines[_MAX_LISTED:] = [f"  ... and {len(lines) - _MAX_LISTED} more"]
+    return lines
+
+
+def _nearest(name: str, surplus: list[str]) -> str:
+    return did_you_mean(name, surplus, otherwise="") if surplus else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    return ", ".join(found[:_MAX_LISTED]) + more
+
+
+def require_agreement(directory: epath.PathLike, spec: DecoderSpec) -> None:
+    """Makes sure that a model is the one that a folder's config.json describes. Shapes alone don't tell, e.g. of rotary bases.
+
+    Raises:
+      HfMismatchError: it differs; the message names the fields.
+      HfError, CheckpointReadError: see `read_model`.
+    """
+    _, _, there = read_model(directory)
+    differing = config_json.differing_fields(there, spec)
+    if differing:
+        details = ", ".join(
+            f"{name} ({getattr(there, name)!r} there, {getattr(spec, name)!r} here)" for name in differing
+        )
+        raise HfMismatchError(
+            f"Hugging Face folder {directory} holds another model: {details}. Build it from the folder: lm.hf.FromFolder"
+        )

@@ -1,0 +1,118 @@
+"""adapter_config.json: what PEFT notes of adapters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from spmd_trainer.decoder.lora import Lora
+from spmd_trainer.hf.errors import HfError, HfNotFoundError
+from spmd_trainer.hf.folder import is_folder, read_json
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+# Options that make other functions of the base and the adapters than LoRA and DoRA do.
+_UNSUPPORTED = (
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+# Initialisations that leave the base as it is; the others subtract the initial adapters from it.
+_PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def read(directory: epath.PathLike) -> dict[str, Any]:
+    """Returns the content of adapter_config.json of adapters that can be used here.
+
+    Raises:
+      HfNotFoundError: there is no such file.
+      HfError: it describes another method than LoRA or DoRA, or has options that are not supported.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    where = os.path.join(os.fspath(directory), CONFIG)
+    config = read_json(directory, CONFIG)
+    if config is None:
+        raise HfNotFoundError(f"{where} is missing: give a folder that PEFT's save_pretrained wrote")
+    if config.get("peft_type") != "LORA":
+        raise HfError(
+            f"{where}: peft_type is {config.get('peft_type')!r}; only 'LORA' is supported, with or without use_dora"
+        )
+    for name in ("r", "lora_alpha"):
+        if isinstance(config.get(name), bool) or not isinstance(config.get(name), int | float):
+            raise HfError(f"{where}: {name} is {config.get(name)!r}; it must be a number")
+    used = [f"{name}={config[name]!r:.100}" for name in _UNSUPPORTED if config.get(name)]
+    if config.get("bias", "none") != "none":
+        used.append(f"bias={config['bias']!r}")
+    if config.get("init_lora_weights") not in _PLAIN_INITIALISATIONS:
+        used.append(f"init_lora_weights={config['init_lora_weights']!r}")
+    if used:
+        raise HfError(
+            f"{where} has options that are not supported: {', '.join(used)}. Merge the adapters with PEFT "
+            "(merge_and_unload, save_pretrained), and open the merged folder"
+        )
+    return config
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that `task.lora` must have; see `frozen_base.settings`."""
+    return {
+        "rank": int(config["r"]),
+        "alpha": float(config["lora_alpha"]),
+        "rslora": bool(config.get("use_rslora")),
+        "dora": bool(config.get("use_dora")),
+    }
+
+
+def base_of(directory: epath.PathLike) -> epath.Path | None:
+    """Returns the Hugging Face folder of the base if adapter_config.json names one that is there, else None.
+
+    Raises:
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    name = (read_json(directory, CONFIG) or {}).get("base_model_name_or_path")
+    # Names on the hub ('org/model') are no paths.
+    return epath.Path(name) if isinstance(name, str) and name and is_folder(name) else None
+
+
+def make(
+    lora: Lora, modules: Sequence[str], *, base: str | os.PathLike[str] | None, fan_in_fan_out: bool
+) -> dict[str, Any]:
+    """Returns the content of adapter_config.json.
+
+    Args:
+      lora: the settings.
+      modules: what PEFT is to look for: ends of the names of the base's modules.
+      base: the folder of the base.
+      fan_in_fan_out: True if the base's weights are [in, out], as GPT-2's are.
+    """
+    alpha = float(lora.alpha)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else os.fspath(base),
+        "inference_mode": True,
+        "r": int(lora.rank),
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": float(lora.dropout),
+        "use_rslora": bool(lora.rslora),
+        "use_dora": bool(lora.dora),
+        "target_modules": sorted(modules),
+        "fan_in_fan_out": fan_in_fan_out,
+        "bias": "none",
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }

@@ -1,0 +1,118 @@
+"""Writes adapters as a folder that PEFT opens."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from spmd_trainer import storage
+from spmd_trainer.checkpointing.agreement import agreed_problem
+from spmd_trainer.decoder import lora
+from spmd_trainer.hf import config_json, writing
+from spmd_trainer.hf import tensor_names as hf_names
+from spmd_trainer.hf.errors import HfError
+from spmd_trainer.hf.experiment import Job, spec_of_task
+from spmd_trainer.hf.families import FAMILIES, Family
+from spmd_trainer.hf.folder import read_model
+from spmd_trainer.hf.peft import adapter_config, tensor_names
+from spmd_trainer.hf.peft.adapter_config import CONFIG, WEIGHTS
+from spmd_trainer.hf.peft.tensor_names import Slot
+from spmd_trainer.hf.tensor_names import Variable
+from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.sharding.variables import VariableSpec, named_leaves
+from spmd_trainer.train_states import TrainState
+
+
+def export(
+    state: TrainState, job: Job, directory: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
+) -> None:
+    """Writes the adapters of a state, in float32. Called by every process; process 0 writes.
+
+    Several adapters (`task.lora.adapters`) get a folder each, below the directory. The directory appears under its name when
+    it is whole.
+
+    Args:
+      state: a state on the job's mesh, with or without base and optimizer states.
+      job: the job; its model is a decoder of `decoder` with adapters.
+      directory: the folder; it must not exist, or be empty.
+      base: the Hugging Face folder of the base, which adapter_config.json names.
+
+    Raises:
+      UserError: the directory can't be written.
+      HfError: the directory is not empty, the model has no adapters, or PEFT's format has no place for them.
+      OSError: the folder can't be written.
+    """
+    path: epath.Path = storage.directory("export_dir", directory)
+    folders: dict[str, _Folder] = {}
+    agreed_problem(lambda: folders.update(_plan(job, path, base)))
+    specs = _specs(job)
+    with writing.atomically(path, last=CONFIG) as target:
+        for name, folder in folders.items():
+            inside = None if target is None else target / name if name else target
+            if inside is not None and name and not storage.is_remote(inside):
+                inside.mkdir()
+            tensors = writing.tensors_of(folder.variables, np.dtype(np.float32))
+            writing.write_file(inside, WEIGHTS, tensors, specs, state)
+            if inside is not None:
+                writing.write_json(inside / CONFIG, folder.config)
+    logging.info("wrote %s adapters to %s", ", ".join(filter(None, folders)) or "the", path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Folder:
+    """What is written to one folder.
+
+    Attributes:
+      config: the content of adapter_config.json.
+      variables: the adapters by path, with the tensors that hold them.
+    """
+
+    config: dict[str, Any]
+    variables: dict[str, Variable]
+
+
+def _specs(job: Job) -> dict[str, VariableSpec]:
+    """Returns the layouts of the adapters by path."""
+    leaves = named_leaves(job.partitioner.metadata.variables.mdl_vars)
+    return {f"mdl_vars/{name}": spec for name, spec in leaves if lora.is_adapter(name)}
+
+
+def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> dict[str, _Folder]:
+    """Checks what can be checked before anything is written. Returns {name below the directory: what is written there}."""
+    settings, spec = job.task.lora, spec_of_task(job.task)
+    if settings is None:
+        raise HfError("--export_adapter: the model has no adapters (task.lora is None); leave the flag out")
+    if spec is None:
+        raise HfError(f"task.model is a {type(job.task.model).__name__}; only a DecoderLanguageModel can be exported")
+    if jax.process_index() == 0:
+        writing.check_directory("export_dir", path)
+    every = hf_names.variables_of(spec, _family(spec, base))
+    dims, specs = lora.matrix_dims(job.task), _specs(job)
+    slots: dict[str, Slot | None] = {"": None}
+    if settings.adapters is not None:
+        slots = {name: Slot(i, len(settings.adapters)) for i, name in enumerate(settings.adapters)}
+    folders = {}
+    for name, slot in slots.items():
+        variables = tensor_names.variables_of(specs, every, dims, settings.rank, slot=slot)
+        config = adapter_config.make(
+            settings,
+            tensor_names.modules_of(variables.values(), every.values()),
+            base=base,
+            fan_in_fan_out=tensor_names.is_transposed(variables.values(), every),
+        )
+        folders[name] = _Folder(config, variables)
+    return folders
+
+
+def _family(spec: DecoderSpec, base: str | os.PathLike[str] | None) -> Family:
+    """Returns the architecture that names the base's tensors: the folder's own, or the first that describes the model."""
+    if base is not None:
+        return read_model(base)[1]
+    family: Family = FAMILIES[config_json.config_of(spec)["architectures"][0]]
+    return family

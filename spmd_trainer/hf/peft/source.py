@@ -1,0 +1,209 @@
+"""Folders of PEFT as checkpoints of adapters, for `init_from_checkpoint_rules` and `--restore_checkpoint_dir`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+from etils import epath
+from jax.sharding import Mesh
+
+from spmd_trainer.checkpointing import frozen_base, records, step_files
+from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.records import SavedVariable
+from spmd_trainer.decoder import lora
+from spmd_trainer.hf import folder as hf_folder
+from spmd_trainer.hf import placing
+from spmd_trainer.hf import tensor_names as hf_names
+from spmd_trainer.hf.errors import HfError, HfMismatchError, HfNotFoundError
+from spmd_trainer.hf.experiment import spec_of_task
+from spmd_trainer.hf.families import FAMILIES
+from spmd_trainer.hf.peft import adapter_config, tensor_names
+from spmd_trainer.hf.peft.adapter_config import CONFIG, PICKLED, WEIGHTS
+from spmd_trainer.hf.peft.tensor_names import Slot
+from spmd_trainer.hf.safetensors_file import Tensor, read_header
+from spmd_trainer.hf.tensor_names import Variable
+from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.storage import reading
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import TrainState
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftSource:
+    """Adapters to load; see `checkpointing.sources.Source`.
+
+    Attributes:
+      directory: the folder, or the directory of folders.
+      variables: the adapters by path, with the tensors that hold them.
+      tensors: the stored tensors by name.
+      saved: the adapters by path, with the dtypes of the stored tensors.
+    """
+
+    directory: str
+    variables: Mapping[str, Variable]
+    tensors: Mapping[str, Tensor]
+    saved: dict[str, SavedVariable]
+
+    @property
+    def name(self) -> str:
+        """The adapters in messages."""
+        return f"PEFT folder {self.directory}"
+
+    def fits(self, path: str, shape: Sequence[int]) -> bool:
+        """Returns True if an adapter has this logical shape."""
+        return self.saved[path].shape == tuple(shape)
+
+    def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
+        """Reads adapters onto a mesh: {wanted path: array}. `source` maps wanted paths to those of `saved`."""
+        variables = {path: self.variables[source[path]] for path in wanted}
+        result: dict[str, jax.Array] = {}
+        agreed_problem(lambda: result.update(placing.read_onto_mesh(wanted, variables, self.tensors, mesh)))
+        return result
+
+
+def is_folder(directory: epath.PathLike) -> bool:
+    """Returns True if a directory holds adapters of PEFT, or directories that do, and no model.
+
+    Raises:
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    path = os.fspath(directory)
+    if hf_folder.is_folder(path):
+        return False
+    return hf_folder.read_json(path, CONFIG) is not None or bool(_folders_in(path))
+
+
+def find_agreed(directory: epath.PathLike) -> bool:
+    """Returns `is_folder` as process 0 sees it. Called by every process."""
+    return decided_by_process_0(lambda: is_folder(directory))
+
+
+def _folders_in(path: str) -> list[str]:
+    """Returns the names of the directories below that hold adapters."""
+    try:
+        names = step_files.read(f"listing {path}", lambda: reading.names(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [
+        name
+        for name in names
+        # Most directories are asked about are runs, whose steps are numbers.
+        if not name.isdigit() and hf_folder.read_json(os.path.join(path, name), CONFIG) is not None
+    ]
+
+
+def open_source(
+    directory: epath.Path, step: int | None, variables: TrainState, task: SingleTask | None
+) -> PeftSource | None:
+    """Opens adapters of PEFT. Called by every process.
+
+    For a task with several adapters (`task.lora.adapters`), each has a folder of its name in the directory.
+
+    Args:
+      directory: the folder, or the directory of folders.
+      step: must be None or 0, because a folder has no steps.
+      variables: a TrainState of VariableSpecs: the model.
+      task: the task; None refuses adapters.
+
+    Returns:
+      The source, or None if the directory holds no adapters of PEFT.
+
+    Raises:
+      HfError: they can't be opened, or are not those that `task.lora` describes.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    if not find_agreed(directory):
+        return None
+    if step:
+        raise HfNotFoundError(f"step {step} was asked for, and a PEFT folder has no steps: {directory}")
+    opened: list[PeftSource] = []
+    agreed_problem(lambda: opened.append(_open(os.fspath(directory), variables, task)))
+    return opened[0]
+
+
+def _open(directory: str, variables: TrainState, task: SingleTask | None) -> PeftSource:
+    settings = None if task is None else task.lora
+    if task is None or settings is None:
+        raise HfMismatchError(_no_adapters(directory))
+    specs = {path: s for path, s in records.by_path(variables).items() if lora.is_adapter(path)}
+    spec = spec_of_task(task)
+    if spec is None:
+        raise HfError(
+            f"{directory}: adapters of PEFT fit a DecoderLanguageModel; task.model is {type(task.model).__name__}"
+        )
+    dims = lora.matrix_dims(task)
+    names = settings.adapters
+    slots: list[tuple[str, Slot | None, str]] = [(directory, None, "")]
+    if names is not None:
+        slots = [(os.path.join(directory, n), Slot(i, len(names)), f"{n}/") for i, n in enumerate(names)]
+    pieces: dict[str, list[Variable]] = {}
+    tensors: dict[str, Tensor] = {}
+    for folder, slot, prefix in slots:
+        config = adapter_config.read(folder)
+        frozen_base.require_settings(adapter_config.settings(config), settings, folder)
+        found = _tensors(folder)
+        _forget_copies(found)
+        # Only GPT-2's tensors have other names.
+        architecture = "GPT2LMHeadModel" if any("transformer.h." in name for name in found) else "LlamaForCausalLM"
+        base = hf_names.variables_of(spec, FAMILIES[architecture])
+        adapters = tensor_names.variables_of(specs, base, dims, settings.rank, slot=slot, prefix=prefix)
+        tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
+        _check(folder, adapters, {f"{prefix}{name}": tensor for name, tensor in found.items()})
+        for path, variable in adapters.items():
+            pieces.setdefault(path, []).append(variable)
+    merged = {
+        path: Variable(path, parts[0].shape, tuple(piece for part in parts for piece in part.pieces))
+        for path, parts in pieces.items()
+    }
+    saved = {
+        path: SavedVariable(v.shape, records.dtype_name(tensors[v.pieces[0].name].dtype), v.shape, "")
+        for path, v in merged.items()
+    }
+    return PeftSource(directory, merged, tensors, saved)
+
+
+def _no_adapters(directory: str) -> str:
+    folder = directory if hf_folder.read_json(directory, CONFIG) else os.path.join(directory, _folders_in(directory)[0])
+    settings = adapter_config.settings(adapter_config.read(folder))
+    given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return (
+        f"{directory} holds adapters of PEFT, and this experiment's model has none (task.lora is None). Set task.lora to a "
+        f"decoder.lora.Lora with {given} and its targets, or merge the adapters with PEFT (merge_and_unload)"
+    )
+
+
+def _tensors(folder: str) -> dict[str, Tensor]:
+    names = step_files.read(f"listing {folder}", lambda: reading.names(folder))
+    if WEIGHTS not in names:
+        hint = f"; it has {PICKLED}, which is pickled: save it again with safetensors" if PICKLED in names else ""
+        raise HfNotFoundError(f"{folder} has no {WEIGHTS}{hint}")
+    return read_header(os.path.join(folder, WEIGHTS))
+
+
+def _forget_copies(tensors: dict[str, Tensor]) -> None:
+    """Leaves out copies of the base's weights: PEFT saves that of an output layer with adapters, unchanged."""
+    for name in [name for name in tensors if name.endswith(".base_layer.weight")]:
+        del tensors[name]
+
+
+def _check(folder: str, adapters: Mapping[str, Variable], tensors: Mapping[str, Tensor]) -> None:
+    """Compares the stored tensors with those of the model's adapters."""
+    wanted = {piece.name: piece for variable in adapters.values() for piece in variable.pieces}
+    lines = hf_folder.differences(wanted, tensors, _FLOATS, "task.lora and the model")
+    if not lines:
+        return
+    modules = sorted({tensor_names.module_of(name).rpartition(".")[2] for name in tensors if ".lora_" in name})
+    raise HfMismatchError(
+        "\n".join(
+            [
+                f"PEFT folder {folder} does not hold the adapters that task.lora describes:",
+                *lines,
+                f"Fix: choose task.lora.targets for the modules that it adapts: {', '.join(modules)}.",
+            ]
+        )
+    )

@@ -1,0 +1,253 @@
+"""Reads tensors onto a mesh: each device's shard alone, in blocks, transposed and stacked on the way."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding
+
+from spmd_trainer.checkpointing.shards import Bounds, logical_bounds, num_elements, trim_memory
+from spmd_trainer.hf.errors import HfError
+from spmd_trainer.hf.safetensors_file import OpenFiles, Tensor
+from spmd_trainer.hf.tensor_names import FUSED, Piece, Variable
+from spmd_trainer.sharding.variables import VariableSpec, named_shardings
+
+# A block of so many bytes stays in a processor's cache between reading and transposing.
+_BLOCK_BYTES = 1 << 20
+# Bytes that are read ahead of the variable that is being placed, if the largest variable is smaller.
+_AHEAD_BYTES = 32 << 20
+# JAX uses NumPy's memory as it is, if it begins at a multiple of this; otherwise it copies.
+_ALIGNMENT = 64
+_MAX_THREADS = 8
+# After so many bytes, memory that the C library keeps of freed blocks is given back.
+_TRIM_BYTES = 512 << 20
+
+
+@dataclasses.dataclass
+class _Reading:
+    """A variable that is being read.
+
+    Attributes:
+      path: its path.
+      shards: {logical bounds: the shard, padded}.
+      blocks: what is still being read.
+      nbytes: size of the shards.
+    """
+
+    path: str
+    shards: dict[Bounds, npt.NDArray[Any]]
+    blocks: list[concurrent.futures.Future[None]]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """Where a tensor goes: the part of a shard that it fills.
+
+    Attributes:
+      name: the tensor, for messages.
+      array: that part.
+      bounds: {letter: (start, stop)} of the shard, without padding.
+    """
+
+    name: str
+    array: npt.NDArray[Any]
+    bounds: Mapping[str, tuple[int, int]]
+
+    def copy(self, block: npt.NDArray[Any], limits: Mapping[str, tuple[int, int]], order: Sequence[str]) -> None:
+        """Copies what the shard holds of a block.
+
+        Args:
+          block: part of the tensor, with its dimensions in the variable's order.
+          limits: {letter: (start, stop)} of the block, where it is not the whole dimension.
+          order: the letters of its dimensions.
+        """
+        here, there = [], []
+        for letter in order:
+            start, stop = self.bounds[letter]
+            first, last = limits.get(letter, (0, stop))
+            begin, end = max(start, first), min(stop, last)
+            if begin >= end:
+                return
+            here.append(slice(begin - first, end - first))
+            there.append(slice(begin - start, end - start))
+        copy_in_range(self.array[tuple(there)], block[tuple(here)], self.name)
+
+
+def copy_in_range(target: npt.NDArray[Any], values: npt.NDArray[Any], name: str) -> None:
+    """Copies floating-point values to an array of the same shape, converted to its dtype.
+
+    Args:
+      target: the array.
+      values: the values.
+      name: the tensor, for the message.
+
+    Raises:
+      HfError: finite values are out of the range of the target's dtype.
+    """
+    with np.errstate(over="ignore"):
+        np.copyto(target, values, casting="unsafe")
+    if _max_exponent(target.dtype) >= _max_exponent(values.dtype):
+        return
+    lost = np.isinf(target) & np.isfinite(values)
+    if lost.any():
+        largest = float(np.abs(values[lost].astype(np.float64)).max())
+        limit = float(ml_dtypes.finfo(target.dtype).max)
+        raise HfError(
+            f"{name} has the value {largest:g}, and {target.dtype.name} ends at {limit:g}; use bfloat16 or float32"
+        )
+
+
+@functools.cache
+def _max_exponent(dtype: np.dtype[Any]) -> int:
+    return int(ml_dtypes.finfo(dtype).maxexp)
+
+
+def read_onto_mesh(
+    wanted: Mapping[str, VariableSpec], source: Mapping[str, Variable], tensors: Mapping[str, Tensor], mesh: Mesh
+) -> dict[str, jax.Array]:
+    """Reads variables. Each process reads what its own devices hold, once, and keeps at most one variable besides.
+
+    Args:
+      wanted: the model's variables by path.
+      source: the tensors that hold each, by the same path. Floating-point dtypes are converted to the model's.
+      tensors: the stored tensors by name.
+      mesh: the mesh.
+
+    Returns:
+      {path: array at its padded shape}, with zeros in the padding.
+
+    Raises:
+      HfDamagedError, CheckpointReadError: a tensor can't be read.
+    """
+    shardings = named_shardings(dict(wanted), mesh)
+    result, read_bytes = {}, 0
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    with OpenFiles() as files, concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        reader = _Reader(tensors, files, pool)
+        for reading in _read_ahead(reader, wanted, source, shardings):
+            for block in reading.blocks:
+                block.result()
+            result[reading.path] = _placed(reading, wanted[reading.path], shardings[reading.path])
+            read_bytes += reading.nbytes
+            if read_bytes > _TRIM_BYTES:
+                trim_memory()
+                read_bytes = 0
+    return result
+
+
+def _read_ahead(
+    reader: _Reader,
+    wanted: Mapping[str, VariableSpec],
+    source: Mapping[str, Variable],
+    shardings: Mapping[str, NamedSharding],
+) -> Iterator[_Reading]:
+    """Yields each variable; the next ones are being read meanwhile, as far as memory allows."""
+    ahead: collections.deque[_Reading] = collections.deque()
+    pending = 0
+    for path, spec in wanted.items():
+        held = set(logical_bounds(spec, shardings[path]).values())
+        size = sum(map(num_elements, held)) * spec.dtype.itemsize
+        while ahead and pending + size > _AHEAD_BYTES:
+            pending -= ahead[0].nbytes
+            yield ahead.popleft()
+        reading = reader.start(path, spec, source[path], shardings[path])
+        ahead.append(reading)
+        pending += reading.nbytes
+    yield from ahead
+
+
+class _Reader:
+    """Starts to read variables."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], files: OpenFiles, pool: concurrent.futures.ThreadPoolExecutor
+    ) -> None:
+        """Keeps what reading needs."""
+        self._tensors, self._files, self._pool = tensors, files, pool
+
+    def start(self, path: str, spec: VariableSpec, variable: Variable, sharding: NamedSharding) -> _Reading:
+        """Allocates the shards of a variable, and starts to fill them."""
+        shape = sharding.shard_shape(spec.padded_shape)
+        shards = {bounds: _shard(shape, bounds, spec.dtype) for bounds in set(logical_bounds(spec, sharding).values())}
+        blocks = [
+            self._pool.submit(self._fill, piece, first, last, targets)
+            for piece in variable.pieces
+            if (targets := _targets(piece, shards))
+            for first, last in self._blocks(piece, targets)
+        ]
+        return _Reading(path, shards, blocks, sum(shard.nbytes for shard in shards.values()))
+
+    def _blocks(self, piece: Piece, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
+        """Yields (first, last) in the first dimension's outermost letter, so that together they cover the targets."""
+        outer, *inner = _without_fused(piece.groups[0])
+        unit = _product(piece, inner) * self._tensors[piece.name].row_bytes
+        step = max(1, _BLOCK_BYTES // max(1, unit))
+        first = min(target.bounds[outer][0] for target in targets)
+        last = max(target.bounds[outer][1] for target in targets)
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
+
+    def _fill(self, piece: Piece, first: int, last: int, targets: Sequence[_Target]) -> None:
+        """Reads a block of a tensor, and copies it to where it belongs."""
+        outer, *inner = _without_fused(piece.groups[0])
+        unit = _product(piece, inner)
+        begin = piece.part * piece.sizes[outer] * unit if piece.groups[0][0] == FUSED else 0
+        rows = self._tensors[piece.name].read_rows(begin + first * unit, begin + last * unit, self._files)
+        letters = [outer, *inner, *(letter for group in piece.groups[1:] for letter in group)]
+        block = rows.reshape(last - first, *(piece.sizes[letter] for letter in letters[1:]))
+        if FUSED in letters:
+            block = block.take(piece.part, axis=letters.index(FUSED))
+            letters.remove(FUSED)
+        block = block.transpose([letters.index(letter) for letter in piece.order])
+        for target in targets:
+            target.copy(block, {outer: (first, last)}, piece.order)
+
+
+def _targets(piece: Piece, shards: Mapping[Bounds, npt.NDArray[Any]]) -> list[_Target]:
+    """Returns the parts of shards that a tensor fills."""
+    found = []
+    depth = len(piece.leading)
+    for bounds, shard in shards.items():
+        if any(not start <= index < stop for index, (start, stop) in zip(piece.leading, bounds, strict=False)):
+            continue
+        index = tuple(i - start for i, (start, _) in zip(piece.leading, bounds, strict=False))
+        inside = dict(zip(piece.order, bounds[depth:], strict=True))
+        if all(start < stop for start, stop in inside.values()):
+            found.append(_Target(piece.name, shard[index], inside))
+    return found
+
+
+def _placed(reading: _Reading, spec: VariableSpec, sharding: NamedSharding) -> jax.Array:
+    """Puts a variable on this process's devices."""
+    bounds = logical_bounds(spec, sharding)
+    shards = [jax.device_put(reading.shards[part], device) for device, part in bounds.items()]
+    return jax.make_array_from_single_device_arrays(spec.padded_shape, sharding, shards)
+
+
+def _shard(shape: tuple[int, ...], bounds: Bounds, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Returns memory for a shard that JAX can use without a copy on a CPU: zeros, if some of it is padding."""
+    is_filled = shape == tuple(stop - start for start, stop in bounds)
+    size = math.prod(shape) * dtype.itemsize
+    memory = (np.empty if is_filled else np.zeros)(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def _without_fused(letters: Sequence[str]) -> list[str]:
+    return [letter for letter in letters if letter != FUSED]
+
+
+def _product(piece: Piece, letters: Sequence[str]) -> int:
+    return math.prod(piece.sizes[letter] for letter in letters)

@@ -1,0 +1,210 @@
+"""Reads and writes files in the safetensors format: a header of names, dtypes, shapes and offsets, then the arrays' bytes.
+
+The library `safetensors` maps files into memory, so that all that was read of a file counts as the process' memory, and it opens
+local files alone. Here a slice is read into memory of the caller, from a disk or from an object store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from spmd_trainer.checkpointing import step_files
+from spmd_trainer.hf.errors import HfDamagedError
+from spmd_trainer.storage import paths, reading
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+# The library's limit.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """An array in a file.
+
+    Attributes:
+      name: its name.
+      path: the file.
+      dtype: its dtype.
+      shape: its shape.
+      start: where its bytes begin in the file.
+    """
+
+    name: str
+    path: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    def read_rows(self, first: int, last: int, files: OpenFiles) -> npt.NDArray[Any]:
+        """Returns the rows from `first` to before `last`, as a new array of shape [last - first, ...].
+
+        Raises:
+          HfDamagedError: the file ends before.
+          CheckpointReadError: storage does not answer, or refuses.
+        """
+        start, end = self.start + first * self.row_bytes, self.start + last * self.row_bytes
+        content = step_files.read(f"reading {self.path}", lambda: files.read(self.path, start, end))
+        if len(content) != end - start:
+            raise HfDamagedError(f"{self.path} is cut off: it ends inside of {self.name}. Copy it again.")
+        return np.frombuffer(content, self.dtype).reshape(last - first, *self.shape[1:])
+
+
+class OpenFiles:
+    """Files that are open for reading from several threads at once. Closes them at its end."""
+
+    def __init__(self) -> None:
+        """Opens nothing yet."""
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def read(self, path: str, start: int, end: int) -> bytes | bytearray | memoryview:
+        """Returns the bytes of a file from `start` to before `end`, fewer where the file ends before.
+
+        Raises:
+          OSError: the file can't be read.
+        """
+        if paths.is_remote(path):
+            return reading.read(path, start, end)
+        if path not in self._descriptors:
+            # Two threads may open a file at once; the second one's descriptor is closed again.
+            descriptor = os.open(path, os.O_RDONLY)
+            if self._descriptors.setdefault(path, descriptor) != descriptor:
+                os.close(descriptor)
+        # Not initialised: filling it with zeros first would take as long as reading from the page cache.
+        buffer = memoryview(np.empty(end - start, np.uint8))  # type: ignore[arg-type]
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptors[path], [buffer[done:]], start + done)
+            if count == 0:
+                break
+            done += count
+        return buffer[:done]
+
+
+def read_header(path: str) -> dict[str, Tensor]:
+    """Returns the arrays of a file by name. Reads no array.
+
+    Raises:
+      HfDamagedError: the file is not what the format asks for, or is cut off.
+      FileNotFoundError: there is no such file.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    size = step_files.read(f"looking at {path}", lambda: reading.size(path))
+    length = int.from_bytes(step_files.read(f"reading {path}", lambda: reading.read(path, 0, _LENGTH_BYTES)), "little")
+    first = _LENGTH_BYTES + length
+    if length > _MAX_HEADER_BYTES or first > size:
+        raise HfDamagedError(
+            f"{path} is no safetensors file, or is cut off: it has {size} bytes, and a header of {length} would begin it"
+        )
+    try:
+        header = json.loads(step_files.read(f"reading {path}", lambda: reading.read(path, _LENGTH_BYTES, first)))
+        found = {name: _parse(name, path, entry, first) for name, entry in header.items() if name != _METADATA}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HfDamagedError(
+            f"{path} is no safetensors file: its header is malformed ({type(error).__name__}: {error})"
+        ) from error
+    needed = max([first, *(tensor.start + _nbytes(tensor.dtype, tensor.shape) for tensor in found.values())])
+    if needed > size:
+        raise HfDamagedError(f"{path} is cut off: it has {size} bytes of {needed}. Copy it again.")
+    return found
+
+
+def _parse(name: str, path: str, entry: Mapping[str, Any], first: int) -> Tensor:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the dtype {entry['dtype']}")
+    dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+    start, end = entry["data_offsets"]
+    if end - start != _nbytes(dtype, shape) or start < 0:
+        raise ValueError(f"{name} has offsets {start} to {end}, and needs {_nbytes(dtype, shape)} bytes")
+    return Tensor(name, path, dtype, shape, first + start)
+
+
+def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * math.prod(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """An array that will be written.
+
+    Attributes:
+      name: its name.
+      dtype: its dtype.
+      shape: its shape.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return _nbytes(self.dtype, self.shape)
+
+
+def in_file_order(tensors: Iterable[Described]) -> list[Described]:
+    """Returns arrays in the order in which the library writes them: large elements first, then by name."""
+    return sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+
+
+def write(file: BinaryIO, tensors: list[Described], arrays: Iterator[npt.NDArray[Any]]) -> None:
+    """Writes a file, one array at a time.
+
+    Args:
+      file: an empty file.
+      tensors: the arrays in the order of `in_file_order`.
+      arrays: their contents, in the same order.
+    """
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        offsets = [offset, offset + tensor.nbytes]
+        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        offset += tensor.nbytes
+    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    content += b" " * (-len(content) % _LENGTH_BYTES)
+    file.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), tensor.name
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,0 +1,276 @@
+"""Which tensors of a Hugging Face folder hold which variables of a decoder, and with which order of dimensions.
+
+A layout writes both shapes in the way of einops: '(n h) d -> d n h' is a tensor whose first dimension is heads times head
+width, for a variable [D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head
+width, f feed-forward width, e experts; c counts what is fused in one tensor (GPT-2's query, key and value).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from spmd_trainer.hf.families import Family
+from spmd_trainer.models.decoder_spec import DecoderSpec
+
+ROOT = "mdl_vars/params/lm/"
+FUSED = "c"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A variable and the tensor that holds it, for one layer and one expert.
+
+    Attributes:
+      path: the variable, below `params/lm/` or below a layer.
+      name: the tensor, below the model or below a layer; '{expert}' is the number of an expert.
+      layout: see above. The variable's own leading dimensions (stacked layers, experts in '{expert}') are not in it.
+      part: which of the tensors that are fused along 'c' it is.
+    """
+
+    path: str
+    name: str
+    layout: str
+    part: int = 0
+
+    @property
+    def of_experts(self) -> bool:
+        """True if each expert has a tensor of its own."""
+        return "{expert}" in self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Names of a family's tensors.
+
+    Attributes:
+      base: the model's prefix, which the projection to the vocabulary does not have.
+      layer: prefix of a layer, below `base`.
+      model: rules of what is outside the layers.
+      in_layer: rules of a layer.
+    """
+
+    base: str
+    layer: str
+    model: tuple[Rule, ...]
+    in_layer: tuple[Rule, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor that holds part of a variable.
+
+    Attributes:
+      name: the tensor's name in the folder.
+      leading: the index in the variable's leading dimensions: (repeat,), (repeat, expert), (expert,) or ().
+      groups: for each dimension of the tensor, the letters of the variable's dimensions in it.
+      order: the letters of the variable's dimensions after the leading ones.
+      sizes: the size of each letter.
+      part: see `Rule`.
+    """
+
+    name: str
+    leading: tuple[int, ...]
+    groups: tuple[tuple[str, ...], ...]
+    order: tuple[str, ...]
+    sizes: Mapping[str, int]
+    part: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(math.prod(self.sizes[letter] for letter in group) for group in self.groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """A variable of a model and the tensors that hold it.
+
+    Attributes:
+      path: its path in the state.
+      shape: its logical shape.
+      pieces: the tensors, in the order of the leading dimensions.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def names_of(spec: DecoderSpec, family: Family) -> Names:
+    """Returns the names of the tensors of a model."""
+    return _gpt2() if family.model_type == "gpt2" else _llama_like(spec, family.model_type)
+
+
+def _gpt2() -> Names:
+    fused = {"query": ("n", 0), "key": ("n", 1), "value": ("n", 2)}
+    return Names(
+        base="transformer.",
+        layer="h.{layer}.",
+        model=(
+            Rule("token_emb/w", "wte.weight", "v d -> v d"),
+            Rule("position_emb/w", "wpe.weight", "p d -> p d"),
+            *_norm("final_norm", "ln_f", bias=True),
+        ),
+        in_layer=(
+            *_norm("attention_norm", "ln_1", bias=True),
+            *_norm("mlp_norm", "ln_2", bias=True),
+            *(
+                Rule(f"attention/{ours}/w", "attn.c_attn.weight", f"d (c {n} h) -> d {n} h", part)
+                for ours, (n, part) in fused.items()
+            ),
+            *(
+                Rule(f"attention/{ours}/b", "attn.c_attn.bias", f"(c {n} h) -> {n} h", part)
+                for ours, (n, part) in fused.items()
+            ),
+            Rule("attention/output/w", "attn.c_proj.weight", "(n h) d -> n h d"),
+            Rule("attention/output/b", "attn.c_proj.bias", "d -> d"),
+            Rule("mlp/up/w", "mlp.c_fc.weight", "d f -> d f"),
+            Rule("mlp/up/b", "mlp.c_fc.bias", "f -> f"),
+            Rule("mlp/down/w", "mlp.c_proj.weight", "f d -> f d"),
+            Rule("mlp/down/b", "mlp.c_proj.bias", "d -> d"),
+        ),
+    )
+
+
+def _llama_like(spec: DecoderSpec, model_type: str) -> Names:
+    """The names that all families but GPT-2 share."""
+    model = [Rule("token_emb/w", "embed_tokens.weight", "v d -> v d"), *_norm("final_norm", "norm")]
+    if not spec.tied_embeddings:
+        model.append(Rule("logits/w", "lm_head.weight", "v d -> d v"))
+    layer: list[Rule] = []
+    for ours, theirs in _NORM_NAMES[spec.norm_placement].items():
+        layer += _norm(ours, theirs)
+    for ours, n in (("query", "n"), ("key", "k"), ("value", "k")):
+        theirs = f"self_attn.{ours[0]}_proj"
+        layer.append(Rule(f"attention/{ours}/w", f"{theirs}.weight", f"({n} h) d -> d {n} h"))
+        if spec.qkv_bias:
+            layer.append(Rule(f"attention/{ours}/b", f"{theirs}.bias", f"({n} h) -> {n} h"))
+    layer.append(Rule("attention/output/w", "self_attn.o_proj.weight", "d (n h) -> n h d"))
+    if spec.output_bias:
+        layer.append(Rule("attention/output/b", "self_attn.o_proj.bias", "d -> d"))
+    for ours, n in (("query", "n"), ("key", "k")):
+        if spec.query_key_norm is not None:
+            layout = "h -> h" if spec.query_key_norm == "head" else f"({n} h) -> {n} h"
+            layer.append(Rule(f"attention/{ours}_norm/scale", f"self_attn.{ours[0]}_norm.weight", layout))
+    layer += _feed_forward(spec) if spec.moe is None else _experts(model_type)
+    return Names("model.", "layers.{layer}.", tuple(model), tuple(layer))
+
+
+_NORM_NAMES = {
+    "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "pre_and_post": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "post": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+}
+
+
+def _feed_forward(spec: DecoderSpec) -> list[Rule]:
+    found = []
+    for ours, layout in (("gate", "f d -> d f"), ("up", "f d -> d f"), ("down", "d f -> f d")):
+        found.append(Rule(f"mlp/{ours}/w", f"mlp.{ours}_proj.weight", layout))
+        if spec.mlp_bias:
+            found.append(Rule(f"mlp/{ours}/b", f"mlp.{ours}_proj.bias", "d -> d" if ours == "down" else "f -> f"))
+    return found
+
+
+def _experts(model_type: str) -> list[Rule]:
+    if model_type == "mixtral":
+        inside, theirs = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
+    else:
+        inside, theirs = "mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    return [
+        Rule("moe/router/w", f"{inside}.gate.weight", "e d -> d e"),
+        *(
+            Rule(
+                f"moe/{ours}/w",
+                f"{inside}.experts.{{expert}}.{name}.weight",
+                "d f -> f d" if ours == "down" else "f d -> d f",
+            )
+            for ours, name in theirs.items()
+        ),
+    ]
+
+
+def _norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
+    found = [Rule(f"{ours}/scale", f"{theirs}.weight", "d -> d")]
+    return [*found, Rule(f"{ours}/bias", f"{theirs}.bias", "d -> d")] if bias else found
+
+
+def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
+    """Returns the variables of a model by path, each with the tensors that hold it.
+
+    Args:
+      spec: the model.
+      family: the family whose names the tensors have.
+    """
+    names, sizes = names_of(spec, family), _sizes(spec)
+    found = {}
+    for rule in names.model:
+        base = "" if rule.name.startswith("lm_head.") else names.base
+        found[ROOT + rule.path] = _variable(ROOT + rule.path, (), [((), base, rule)], sizes)
+    for prefix, layers in _layers(spec):
+        for rule in names.in_layer:
+            path = f"{ROOT}{prefix}/{rule.path}"
+            stacked = (len(layers),) if prefix.startswith("layers/") else ()
+            entries = [
+                ((r,) if stacked else (), names.base + names.layer.format(layer=layer), rule)
+                for r, layer in enumerate(layers)
+            ]
+            found[path] = _variable(path, stacked, entries, sizes)
+    return found
+
+
+def _layers(spec: DecoderSpec) -> Iterator[tuple[str, list[int]]]:
+    """Yields where layers are in the model, with their numbers in the folder."""
+    period, repeats = len(spec.layer_pattern), spec.num_repeats
+    if repeats:
+        for p in range(period):
+            yield f"layers/sub/layer_{p}", [r * period + p for r in range(repeats)]
+    for j in range(spec.num_layers % period):
+        yield f"last_layers_{j}", [repeats * period + j]
+
+
+def _variable(
+    path: str, stacked: tuple[int, ...], entries: Sequence[tuple[tuple[int, ...], str, Rule]], sizes: Mapping[str, int]
+) -> Variable:
+    rule = entries[0][2]
+    groups, order = parse_layout(rule.layout)
+    experts = (sizes["e"],) if rule.of_experts else ()
+    pieces = []
+    for leading, prefix, _ in entries:
+        for expert in range(sizes["e"]) if rule.of_experts else [None]:
+            name = prefix + (rule.name if expert is None else rule.name.format(expert=expert))
+            index = leading if expert is None else (*leading, expert)
+            pieces.append(Piece(name, index, groups, order, sizes, rule.part))
+    shape = (*stacked, *experts, *(sizes[letter] for letter in order))
+    return Variable(path, shape, tuple(pieces))
+
+
+def parse_layout(layout: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """Returns the letters of each dimension of the tensor, and those of the variable: 'd (n h) -> n h d'."""
+    tensor, _, variable = layout.partition(" -> ")
+    groups: list[tuple[str, ...]] = []
+    for part in tensor.replace("(", "|(").replace(")", ")|").split("|"):
+        letters = part.strip("() ").split()
+        groups += [tuple(letters)] if part.startswith("(") else [(letter,) for letter in letters]
+    return tuple(groups), tuple(variable.split())
+
+
+def _sizes(spec: DecoderSpec) -> dict[str, int]:
+    return {
+        "v": spec.vocab_size,
+        "p": spec.max_positions,
+        "d": spec.model_dims,
+        "n": spec.num_heads,
+        "k": spec.num_kv_heads,
+        "h": spec.head_dims,
+        "f": spec.hidden_dims if spec.moe is None else spec.moe.hidden_dims,
+        "e": 0 if spec.moe is None else spec.moe.num_experts,
+        FUSED: 3,
+    }

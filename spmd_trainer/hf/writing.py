@@ -1,0 +1,207 @@
+"""Writes folders of safetensors files: checks the directory, moves the finished folder to its name, gathers variables.
+
+Process 0 writes; the other processes bring their parts of the arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, cast
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_trainer import multihost, storage
+from spmd_trainer.hf.errors import HfError
+from spmd_trainer.hf.placing import copy_in_range
+from spmd_trainer.hf.safetensors_file import Described, in_file_order, write
+from spmd_trainer.hf.tensor_names import FUSED, Piece, Variable
+from spmd_trainer.sharding.variables import VariableSpec, named_leaves
+from spmd_trainer.storage import access
+from spmd_trainer.train_states import TrainState
+
+_UNFINISHED = ".writing"
+
+
+@dataclasses.dataclass(frozen=True)
+class ToWrite:
+    """A tensor to write.
+
+    Attributes:
+      described: its name, dtype and shape.
+      parts: the variables that it holds, each with the way from the variable to the tensor.
+    """
+
+    described: Described
+    parts: tuple[tuple[Variable, Piece], ...]
+
+
+def tensors_of(variables: Mapping[str, Variable], dtype: np.dtype[Any]) -> list[ToWrite]:
+    """Returns the tensors in the order of the variables. Fused ones have several parts."""
+    parts: dict[str, list[tuple[Variable, Piece]]] = {}
+    for variable in variables.values():
+        for piece in variable.pieces:
+            parts.setdefault(piece.name, []).append((variable, piece))
+    return [ToWrite(Described(name, dtype, found[0][1].shape), tuple(found)) for name, found in parts.items()]
+
+
+def check_directory(name: str, path: epath.Path) -> None:
+    """Makes sure that a folder can be written to a directory. What a killed export left there does not count.
+
+    Args:
+      name: what the directory was given as, for messages.
+      path: the directory.
+
+    Raises:
+      UserError: it can't be written; says why and what to do.
+      HfError: it is not empty.
+    """
+    access.check_readable(name, path)
+    access.check_writable(name, path)
+    if path.exists() and not all(_is_unfinished(entry.name) for entry in path.iterdir()):
+        raise HfError(f"{name}={path} is not empty; give a new directory")
+
+
+def _is_unfinished(name: str) -> bool:
+    return name.startswith(".") and name.endswith(_UNFINISHED)
+
+
+@contextlib.contextmanager
+def atomically(path: epath.Path, *, last: str) -> Iterator[epath.Path | None]:
+    """Yields the folder to write to on process 0, and None on the others. It gets its name at the end.
+
+    Args:
+      path: the folder.
+      last: the file that makes the folder one: it is moved last.
+    """
+    if jax.process_index() != 0:
+        yield None
+        multihost.barrier("the export is written")
+        return
+    if storage.is_remote(path):
+        yield path
+    else:
+        with _under_another_name(epath.Path(os.path.realpath(path)), last) as unfinished:
+            yield unfinished
+    multihost.barrier("the export is written")
+
+
+@contextlib.contextmanager
+def _under_another_name(path: epath.Path, last: str) -> Iterator[epath.Path]:
+    """Yields a new folder whose content is moved to a path at the end, and deleted if the block fails.
+
+    Args:
+      path: a directory without links in its name. It is new, or empty: then it may be a mount point, and stays.
+      last: the file to move last.
+    """
+    exists = path.exists()
+    parent = path if exists else path.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    unfinished = epath.Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_UNFINISHED, dir=parent))
+    try:
+        # mkdtemp lets the owner alone read it.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(unfinished, 0o777 & ~umask)
+        yield unfinished
+        if exists:
+            for name in sorted(os.listdir(unfinished), key=lambda name: name == last):
+                os.replace(unfinished / name, path / name)
+            unfinished.rmdir()
+        else:
+            os.rename(unfinished, path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def write_file(
+    target: epath.Path | None,
+    name: str,
+    tensors: Sequence[ToWrite],
+    specs: Mapping[str, VariableSpec],
+    state: TrainState,
+) -> None:
+    """Writes a file of tensors. Called by every process.
+
+    Args:
+      target: the folder; None on the processes that don't write.
+      name: the file's name.
+      tensors: the tensors.
+      specs: the layouts of the variables, by path.
+      state: the state that holds them.
+    """
+    by_name = {tensor.described.name: tensor for tensor in tensors}
+    order = in_file_order([tensor.described for tensor in tensors])
+    arrays = _contents([by_name[described.name] for described in order], specs, state)
+    if target is None:
+        for _ in arrays:
+            pass
+        return
+    with (target / name).open("wb") as file:
+        write(cast(BinaryIO, file), order, arrays)
+        if not storage.is_remote(target):
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _contents(
+    tensors: list[ToWrite], specs: Mapping[str, VariableSpec], state: TrainState
+) -> Iterator[npt.NDArray[Any]]:
+    """Yields the content of each tensor; one is in memory at a time."""
+    leaves = {f"mdl_vars/{path}": leaf for path, leaf in named_leaves(state.mdl_vars)}
+    for tensor in tensors:
+        content = np.empty(tensor.described.shape, tensor.described.dtype)
+        for variable, piece in tensor.parts:
+            part = _logical(leaves[variable.path], specs[variable.path], piece.leading)
+            _copy_into(content, part, piece, tensor.described.name)
+        yield content
+
+
+def _logical(array: jax.Array, spec: VariableSpec, leading: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Returns one index of a variable's leading dimensions on the host, without padding. Called by every process."""
+    part = array
+    if leading or not array.is_fully_addressable:
+        part = _slicer(array.sharding, len(leading), array.is_fully_addressable)(array, leading)
+    return np.asarray(part)[tuple(slice(0, size) for size in spec.logical_shape[len(leading) :])]
+
+
+@functools.cache
+def _slicer(sharding: NamedSharding, depth: int, is_local: bool) -> Callable[..., jax.Array]:
+    """Returns a jitted (array, index) -> array[index], so that one layer at a time leaves the devices.
+
+    The result is split like the array. If other processes hold parts of it, every process gets all of it.
+    """
+    spec = PartitionSpec(*sharding.spec[depth:]) if is_local else PartitionSpec()
+
+    def take(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+        for i in index:
+            array = jax.lax.dynamic_index_in_dim(array, i, keepdims=False)
+        return array
+
+    return jax.jit(take, out_shardings=NamedSharding(sharding.mesh, spec))
+
+
+def _copy_into(content: npt.NDArray[Any], part: npt.NDArray[Any], piece: Piece, name: str) -> None:
+    letters = [letter for group in piece.groups for letter in group]
+    view = content.reshape([piece.sizes[letter] for letter in letters])
+    if FUSED in letters:
+        axis = letters.index(FUSED)
+        view = view[(slice(None),) * axis + (piece.part,)]
+        letters.remove(FUSED)
+    copy_in_range(view.transpose([letters.index(letter) for letter in piece.order]), part, name)
+
+
+def write_json(path: epath.Path, content: Mapping[str, Any]) -> None:
+    """Writes an object as an indented JSON file."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,84 @@
+"""All-to-all attention (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): splits heads where the row was split.
+
+Each device of a sequence axis has a part of the row with all its heads. One all-to-all each for queries, keys and values gives it
+whole rows with a part of the heads; any kernel computes them; one all-to-all brings the outputs back. Rows keep their order.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_trainer.kernels.kernels import Kernel
+from spmd_trainer.kernels.pattern import Pattern
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+    pattern: Pattern,
+    axes: tuple[str, ...],
+    kernel: Kernel,
+) -> jax.Array:
+    """Computes attention over rows that are split over mesh axes. Under `shard_map`.
+
+    Args:
+      query: this device's part of the queries, [B, T / n, N, H].
+      key, value: the same of the keys and values, [B, T / n, K, H]; N is a multiple of K.
+      segment_ids: the same of the segment ids, int32 [B, T / n]; None if each row is one segment.
+      pattern: which keys a query sees.
+      axes: the mesh axes, n devices.
+      kernel: computes whole rows, with the shapes of `shapes_of_kernel`.
+
+    Returns:
+      This device's part of the output, [B, T / n, N, H], of value's dtype.
+    """
+    heads = query.shape[2]
+    query, key, value = (
+        lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
+        for x in with_divisible_heads(query, key, value, lax.axis_size(axes))
+    )
+    if segment_ids is not None:
+        segment_ids = lax.all_gather(segment_ids, axes, axis=1, tiled=True)
+    out = kernel(query, key, value, segment_ids, pattern)
+    return lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)[:, :, :heads]
+
+
+def shapes_of_kernel(
+    query: jax.ShapeDtypeStruct, key: jax.ShapeDtypeStruct, count: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes that the kernel gets for a device's part [B, T / n, N, H] and [B, T / n, K, H], n = `count`."""
+    padded = jax.eval_shape(lambda q, k: with_divisible_heads(q, k, k, count)[:2], query, key)
+    queries, keys = (
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * count, x.shape[2] // count, x.shape[3]), x.dtype) for x in padded
+    )
+    return queries, keys
+
+
+def with_divisible_heads(
+    query: jax.Array, key: jax.Array, value: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Repeats key and value heads, and pads heads with zeros, until `count` pieces of the heads have equal shapes.
+
+    Args:
+      query: [B, T, N, H].
+      key, value: [B, T, K, H]; N is a multiple of K.
+      count: number of pieces.
+
+    Returns:
+      Queries of N heads or more, the first N as before; keys and values. `count` divides the heads of both, and each piece of the
+      queries goes with the same piece of the keys.
+    """
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if kv_heads % count == 0:
+        return query, key, value
+    repeated = count if heads % count == 0 and count % kv_heads == 0 else heads
+    key, value = (jnp.repeat(x, repeated // kv_heads, axis=2) for x in (key, value))
+    if repeated % count == 0:
+        return query, key, value
+    padding = ((0, 0), (0, 0), (0, -heads % count), (0, 0))
+    query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
+    return query, key, value

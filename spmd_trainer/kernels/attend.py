@@ -1,0 +1,257 @@
+"""The attention that layers call: picks a kernel and runs it on each device's part of the arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax._src.core import get_axis_env
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.kernels import all_to_all, choices, kernels, ring, sequence_order, target
+from spmd_trainer.kernels.kernels import Call, Choice
+from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.reference import KERNEL as REFERENCE
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The mesh axes that split each dimension; empty: the dimension is not split.
+
+    Attributes:
+      batch: axes of the rows.
+      length: axes of the tokens (context parallelism).
+      heads: axes of the query heads. For the call, keys and values are split over them too.
+    """
+
+    batch: tuple[str, ...] = ()
+    length: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    pattern: Pattern,
+    *,
+    segment_ids: jax.Array | None = None,
+    split: Split = Split(),
+    kernel: str | None = None,
+    context_parallel: str | None = None,
+    dropout: Callable[[jax.Array], jax.Array] | None = None,
+    name: str = "",
+) -> jax.Array:
+    """Computes self-attention over rows.
+
+    On a mesh of several devices each device computes its own rows and heads. Rows and heads that the devices don't divide are
+    padded for the call. Under a `jax.shard_map`, `split` is ignored: the arrays are then one device's.
+
+    Args:
+      query: [B, T, N, H].
+      key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
+      pattern: which keys a query sees.
+      segment_ids: int32 [B, T]; a token sees only tokens of its segment. None if each row is one segment.
+      split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
+      kernel: name of the kernel to use; None for the first that can be used (see `kernels.choose`).
+      context_parallel: how rows of a split length are computed: 'ring', with tokens in the order of `sequence_order.py`, or
+        'all_to_all', with tokens in order. None for 'ring'.
+      dropout: maps probabilities [B, K, N / K, T, T] to those to use; None for no dropout.
+      name: the layer's name, for reports.
+
+    Returns:
+      [B, T, N, H], of value's dtype.
+
+    Raises:
+      UserError: the kernel doesn't exist or can't be used; query heads are not a multiple of key heads; the mesh lacks an axis
+        of `split`; the devices of a split length don't divide it.
+    """
+    if key.shape != value.shape or query.shape[2] % key.shape[2]:
+        raise UserError(
+            f"attention {name!r}: queries are {query.shape}, keys {key.shape} and values {value.shape} (rows, tokens, heads, "
+            "width). The number of query heads must be a multiple of the number of key heads; keys and values must be alike"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = _Parts.of(split, mesh, name)
+    form = _context_parallel(parts, query.shape[1], context_parallel, name)
+    arrays = parts.padded(query, key, value, segment_ids)
+    call = Call(
+        query=parts.local(arrays[0]),
+        key=parts.local(arrays[1]),
+        pattern=pattern,
+        segments=segment_ids is not None,
+        dropout=dropout is not None,
+        target=target.current(),
+    )
+    choice = _choose(call, kernel, form, parts.count("length"))
+    choices.record(name, choice)
+    if dropout is not None or (choice.kernel == "reference" and form is None):
+        # XLA splits plain products itself, and dropout draws the random numbers of whole arrays.
+        return REFERENCE(query, key, value, segment_ids, pattern, dropout=dropout)
+    local = _Local(choice, pattern, parts.length)
+    return _on_each_device(local, parts, *arrays)[: query.shape[0], :, : query.shape[2]]
+
+
+def _on_each_device(
+    local: _Local,
+    parts: _Parts,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+) -> jax.Array:
+    """Returns the output for padded arrays, each device computing its part."""
+    if not parts.any:
+        return local(query, key, value, segment_ids)
+    of_heads = PartitionSpec(parts.batch or None, parts.length or None, parts.heads or None)
+    of_segments = None if segment_ids is None else PartitionSpec(parts.batch or None, parts.length or None)
+    out: jax.Array = jax.shard_map(
+        local,
+        in_specs=(of_heads, of_heads, of_heads, of_segments),
+        out_specs=of_heads,
+        # With `check_vma`, the backward pass needs no exchange over axes that split nothing. Pallas and cuDNN calls don't support
+        # it, nor does `jax.vmap` over a mesh axis (praxis' pipelines).
+        check_vma=(
+            (local.choice.kernel, local.choice.context_parallel) == ("chunked", None)
+            and not get_axis_env().spmd_axis_names
+        ),
+    )(query, key, value, segment_ids)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """How a call's arrays are split: as in `Split`, without axes of size 1; not at all under a `jax.shard_map`.
+
+    Attributes:
+      sizes: size of each axis.
+    """
+
+    batch: tuple[str, ...]
+    length: tuple[str, ...]
+    heads: tuple[str, ...]
+    sizes: dict[str, int]
+
+    @classmethod
+    def of(cls, split: Split, mesh: AbstractMesh, name: str) -> _Parts:
+        """Returns the parts on a mesh, which may have no axes.
+
+        Raises:
+          UserError: the mesh lacks an axis of `split`.
+        """
+        if mesh.axis_names:
+            for axis in (*split.batch, *split.length, *split.heads):
+                if axis not in mesh.axis_names:
+                    raise UserError(
+                        f"attention {name!r} is split over {axis!r}, which is not one of the mesh's axes "
+                        f"{', '.join(mesh.axis_names)}{did_you_mean(axis, mesh.axis_names, otherwise='')}"
+                    )
+        # JAX 0.10 can't compile the gradient of a `shard_map` inside a `shard_map` over other axes.
+        sizes = {} if mesh.manual_axes else {axis: size for axis, size in mesh.shape.items() if size > 1}
+        batch, length, heads = (
+            tuple(axis for axis in axes if axis in sizes) for axes in (split.batch, split.length, split.heads)
+        )
+        return cls(batch, length, heads, sizes)
+
+    @property
+    def any(self) -> bool:
+        """Whether the mesh has several devices that the call can be split over."""
+        return bool(self.sizes)
+
+    def count(self, dimension: str) -> int:
+        """Returns the number of parts of 'batch', 'length' or 'heads'."""
+        return math.prod(self.sizes[axis] for axis in getattr(self, dimension))
+
+    def local(self, x: jax.Array) -> jax.ShapeDtypeStruct:
+        """Returns the shape of a device's part of a padded array [B, T, heads, H]."""
+        batch, length, heads, width = x.shape
+        shape = (batch // self.count("batch"), length // self.count("length"), heads // self.count("heads"), width)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    def padded(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Returns the arrays with rows and heads that the devices divide, so that each device has the keys of its query heads.
+
+        Rows are padded with zeros. If the devices divide the query heads but not the key heads, key heads are repeated, at least
+        once for each device; otherwise once for each query head, and then heads are padded with zeros.
+        """
+        query, key, value = all_to_all.with_divisible_heads(query, key, value, self.count("heads"))
+        rows = -query.shape[0] % self.count("batch")
+        query, key, value = (_with_rows(x, rows) for x in (query, key, value))
+        return query, key, value, None if segment_ids is None else _with_rows(segment_ids, rows)
+
+
+def _with_rows(x: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1)) if rows else x
+
+
+def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) -> str | None:
+    """Returns 'ring' or 'all_to_all' for rows of a split length; None for whole rows.
+
+    Raises:
+      UserError: there is no such form, or the devices don't divide the length.
+    """
+    if asked is not None and asked not in sequence_order.FORMS:
+        raise UserError(
+            f"context_parallel is {asked!r}; it can be {' or '.join(sequence_order.FORMS)}"
+            f"{did_you_mean(asked, sequence_order.FORMS, otherwise='')}"
+        )
+    if not parts.length:
+        return None
+    form = asked or sequence_order.DEFAULT_FORM
+    multiple = parts.count("length") * (2 if form == "ring" else 1)
+    if length % multiple:
+        raise UserError(
+            f"attention {name!r}: rows of {length} tokens are split over {parts.count('length')} devices "
+            f"({', '.join(parts.length)}), and {form} needs a multiple of {multiple} tokens"
+        )
+    return form
+
+
+def _choose(call: Call, asked: str | None, form: str | None, num_devices: int) -> Choice:
+    """Picks the kernel of a call, whose length may be split over `num_devices`.
+
+    Raises:
+      UserError: as `kernels.choose`; also dropout with a split length, and another kernel than 'chunked' for a ring.
+    """
+    if form is None:
+        return kernels.choose(call, asked)
+    if call.dropout:
+        raise UserError("attention dropout can't be used with a split length; set the dropout to 0 or split no length")
+    if form == "all_to_all":
+        query, key = all_to_all.shapes_of_kernel(call.query, call.key, num_devices)
+        chosen = kernels.choose(dataclasses.replace(call, query=query, key=key), asked)
+        return dataclasses.replace(chosen, context_parallel=form)
+    if asked not in (None, "chunked"):
+        kernels.kernel(asked)
+        raise UserError(
+            f"attention kernel {asked!r} can't be used in a ring, which needs 'chunked'; use context_parallel='all_to_all', or "
+            "leave the choice to the trainer with None"
+        )
+    before = kernels.order(call)
+    reasons = {name: ["a ring needs 'chunked'"] for name in before if name not in ("chunked", "reference")}
+    return Choice("chunked", reasons, context_parallel=form)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Local:
+    """The computation on one device's part of the arrays."""
+
+    choice: Choice
+    pattern: Pattern
+    length_axes: tuple[str, ...]
+
+    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """See `Kernel.__call__`."""
+        kernel = kernels.kernel(self.choice.kernel)
+        match self.choice.context_parallel:
+            case "ring":
+                return ring.attend(query, key, value, segment_ids, self.pattern, self.length_axes)
+            case "all_to_all":
+                return all_to_all.attend(query, key, value, segment_ids, self.pattern, self.length_axes, kernel)
+        return kernel(query, key, value, segment_ids, self.pattern)

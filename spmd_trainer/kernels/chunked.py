@@ -1,0 +1,391 @@
+"""Attention in blocks with an online softmax, in `jax.numpy`: memory O(T), on every device.
+
+Queries and keys are cut into blocks. A pair of a query block and a key block is computed only if some query sees some key. One
+pair comes after another in a `lax.scan`, so the program's size doesn't depend on T. The forward pass keeps each query's largest
+logit, its sum of exponentials and its weighted sum of values (Milakov & Gimelshein 2018, arXiv:1805.02867). The backward pass
+computes the logits again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
+
+`forward`, `finish` and `backward` work on any queries and keys whose tokens' places in the row are given, so ring attention uses
+them for keys that come from another device:
+
+    queries, keys, values = query_blocks(query, key.shape[2], block), key_blocks(key, block), key_blocks(value, block)
+    sums = initial_sums(queries)
+    sums = forward(queries, keys, values, query_tokens, key_tokens, pairs, sums, pattern)  # for each device's keys
+    outs, lse = finish(sums)
+
+    out_grads = query_blocks(out_grad, key.shape[2], block)
+    rows = RowGrads(out_grads, lse, row_sums(outs, out_grads))
+    grads = initial_grads(queries, keys)
+    grads = backward(queries, keys, values, query_tokens, key_tokens, pairs, rows, grads, pattern)  # for each device's keys
+
+`pairs` may be traced, e.g. depend on `lax.axis_index`; only its length is fixed when the program is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from spmd_trainer.kernels import target
+from spmd_trainer.kernels.kernels import Call
+from spmd_trainer.kernels.pattern import MASKED, Pattern
+
+# Most tokens of a block. On CPUs the float32 logits of a small block stay in the cache; accelerators need more work per step.
+_BLOCK, _BLOCK_ON_CPU = 512, 128
+# Index of a token that was added to fill a block: no real query sees it.
+PADDING_INDEX = np.iinfo(np.int32).max
+
+
+class Tokens(NamedTuple):
+    """Where queries or keys are.
+
+    Attributes:
+      position: int32 [n, block], each token's index in the whole row; `PADDING_INDEX` for tokens that fill a block.
+      segment_ids: int32 [n, B, block]; None if each row is one segment.
+    """
+
+    position: jax.Array
+    segment_ids: jax.Array | None
+
+
+class Sums(NamedTuple):
+    """Running sums of each query over the keys so far, float32.
+
+    Attributes:
+      largest: [n, B, K, G, block], the largest logit.
+      total: [n, B, K, G, block], sum of exp(logit - largest).
+      weighted: [n, B, K, G, block, H], sum of exp(logit - largest) * value.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+    weighted: jax.Array
+
+
+class RowGrads(NamedTuple):
+    """What the backward pass knows of each query.
+
+    Attributes:
+      out: [n, B, K, G, block, H], gradient of the output.
+      lse: float32 [n, B, K, G, block], log of the sum of exp(logit) over all keys.
+      row_sum: float32 [n, B, K, G, block], see `row_sums`.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    row_sum: jax.Array
+
+
+class Grads(NamedTuple):
+    """Running sums of gradients, float32, in the shapes of the queries, keys and values in blocks."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+class Chunked:
+    """The kernel 'chunked'."""
+
+    name = "chunked"
+
+    def reasons_against(self, call: Call) -> list[str]:
+        """See `Kernel.reasons_against`."""
+        return ["it can't drop probabilities"] if call.dropout else []
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern
+    ) -> jax.Array:
+        """See `Kernel.__call__`."""
+        return _attention(query, key, value, segment_ids, pattern, block_length(query.shape[1]))
+
+
+KERNEL = Chunked()
+
+
+def block_length(length: int) -> int:
+    """Returns the number of tokens of a block for rows of this length: as few blocks as the device allows, of equal size."""
+    most = _BLOCK_ON_CPU if target.current().platform == "cpu" else _BLOCK
+    if length <= most:
+        return length
+    # A multiple of 16, as matrix units like it.
+    return -(-length // (16 * -(-length // most))) * 16
+
+
+def query_blocks(x: jax.Array, kv_heads: int, block: int) -> jax.Array:
+    """Returns [B, T, N, H] as [n, B, K, G, block, H], padded with zeros to a multiple of `block`."""
+    batch, length, heads, width = x.shape
+    x = x.reshape(batch, length, kv_heads, heads // kv_heads, width)
+    return _padded(x, block).reshape(batch, -1, block, *x.shape[2:]).transpose(1, 0, 3, 4, 2, 5)
+
+
+def key_blocks(x: jax.Array, block: int) -> jax.Array:
+    """Returns [B, T, K, H] as [n, B, K, block, H], padded with zeros to a multiple of `block`."""
+    return _padded(x, block).reshape(x.shape[0], -1, block, *x.shape[2:]).transpose(1, 0, 3, 2, 4)
+
+
+def from_query_blocks(x: jax.Array, length: int) -> jax.Array:
+    """Returns [n, B, K, G, block, H] as [B, length, N, H]."""
+    n, batch, kv_heads, groups, block, width = x.shape
+    return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, n * block, kv_heads * groups, width)[:, :length]
+
+
+def from_key_blocks(x: jax.Array, length: int) -> jax.Array:
+    """Returns [n, B, K, block, H] as [B, length, K, H]."""
+    n, batch, kv_heads, block, width = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(batch, n * block, kv_heads, width)[:, :length]
+
+
+def token_blocks(index: jax.Array | np.ndarray, segment_ids: jax.Array | None, block: int) -> Tokens:
+    """Returns where tokens are, in blocks.
+
+    Args:
+      index: int32 [T], each token's index in the whole row.
+      segment_ids: int32 [B, T] or None.
+      block: tokens of a block; T is padded to a multiple of it.
+    """
+    missing = -len(index) % block
+    index = jnp.pad(jnp.asarray(index, jnp.int32), (0, missing), constant_values=PADDING_INDEX)
+    if segment_ids is not None:
+        segment_ids = _padded(segment_ids, block).reshape(len(segment_ids), -1, block).transpose(1, 0, 2)
+    return Tokens(index.reshape(-1, block), segment_ids)
+
+
+def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
+    """Returns the pairs (query block, key block) of which some query may see some key, int32 [pairs, 2], for rows in order."""
+    n = -(-length // block)
+    queries, keys = np.divmod(np.arange(n * n, dtype=np.int32), np.int32(n))
+    seen = np.ones(n * n, bool)
+    if pattern.causal:
+        seen &= keys <= queries
+        if pattern.window is not None:
+            # From the first query of the one block to the last key of the other.
+            seen &= queries * block - (keys * block + block - 1) < pattern.window
+    return np.stack([queries, keys], axis=1)[seen]
+
+
+def initial_sums(queries: jax.Array) -> Sums:
+    """Returns the sums over no keys, for queries in blocks."""
+    weighted = jnp.zeros_like(queries, jnp.float32)
+    return Sums(weighted[..., 0] + MASKED, weighted[..., 0], weighted)
+
+
+def forward(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    query_tokens: Tokens,
+    key_tokens: Tokens,
+    pairs: jax.Array | np.ndarray,
+    sums: Sums,
+    pattern: Pattern,
+) -> Sums:
+    """Adds keys to the sums of queries.
+
+    Args:
+      queries: [n, B, K, G, block, H].
+      keys, values: [m, B, K, block, H].
+      query_tokens, key_tokens: where they are; both have segment ids, or neither.
+      pairs: int32 [pairs, 2], the blocks of queries and keys to compute.
+      sums: the sums so far.
+      pattern: which keys a query sees.
+    """
+    keys, values, query_tokens, key_tokens, pairs = _tied(keys, values, query_tokens, key_tokens, pairs)
+
+    def add(sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
+        i, j = pair
+        query, key, value = queries[i], keys[j], values[j]
+        old = Sums(*(x[i] for x in sums))
+        logits = pattern.logits(_per_pair(query, key))
+        logits = _masked(logits, _at(query_tokens, i), _at(key_tokens, j), pattern)
+        largest = jnp.maximum(old.largest, jnp.max(logits, axis=-1))
+        exps = jnp.exp(logits - largest[..., None])
+        decay = jnp.exp(old.largest - largest)
+        weighted = _per_query(exps.astype(value.dtype), value)
+        new = Sums(largest, old.total * decay + jnp.sum(exps, axis=-1), old.weighted * decay[..., None] + weighted)
+        return Sums(*(x.at[i].set(y) for x, y in zip(sums, new, strict=True))), None
+
+    return lax.scan(add, sums, pairs)[0]
+
+
+def finish(sums: Sums) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [n, B, K, G, block, H] and the log-sum-exp [n, B, K, G, block], float32, after all keys were added."""
+    return sums.weighted / sums.total[..., None], sums.largest + jnp.log(sums.total)
+
+
+def row_sums(outs: jax.Array, out_grads: jax.Array) -> jax.Array:
+    """Returns the sum of output * gradient over the head's width, float32 [n, B, K, G, block].
+
+    The gradient of the softmax subtracts it: it is the sum over keys of probability * gradient of the probability.
+    """
+    return jnp.sum(outs.astype(jnp.float32) * out_grads.astype(jnp.float32), axis=-1)
+
+
+def initial_grads(queries: jax.Array, keys: jax.Array) -> Grads:
+    """Returns gradients of zero, for queries and keys in blocks."""
+    key_grads = jnp.zeros_like(keys, jnp.float32)
+    return Grads(jnp.zeros_like(queries, jnp.float32), key_grads, key_grads)
+
+
+def backward(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    query_tokens: Tokens,
+    key_tokens: Tokens,
+    pairs: jax.Array | np.ndarray,
+    rows: RowGrads,
+    grads: Grads,
+    pattern: Pattern,
+) -> Grads:
+    """Adds the gradients that go through the given pairs of blocks; arguments as for `forward`."""
+    keys, values, query_tokens, key_tokens, pairs = _tied(keys, values, query_tokens, key_tokens, pairs)
+
+    def add(grads: Grads, pair: jax.Array) -> tuple[Grads, None]:
+        i, j = pair
+        query, key, value, row = queries[i], keys[j], values[j], RowGrads(*(x[i] for x in rows))
+        logits = pattern.logits(_per_pair(query, key))
+        seen_logits = _masked(logits, _at(query_tokens, i), _at(key_tokens, j), pattern)
+        probabilities = jnp.exp(seen_logits - row.lse[..., None])
+        of_value = _per_key(probabilities.astype(row.out.dtype), row.out)
+        of_probabilities = _per_pair(row.out, value)
+        of_logits = probabilities * (of_probabilities - row.row_sum[..., None])
+        if pattern.softcap is not None:
+            of_logits *= 1 - jnp.square(logits / pattern.softcap)
+        of_logits = (pattern.scale * of_logits).astype(query.dtype)
+        of_query, of_key = _per_query(of_logits, key), _per_key(of_logits, query)
+        return (
+            Grads(grads.query.at[i].add(of_query), grads.key.at[j].add(of_key), grads.value.at[j].add(of_value)),
+            None,
+        )
+
+    return lax.scan(add, grads, pairs)[0]
+
+
+def _tied(
+    keys: jax.Array, values: jax.Array, query_tokens: Tokens, key_tokens: Tokens, pairs: jax.Array | np.ndarray
+) -> tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array]:
+    """Returns the arguments as values that depend on the keys.
+
+    The places of tokens are the same in all layers. Where layers are a `lax.scan`, its differentiation would compute everything
+    that depends on nothing else before the loop over the layers and keep it: the masks of all pairs of blocks, which is [T, T].
+    """
+    tied: tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array] = lax.optimization_barrier(
+        (keys, values, query_tokens, key_tokens, jnp.asarray(pairs))
+    )
+    return tied
+
+
+# The three products of a pair of blocks, float32. They treat the queries of a group's heads as one dimension: XLA computes
+# products with two such dimensions more slowly.
+
+
+def _per_pair(of_query: jax.Array, of_key: jax.Array) -> jax.Array:
+    """Multiplies [B, K, G, block, H] and [B, K, block, H] to [B, K, G, block, block]."""
+    merged = of_query.reshape(*of_query.shape[:2], -1, of_query.shape[-1])
+    out = jnp.einsum("bkqh,bksh->bkqs", merged, of_key, preferred_element_type=jnp.float32)
+    return out.reshape(*of_query.shape[:-1], -1)
+
+
+def _per_query(of_pair: jax.Array, of_key: jax.Array) -> jax.Array:
+    """Multiplies [B, K, G, block, block] and [B, K, block, H] to [B, K, G, block, H]: sums over keys."""
+    merged = of_pair.reshape(*of_pair.shape[:2], -1, of_pair.shape[-1])
+    out = jnp.einsum("bkqs,bksh->bkqh", merged, of_key, preferred_element_type=jnp.float32)
+    return out.reshape(*of_pair.shape[:-1], -1)
+
+
+def _per_key(of_pair: jax.Array, of_query: jax.Array) -> jax.Array:
+    """Multiplies [B, K, G, block, block] and [B, K, G, block, H] to [B, K, block, H]: sums over queries and a group's heads."""
+    pairs, queries = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (of_pair, of_query))
+    return jnp.einsum("bkqs,bkqh->bksh", pairs, queries, preferred_element_type=jnp.float32)
+
+
+def _at(tokens: Tokens, block: jax.Array) -> Tokens:
+    return Tokens(tokens.position[block], None if tokens.segment_ids is None else tokens.segment_ids[block])
+
+
+def _masked(logits: jax.Array, query: Tokens, key: Tokens, pattern: Pattern) -> jax.Array:
+    """Returns the logits [B, K, G, block, block] with a large negative number where a query doesn't see a key."""
+    query_index, key_index = query.position[:, None], key.position[None, :]
+    if pattern.causal:
+        seen = key_index <= query_index
+        if pattern.window is not None:
+            seen &= query_index - key_index < pattern.window
+    else:
+        seen = (key_index == PADDING_INDEX) == (query_index == PADDING_INDEX)
+    if query.segment_ids is None or key.segment_ids is None:
+        seen = seen[None]
+    else:
+        seen = seen & (query.segment_ids[:, :, None] == key.segment_ids[:, None, :])
+    return jnp.where(seen[:, None, None], logits, MASKED)
+
+
+def _padded(x: jax.Array, block: int) -> jax.Array:
+    """Returns [B, T, ...] padded with zeros to a multiple of `block` tokens."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % block)] + [(0, 0)] * (x.ndim - 2))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
+) -> jax.Array:
+    """See `Kernel.__call__`; `block` is the number of tokens of a block."""
+    return _attention_forward(query, key, value, segment_ids, pattern, block)[0]
+
+
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+
+
+def _attention_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
+) -> tuple[jax.Array, _Residuals]:
+    """Returns the output, and what the backward pass needs: the inputs, the output and the log-sum-exp."""
+    length = query.shape[1]
+    queries, keys, values, tokens, pairs = _blocks(query, key, value, segment_ids, pattern, block)
+    outs, lse = finish(forward(queries, keys, values, tokens, tokens, pairs, initial_sums(queries), pattern))
+    out = from_query_blocks(outs, length).astype(value.dtype)
+    # Both have the name of the layers' outputs, so that a rematerialisation that keeps these needs no second forward pass.
+    out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
+    return out, (query, key, value, segment_ids, out, lse)
+
+
+def _attention_backward(
+    pattern: Pattern, block: int, residuals: _Residuals, out_grad: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """Returns the gradients of the queries, keys and values."""
+    query, key, value, segment_ids, out, lse = residuals
+    length, kv_heads = key.shape[1:3]
+    queries, keys, values, tokens, pairs = _blocks(query, key, value, segment_ids, pattern, block)
+    out_grads = query_blocks(out_grad, kv_heads, block)
+    rows = RowGrads(out_grads, lse, row_sums(query_blocks(out, kv_heads, block), out_grads))
+    grads = initial_grads(queries, keys)
+    grads = backward(queries, keys, values, tokens, tokens, pairs, rows, grads, pattern)
+    return (
+        from_query_blocks(grads.query, length).astype(query.dtype),
+        from_key_blocks(grads.key, length).astype(key.dtype),
+        from_key_blocks(grads.value, length).astype(value.dtype),
+        None,
+    )
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _blocks(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
+) -> tuple[jax.Array, jax.Array, jax.Array, Tokens, np.ndarray]:
+    """Returns queries, keys, values and tokens in blocks, and the pairs of blocks to compute."""
+    length = query.shape[1]
+    return (
+        query_blocks(query, key.shape[2], block),
+        key_blocks(key, block),
+        key_blocks(value, block),
+        token_blocks(np.arange(length), segment_ids, block),
+        visible_pairs(length, block, pattern),
+    )

@@ -1,0 +1,136 @@
+"""The interface of attention kernels, and which one is used for a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.target import Target
+
+# Every kernel's name, which is also that of its module here. The module's KERNEL is a `Kernel`.
+NAMES = ("splash", "cudnn", "chunked", "reference")
+# Kernels of one platform, tried before those of all platforms.
+_OF_PLATFORM = {"tpu": ("splash",), "cuda": ("cudnn",)}
+# Up to this many tokens a row's logits are small, and computing them at once is faster than in blocks.
+SHORT_ROW = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What decides whether a kernel can be used. Shapes are those of one device.
+
+    Attributes:
+      query: [B, T, N, H].
+      key: [B, T, K, H]; N is a multiple of K. The values have the same shape and dtype.
+      pattern: which keys a query sees.
+      segments: rows hold several segments.
+      dropout: probabilities are dropped.
+      target: the device that the program is compiled for.
+    """
+
+    query: jax.ShapeDtypeStruct
+    key: jax.ShapeDtypeStruct
+    pattern: Pattern
+    segments: bool
+    dropout: bool
+    target: Target
+
+
+class Kernel(Protocol):
+    """A way to compute attention. Logits and softmax are float32; the output has the dtype of the values."""
+
+    name: str
+
+    def reasons_against(self, call: Call) -> list[str]:
+        """Returns why the kernel can't be used, e.g. ['head width 320 is over 256']; empty if it can."""
+        ...
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern
+    ) -> jax.Array:
+        """Computes attention on one device.
+
+        The output, and what else the backward pass keeps of the forward pass, get the checkpoint name 'context', so that a policy
+        that keeps 'context' needs no second forward pass.
+
+        Args:
+          query: [B, T, N, H].
+          key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
+          segment_ids: int32 [B, T]; None if each row is one segment.
+          pattern: which keys a query sees.
+
+        Returns:
+          [B, T, N, H], of value's dtype.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The kernel of a call.
+
+    Attributes:
+      kernel: its name.
+      reasons: name of each kernel that was tried before -> why it can't be used.
+      context_parallel: 'ring' or 'all_to_all' if rows are split over devices; otherwise None.
+    """
+
+    kernel: str
+    reasons: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
+    context_parallel: str | None = None
+
+
+@functools.cache
+def kernel(name: str) -> Kernel:
+    """Returns the kernel of this name.
+
+    Raises:
+      UserError: there is none.
+    """
+    if name not in NAMES:
+        raise UserError(
+            f"there is no attention kernel {name!r}; kernels: {', '.join(NAMES)}{did_you_mean(name, NAMES, otherwise='')}"
+        )
+    return importlib.import_module(f"{__package__}.{name}").KERNEL
+
+
+def choose(call: Call, asked: str | None = None) -> Choice:
+    """Picks the first kernel that can be used, in the order of `order`.
+
+    Args:
+      call: the call, with the shapes of one device.
+      asked: name of the kernel to use; None for the first that can be used.
+
+    Returns:
+      The kernel, and why those before it can't be used.
+
+    Raises:
+      UserError: no kernel has the name `asked`, or that kernel can't be used.
+    """
+    if asked is not None:
+        if against := kernel(asked).reasons_against(call):
+            able = [name for name in NAMES if name != asked and not kernel(name).reasons_against(call)]
+            raise UserError(
+                f"attention kernel {asked!r} can't be used: {'; '.join(against)}. Kernels that can: {', '.join(able)}; "
+                "or leave the choice to the trainer with None"
+            )
+        return Choice(asked)
+    reasons: dict[str, list[str]] = {}
+    for name in order(call):
+        if not (against := kernel(name).reasons_against(call)):
+            return Choice(name, reasons)
+        reasons[name] = against
+    raise AssertionError("the reference kernel can always be used")
+
+
+def order(call: Call) -> list[str]:
+    """Returns the kernels to try for a call, the best first; the last can always be used."""
+    general = ["reference"] if call.query.shape[1] <= SHORT_ROW else ["chunked", "reference"]
+    return [*_OF_PLATFORM.get(call.target.platform, ()), *general]

@@ -1,0 +1,67 @@
+"""Attention from plain logits and probabilities, which hold [B, N, T, T] numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from spmd_trainer.kernels.kernels import Call
+from spmd_trainer.kernels.pattern import MASKED, Pattern
+
+
+class Reference:
+    """The kernel 'reference': can be used for everything; the only one with dropout."""
+
+    name = "reference"
+
+    def reasons_against(self, call: Call) -> list[str]:
+        """See `Kernel.reasons_against`."""
+        return []
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None,
+        pattern: Pattern,
+        *,
+        dropout: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> jax.Array:
+        """See `Kernel.__call__`. `dropout` maps the probabilities [B, K, N / K, T, T], float32, to those to use."""
+        batch, length, heads, width = query.shape
+        kv_heads = key.shape[2]
+        # One dimension for the queries of all heads of a group: XLA computes products with two such dimensions more slowly.
+        grouped = query.transpose(0, 2, 1, 3).reshape(batch, kv_heads, -1, width)
+        products = jnp.einsum("bkqh,bskh->bkqs", grouped, key, preferred_element_type=jnp.float32)
+        logits = pattern.logits(products).reshape(batch, heads, length, length)
+        if (seen := seen_keys(length, segment_ids, pattern)) is not None:
+            logits = jnp.where(seen[:, None], logits, MASKED)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        if dropout is not None:
+            grouped_shape = (batch, kv_heads, heads // kv_heads, length, length)
+            probabilities = dropout(probabilities.reshape(grouped_shape))
+        probabilities = probabilities.astype(value.dtype).reshape(batch, kv_heads, -1, length)
+        out = jnp.einsum("bkqs,bskh->bkqh", probabilities, value)
+        return checkpoint_name(out.reshape(batch, heads, length, width).transpose(0, 2, 1, 3), "context")
+
+
+def seen_keys(length: int, segment_ids: jax.Array | None, pattern: Pattern) -> jax.Array | None:
+    """Returns True where a query sees a key, bool [1 or B, T, T]; None if every query sees all keys."""
+    seen = None
+    if pattern.causal:
+        index = jnp.arange(length)
+        distance = index[:, None] - index[None, :]
+        seen = (distance >= 0)[None]
+        if pattern.window is not None:
+            seen &= distance < pattern.window
+    if segment_ids is not None:
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        seen = same if seen is None else seen & same
+    return seen
+
+
+KERNEL = Reference()

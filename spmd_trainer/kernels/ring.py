@@ -1,0 +1,298 @@
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): each device has a part of the row, and keys and values go round.
+
+Rows are in zig-zag order (`sequence_order.py`): of 2 n chunks, device i holds the chunks i and 2 n - 1 - i. The keys and values
+of device i - s arrive after s steps. Of the four products of two query chunks and two key chunks, a causal pattern needs two:
+
+    i >= s: both query chunks see the earlier key chunk; neither sees the later one
+    i < s:  the later query chunk sees both key chunks; the earlier one sees neither
+
+So every device computes the same number of blocks in every step, and all of them are needed. With a window, steps in which no
+query sees a key are left out. Where devices then need different numbers of blocks, all compute the largest number.
+
+The forward pass moves the keys and values of the whole row (n - 1) / n times; so does the backward pass, which also moves their
+gradients as often, in float32. The next keys and values travel while the present ones are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from spmd_trainer.kernels import chunked, sequence_order
+from spmd_trainer.kernels.chunked import Tokens
+from spmd_trainer.kernels.pattern import Pattern
+
+State = TypeVar("State")
+Arrays = TypeVar("Arrays")
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+    pattern: Pattern,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """Computes attention over rows that are split over mesh axes in zig-zag order. Under `shard_map`.
+
+    Args:
+      query: this device's part of the queries, [B, T / n, N, H]; T / n is even.
+      key, value: the same of the keys and values, [B, T / n, K, H]; N is a multiple of K.
+      segment_ids: the same of the segment ids, int32 [B, T / n]; None if each row is one segment.
+      pattern: which keys a query sees.
+      axes: the mesh axes, n devices.
+
+    Returns:
+      This device's part of the output, [B, T / n, N, H], of value's dtype.
+    """
+    ring = Ring.of(axes, lax.axis_size(axes), query.shape[1], pattern)
+    return _attention(query, key, value, segment_ids, ring)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """What each device computes at each step.
+
+    Attributes:
+      axes: the mesh axes.
+      count: number of devices on them, n.
+      chunk: tokens of a chunk.
+      block: tokens of a block; chunks are padded to a multiple of it.
+      pattern: which keys a query sees.
+    """
+
+    axes: tuple[str, ...]
+    count: int
+    chunk: int
+    block: int
+    pattern: Pattern
+
+    @classmethod
+    def of(cls, axes: tuple[str, ...], count: int, local_length: int, pattern: Pattern) -> Ring:
+        """Returns the ring for `local_length` tokens on each device."""
+        chunk = local_length // 2
+        return cls(axes, count, chunk, chunked.block_length(chunk), pattern)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of a chunk."""
+        return -(-self.chunk // self.block)
+
+    @property
+    def shifts(self) -> list[int]:
+        """Steps in which some device needs the keys that arrive; at step s, device i has those of device i - s."""
+        return [shift for shift in range(1, self.count) if self.visible(shift).any()]
+
+    def visible(self, shift: int) -> np.ndarray:
+        """Returns which pairs of blocks each device needs at a step, bool [n, 2 * blocks, 2 * blocks] (queries, keys)."""
+        devices = np.arange(self.count)
+        query = self._first_tokens(devices)[:, :, None]
+        key = self._first_tokens((devices - shift) % self.count)[:, None, :]
+        last = self.block - 1
+        seen = np.ones(np.broadcast_shapes(query.shape, key.shape), bool)
+        if self.pattern.causal:
+            seen &= key <= query
+        if self.pattern.window is not None:
+            seen &= query - (key + last) < self.pattern.window
+        return seen
+
+    def pairs(self, shift: int | jax.Array) -> jax.Array:
+        """Returns the pairs of blocks (query, key) that this device computes at a step, int32 [pairs, 2]. Under `shard_map`.
+
+        Args:
+          shift: the step; it may be traced if there is no window, and is then not 0.
+        """
+        device = lax.axis_index(self.axes)
+        if self.pattern.window is not None:
+            return jnp.asarray(tables(self.visible(int(shift))))[device]
+        if (isinstance(shift, int) and shift == 0) or not self.pattern.causal:
+            return jnp.asarray(tables(self.visible(0))[0])  # the same for all devices
+        last_device, first_device = tables(self.visible(1))[[-1, 0]]
+        return jnp.where(device >= shift, last_device, first_device)
+
+    def tokens(self, shift: int | jax.Array, segment_ids: jax.Array | None) -> Tokens:
+        """Returns where the tokens of device i - shift are, on device i. Under `shard_map`.
+
+        Args:
+          shift: the step.
+          segment_ids: int32 [n, B, T / n] of all devices, or None.
+        """
+        device = (lax.axis_index(self.axes) - shift) % self.count
+        within = jnp.arange(self.blocks * self.block, dtype=jnp.int32)
+        index = jnp.concatenate(
+            [
+                jnp.where(within < self.chunk, chunk * self.chunk + within, chunked.PADDING_INDEX)
+                for chunk in sequence_order.chunks_of(device, self.count)
+            ]
+        )
+        return chunked.token_blocks(
+            index, None if segment_ids is None else self.padded(segment_ids[device]), self.block
+        )
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """Returns [B, 2 * blocks * block, ...] for [B, 2 * chunk, ...]: both chunks padded with zeros."""
+        if not (missing := self.blocks * self.block - self.chunk):
+            return x
+        chunks = x.reshape(x.shape[0], 2, self.chunk, *x.shape[2:])
+        padded = jnp.pad(chunks, [(0, missing if dim == 2 else 0) for dim in range(chunks.ndim)])
+        return padded.reshape(x.shape[0], -1, *x.shape[2:])
+
+    def unpadded(self, x: jax.Array) -> jax.Array:
+        """Returns [B, 2 * chunk, ...] for [B, 2 * blocks * block, ...]."""
+        chunks = x.reshape(x.shape[0], 2, self.blocks * self.block, *x.shape[2:])[:, :, : self.chunk]
+        return chunks.reshape(x.shape[0], 2 * self.chunk, *x.shape[2:])
+
+    def moved(self, arrays: Arrays, hops: int) -> Arrays:
+        """Returns the arrays of the device `hops` places before. Under `shard_map`."""
+        permutation = [(device, (device + hops) % self.count) for device in range(self.count)]
+        moved: Arrays = lax.ppermute(arrays, self.axes, permutation)
+        return moved
+
+    def around(
+        self, state: State, arrays: Arrays, step: Callable[[State, Arrays, int | jax.Array, int], State]
+    ) -> State:
+        """Passes arrays on from device to device. Under `shard_map`.
+
+        The arrays of the next step are sent before `step` is called, so that they travel meanwhile.
+
+        Args:
+          state: what the first call of `step` gets.
+          arrays: this device's arrays.
+          step: called as step(state, arrays, shift, hops) for each shift; returns the new state. The arrays are those of device
+            i - shift; hops is the difference to the shift of the call before, and 0 in the first call.
+
+        Returns:
+          The state after the last call.
+        """
+        if not (shifts := self.shifts):
+            return state
+        arrays, hops = self.moved(arrays, shifts[0]), 0
+        # Without a window every step is needed, so all but the first and the last are a loop.
+        looped = [] if self.pattern.window is not None else shifts[1:-1]
+        for shift, next_shift in itertools.pairwise(shifts[:2] if looped else shifts):
+            following, hops_before = self.moved(arrays, next_shift - shift), hops
+            hops = next_shift - shift
+            state, arrays = step(state, arrays, shift, hops_before), following
+        if looped:
+
+            def body(carry: tuple[State, Arrays], shift: jax.Array) -> tuple[tuple[State, Arrays], None]:
+                state, arrays = carry
+                following = self.moved(arrays, 1)
+                return (step(state, arrays, shift, 1), following), None
+
+            (state, arrays), _ = lax.scan(body, (state, arrays), jnp.array(looped))
+        return step(state, arrays, shifts[-1], hops)
+
+    def _first_tokens(self, devices: np.ndarray) -> np.ndarray:
+        """Returns the row's index of the first token of each block of these devices, int [devices, 2 * blocks]."""
+        starts = np.stack(sequence_order.chunks_of(devices, self.count), axis=1) * self.chunk
+        first: np.ndarray = (starts[:, :, None] + np.arange(self.blocks) * self.block).reshape(len(devices), -1)
+        return first
+
+
+def tables(visible: np.ndarray) -> np.ndarray:
+    """Returns each device's pairs of blocks, int32 [n, pairs, 2], equally many.
+
+    A device that needs fewer than others gets pairs that no query of it sees, which add nothing.
+    """
+    flat = visible.reshape(len(visible), -1)
+    pairs = flat.sum(axis=1).max()
+    # Stable, so that a block's pairs stay together; the visible ones first.
+    chosen = np.argsort(~flat, axis=1, kind="stable")[:, :pairs]
+    return np.stack(np.divmod(chosen, visible.shape[-1]), axis=-1).astype(np.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, ring: Ring
+) -> jax.Array:
+    return _forward(query, key, value, segment_ids, ring)[0]
+
+
+def _forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, ring: Ring
+) -> tuple[jax.Array, _Residuals]:
+    """Returns the output, and what the backward pass needs: the inputs, the output and the log-sum-exp."""
+    queries, own = _blocks(query, key, value, ring)
+    segments = _gathered(segment_ids, ring)
+    query_tokens = ring.tokens(0, segments)
+
+    def add(
+        sums: chunked.Sums, keys_values: tuple[jax.Array, jax.Array], shift: int | jax.Array, hops: int = 0
+    ) -> chunked.Sums:
+        del hops
+        tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
+        return chunked.forward(queries, *keys_values, query_tokens, tokens, pairs, sums, ring.pattern)
+
+    # Own keys first: every query sees itself, so that blocks without a visible key add nothing after it.
+    sums = add(chunked.initial_sums(queries), own, 0)
+    outs, lse = chunked.finish(ring.around(sums, own, add))
+    out = ring.unpadded(chunked.from_query_blocks(outs, 2 * ring.blocks * ring.block)).astype(value.dtype)
+    # As in the chunked kernel, a rematerialisation that keeps the layers' outputs needs no second forward pass.
+    out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
+    return out, (query, key, value, segment_ids, out, lse)
+
+
+def _backward(ring: Ring, residuals: _Residuals, out_grad: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """Returns the gradients of the queries, keys and values."""
+    query, key, value, segment_ids, out, lse = residuals
+    queries, own = _blocks(query, key, value, ring)
+    outs, out_grads = (chunked.query_blocks(ring.padded(x), key.shape[2], ring.block) for x in (out, out_grad))
+    rows = chunked.RowGrads(out_grads, lse, chunked.row_sums(outs, out_grads))
+    segments = _gathered(segment_ids, ring)
+    query_tokens = ring.tokens(0, segments)
+    zeros = jnp.zeros_like(own[0], jnp.float32)
+
+    def add(
+        grads: chunked.Grads, keys_values: tuple[jax.Array, jax.Array], shift: int | jax.Array, hops: int = 0
+    ) -> chunked.Grads:
+        """Adds to the queries' gradients, and to those of the visiting keys and values, which follow them."""
+        arrived = ring.moved(grads[1:], hops) if hops else grads[1:]
+        tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
+        grads = chunked.Grads(grads.query, zeros, zeros)
+        grads = chunked.backward(queries, *keys_values, query_tokens, tokens, pairs, rows, grads, ring.pattern)
+        return chunked.Grads(grads.query, *(x + y for x, y in zip(grads[1:], arrived, strict=True)))
+
+    mine = add(chunked.initial_grads(queries, own[0]), own, 0)
+    of_others = ring.around(chunked.Grads(mine.query, zeros, zeros), own, add)
+    of_keys = list(mine[1:])
+    if shifts := ring.shifts:
+        returned = ring.moved(of_others[1:], ring.count - shifts[-1])
+        of_keys = [x + y for x, y in zip(of_keys, returned, strict=True)]
+    length = 2 * ring.blocks * ring.block
+    of_query = ring.unpadded(chunked.from_query_blocks(of_others.query, length)).astype(query.dtype)
+    of_key, of_value = (
+        ring.unpadded(chunked.from_key_blocks(x, length)).astype(like.dtype)
+        for x, like in zip(of_keys, (key, value), strict=True)
+    )
+    return of_query, of_key, of_value, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _blocks(
+    query: jax.Array, key: jax.Array, value: jax.Array, ring: Ring
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the queries, and the keys and values, in blocks."""
+    queries = chunked.query_blocks(ring.padded(query), key.shape[2], ring.block)
+    return queries, (
+        chunked.key_blocks(ring.padded(key), ring.block),
+        chunked.key_blocks(ring.padded(value), ring.block),
+    )
+
+
+def _gathered(segment_ids: jax.Array | None, ring: Ring) -> jax.Array | None:
+    """Returns the segment ids of all devices, int32 [n, B, T / n]. They are small, so one gather is better than n steps."""
+    return None if segment_ids is None else lax.all_gather(segment_ids, ring.axes)

@@ -1,0 +1,106 @@
+"""Judges a checkpoint with EleutherAI's lm-eval harness. See `spmd_trainer.lm_eval`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import fiddle as fdl
+import jax
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.text_base import TokenizedFiles
+from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, start_token
+from spmd_trainer.inputs.tokenizers import Tokenizer
+from spmd_trainer.lm_eval.judge import Judge, Tasks
+from spmd_trainer.lm_eval.settings import LmEvalSettings
+from spmd_trainer.metrics.writers import SummaryWriters
+from spmd_trainer.training import checkpoints
+from spmd_trainer.training.ending import say_results
+from spmd_trainer.training.experiment_config import ResolvedExperiment
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.phases import Phase
+
+
+def judge(job: Job) -> dict[str, float]:
+    """Judges one checkpoint, `--restore_checkpoint_step` or the newest, on `--tasks`. Called by every process.
+
+    Writes `lm_eval/step_N/results_DATE.json` and the metrics. If the job is killed and started again, it goes on with the
+    requests that are not answered yet.
+
+    Returns:
+      {'TASK/metric': value}.
+
+    Raises:
+      UserError: lm-eval is missing, a task is unknown or can't be loaded, there is no tokenizer, or no checkpoint.
+    """
+    settings = job.config.lm_eval
+    if settings is None:
+        raise UserError("--mode=lm_eval needs --tasks=NAME,NAME")
+    with Phase("finding the tasks of lm-eval", announce_after=2.0):
+        tasks = Tasks(settings)
+    harness = judge_of(job, settings, tasks)
+    step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
+    directory = job.config.job_log_dir
+    with contextlib.closing(SummaryWriters(directory, enabled=jax.process_index() == 0)) as writers:
+        results = harness.run(state, step, directory, writers)
+        writers.flush()
+        say_results(directory)
+    return results
+
+
+def judge_of(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) -> Judge:
+    """Returns the judge of a job's model.
+
+    Args:
+      job: the job.
+      settings: the settings.
+      tasks: the tasks, if they were found before.
+
+    Raises:
+      UserError: see `tokenizer_of` and `Judge`.
+    """
+    experiment = job.config.experiment
+    tokenizer, start_id = tokenizer_of(experiment, settings)
+    return Judge(
+        settings,
+        job.task,
+        job.partitioner,
+        tokenizer=tokenizer,
+        start_id=start_id,
+        batch=job.inputs_shape_dtype,
+        config_lines=experiment.lines(),
+        experiment=experiment.name,
+        tasks=tasks,
+        progress=lambda what, total: Phase(what, announce_after=2.0, total=total),
+    )
+
+
+def tokenizer_of(experiment: ResolvedExperiment, settings: LmEvalSettings) -> tuple[Tokenizer, int | None]:
+    """Returns the tokenizer of the experiment's first input over texts, and the token that its texts begin with, or None.
+
+    Args:
+      experiment: the resolved experiment.
+      settings: `model_args.tokenizer` takes the place of the input's tokenizer.
+
+    Raises:
+      UserError: there is neither such an input nor a tokenizer in the settings.
+    """
+    config, given = experiment.config, settings.model_args.tokenizer
+    datasets = [*config.train_datasets, *config.eval_datasets, *config.decode_datasets]
+    of_texts: Any = next((input_p for input_p in datasets if _reads_texts(input_p)), None)
+    if of_texts is None and given is None:
+        raise UserError(
+            f"no input of experiment {experiment.label} has a tokenizer, which lm-eval needs to write and read texts; give "
+            "--model_args=tokenizer=PATH"
+        )
+    if of_texts is None:
+        tokenizer = make_tokenizer(given)
+        return tokenizer, start_token(tokenizer, default_start(tokenizer))
+    tokenizer = make_tokenizer(given) if given else make_tokenizer(of_texts.tokenizer, of_texts.eos_id)
+    return tokenizer, start_token(tokenizer, of_texts.start)
+
+
+def _reads_texts(input_p: Any) -> bool:
+    kind = fdl.get_callable(input_p) if isinstance(input_p, fdl.Buildable) else None
+    return isinstance(kind, type) and issubclass(kind, TokenizedFiles)

@@ -1,0 +1,259 @@
+"""Opens one step of a Pax checkpoint: its version, its kind, and its arrays, none of which is read."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from spmd_trainer.checkpointing import step_files
+from spmd_trainer.errors import did_you_mean
+from spmd_trainer.pax import arrays, flax_file, names, shapes, steps
+from spmd_trainer.pax.arrays import PaxArray
+from spmd_trainer.pax.errors import PaxDamagedError, PaxError
+from spmd_trainer.storage import backends
+
+# Pax's history of versions; `metadata` holds them from 1.0 on.
+_VERSIONS = (0.0, 1.0, 1.1, 1.2)
+_OCDBT_VERSION = 1.2
+_OCDBT_MANIFEST = "manifest.ocdbt"
+_MSGPACK_FILE = "checkpoint"
+# Orbax's record of how each array was sharded.
+_SHARDING_FILE = "_sharding"
+_ZARR_METADATA = ".zarray"
+# Not arrays, beside the directories of arrays.
+_FILES = (_MSGPACK_FILE, "commit_success.txt")
+_MAX_LISTED = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """One step of a Pax checkpoint.
+
+    Attributes:
+      step: the step.
+      path: its directory or file.
+      version: Pax's version of the checkpoint.
+      kind: 'zarr', 'ocdbt' or 'msgpack'.
+      stored: the arrays by their names on disk. In a msgpack file they are those of its structure.
+      noted: the paths of the model variables in the metadata; empty if it does not list them.
+      flax: the leaves of a msgpack file; None for the other kinds.
+    """
+
+    step: int
+    path: epath.Path
+    version: float
+    kind: str
+    stored: Mapping[str, PaxArray]
+    noted: tuple[str, ...] = ()
+    flax: flax_file.FlaxLeaves | None = None
+
+    @property
+    def label(self) -> str:
+        """The checkpoint in messages."""
+        return f"Pax checkpoint {self.path}"
+
+    def by_path(self, model: Sequence[str] = ()) -> dict[str, PaxArray]:
+        """Returns the arrays by path.
+
+        Args:
+          model: the paths of the model's variables, in the order of the state's leaves. An array whose name is that of such a
+            path gets this path; the others get the path that their name suggests.
+
+        Raises:
+          PaxDamagedError: without a model: a variable of the metadata is not stored.
+          PaxMismatchError: a msgpack file has another number of leaves than the model, and does not tell which they are.
+        """
+        if self.flax is not None and model:
+            return shapes.with_logical_shapes(flax_file.by_position(self.flax, model, self.label))
+        if not model:
+            self._require_noted()
+        found: dict[str, PaxArray] = {}
+        rest = dict(self.stored)
+        for path in model:
+            name = next((n for n in (names.directory_name(path), names.dotted_name(path)) if n in rest), None)
+            if name is not None:
+                found[path] = dataclasses.replace(rest.pop(name), path=path)
+        for array in rest.values():
+            found.setdefault(array.path, array)
+        return shapes.with_logical_shapes(found)
+
+    def _require_noted(self) -> None:
+        paths = {array.path for array in self.stored.values()}
+        missing = [path for path in self.noted if path not in paths]
+        if missing:
+            near = did_you_mean(missing[0], paths - set(self.noted), otherwise="")
+            raise PaxDamagedError(
+                f"{self.label} is not complete: its metadata lists {', '.join(missing[:_MAX_LISTED])}, which it does not "
+                f"hold{near}"
+            )
+
+
+def open_step(step: int, path: epath.Path) -> Contents:
+    """Opens a step.
+
+    Args:
+      step: the step.
+      path: its directory, or the msgpack file of version 0.0.
+
+    Raises:
+      PaxError: the version or the layout is unknown.
+      PaxDamagedError: files are missing or malformed.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    label = f"Pax checkpoint {path}"
+    if not step_files.read(f"looking at {path}", path.is_dir):
+        return _open_msgpack(step, path, 0.0, path)
+    version, logical, state_dir = _parts(path, label)
+    present = steps.names_in(state_dir)
+    if _OCDBT_MANIFEST in present:
+        stored = _described(_open_ocdbt(state_dir, label), _sharding(state_dir, present), logical)
+        return Contents(step, path, version, "ocdbt", stored, tuple(logical or ()))
+    folders = [name for name in present if not name.startswith((".", "_")) and name not in _FILES]
+    if _MSGPACK_FILE in present and not folders:
+        return _open_msgpack(step, path, version, state_dir / _MSGPACK_FILE)
+    if version >= _OCDBT_VERSION:
+        raise PaxDamagedError(
+            f"{label} is not complete: version {version} keeps its arrays in an OCDBT database, and {state_dir} has no "
+            f"{_OCDBT_MANIFEST}. Copy it again."
+        )
+    if not folders:
+        raise PaxDamagedError(f"{label} is not complete: {state_dir} holds no arrays. Copy it again.")
+    base = backends.kvstore(f"{state_dir}/")
+    # Orbax's parser of gs:// paths would cut a name at its '#'.
+    specs = {name: {**base, "path": f"{base['path']}{name}/"} for name in folders}
+    stored = _described(_opened(specs, label), _sharding(state_dir, present), logical)
+    return Contents(step, path, version, "zarr", stored, tuple(logical or ()))
+
+
+def _open_msgpack(step: int, path: epath.Path, version: float, file: epath.Path) -> Contents:
+    label = f"Pax checkpoint {path}"
+    leaves = flax_file.open_file(file, label)
+    return Contents(step, path, version, "msgpack", flax_file.by_structure(leaves, label), flax=leaves)
+
+
+def _parts(path: epath.Path, label: str) -> tuple[float, dict[str, tuple[int, ...]] | None, epath.Path]:
+    """Returns the version, the logical shapes of model variables if they are noted, and the directory of the arrays."""
+    present = steps.names_in(path)
+    if steps.METADATA not in present:
+        if steps.STATE in present:
+            raise PaxDamagedError(
+                f"{label} is not complete: it has {steps.STATE!r} but no {steps.METADATA!r}, which holds the version. Copy it "
+                "again."
+            )
+        return 0.0, None, path
+    version, logical = _read_metadata(path)
+    if steps.STATE not in present:
+        raise PaxDamagedError(f"{label} is not complete: it has no {steps.STATE!r}. Copy it again.")
+    return version, logical, path / steps.STATE
+
+
+def _read_metadata(path: epath.Path) -> tuple[float, dict[str, tuple[int, ...]] | None]:
+    """Returns the version, and {name of a model variable: logical shape} if the metadata has them."""
+    file = path / steps.METADATA / steps.METADATA
+    try:
+        metadata = json.loads(step_files.read(f"reading {file}", file.read_bytes))
+        version = float(metadata["version"])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise PaxDamagedError(f"Pax checkpoint {path} is not complete: {file} is missing. Copy it again.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise PaxDamagedError(
+            f"Pax checkpoint {path} is damaged: {file} is malformed ({type(error).__name__}: {error}). Copy it again."
+        ) from error
+    if version not in _VERSIONS:
+        raise PaxError(
+            f"Pax checkpoint {path} has version {version}; the versions that this trainer reads are "
+            f"{', '.join(map(str, _VERSIONS))}"
+        )
+    tree = metadata.get("train_state_metadata")
+    try:
+        return version, None if tree is None else dict(_logical_shapes(tree, ""))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PaxDamagedError(
+            f"Pax checkpoint {path} is damaged: train_state_metadata in {file} is malformed ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _logical_shapes(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if tree.get("_array_metadata_tag"):
+        if "unpadded_shape" in tree:
+            yield prefix, tuple(int(size) for size in tree["unpadded_shape"])
+        return
+    for key, value in tree.items():
+        if value is not None:
+            yield from _logical_shapes(value, f"{prefix}/{key}" if prefix else key)
+
+
+def _open_ocdbt(state_dir: epath.Path, label: str) -> dict[str, PaxArray]:
+    import tensorstore as ts
+
+    base = backends.kvstore(f"{state_dir}/")
+    try:
+        keys = ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
+    except (ValueError, OSError) as error:
+        raise arrays.read_error(error, _OCDBT_MANIFEST, label) from error
+    suffix = f"/{_ZARR_METADATA}"
+    found = sorted(key.decode().removesuffix(suffix) for key in keys if key.decode().endswith(suffix))
+    if not found:
+        raise PaxDamagedError(
+            f"{label} is not complete: its OCDBT database {state_dir} holds no arrays. Copy it again."
+        )
+    return _opened({name: {"driver": "ocdbt", "base": base, "path": f"{name}/"} for name in found}, label)
+
+
+def _opened(specs: Mapping[str, dict[str, Any]], label: str) -> dict[str, PaxArray]:
+    result = {}
+    for name, store in arrays.open_tensorstore(specs, label).items():
+        shape, chunks = tuple(store.shape), store.chunk_layout.read_chunk.shape
+        shards = arrays.shard_counts(chunks, shape) if chunks is not None else None
+        dtype: np.dtype[Any] = np.dtype(store.dtype.numpy_dtype)
+        start = arrays.reader(store, name, label)
+        result[name] = PaxArray(names.path_of(name), name, shape, dtype, None, shards, start)
+    return result
+
+
+def _sharding(state_dir: epath.Path, in_state: Sequence[str]) -> dict[str, Any]:
+    """Returns {name: the sharding that Orbax noted}; older versions note none."""
+    if _SHARDING_FILE not in in_state:
+        return {}
+    file = state_dir / _SHARDING_FILE
+    try:
+        entries = json.loads(step_files.read(f"reading {file}", file.read_bytes))
+        return {base64.b64decode(name).decode(): json.loads(entry) for name, entry in entries.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}  # It only narrows which stored shapes are possible.
+
+
+def _described(
+    stored: Mapping[str, PaxArray], sharding: Mapping[str, Any], logical: Mapping[str, tuple[int, ...]] | None
+) -> dict[str, PaxArray]:
+    """Adds to arrays what the metadata and Orbax's record of shardings say of them."""
+    result = {}
+    by_name: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+    for path, shape in (logical or {}).items():
+        by_name |= {names.directory_name(path): (path, shape), names.dotted_name(path): (path, shape)}
+    for name, array in stored.items():
+        path, known_shape = by_name.get(name, (array.path, None))
+        shards = _noted_shards(sharding.get(name), len(array.stored_shape)) or array.shards
+        result[name] = dataclasses.replace(array, path=path, logical_shape=known_shape, shards=shards)
+    return result
+
+
+def _noted_shards(entry: Any, rank: int) -> tuple[int, ...] | None:
+    """Returns the number of shards along each dimension, from Orbax's note of a NamedSharding."""
+    try:
+        sizes = dict(zip(entry["axis_names"], entry["shape"], strict=True))
+        counts = []
+        for axes in entry["partition_spec"]:
+            count = 1
+            for axis in [] if axes is None else [axes] if isinstance(axes, str) else axes:
+                count *= int(sizes[axis])
+            counts.append(count)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return None if len(counts) > rank else tuple(counts + [1] * (rank - len(counts)))

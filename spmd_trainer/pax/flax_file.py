@@ -1,0 +1,132 @@
+"""Reads the kind of checkpoint that is one msgpack file: leaves by position, and the printed structure of the state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+from etils import epath
+
+from spmd_trainer.checkpointing import step_files
+from spmd_trainer.pax import flax_msgpack, structure
+from spmd_trainer.pax.arrays import Index, PaxArray
+from spmd_trainer.pax.errors import PaxDamagedError, PaxMismatchError
+from spmd_trainer.pax.flax_msgpack import LEAVES, STRUCTURE, FlaxLeaf
+from spmd_trainer.storage import reading
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaxLeaves:
+    """The leaves of a msgpack file.
+
+    Attributes:
+      leaves: by position; None where the state held a node without an array.
+      paths: the paths of the leaves by the printed structure; None if it can't be understood. Fields of named tuples are
+        written as their positions.
+      file: the file.
+    """
+
+    leaves: tuple[FlaxLeaf | None, ...]
+    paths: tuple[str, ...] | None
+    file: epath.Path
+
+    def array(self, position: int, path: str, label: str) -> PaxArray:
+        """Returns a leaf as an array of the checkpoint."""
+        leaf = self.leaves[position]
+        assert leaf is not None  # The caller leaves out the others.
+        name = f"{LEAVES}[{position}]"
+
+        def start(index: Index) -> Callable[[], npt.NDArray[Any]]:
+            # An index without dimensions would give a scalar.
+            return lambda: np.asarray(_read(leaf, self.file, f"{name} of {label}")[index])
+
+        return PaxArray(path, name, leaf.shape, leaf.dtype, leaf.shape, None, start, reads_whole=True)
+
+
+def open_file(file: epath.Path, label: str) -> FlaxLeaves:
+    """Opens a msgpack file.
+
+    Args:
+      file: the file.
+      label: names the checkpoint in messages.
+
+    Raises:
+      PaxDamagedError: it is not a Pax checkpoint, or it is cut short.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    path = str(file)
+    try:
+        size = step_files.read(f"looking at {file}", lambda: reading.size(path))
+        found, printed = step_files.read(f"reading {file}", lambda: flax_msgpack.walk(path, size))
+    except (
+        ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, EOFError, msgpack.exceptions.UnpackException
+    ) as error:  # fmt: skip
+        raise PaxDamagedError(
+            f"{label} is damaged, or not a Pax checkpoint: {file} is no whole msgpack file with {LEAVES!r} and {STRUCTURE!r} "
+            f"({type(error).__name__}: {error}). Copy it again."
+        ) from error
+    paths = structure.structure_paths(printed)
+    return FlaxLeaves(tuple(found), None if paths is None or len(paths) != len(found) else tuple(paths), file)
+
+
+def by_structure(flax: FlaxLeaves, label: str) -> dict[str, PaxArray]:
+    """Returns the arrays under the paths of the printed structure, or under their positions if it can't be understood."""
+    paths = flax.paths or [f"{LEAVES}/{position}" for position in range(len(flax.leaves))]
+    present = [(i, path) for i, (path, leaf) in enumerate(zip(paths, flax.leaves, strict=True)) if leaf is not None]
+    return {path: flax.array(i, path, label) for i, path in present}
+
+
+def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str, PaxArray]:
+    """Returns the arrays under the paths of a model, leaf by leaf; under those of `by_structure` if they don't agree.
+
+    Args:
+      flax: the leaves.
+      model: the paths of the model's state, in the order of its leaves.
+      label: names the checkpoint in messages.
+
+    Raises:
+      PaxMismatchError: the file has another number of leaves than the model, and does not tell which variables they are.
+    """
+    present = [position for position, leaf in enumerate(flax.leaves) if leaf is not None]
+    # A checkpoint for inference has the step and the model variables only.
+    inference = [path for path in model if not path.startswith(("opt_states/", "extra_state/"))]
+    paths = next((list(p) for p in (model, inference) if len(p) == len(present)), None)
+    if flax.paths is not None:
+        printed = [flax.paths[position] for position in present]
+        if paths is None or not all(map(_may_be_same, printed, paths)):
+            return by_structure(flax, label)
+    elif paths is None:
+        raise PaxMismatchError(
+            f"{label} does not fit the model: it holds {len(present)} arrays by position, and the model's state has {len(model)} "
+            f"({len(inference)} without optimizer states)"
+        )
+    assert paths is not None  # Otherwise one of the branches above was taken.
+    return {path: flax.array(i, path, label) for i, path in zip(present, paths, strict=True)}
+
+
+def _may_be_same(printed: str, path: str) -> bool:
+    """Returns True if a printed path can be that of the model: JAX prints positions instead of a named tuple's fields."""
+    ours, theirs = path.split("/"), printed.split("/")
+    return len(ours) == len(theirs) and all(a == b or b.isdigit() for a, b in zip(ours, theirs, strict=True))
+
+
+def _read(leaf: FlaxLeaf, file: epath.Path, what: str) -> npt.NDArray[Any]:
+    """Reads an array; a large one may be stored in several parts."""
+    array = np.empty(math.prod(leaf.shape), leaf.dtype)
+    target, filled = array.view(np.uint8), 0
+    for offset, size in leaf.parts:
+        part = step_files.read(f"reading {what}", lambda o=offset, n=size: reading.read(str(file), o, o + n))  # type: ignore[misc]
+        if len(part) != size or filled + size > len(target):
+            raise PaxDamagedError(f"{what} is damaged: its bytes don't have the shape {leaf.shape}. Copy it again.")
+        target[filled : filled + size] = np.frombuffer(part, np.uint8)
+        filled += size
+    if filled != len(target):
+        raise PaxDamagedError(f"{what} is damaged: it has {filled} of {len(target)} bytes. Copy it again.")
+    return array.reshape(leaf.shape)

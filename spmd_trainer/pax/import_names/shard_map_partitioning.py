@@ -1,0 +1,19 @@
+"""Import names for users of the partitioner whose collectives are written out.
+
+The code is in `step/shard_map.py`, `step/collectives.py` and `step/accumulation.py`.
+"""
+
+from __future__ import annotations
+
+from spmd_trainer.step.accumulation import accumulate_gradients
+from spmd_trainer.step.collectives import fold_rng_over_axis, gather_params, shard_params, sync_gradients
+from spmd_trainer.step.shard_map import ShardMapPartitioner
+
+__all__ = [
+    "ShardMapPartitioner",
+    "accumulate_gradients",
+    "fold_rng_over_axis",
+    "gather_params",
+    "shard_params",
+    "sync_gradients",
+]

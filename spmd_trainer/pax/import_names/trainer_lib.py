@@ -1,0 +1,279 @@
+"""Pax's `trainer_lib`: the step functions for a training loop of one's own, on one device or under `jax.pmap`.
+
+    state, _ = trainer_lib.initialize_model_state(task, key, batch)
+    step = jax.pmap(lambda state, key, rows: trainer_lib.train_step_single_learner(task, state, key, rows), axis_name="batch")
+    state, output = step(trainer_lib.replicate_model_state(state), jax.random.split(key, n), rows)
+
+For a loop on a mesh, see `partitioning.partition_spmd_model`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from praxis import base_layer
+
+from spmd_trainer.checkpoint_types import CheckpointType
+from spmd_trainer.errors import UserError
+from spmd_trainer.errors.absent_names import getter
+from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
+from spmd_trainer.step import accumulation, initialization, integers, step_fns
+from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
+from spmd_trainer.tasks_lib import EarlyStoppingFn, RunningMode, SingleTask
+from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
+
+__all__ = [
+    "PMAP_PARALLEL_AXIS_NAME",
+    "BaseStepFnStaticArgs",
+    "CheckpointType",
+    "EarlyStoppingFn",
+    "RunningMode",
+    "StepFnOutput",
+    "TrainState",
+    "decode_step",
+    "eval_step_single_learner",
+    "initialize_model_state",
+    "initialize_replicate_model_state",
+    "replicate_model_state",
+    "reshard_input_based_on_rank_fn",
+    "shard_on_batch_dim_partition_spec",
+    "train_step_single_learner",
+]
+
+PMAP_PARALLEL_AXIS_NAME = base_layer.PMAP_PARALLEL_AXIS_NAME
+
+_ON_A_MESH = "partitioning.partition_spmd_model returns the state, its specs and the steps on a mesh"
+_INPUT = "spmd_trainer.inputs.dataset_input_specs returns the shapes and dtypes of a dataset's batches"
+ABSENT = {
+    "TrainStateMetadata": "PjitPartitioner().setup(task, shapes) makes its `metadata`",
+    "create_train_state_metadata": "PjitPartitioner().setup(task, shapes) makes its `metadata`",
+    "initialize_partitioned_model_states": _ON_A_MESH,
+    "get_inputs_shape_dtype": _INPUT,
+    "get_input_partition_specs": _ON_A_MESH,
+    "get_train_input_specs_for_model_init": _INPUT,
+    "adjust_input_params_for_small_batch": "a batch that the devices do not divide is padded with rows of weight 0",
+    "write_post_init_model_hparams_file": "each run writes its config to job_log_dir/config.txt",
+    "write_train_provenance_file": "the log of a run says what a warm start did with every variable",
+    "bind_mesh": "use jax.set_mesh",
+    "get_excluded_var_masks": "use learners.get_excluded_var_mask_for_grad and get_excluded_var_mask_for_opt",
+}
+__getattr__ = getter(__name__, ABSENT)
+
+
+@struct.dataclass
+class BaseStepFnStaticArgs:
+    """Static arguments of Pax's step functions. The step functions here accept one and do not need it.
+
+    Attributes:
+      unpadded_global_batch_size: rows of the global batch without padding.
+    """
+
+    unpadded_global_batch_size: int | None
+
+
+def initialize_model_state(
+    jax_task: SingleTask,
+    prng_key: jax.Array,
+    inputs_shape_dtype: PyTree,
+    discard_opt_states: bool = False,
+    do_init_checkpoint_rules: bool = True,
+    is_eval: bool = False,
+    checkpoint_type: CheckpointType = CheckpointType.UNSPECIFIED,
+    var_weight_hparams: NestedWeightHParams | None = None,
+) -> tuple[TrainState, None]:
+    """Returns the state before the first step, on the default device and without padding.
+
+    Args:
+      jax_task: the built task.
+      prng_key: key of the initial values.
+      inputs_shape_dtype: a batch, or ShapeDtypeStructs of one.
+      discard_opt_states: True to leave the optimizer states out.
+      do_init_checkpoint_rules: not used; see Raises.
+      is_eval: not used; `task.train.always_use_train_for_model_init` decides.
+      checkpoint_type: not used: nothing is read.
+      var_weight_hparams: not used: the model declares them.
+
+    Returns:
+      The state, and None where Pax returns the origin of each variable.
+
+    Raises:
+      UserError: the task has `init_from_checkpoint_rules`, which only a run applies.
+    """
+    del is_eval, checkpoint_type, var_weight_hparams
+    if do_init_checkpoint_rules and jax_task.train.init_from_checkpoint_rules:
+        raise UserError(
+            "initialize_model_state does not apply task.train.init_from_checkpoint_rules, which a run of the trainer does; "
+            "give do_init_checkpoint_rules=False, and read variables with spmd_trainer.checkpointing or interop.pax"
+        )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), inputs_shape_dtype)
+    boxed = initialization.variables_initialiser(jax_task, shapes)(prng_key)
+    mdl_vars = base_layer.maybe_unbox_value(boxed)
+    hparams = base_layer.unbox_meta(boxed)
+    state = initialization.create_train_state(jax_task, mdl_vars, hparams, with_opt_states=not discard_opt_states)
+    return state, None
+
+
+def replicate_model_state(model_states: TrainState) -> TrainState:
+    """Returns the state with a copy of every array for each local device, as `jax.pmap` takes it: [devices, ...]."""
+    devices = jax.local_devices()
+    sharding = NamedSharding(Mesh(np.array(devices), ("batch",)), PartitionSpec("batch"))
+
+    def replicate(x: jax.Array) -> jax.Array:
+        copies = [jax.device_put(jnp.asarray(x)[None], device) for device in devices]
+        return jax.make_array_from_single_device_arrays((len(devices), *np.shape(x)), sharding, copies)
+
+    replicated: TrainState = jax.tree.map(replicate, model_states)
+    return replicated
+
+
+def initialize_replicate_model_state(
+    jax_task: SingleTask, prng_key: jax.Array, inputs_shape_dtype: PyTree, discard_opt_states: bool = False
+) -> TrainState:
+    """Returns `replicate_model_state` of `initialize_model_state`; the arguments are those of the latter."""
+    return replicate_model_state(initialize_model_state(jax_task, prng_key, inputs_shape_dtype, discard_opt_states)[0])
+
+
+def train_step_single_learner(
+    jax_task: SingleTask,
+    states: TrainState,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    fprop_dtype: Any = jnp.float32,
+    var_weight_hparams: NestedWeightHParams | None = None,
+    static_args: BaseStepFnStaticArgs | None = None,
+    *,
+    grad_fn: Any = None,
+    apply_fn: Any = None,
+    expose_updated_nontrainables_to_learner: bool = True,
+) -> tuple[TrainState, StepFnOutput]:
+    """Takes one training step. Under `jax.pmap` with the axis 'batch', devices exchange their gradients and metrics.
+
+    Args:
+      jax_task: the built task.
+      states: the state after n steps.
+      prng_key: the run's key; the step number is folded in. Under pmap, a key for each device.
+      inputs: the batch; under pmap, this device's rows.
+      fprop_dtype: not used: the model's `fprop_dtype` decides.
+      var_weight_hparams: WeightHParams of the variables; None: asked of the model, which traces it.
+      static_args: not used.
+      grad_fn: must be None.
+      apply_fn: must be None.
+      expose_updated_nontrainables_to_learner: must be True.
+
+    Returns:
+      The state after n + 1 steps, and the step's outputs.
+
+    Raises:
+      UserError: an argument has a value that is not supported.
+    """
+    del fprop_dtype, static_args
+    if grad_fn is not None or apply_fn is not None or not expose_updated_nontrainables_to_learner:
+        raise UserError(
+            "train_step_single_learner takes no grad_fn, no apply_fn and no expose_updated_nontrainables_to_learner=False; "
+            "give steps.step_fns.train_step a grad_fn of its own form"
+        )
+    hparams = _hparams(jax_task, inputs, var_weight_hparams)
+    own = _pmap_gradients if base_layer.is_running_under_pmap() else None
+    return step_fns.train_step(jax_task, states, prng_key, inputs, hparams, own)
+
+
+def eval_step_single_learner(
+    jax_task: SingleTask,
+    states: TrainState,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    fprop_dtype: Any = jnp.float32,
+    var_weight_hparams: NestedWeightHParams | None = None,
+    static_args: BaseStepFnStaticArgs | None = None,
+) -> tuple[None, StepFnOutput]:
+    """Evaluates one batch. Arguments as in `train_step_single_learner`; returns None and the outputs."""
+    del fprop_dtype, static_args
+    hparams = _hparams(jax_task, inputs, var_weight_hparams)
+    own = _pmap_evaluate if base_layer.is_running_under_pmap() else None
+    return step_fns.eval_step(jax_task, states, prng_key, inputs, hparams, own)
+
+
+def decode_step(
+    jax_task: SingleTask,
+    states: TrainState,
+    prng_key: jax.Array,
+    var_weight_hparams: NestedWeightHParams | None,
+    inputs: NestedJTensor,
+    fprop_dtype: Any = jnp.float32,
+    prng_key_fold_with_global_step: bool = True,
+) -> tuple[None, StepFnOutput]:
+    """Decodes one batch with `model.decode`; the key is folded with the step. Arguments as in `train_step_single_learner`."""
+    del fprop_dtype
+    if not prng_key_fold_with_global_step:
+        raise UserError("decode_step always folds the step into the key; give another key for other random numbers")
+    return step_fns.decode_step(jax_task, states, prng_key, inputs, _hparams(jax_task, inputs, var_weight_hparams))
+
+
+def _hparams(task: SingleTask, inputs: NestedJTensor, given: NestedWeightHParams | None) -> NestedWeightHParams:
+    if given is not None:
+        return given
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    return initialization.abstract_hparams(initialization.variables_initialiser(task, shapes))
+
+
+def _pmap_gradients(
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
+    """Runs the forward and backward pass of one device's rows; the results are those of all devices' rows together."""
+    output, written, grads = step_fns.gradients(task, mdl_vars, prng_key, inputs, var_weight_hparams)
+    weight = _loss_weight(task, output)
+    # The loss is a mean over this device's rows: its part of the mean over all rows.
+    share = accumulation.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
+    grads = jax.tree.map(lambda g: (g * share).astype(g.dtype), grads)
+    written = jax.tree.map(
+        lambda x: x if integers.is_integer(x) else jax.lax.pmean(x, PMAP_PARALLEL_AXIS_NAME), written
+    )
+    return _over_devices(task, output), written, jax.lax.psum(grads, PMAP_PARALLEL_AXIS_NAME)
+
+
+def _pmap_evaluate(
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+) -> StepFnOutput:
+    return _over_devices(task, step_fns.evaluate(task, mdl_vars, prng_key, inputs, var_weight_hparams))
+
+
+def _loss_weight(task: SingleTask, output: StepFnOutput) -> jax.Array:
+    return jnp.asarray(output.weighted_scalars[str(task.learner.loss_name)][1], jnp.float32)
+
+
+def _over_devices(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
+    """Returns the output with means over all devices, and all rows' per-example outputs."""
+
+    def mean(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, weight = jnp.asarray(value), jnp.asarray(weight)
+        total = jax.lax.psum(value * weight, PMAP_PARALLEL_AXIS_NAME)
+        weights = jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME)
+        return accumulation.weighted_mean(total, weights), weights
+
+    scalars: WeightedScalars = type(output.weighted_scalars)(
+        {name: mean(*pair) for name, pair in output.weighted_scalars.items()}  # type: ignore[call-arg]
+    )
+    assert output.loss is not None  # only decode has none
+    return StepFnOutput(
+        loss=mean(output.loss, _loss_weight(task, output))[0],
+        weighted_scalars=scalars,
+        per_example_out=jax.lax.all_gather(output.per_example_out, PMAP_PARALLEL_AXIS_NAME, tiled=True),
+        summary_tensors=jax.lax.pmean(output.summary_tensors, PMAP_PARALLEL_AXIS_NAME),
+        clu_metrics={
+            name: jax.lax.all_gather(metric, PMAP_PARALLEL_AXIS_NAME).reduce()
+            for name, metric in (output.clu_metrics or {}).items()
+        },
+    )

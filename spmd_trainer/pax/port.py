@@ -1,0 +1,109 @@
+"""Tells, before any run, what a file written for paxml needs here. Imports nothing of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from spmd_trainer.pax import port_names, port_settings, port_source
+from spmd_trainer.pax.port_names import Finding
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one file needs.
+
+    Attributes:
+      path: the file.
+      names: names of paxml and praxis that don't exist here, or can't be used.
+      settings: fields of the task that are ignored, refused or unknown.
+      methods: methods of Pax's BaseExperiment that mean something else here.
+      extras: what needs an extra of this package, or a setting of the environment.
+      packages: other packages that are not installed.
+      mentions: lines with strings that begin with 'paxml.'.
+      diff: the renamed file as a unified diff.
+    """
+
+    path: pathlib.Path
+    names: Sequence[Finding]
+    settings: Sequence[Finding]
+    methods: Sequence[Finding]
+    extras: Sequence[Finding]
+    packages: Sequence[Finding]
+    mentions: Sequence[int]
+    diff: str
+
+    @classmethod
+    def of_file(cls, path: pathlib.Path) -> Report:
+        """Reads a file.
+
+        Raises:
+          UserError: it can't be read, or is not Python.
+        """
+        source = port_source.Source(path)
+        names, extras = list(port_names.missing_names(source)), list(port_names.extras(source))
+        known = tuple(extra.name for extra in extras)
+        return cls(
+            path=path,
+            names=[name for name in names if name.blocks],
+            settings=list(port_settings.settings(source)),
+            methods=list(port_settings.methods(source)),
+            extras=[*extras, *(name for name in names if not name.blocks and not name.name.startswith(known))],
+            packages=list(port_names.absent_packages(source)),
+            mentions=source.strings(f"{port_source.PAX}."),
+            diff=source.diff(),
+        )
+
+    @property
+    def runs(self) -> bool:
+        """True if the renamed file needs no other change."""
+        return not any(finding.blocks for finding in [*self.names, *self.settings, *self.methods])
+
+    def _summary(self) -> str:
+        """Returns the file's state as a clause."""
+        if not self.runs:
+            return "it needs the changes below"
+        what = "renaming its imports is enough" if self.diff else "it imports nothing from paxml"
+        lacks = any(finding.lacks for finding in [*self.extras, *self.packages])
+        return f"{what}, once what it needs is installed and set" if lacks else what
+
+    def text(self) -> str:
+        """Returns the report, one finding a line, with the diff at its end."""
+        mentions = [Finding(line, "'paxml.…'", "a string; not renamed", blocks=False) for line in self.mentions]
+        sections = {
+            "Without a counterpart here": self.names,
+            "Settings of the task": self.settings,
+            "Methods of the experiment": self.methods,
+            "What it needs": [*self.extras, *self.packages],
+            "Strings": mentions,
+        }
+        lines = [f"{self.path}: {self._summary()}"]
+        for title, findings in sections.items():
+            if findings:
+                lines += ["", title, *_table(findings)]
+        if self.diff:
+            lines += ["", "Renamed (`patch -p0` applies it)", self.diff.rstrip("\n")]
+        return "\n".join([*lines, ""])
+
+
+def print_reports(module: str) -> bool:
+    """Prints the report of a file, or of each file of a package; returns True if no file needs more than the renaming.
+
+    Args:
+      module: path of a file or folder, or a dotted name.
+
+    Raises:
+      UserError: there is no such file, or it is not Python.
+    """
+    reports = [Report.of_file(path) for path in port_source.find_files(module)]
+    sys.stdout.write("\n".join(report.text() for report in reports))
+    return all(report.runs for report in reports)
+
+
+def _table(findings: Sequence[Finding]) -> list[str]:
+    ordered = sorted(findings, key=lambda finding: finding.line)
+    digits = max(len(str(finding.line)) for finding in ordered)
+    width = min(60, max(len(finding.name) for finding in ordered))
+    return [f"  line {finding.line:>{digits}}  {finding.name:<{width}}  {finding.text}" for finding in ordered]

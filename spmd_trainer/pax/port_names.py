@@ -1,0 +1,218 @@
+"""Looks the names that a file uses of paxml and praxis up here: which are missing, and which packages are needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import pathlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+from spmd_trainer.errors.absent_names import Absent, AbsentNameError
+from spmd_trainer.pax.port_source import OURS, PAX, Source, Use
+
+# Modules of paxml without a counterpart, and what to use instead.
+INSTEAD = {
+    "paxml.checkpoint_creators": "a run opens its checkpoints itself; checkpointing.Checkpointer is for loops of your own",
+    "paxml.experiment_utils": "the settings of a run are in JOB_LOG_DIR/config.txt",
+    "paxml.ghostnorm": "gradients are those of the mean loss over the batch; differential privacy is not supported",
+    "paxml.io_utils": "decoded examples are in JOB_LOG_DIR/decode_out, as .jsonl",
+    "paxml.main": "the command is spmd-trainer, with Pax's flags",
+    "paxml.metric_utils": "give task.metrics, a function of the step's weighted scalars",
+    "paxml.profiling": "set task.train.profiler_capture_step, or give --jax_profiler_port",
+    "paxml.setup_jax": "the command sets up JAX; --jax_* flags set its options",
+    "paxml.summary_utils": "a callback's run.log(...) writes scalars",
+    "paxml.tf_data_service_lib": "every process of a training job reads its own share of the data",
+    "paxml.train": "call spmd_trainer.train(experiment, job_log_dir)",
+}
+# Names whose use needs an extra, and packages that an extra installs. {name or its beginning: (extra, package)}
+EXTRAS = {
+    "paxml.seqio_input": ("seqio", "seqio"),
+    "paxml.tasks.lm.params.c4": ("seqio", "seqio"),
+    "seqio": ("seqio", "seqio"),
+    "t5": ("seqio", "t5"),
+    "tensorflow_text": ("seqio", "tensorflow_text"),
+    "tensorflow_datasets": ("tfds", "tensorflow_datasets"),
+    "spmd_trainer.inputs.tfds_input": ("tfds", "tensorflow_datasets"),
+    "grain": ("grain", "grain"),
+    "spmd_trainer.inputs.grain_input": ("grain", "grain"),
+    "tokenizers": ("hf", "tokenizers"),
+    "sklearn": ("vision", "sklearn"),
+}
+# Object stores that inputs and tokenizers may read from.
+STORES = {"gs://": ("gcs", "gcsfs"), "s3://": ("s3", "s3fs")}
+_MISSING = object()
+# Errors of a module's import that say that a name it uses is missing or other than it expects.
+_OF_NAMES = (ImportError, AttributeError, NameError, TypeError, UserError)
+# {module: why its import failed}. A second import would fail with another error, because part of the first one remains.
+_failures: dict[str, Exception] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something to know about a line.
+
+    Attributes:
+      line: its number, from 1.
+      name: what the line uses or sets.
+      text: what there is to know.
+      blocks: True if the renamed file does not run because of this.
+      lacks: True if something must be installed or set first.
+    """
+
+    line: int
+    name: str
+    text: str
+    blocks: bool = True
+    lacks: bool = False
+
+
+def missing_names(source: Source) -> Iterator[Finding]:
+    """Yields the names of paxml and praxis that don't exist here. Imports the trainer's modules and praxis.
+
+    Also yields, as findings that don't block, the names that can't be looked up because something is not installed or set.
+    """
+    reported: list[str] = []
+    for use in source.uses():
+        if use.path.partition(".")[0] not in (PAX, "praxis", OURS):
+            continue
+        if any(use.path.startswith(f"{name}.") for name in reported):
+            continue  # of a name that is reported already
+        found = _look_up(use)
+        if found is not None:
+            reported.append(found.name)
+            yield found
+
+
+def extras(source: Source) -> Iterator[Finding]:
+    """Yields the first use of what each extra installs."""
+    seen: set[tuple[str, str]] = set()
+    for use in source.uses():
+        for prefix, (extra, package) in EXTRAS.items():
+            if (use.path == prefix or use.path.startswith(f"{prefix}.")) and (extra, prefix) not in seen:
+                seen.add((extra, prefix))
+                yield _needs_extra(use.line, prefix, extra, package)
+    for scheme, (extra, package) in STORES.items():
+        lines = source.strings(scheme)
+        if lines:
+            yield _needs_extra(lines[0], scheme, extra, package)
+
+
+def absent_packages(source: Source) -> Iterator[Finding]:
+    """Yields the packages that are neither installed nor beside the file."""
+    for use in source.packages():
+        if use.path in (PAX, OURS) or use.path in EXTRAS or _is_installed(use.path):
+            continue
+        beside = source.path.parent / use.path
+        if not (beside.is_dir() or beside.with_suffix(".py").is_file() or pathlib.Path(use.path).is_dir()):
+            yield Finding(use.line, use.path, "is not installed", blocks=False, lacks=True)
+
+
+def _needs_extra(line: int, name: str, extra: str, package: str) -> Finding:
+    is_there = _is_installed(package)
+    there = "installed" if is_there else f"not installed: pip install 'spmd-trainer[{extra}]'"
+    return Finding(line, name, f"needs the extra {extra!r}, which is {there}", blocks=False, lacks=not is_there)
+
+
+def find(path: str) -> Any:
+    """Returns the object of a full name of paxml or of another package, looked up here; None if it does not exist."""
+    found, rest = _follow(path)
+    return None if rest else found
+
+
+def _look_up(use: Use) -> Finding | None:
+    """Returns what is missing of a name; None if all of it exists."""
+    for module, instead in INSTEAD.items():
+        if use.path == module or use.path.startswith(f"{module}."):
+            return Finding(use.line, module, f"does not exist here: {instead}")
+    try:
+        found, rest = _follow(use.path)
+    except Exception as error:  # a module's import may fail in any way
+        return _of_failed_import(use, error)
+    if isinstance(found, Absent):
+        try:
+            found()
+        except AbsentNameError as error:
+            text = str(error).partition(": ")[2]
+            path = use.path.removesuffix("".join(f".{name}" for name in rest))
+            return Finding(use.line, path, f"can be imported, but not used: {text}")
+    if not rest:
+        return None
+    names = use.path.split(".")
+    done = len(names) - len(rest)
+    name = ".".join(names[: done + 1])
+    return Finding(use.line, name, f"does not exist here{did_you_mean(rest[0], _names_of(found), otherwise='')}")
+
+
+def _of_failed_import(use: Use, error: Exception) -> Finding:
+    """Returns what a name needs if the import of its module fails."""
+    absent = error if isinstance(error, ImportError) else error.__cause__
+    extra = EXTRAS.get(str(absent.name).partition(".")[0]) if isinstance(absent, ImportError) else None
+    if extra is not None:
+        return _needs_extra(use.line, use.path, *extra)
+    if isinstance(absent, ModuleNotFoundError) and absent.name and not _is_installed(absent.name):
+        own = absent.name.startswith(f"{OURS}.")  # read from an installed paxml
+        text = str(absent) if own else f"needs the package {absent.name}, which is not installed"
+        return Finding(use.line, use.path, text, blocks=False, lacks=True)
+    what = f"{type(error).__name__}: {first_paragraph(error)}"
+    if isinstance(error, _OF_NAMES):
+        return Finding(use.line, use.path, f"can't be imported: {what}")
+    # Modules of paxml want environment variables and files when they are imported.
+    text = f"can't be looked up before the import of its module works: {what}"
+    return Finding(use.line, use.path, text, blocks=False, lacks=True)
+
+
+def _follow(path: str) -> tuple[Any, list[str]]:
+    """Returns the last object of a full name that exists here, and the names behind it that don't.
+
+    Attributes of instances and functions are not looked up: they may depend on how these were made.
+    """
+    first, *rest = path.split(".")
+    dotted = OURS if first == PAX else first
+    found: Any = importlib.import_module(dotted)
+    while rest and isinstance(found, types.ModuleType | type):
+        value = getattr(found, rest[0], _MISSING)
+        dotted = f"{dotted}.{rest[0]}"
+        if value is _MISSING and isinstance(found, types.ModuleType):
+            value = _submodule(found, dotted)
+        if value is _MISSING and rest[0] in getattr(found, "__dataclass_fields__", {}):
+            return found, []
+        if value is _MISSING:
+            return found, rest
+        found, rest = value, rest[1:]
+    return found, rest if isinstance(found, Absent) else []
+
+
+def _submodule(package: types.ModuleType, dotted: str) -> Any:
+    """Imports a module of a package; returns `_MISSING` if there is none."""
+    if not hasattr(package, "__path__"):
+        return _MISSING
+    if dotted in _failures:
+        raise _failures[dotted]
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError as error:
+        is_missing = error.name is not None and (dotted == error.name or dotted.startswith(f"{error.name}."))
+        if is_missing and "paxml is not installed" not in str(error):
+            return _MISSING
+        _failures[dotted] = error
+        raise
+    except Exception as error:  # a module's import may fail in any way
+        _failures[dotted] = error
+        raise
+
+
+def _names_of(found: Any) -> list[str]:
+    names = [name for name in dir(found) if not name.startswith("_")]
+    folders = [pathlib.Path(folder) for folder in getattr(found, "__path__", [])]
+    return names + [file.stem for folder in folders for file in folder.glob("[a-z]*.py")]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,80 @@
+"""Which stored shapes a variable can have, and logical shapes that follow from other variables.
+
+Pax stores variables padded: a dimension of 257 that was split over 2 devices is stored as 258. Only the model knows the logical
+shapes of optimizer states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from spmd_trainer.pax.arrays import PaxArray
+
+_VARS, _OPT = "mdl_vars/", "opt_states/"
+
+
+def can_be(array: PaxArray, shape: Sequence[int]) -> bool:
+    """Returns True if an array can be a variable of this logical shape, stored with Pax's padding.
+
+    It can't if the checkpoint tells another logical shape, or if splitting the variable as Pax did gives another stored shape.
+    """
+    if array.logical_shape is not None and array.logical_shape != tuple(shape):
+        return False
+    if len(array.stored_shape) != len(shape):
+        return False
+    shards = array.shards or (1,) * len(shape)
+    return all(map(_can_be_padded, array.stored_shape, shape, shards))
+
+
+def _can_be_padded(stored: int, size: int, shards: int) -> bool:
+    if stored == size:
+        return True
+    # Where the number of shards is not known, the padding must prove to be zeros.
+    return stored > size > 0 and (shards == 1 or stored == -(-size // shards) * shards)
+
+
+def with_logical_shapes(arrays: Mapping[str, PaxArray]) -> dict[str, PaxArray]:
+    """Adds the logical shapes that follow from the model variables, without a model.
+
+    A state of the optimizer whose path ends with that of a model variable, and whose stored shape is the variable's, has the
+    variable's logical shape. Factored states have some of its dimensions. A dimension that was not split has no padding.
+
+    Args:
+      arrays: the arrays of a checkpoint by path.
+
+    Returns:
+      The same arrays. An array whose logical shape is still unknown has None.
+    """
+    return {path: _with_logical_shape(array, arrays) for path, array in arrays.items()}
+
+
+def _with_logical_shape(array: PaxArray, arrays: Mapping[str, PaxArray]) -> PaxArray:
+    if array.logical_shape is not None:
+        return array
+    if not array.stored_shape or (array.shards is not None and all(count == 1 for count in array.shards)):
+        return dataclasses.replace(array, logical_shape=array.stored_shape)
+    variable = variable_of(array.path, arrays)
+    if variable is None or variable.logical_shape is None:
+        return array
+    shapes = _matching(array.stored_shape, variable.stored_shape, variable.logical_shape)
+    return dataclasses.replace(array, logical_shape=shapes.pop()) if len(shapes) == 1 else array
+
+
+def variable_of(path: str, arrays: Mapping[str, PaxArray]) -> PaxArray | None:
+    """Returns the model variable that an optimizer state belongs to: the longest one that the state's path ends with."""
+    if not path.startswith(_OPT):
+        return None
+    keys = path.split("/")
+    return next((arrays[p] for i in range(1, len(keys)) if (p := _VARS + "/".join(keys[i:])) in arrays), None)
+
+
+def _matching(stored: tuple[int, ...], whole: tuple[int, ...], logical: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """Returns the logical shapes of all choices of a variable's dimensions that have this stored shape."""
+    if stored == whole:
+        return {logical}
+    choices = itertools.combinations(range(len(whole)), len(stored))
+    return {
+        tuple(logical[dim] for dim in dims) for dims in choices if tuple(whole[dim] for dim in dims) == tuple(stored)
+    }

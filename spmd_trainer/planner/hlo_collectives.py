@@ -1,0 +1,168 @@
+"""Collectives of a compiled program, read from its text: kind, executions per run, and bytes.
+
+Collectives in loops are multiplied by the trip count, which XLA writes into the program; `cost_analysis()` ignores it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from spmd_trainer.planner import hlo_text
+
+_COLLECTIVE = re.compile(
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(-start)?\("
+)
+# Groups of device positions: either a list of lists, or the shape of an array and how to compute it from all positions.
+_GROUPS = re.compile(r"replica_groups=(?:\{(\{[\d,{}]*\})\}|\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?)")
+# The same in terms of a mesh: its axes, the order of the devices on it if not row-major, and the axes of each group, each a
+# whole axis or, as 'axis':(N)SIZE, the part of size SIZE that has N devices before it.
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
+_GROUP_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+# A TPU fusion that sums an array and keeps this device's part of it, as one reduce-scatter.
+_SCATTERED_SUM = "all-reduce-scatter"
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
+
+
+@dataclasses.dataclass
+class CollectiveTotals:
+    """Totals of one kind of collective.
+
+    Attributes:
+      count: executions in one run of the program, including those in loops.
+      num_bytes: bytes on one device, summed over all executions: of the results, or of the operand of a reduce-scatter.
+      largest: bytes of the largest single execution.
+    """
+
+    count: int = 0
+    num_bytes: int = 0
+    largest: int = 0
+
+    def add(self, times: int, num_bytes: int) -> None:
+        """Adds a collective of `num_bytes` that is executed `times` times."""
+        self.count += times
+        self.num_bytes += times * num_bytes
+        self.largest = max(self.largest, num_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      kind: 'all-reduce', 'all-gather', ...
+      times: executions in one run of the program.
+      num_bytes: as in `CollectiveTotals`, for one execution.
+      groups: positions of the devices that communicate, [number of groups, members]; empty if the text names none.
+    """
+
+    kind: str
+    times: int
+    num_bytes: int
+    groups: np.ndarray
+
+    def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+        """Returns the mesh axes that it crosses. Positions index the mesh's devices in row-major order."""
+        if not self.groups.size:
+            return tuple(axis for axis, size in mesh_shape.items() if size > 1)
+        coordinates = np.stack(np.unravel_index(self.groups, tuple(mesh_shape.values())))  # [axes, groups, members]
+        crossed = (coordinates != coordinates[:, :, :1]).any((1, 2))
+        return tuple(axis for axis, across in zip(mesh_shape, crossed, strict=True) if across)
+
+
+def find_collectives(hlo: str) -> Iterator[Collective]:
+    """Yields each collective of a compiled program (`jax.stages.Compiled.as_text()`)."""
+    bodies, entry = hlo_text.computations(hlo)
+    channels: set[str] = set()
+    for execution in hlo_text.executions(bodies, entry):
+        for line in bodies.get(execution.name, "").splitlines():
+            found = _COLLECTIVE.search(line)
+            if not found:
+                continue
+            channel = re.search(r"channel_id=(\d+)", line)
+            # TPU programs repeat an asynchronous collective in several fusions: its start, its steps and its end.
+            if execution.in_fusion and channel:
+                if channel[1] in channels:
+                    continue
+                channels.add(channel[1])
+            groups, kind = _groups(line), found[2]
+            members = groups.shape[-1] if kind == "reduce-scatter" and groups.size else 1
+            result = _result(kind, found[1], is_start=bool(found[3]))
+            if kind == "all-reduce" and execution.name.startswith(_SCATTERED_SUM):
+                kind = "reduce-scatter"
+            yield Collective(kind, execution.times, hlo_text.array_bytes(result) * members, groups)
+
+
+def count_collectives(hlo: str) -> dict[str, CollectiveTotals]:
+    """Returns {kind: totals} of a compiled program; a kind is e.g. 'all-gather'."""
+    totals: dict[str, CollectiveTotals] = {}
+    for found in find_collectives(hlo):
+        totals.setdefault(found.kind, CollectiveTotals()).add(found.times, found.num_bytes)
+    return totals
+
+
+def collectives_text(hlo: str) -> str:
+    """Returns the totals in one line: '8 all-reduce 12.50 MiB, ...'."""
+    totals = sorted(count_collectives(hlo).items())
+    return ", ".join(f"{t.count} {kind} {t.num_bytes / 2**20:.2f} MiB" for kind, t in totals) or "no collectives"
+
+
+def _result(kind: str, shape: str, *, is_start: bool) -> str:
+    """Returns the shape of a collective's result; that of most asynchronous starts is (operands, results, ...)."""
+    if not is_start or (kind == "all-reduce" and not shape.startswith("((")):
+        return shape
+    elements = hlo_text.tuple_elements(shape)
+    return elements[1] if len(elements) > 1 else shape
+
+
+def _groups(line: str) -> np.ndarray:
+    """Returns a collective's groups or a permutation's pairs, [number of groups, members]; empty if there are none."""
+    found = _GROUPS.search(line)
+    if found and found[2]:
+        shape = [int(n) for n in found[4].split(",")]
+        return _order(shape, found[5]).reshape(int(found[2]), int(found[3]))
+    mesh = _MESH_GROUPS.search(line)
+    if mesh:
+        return _mesh_groups(mesh)
+    listed = found or _PAIRS.search(line)
+    if not listed:
+        return np.zeros((0, 0), int)
+    groups = [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    return np.array(groups) if len({len(group) for group in groups}) == 1 else np.zeros((0, 0), int)
+
+
+def _order(shape: Sequence[int], permutation: str | None) -> np.ndarray:
+    """Returns all positions, counted in an array of this shape whose dimensions are then permuted."""
+    order = np.arange(math.prod(shape)).reshape(shape)
+    return order.transpose([int(n) for n in permutation.split(",")]) if permutation else order
+
+
+def _mesh_groups(found: re.Match[str]) -> np.ndarray:
+    """Returns the groups that an XLA mesh and some of its axes describe, [number of groups, members]."""
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found[1])}
+    order = np.arange(math.prod(sizes.values()))
+    if found[2]:
+        order = _order([int(n) for n in found[2].split(",")], found[3])
+    shape: list[int] = []
+    members: list[int] = []
+    chosen = [
+        (name, int(before or 1), int(size or sizes[name])) for name, before, size in _GROUP_AXIS.findall(found[4])
+    ]
+    for name, whole in sizes.items():
+        # Each axis is cut where a chosen part of it begins or ends.
+        cuts = {1, whole} | {cut for axis, before, size in chosen if axis == name for cut in (before, before * size)}
+        for low, high in itertools.pairwise(sorted(cuts)):
+            if any(axis == name and before <= low and high <= before * size for axis, before, size in chosen):
+                members.append(len(shape))
+            shape.append(high // low)
+    others = [dim for dim in range(len(shape)) if dim not in members]
+    count = math.prod(shape[dim] for dim in members)
+    return order.reshape(shape).transpose(others + members).reshape(-1, count)

@@ -1,0 +1,218 @@
+"""FLOPs of library kernels and Pallas kernels in a compiled program, from the shapes and settings in its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+from spmd_trainer.planner import hlo_convolutions, hlo_text
+from spmd_trainer.planner.hlo_text import Instruction
+
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# They reserve memory, or mark where something begins or ends.
+_NOTHING = frozenset(
+    {
+        "AllocateBuffer",
+        "AsyncCollectiveDone",
+        "AsyncCollectiveStart",
+        "ConcatBitcast",
+        "MoveToDevice",
+        "MoveToHost",
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+    }
+)
+_GEMM = re.compile(r"__cublas\$")
+_ATTENTION = re.compile(r"__cudnn\$fmha")
+_CONVOLUTION = re.compile(r"__cudnn\$conv")
+# Matrix products of attention: logits and their product with the values; five in the backward pass, which computes the logits
+# again (arXiv:2205.14135, algorithm 4).
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+
+
+def target(instruction: Instruction) -> str:
+    """Returns the name of the kernel that a custom call runs."""
+    found = _TARGET.search(instruction.rest)
+    return found[1] if found else ""
+
+
+def moves_nothing(instruction: Instruction) -> bool:
+    """Returns True for custom calls that neither compute nor move data."""
+    return target(instruction) in _NOTHING
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Work of one execution of an attention kernel.
+
+    Attributes:
+      flops: FLOPs of its matrix products.
+      is_backward: True for a kernel of the backward pass.
+      width: of a head.
+      vector_ops: other operations, on the logits; 0 for cuDNN's kernels, whose measured rates include them.
+    """
+
+    flops: float
+    is_backward: bool
+    width: int
+    vector_ops: float = 0.0
+
+
+def attention(instruction: Instruction, shapes: Sequence[str]) -> Attention | None:
+    """Returns the work of a custom call that is an attention kernel of cuDNN or splash attention; None for others.
+
+    Args:
+      instruction: the custom call.
+      shapes: shapes of its operands, in XLA's notation.
+    """
+    name = target(instruction)
+    if _ATTENTION.match(name):
+        return _cudnn_attention(instruction, shapes, is_backward=name.endswith("Backward"))
+    return _splash_attention(instruction) if name == "tpu_custom_call" else None
+
+
+def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
+    """Returns the FLOPs of a custom call's matrix products; 0 if it has none, or is unknown.
+
+    Args:
+      instruction: the custom call.
+      shapes: shapes of its operands, in XLA's notation.
+    """
+    name = target(instruction)
+    if found := attention(instruction, shapes):
+        return found.flops
+    if _GEMM.match(name):
+        return _gemm_flops(instruction, shapes)
+    if _CONVOLUTION.match(name):
+        return _convolution_flops(instruction, shapes)
+    if name == "tpu_custom_call":
+        stated = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.rest)
+        return float(stated[1]) if stated else 0.0
+    return 0.0
+
+
+def _numbers(field: str, text: str) -> list[int]:
+    """Returns the integers of the first JSON list with this name."""
+    found = re.search(rf'"{field}":\s*\[([^\]]*)\]', text)
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+
+
+def _gemm_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
+    left = hlo_text.dimensions(shapes[0])
+    contracted = math.prod(left[n] for n in _numbers("lhs_contracting_dimensions", instruction.rest))
+    return 2.0 * math.prod(hlo_text.dimensions(hlo_text.arrays(instruction.shape)[0])) * contracted
+
+
+def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
+    """Returns the FLOPs of cuDNN's convolutions. Gradients have the attributes of the forward convolution."""
+    result = hlo_text.arrays(instruction.shape)[0]
+    if "BackwardInput" in target(instruction):  # (gradient of the output, kernel) -> gradient of the image
+        return hlo_convolutions.flops(instruction, result, shapes[1], shapes[0])
+    if "BackwardFilter" in target(instruction):  # (image, gradient of the output) -> gradient of the kernel
+        return hlo_convolutions.flops(instruction, shapes[0], result, shapes[1])
+    return hlo_convolutions.flops(instruction, shapes[0], shapes[1], result)
+
+
+def _cudnn_attention(instruction: Instruction, shapes: Sequence[str], *, is_backward: bool) -> Attention | None:
+    """Returns the work of cuDNN's attention. Its settings have the logits' shape, [batch, heads, queries, keys]."""
+    logits = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.rest)
+    if not logits:
+        return None
+    batch, heads, queries, keys = (int(n) for n in re.findall(r"\d+", logits[1]))
+    width = hlo_text.dimensions(shapes[0])[-1]
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.rest)
+    pairs = seen_pairs(queries, keys, causal="CAUSAL" in instruction.rest, window=int(window[1]) if window else None)
+    products = _BACKWARD_PRODUCTS if is_backward else _FORWARD_PRODUCTS
+    return Attention(products * 2.0 * batch * heads * pairs * width, is_backward, width)
+
+
+def seen_pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -> float:
+    """Returns how many pairs of a query and a key attention has to compute.
+
+    Args:
+      queries, keys: how many there are. The first query is at the position of the first key.
+      causal: a query sees the keys up to its own position.
+      window: a query sees itself and the window - 1 keys before it; None or 0 for no window. Only with `causal`.
+    """
+    if not causal:
+        return float(queries * keys)
+    too_far = _causal_pairs(queries - window, keys) if window else 0
+    return float(_causal_pairs(queries, keys) - too_far)
+
+
+def _causal_pairs(queries: int, keys: int) -> int:
+    """Returns how many keys all queries see together if each sees those up to its own position."""
+    growing = max(0, min(queries, keys))
+    return growing * (growing + 1) // 2 + max(0, queries - keys) * keys
+
+
+# Settings of the blocks of a splash attention kernel by a part of its name; its matrix products per pair of blocks: the logits
+# and their product with the values, and in the backward pass, which computes the logits again, those for keys and values or for
+# queries; and its vector operations on each logit, counted in jax/experimental/pallas/ops/tpu/splash_attention: four for the
+# mask, three for the exponential and two for maximum and sum, or in the backward pass for the gradient and its conversions.
+_SPLASH = {
+    "splash_mha_fwd": ("block_q", "block_kv", 2, 9),
+    "splash_mqa_fwd": ("block_q", "block_kv", 2, 9),
+    "splash_mha_dkv": ("block_q_dkv", "block_kv_dkv", 4, 11),
+    "splash_mqa_dkv": ("block_q_dkv", "block_kv_dkv", 4, 11),
+    "splash_mha_dq": ("block_q_dq", "block_kv_dq", 3, 10),
+    "splash_mqa_dq": ("block_q_dq", "block_kv_dq", 3, 10),
+}
+# The kernel for keys and values also computes the gradient of the queries, if it is told to.
+_SPLASH_FUSED_PRODUCTS = 5
+
+
+def _splash_attention(instruction: Instruction) -> Attention | None:
+    """Returns the work of a splash attention kernel; None for other Pallas kernels."""
+    known = next((settings for name, settings in _SPLASH.items() if name in instruction.made_by), None)
+    operands = re.search(r"operand_layout_constraints=\{(.*?\})\}", instruction.rest)
+    return _splash_work(instruction, hlo_text.arrays(operands[1]), *known) if known and operands else None
+
+
+def _splash_work(
+    instruction: Instruction,
+    operands: Sequence[str],
+    query_block: str,
+    key_block: str,
+    products: int,
+    operations: int,
+) -> Attention:
+    """Returns the work of the pairs of blocks that a splash attention kernel computes.
+
+    Its first operand is a table [1, query blocks, key blocks]. With a window, the last dimension (for keys and values the one
+    before) is only as large as the most blocks that are computed for one block. Queries, keys and values follow the tables.
+    """
+    settings = {name: int(size) for name, size in re.findall(r'\\"(\w+)\\": (\d+)', instruction.rest)}
+    arrays = [hlo_text.dimensions(array) for array in operands]
+    first = next(n for n, array in enumerate(operands) if array.startswith(("bf16", "f32")))
+    queries, keys = arrays[first], arrays[first + 1]
+    rows, columns = settings[query_block], settings[key_block]
+    # Masked kernels read the queries' positions; segments, if there are any, take two further arrays of integers.
+    causal = sum(array.startswith("s32") for array in operands[first:]) % 2 == 1
+    pairs = _pairs_of_blocks(
+        queries[-2] // rows,
+        keys[-2] // columns,
+        rows,
+        columns,
+        arrays[0][-2:],
+        causal=causal,
+        by_key="_dkv" in query_block,
+    )
+    if "_dkv" in query_block and '\\"use_fused_bwd_kernel\\": true' in instruction.rest:
+        products = _SPLASH_FUSED_PRODUCTS
+    logits, width = float(math.prod(queries[:-2]) * pairs * rows * columns), queries[-1]
+    return Attention(products * 2.0 * logits * width, query_block != "block_q", width, operations * logits)
+
+
+def _pairs_of_blocks(
+    num_rows: int, num_columns: int, rows: int, columns: int, table: Sequence[int], *, causal: bool, by_key: bool
+) -> int:
+    """Returns how many pairs of a block of queries and a block of keys are computed."""
+    if not causal:
+        return num_rows * num_columns
+    if by_key:  # from the first query that sees the block's first key
+        return sum(min(table[0], num_rows - column * columns // rows) for column in range(num_columns))
+    return sum(min(table[1], num_columns, -(-(row + 1) * rows // columns)) for row in range(num_rows))

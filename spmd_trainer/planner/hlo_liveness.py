@@ -1,0 +1,296 @@
+"""Finds the arrays that are live at a compiled program's peak, from its text: XLA writes instructions in execution order.
+
+The result is an estimate, because the text does not contain the buffer assignment. It follows XLA's rules: loops and tuples
+work in place, a result reuses the buffer of an operand of the same shape that is not read afterwards, and donated arguments
+hold the outputs that they alias. Tile padding and gaps between buffers are not counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from spmd_trainer.planner import hlo_text
+from spmd_trainer.planner.hlo_text import Instruction
+
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+_CALLED = re.compile(
+    r"(?:body|to_apply|branch_computations|true_computation|false_computation)=\{?((?:%?[\w.-]+(?:, )?)+)"
+)
+_IN_PLACE = frozenset({"bitcast", "optimization-barrier", "while", "add-dependency"})
+_HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all", "create-token"})
+# Operations that can't overwrite an operand of the same shape: they read and write elements in different orders.
+_NEEDS_OWN = frozenset(
+    {
+        "all-gather",
+        "all-to-all",
+        "cholesky",
+        "collective-permute",
+        "concatenate",
+        "convolution",
+        "copy",
+        "copy-start",
+        "custom-call",
+        "dot",
+        "fft",
+        "gather",
+        "pad",
+        "reduce-window",
+        "reverse",
+        "slice",
+        "transpose",
+        "triangular-solve",
+    }
+)
+# Where XLA merges operations, one name lists those of all of them: 'scope/(a/mul:b/add)'.
+_MERGED = re.compile(r"\(([^():]*):.*")
+# Rows of the largest arrays.
+_LARGEST = 8
+# Positions before the first instruction and after the last one.
+_BEFORE, _AT_THE_END = -1, 2**62
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveArray:
+    """One array that is live at the peak.
+
+    Attributes:
+      num_bytes: its bytes on one device.
+      array: type and shape in XLA's notation: 'bf16[32,1024,192]'.
+      made_by: the model's operation that makes it; '' if the compiler added it.
+      is_argument: True if it is an argument of the program.
+    """
+
+    num_bytes: int
+    array: str
+    made_by: str
+    is_argument: bool = False
+
+
+def live_at_peak(hlo: str) -> list[LiveArray]:
+    """Returns the arrays that are live at the peak of a compiled program, largest first.
+
+    Args:
+      hlo: the program's text (`jax.stages.Compiled.as_text()`).
+
+    Returns:
+      The arrays; an empty list if the program's instructions are not in execution order.
+    """
+    bodies, entry = hlo_text.computations(hlo)
+    header = hlo.partition("\n")[0]
+    if entry is None or "is_scheduled=true" not in header:
+        return []
+    computations = {name: list(hlo_text.instructions(body)) for name, body in bodies.items()}
+    return sorted(_Peaks(computations).of_entry(entry, aliased_outputs(hlo)), key=lambda array: -array.num_bytes)
+
+
+def largest(arrays: Iterable[tuple[LiveArray, str]]) -> list[tuple[LiveArray, str, int]]:
+    """Returns the arrays that take the most bytes together with those equal to them, largest first. Arguments are left out.
+
+    Args:
+      arrays: each with a label. Arrays with different labels are not equal.
+
+    Returns:
+      At most 8 arrays, each with its label and how many of them there are.
+    """
+    counts = collections.Counter(pair for pair in arrays if not pair[0].is_argument)
+    ranked = sorted(counts.items(), key=lambda item: -item[0][0].num_bytes * item[1])
+    return [(array, label, count) for (array, label), count in ranked[:_LARGEST]]
+
+
+def first_operation(made_by: str) -> str:
+    """Returns the name of an operation; of operations that XLA has merged, that of the first."""
+    return _MERGED.sub(r"\1", made_by)
+
+
+def aliased_outputs(hlo: str) -> set[int]:
+    """Returns the numbers of the program's outputs that reuse the buffer of an argument."""
+    header = hlo.partition("\n")[0]
+    return {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
+
+
+def called(instruction: Instruction) -> list[str]:
+    """Returns the names of the computations that a loop, a call or a conditional runs; none for another instruction."""
+    if instruction.opcode not in ("while", "call", "conditional"):
+        return []
+    return [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
+
+
+@dataclasses.dataclass
+class Buffer:
+    """The buffer of one array. `born` and `last`: positions of the instruction that makes it and of its last reader."""
+
+    leaf: str
+    array: LiveArray
+    born: int
+    last: int
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        """What two arrays must have in common to use the same buffer."""
+        return self.array.array, hlo_text.is_in_main_memory(self.leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A result: its shape, and the index of each of its arrays' buffers."""
+
+    shape: str
+    numbers: list[int]
+
+
+class _Peaks:
+    """The arrays live at the peak of each computation; each is computed once."""
+
+    def __init__(self, computations: dict[str, list[Instruction]]):
+        self._computations = computations
+        self._known: dict[str, list[LiveArray]] = {}
+
+    def of_entry(self, name: str, aliased: set[int]) -> list[LiveArray]:
+        """Returns those of the whole program, which holds its arguments from beginning to end."""
+        return self._scan(self._computations[name], buffers_of(self._computations[name], aliased, is_entry=True))
+
+    def _of(self, name: str) -> list[LiveArray]:
+        """Returns those of a called computation; its caller holds the arguments."""
+        if name not in self._known:
+            instructions = self._computations[name]
+            self._known[name] = self._scan(instructions, buffers_of(instructions, set(), is_entry=False))
+        return self._known[name]
+
+    def _scan(self, instructions: Sequence[Instruction], buffers: Sequence[Buffer]) -> list[LiveArray]:
+        begins: dict[int, list[int]] = collections.defaultdict(list)
+        ends: dict[int, list[int]] = collections.defaultdict(list)
+        for number, buffer in enumerate(buffers):
+            begins[buffer.born].append(number)
+            ends[buffer.last].append(number)
+        live = dict.fromkeys(begins[_BEFORE])
+        size = sum(buffers[number].array.num_bytes for number in live)
+        most, at_peak = -1, list[LiveArray]()
+        for place, instruction in enumerate(instructions):
+            live.update(dict.fromkeys(begins[place]))
+            size += sum(buffers[number].array.num_bytes for number in begins[place])
+            inner = max((self._of(name) for name in self._called(instruction)), key=_total, default=[])
+            if size + _total(inner) > most:
+                most = size + _total(inner)
+                at_peak = [buffers[number].array for number in live] + inner
+            for number in ends[place]:
+                del live[number]
+                size -= buffers[number].array.num_bytes
+        return [array for array in at_peak if array.num_bytes]
+
+    def _called(self, instruction: Instruction) -> list[str]:
+        return [name for name in called(instruction) if name in self._computations]
+
+
+def _total(arrays: Sequence[LiveArray]) -> int:
+    return sum(array.num_bytes for array in arrays)
+
+
+def buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_entry: bool) -> list[Buffer]:
+    """Returns the buffers of one computation; a result that overwrites an operand shares its buffer."""
+    buffers: list[Buffer] = []
+    held: dict[str, _Value] = {}
+    for place, instruction in enumerate(instructions):
+        operands = [held[name] for name in instruction.operands if name in held]
+        numbers = list(_results(place, instruction, operands, buffers, is_entry=is_entry))
+        # get-tuple-element reads one element of the tuple only.
+        read = (
+            numbers
+            if instruction.opcode == "get-tuple-element"
+            else [n for operand in operands for n in operand.numbers]
+        )
+        for number in read:
+            buffers[number].last = max(buffers[number].last, place)
+        held[instruction.name] = _Value(instruction.shape, numbers)
+        for number in numbers:  # a compiler's copy counts for the operation that uses it
+            if instruction.made_by and not buffers[number].array.made_by:
+                buffers[number].array = dataclasses.replace(buffers[number].array, made_by=instruction.made_by)
+    outputs = [number for i in instructions if i.is_root for number in held[i.name].numbers]
+    for position, number in enumerate(outputs):
+        buffer = buffers[number]
+        buffer.last = len(instructions)
+        # Donated arguments hold the outputs that they alias; the caller holds the results of a called computation.
+        if (position in aliased or not is_entry) and not buffer.array.is_argument:
+            buffer.array = dataclasses.replace(buffer.array, num_bytes=0)
+    return _without_reused(instructions, held, buffers)
+
+
+def _results(
+    place: int, instruction: Instruction, operands: Sequence[_Value], buffers: list[Buffer], *, is_entry: bool
+) -> Iterator[int]:
+    """Yields the index of each result array's buffer, and adds the instruction's new buffers to `buffers`."""
+    opcode = instruction.opcode
+    flat = [number for operand in operands for number in operand.numbers]
+    if opcode in _IN_PLACE and operands:
+        yield from operands[0].numbers
+    elif opcode == "tuple":
+        yield from flat
+    elif opcode == "get-tuple-element":
+        yield from _element(instruction, operands[0])
+    else:
+        aliased = _aliased_operands(instruction)
+        for position, leaf in enumerate(hlo_text.arrays(instruction.shape)):
+            same = [number for number in flat if buffers[number].leaf == leaf]
+            if position in aliased:
+                yield operands[aliased[position]].numbers[0]
+            elif opcode.endswith("-done") and same:  # the result of its start, not the start's operand
+                yield max(same, key=lambda number: buffers[number].born)
+            elif (
+                opcode.endswith("-start") and same and instruction.shape.startswith("(")
+            ):  # its result repeats its operand
+                flat.remove(same[0])
+                yield same[0]
+            else:
+                buffers.append(_new_buffer(leaf, place, instruction, is_entry=is_entry))
+                yield len(buffers) - 1
+
+
+def _aliased_operands(instruction: Instruction) -> dict[int, int]:
+    """Maps each result index to the operand that it aliases (`output_to_operand_aliasing`); operands are arrays."""
+    _, _, text = instruction.rest.partition("output_to_operand_aliasing=")
+    return {int(output or 0): int(operand) for output, operand in _ALIAS.findall(text.partition(")}")[0] + ")")}
+
+
+def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bool) -> Buffer:
+    is_argument = instruction.opcode == "parameter"
+    here = instruction.opcode not in _HOLDS_NOTHING and hlo_text.is_in_main_memory(leaf)
+    counts = here and (is_entry or not is_argument)
+    shape = leaf.partition("{")[0]
+    array = LiveArray(hlo_text.array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)
+    # The program holds its own arguments to its end.
+    last = _AT_THE_END if is_argument and is_entry else place
+    return Buffer(leaf, array, _BEFORE if is_argument else place, last)
+
+
+def _element(instruction: Instruction, operand: _Value) -> Sequence[int]:
+    """Returns the indices of the buffers of one element of a tuple."""
+    found = re.search(r"\bindex=(\d+)", instruction.rest)
+    sizes = [len(hlo_text.arrays(element)) for element in hlo_text.tuple_elements(operand.shape)]
+    index = int(found[1]) if found else 0
+    begin = sum(sizes[:index])
+    return operand.numbers[begin : begin + sizes[index]]
+
+
+def _without_reused(
+    instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[Buffer]
+) -> list[Buffer]:
+    """Lets each result reuse the buffer of an operand with the same type and shape whose last reader it is."""
+    lies_in = list(range(len(buffers)))
+    for place, instruction in enumerate(instructions):
+        if instruction.opcode in _NEEDS_OWN or (
+            instruction.opcode == "fusion" and "kind=kLoop" not in instruction.rest
+        ):
+            continue
+        flat = [number for name in instruction.operands if name in held for number in held[name].numbers]
+        free = dict.fromkeys(lies_in[number] for number in flat if buffers[lies_in[number]].last == place)
+        for number in held[instruction.name].numbers:
+            buffer = buffers[number]
+            fitting = [n for n in free if n != number and buffers[n].key == buffer.key]
+            # A buffer without bytes is already part of another one.
+            if buffer.born == place and buffer.array.num_bytes and fitting:
+                del free[fitting[0]]
+                lies_in[number] = fitting[0]
+                buffers[fitting[0]].last = buffer.last
+    return [buffer for number, buffer in enumerate(buffers) if lies_in[number] == number]

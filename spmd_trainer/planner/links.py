@@ -1,0 +1,235 @@
+"""The links between chips: how long a collective takes on them, from its bytes and the places of its devices.
+
+Times are those of bandwidth alone, for ring algorithms. Latency is separate; contention between collectives is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from spmd_trainer.kernels.chips import chip
+from spmd_trainer.planner import achieved
+from spmd_trainer.planner.achieved import Achieved
+from spmd_trainer.planner.hlo_collectives import Collective
+
+# Larger NVLink domains connect several hosts.
+_GPUS_OF_HOST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Rates of a chip besides its peak FLOP/s. Bandwidths are in bytes per second.
+
+    Attributes:
+      kind: beginning of `jax.Device.device_kind`.
+      memory: of the main memory; 0 in `MACHINES` for GPUs, whose memory `chips.CHIPS` has.
+      link: in one direction. TPU: of one ICI link. NVIDIA GPU: of all its NVLinks together.
+      network: in one direction, per chip, between TPU slices or NVLink domains.
+      inside: name of the links within a slice or an NVLink domain.
+      outside: name of the network.
+      achieved: the rates that were measured.
+      wraps_at: TPU: smallest size of a torus dimension whose ends are linked; 0 for GPUs, which have no torus.
+      cubes: TPU: True if a dimension's ends are only linked in slices of whole cubes of `wraps_at` chips in each dimension.
+      domain_devices: the most GPUs of an NVLink domain; 0 for TPUs. Up to 8 are those of one host.
+      matrix_side: TPU: rows and columns of a matrix unit; 0 for GPUs.
+      vector_ops: TPU: float32 operations per second of the vector units; 0 in `MACHINES` for GPUs, whose cores `chips.CHIPS` has.
+    """
+
+    kind: str
+    memory: float
+    link: float
+    network: float
+    inside: str
+    outside: str
+    achieved: Achieved
+    wraps_at: int = 0
+    cubes: bool = False
+    domain_devices: int = 0
+    matrix_side: int = 0
+    vector_ops: float = 0.0
+
+
+# TPUs (https://docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e): memory; the ICI bandwidth of a chip in both directions, v5e
+# 400, v5p 1,200 and v6e 800 GB/s, and v4's 2,400 Gbit/s in one, here per link (v5e and v6e have 4, v4 and v5p 6); and the
+# data-center network of 256 chips, v5e 6.4 and v6e 25.6 Tbit/s. Dimensions of v4 and v5p wrap around in slices of whole cubes of
+# 4 x 4 x 4 chips, those of v5e and v6e if they have 16 chips. The network of v4 and v5p:
+# https://jax-ml.github.io/scaling-book/tpus.
+# Matrix units of 128 x 128, from v6e on of 256 x 256: https://docs.cloud.google.com/tpu/docs/v6e and
+# https://jax-ml.github.io/scaling-book/tpus, which also has the vector units: 8 x 128 lanes in each core, with 2 ALUs in v4 and 4
+# in v5. The clock is that at which the matrix units reach the peak (numbers of cores and units: `jax.experimental.pallas.tpu`'s
+# `get_tpu_info`): 1.05, 1.5, 1.75 and, with two rows per cycle, 1.75 GHz in v6e.
+# GPUs: memory is in `chips.CHIPS`. NVLink is half of the bandwidth in both directions of NVIDIA's data sheets: A100 600, H100 and
+# H200 900, B200 and GB200 1,800 GB/s. Network: one port per GPU, of 200 Gbit/s in DGX A100 and of 400 Gbit/s in DGX H100, H200,
+# B200 and GB200 (their data sheets). 18 hosts of 4 GPUs are one NVLink domain in GB200 NVL72.
+MACHINES = (
+    # kind, memory, link, network, their names, achieved, wraps_at, cubes, domain_devices, matrix_side, vector_ops
+    Machine("TPU v4", 1228e9, 50e9, 6.25e9, "ICI", "DCN", achieved.TPU_V4, 4, True, 0, 128, 2 * 2 * 1024 * 1.05e9),
+    Machine("TPU v5 lite", 819e9, 50e9, 3.125e9, "ICI", "DCN", achieved.TPU_V5E, 16, False, 0, 128, 4 * 1024 * 1.5e9),
+    Machine("TPU v5e", 819e9, 50e9, 3.125e9, "ICI", "DCN", achieved.TPU_V5E, 16, False, 0, 128, 4 * 1024 * 1.5e9),
+    Machine("TPU v5", 2765e9, 100e9, 6.25e9, "ICI", "DCN", achieved.TPU_V5P, 4, True, 0, 128, 2 * 4 * 1024 * 1.75e9),
+    Machine("TPU v6", 1638e9, 100e9, 12.5e9, "ICI", "DCN", achieved.TPU_V6E, 16, False, 0, 256, 4 * 1024 * 1.75e9),
+    Machine("NVIDIA A100-SXM4-80GB", 0, 300e9, 25e9, "NVLink", "network", achieved.A100, domain_devices=8),
+    Machine("NVIDIA H100 80GB HBM3", 0, 450e9, 50e9, "NVLink", "network", achieved.H100, domain_devices=8),
+    Machine("NVIDIA H200", 0, 450e9, 50e9, "NVLink", "network", achieved.H200, domain_devices=8),
+    Machine("NVIDIA B200", 0, 900e9, 50e9, "NVLink", "network", achieved.B200, domain_devices=8),
+    Machine("NVIDIA GB200", 0, 900e9, 50e9, "NVLink", "network", achieved.GB200, domain_devices=72),
+)
+
+
+def machine(device_kind: str) -> Machine | None:
+    """Returns the bandwidths of the chip with this `device_kind`; None if they are unknown."""
+    known = chip(device_kind)
+    found = next((m for m in MACHINES if known is not None and device_kind.startswith(m.kind)), None)
+    if found is None or known is None or found.memory:
+        return found
+    if known.gpu is None:
+        return None
+    cores = known.gpu.multiprocessors * known.gpu.lanes
+    return dataclasses.replace(found, memory=float(known.gpu.bandwidth), vector_ops=cores * known.gpu.clock_ghz * 1e9)
+
+
+def _nvlink_domains(hosts: np.ndarray, slices: np.ndarray, most: int) -> np.ndarray:
+    """Returns the NVLink domain of each device, as a number. A domain is in one slice, and a small one in one host.
+
+    Args:
+      hosts: [devices], each device's host.
+      slices: [devices], each device's slice.
+      most: devices of a domain.
+    """
+    places = np.empty_like(hosts)  # within the slice, host by host
+    for number in np.unique(slices):
+        members = np.flatnonzero(slices == number)
+        places[members[np.argsort(hosts[members], kind="stable")]] = np.arange(len(members))
+    inside = hosts if most <= _GPUS_OF_HOST else places // most
+    domains: np.ndarray = np.unique(np.stack([slices, inside]), axis=1, return_inverse=True)[1]
+    return domains
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkTime:
+    """Seconds that one execution of a collective takes on the links inside of slices or domains, and on those outside."""
+
+    inside: float
+    outside: float
+
+
+class Links:
+    """The links of a mesh's devices."""
+
+    def __init__(self, devices: Sequence[jax.Device], found: Machine):
+        """Finds where the devices are.
+
+        Args:
+          devices: the mesh's devices in row-major order; a collective's groups are positions in it.
+          found: their bandwidths.
+        """
+        self._machine = found
+        if found.domain_devices:
+            hosts = np.array([device.process_index for device in devices])
+            slices = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
+            self._domains = _nvlink_domains(hosts, slices, found.domain_devices)
+            self._coordinates = np.zeros((len(devices), 0), int)
+        else:
+            self._domains = np.array([getattr(device, "slice_index", 0) or 0 for device in devices])
+            self._coordinates = np.array([device.coords for device in devices])
+        self._sizes = self._coordinates.max(0, initial=0) + 1
+        if found.cubes:
+            self._wraps = np.full(len(self._sizes), bool((self._sizes % found.wraps_at == 0).all()))
+        else:
+            self._wraps = self._sizes >= found.wraps_at
+
+    def seconds(self, collective: Collective) -> LinkTime:
+        """Returns how long one execution of a collective takes."""
+        if collective.kind == "collective-permute":
+            return self._permute(collective)
+        groups = collective.groups
+        if not groups.size:
+            groups = np.arange(len(self._domains))[None]
+        # Groups usually take equally long. The first, middle and last are checked in case they don't.
+        times = [self._of_group(collective, groups[n]) for n in sorted({0, len(groups) // 2, len(groups) - 1})]
+        return max(times, key=lambda time: time.inside + time.outside)
+
+    def latency(self, collective: Collective) -> float:
+        """Returns the seconds that one execution takes besides those of its bytes: of a ring's hops, or of NCCL."""
+        reached = self._machine.achieved
+        if collective.kind == "collective-permute" and collective.groups.size:
+            pairs = self._domains[collective.groups]
+            crosses = bool((pairs[:, 0] != pairs[:, 1]).any())
+            return reached.network_latency if crosses and reached.network_latency else reached.latency
+        members = collective.groups[0] if collective.groups.size else np.arange(len(self._domains))
+        domains = self._domains[members]
+        near = members[domains == domains[0]]
+        outside = reached.network_latency if len(near) < len(members) else 0.0
+        if len(near) == 1:
+            return outside
+        if self._machine.domain_devices:
+            return outside or reached.latency
+        passes = 2 if collective.kind == "all-reduce" else 1
+        return outside + passes * reached.latency * sum(hops for _, _, hops in self._rings(near))
+
+    def _of_group(self, collective: Collective, members: np.ndarray) -> LinkTime:
+        if len(members) == 1:
+            return LinkTime(0.0, 0.0)
+        domains, counts = np.unique(self._domains[members], return_counts=True)
+        inner, outer = int(counts.min()), len(domains)
+        near = members[self._domains[members] == domains[0]]
+        size, total = collective.num_bytes, len(members)
+        if collective.kind in ("all-to-all", "ragged-all-to-all"):
+            inside = self._exchange(near, size * len(near) / total)
+            return LinkTime(inside, size * (total - inner) / total / self._machine.network if outer > 1 else 0.0)
+        # First within each domain, then each device its part of the array with those of the other domains; or in reverse order.
+        passes = 2 if collective.kind == "all-reduce" else 1
+        inside = size * (inner - 1) / inner / self._bandwidth(near) if inner > 1 else 0.0
+        outside = size / inner * (outer - 1) / outer / self._machine.network
+        return LinkTime(passes * inside, passes * outside)
+
+    def _rings(self, members: np.ndarray) -> list[tuple[int, float, int]]:
+        """Returns size, bandwidth and hops of each torus dimension that a group of devices of one slice extends over."""
+        places = self._coordinates[members]
+        rings = []
+        for dim, whole in enumerate(self._sizes):
+            values = np.unique(places[:, dim])
+            if len(values) == 1:
+                continue
+            stride = int(np.diff(values).min())  # as many groups share the dimension's links
+            wraps = self._wraps[dim] and len(values) * stride == whole
+            hops = len(values) // 2 if wraps else len(values) - 1
+            rings.append((len(values), self._machine.link * (2 if wraps else 1) / stride, hops * stride))
+        return rings
+
+    def _bandwidth(self, members: np.ndarray) -> float:
+        """Returns the bandwidth at which a device receives an array that is spread over a group within one domain."""
+        if self._machine.domain_devices:
+            return self._machine.link
+        rings = self._rings(members)
+        is_box = np.prod([size for size, _, _ in rings]) == len(members)
+        bandwidths = [bandwidth for _, bandwidth, _ in rings]
+        return sum(bandwidths) if is_box else min(bandwidths)
+
+    def _exchange(self, members: np.ndarray, size: float) -> float:
+        """Returns the seconds of an all-to-all of `size` bytes per device within one domain: those of the slowest dimension."""
+        if len(members) == 1:
+            return 0.0
+        if self._machine.domain_devices:
+            return size * (len(members) - 1) / len(members) / self._machine.link
+        # Half of a ring's data crosses its middle.
+        return max(count * size / (4 * bandwidth) for count, bandwidth, _ in self._rings(members))
+
+    def _permute(self, collective: Collective) -> LinkTime:
+        size, pairs = collective.num_bytes, collective.groups
+        if not pairs.size:
+            return LinkTime(size / self._machine.link, 0.0)
+        crosses = self._domains[pairs[:, 0]] != self._domains[pairs[:, 1]]
+        outside = size / self._machine.network if crosses.any() else 0.0
+        if crosses.all():
+            return LinkTime(0.0, outside)
+        if self._machine.domain_devices:
+            return LinkTime(size / self._machine.link, outside)
+        distance = np.abs(self._coordinates[pairs[:, 0]] - self._coordinates[pairs[:, 1]])[~crosses]
+        hops = np.where(self._wraps, np.minimum(distance, self._sizes - distance), distance)
+        # On average each link of a dimension carries as many arrays as a pair makes hops there.
+        return LinkTime(size * max(1.0, float(hops.mean(0).max())) / self._machine.link, outside)

@@ -1,0 +1,224 @@
+"""Finds where the NaN or infinity of a value came from: from the value back through the program to the operations that made it.
+
+Only what reaches the value counts. A NaN that `jnp.where` drops is none of its causes, and neither is an infinity in a mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+from spmd_trainer.planner.value_flags import FINITE, INFINITE, ITERATION, LITERAL, NAN, Frame, Operation
+
+# Where a frame is: (index of the operation, iteration) of each loop around it. The program itself is at ().
+Place: TypeAlias = tuple[tuple[int, int], ...]
+# jvp(x), transpose(jvp(x)), vmap(x): what JAX writes around a name.
+_TRANSFORMED = re.compile(r"^\w+\((.*)\)$")
+_NO_LAYER = frozenset({"", "rematted_computation", "checkpoint", "remat", "while", "body", "cond", "scan"})
+_BACKWARD = "transpose("
+
+
+class Value(NamedTuple):
+    """A value of one execution.
+
+    Attributes:
+      place: the frame that it is in.
+      number: its id there.
+    """
+
+    place: Place
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """An operation, an argument or a constant with a value that is not finite.
+
+    Attributes:
+      operation: the operation; None for an argument or a constant of the program.
+      argument: the argument's position; None for an operation or a constant.
+      layer: the layer that it belongs to, with the iterations of loops: 'lm/transformer/repeat[1]/sub/ff_layer'; may be ''.
+      backward: whether the backward pass executes it.
+      recomputed: whether it is a part of the forward pass that the backward pass computes again.
+      flag: `INFINITE` or `NAN`.
+      from_infinity: whether it made a NaN of an infinity.
+      order: sorts by the time of execution.
+      index: its position among the operations of the program, those of loops being at that of the loop; -1 for an argument.
+    """
+
+    operation: Operation | None
+    argument: int | None
+    layer: str
+    backward: bool
+    recomputed: bool
+    flag: int
+    from_infinity: bool
+    order: tuple[int, ...]
+    index: int
+
+
+class Flags:
+    """The flags of one execution of a program."""
+
+    def __init__(self, frame: Frame, flags: Any):
+        """Keeps them.
+
+        Args:
+          frame: the program, from `run_with_flags`.
+          flags: its flags, as numpy arrays.
+        """
+        self.frame = frame
+        self._flags = flags
+
+    def flag(self, value: Value) -> int:
+        """Returns the flag of a value; `FINITE` for integers."""
+        frame, flags, iterations = self.frame, self._flags, []
+        for index, iteration in value.place:
+            operation = _operation(frame, index)
+            frame, flags = _body(operation), flags["bodies"][str(index)]
+            iterations += [iteration] if operation.length else []
+        position = frame.flagged.get(value.number)
+        return FINITE if position is None else int(flags["own"][(*iterations, position)])
+
+    def causes(self, starts: Iterable[Value]) -> tuple[list[Found], list[Found]]:
+        """Follows values that are not finite back to what made them so.
+
+        Args:
+          starts: the values; those that are finite have no causes.
+
+        Returns:
+          The operations and arguments where it began, and all that it went through, both in the order of execution. A NaN that
+          was made of an infinity has two beginnings, that of the infinity and its own.
+        """
+        begun, passed = list[Found](), list[Found]()
+        waiting = [value for value in starts if self.flag(value) != FINITE]
+        seen = set(waiting)
+        while waiting:
+            value = waiting.pop()
+            flag, sources = self.flag(value), list(self._sources(value))
+            flags = [self.flag(source) for source in sources]
+            worst = max(flags, default=FINITE)
+            wanted = [s for s, f in zip(sources, flags, strict=True) if f == worst and f != FINITE]
+            found = self._describe(value, flag, from_infinity=flag == NAN and worst == INFINITE)
+            if found is not None:
+                passed.append(found)
+                if worst < flag:
+                    begun.append(found)
+            for source in wanted:
+                if source not in seen:
+                    seen.add(source)
+                    waiting.append(source)
+        return sorted(begun, key=lambda f: f.order), sorted(passed, key=lambda f: f.order)
+
+    def _frame(self, place: Place) -> Frame:
+        frame = self.frame
+        for index, _ in place:
+            frame = _body(_operation(frame, index))
+        return frame
+
+    def _sources(self, value: Value) -> Iterator[Value]:
+        """Yields the values that a value was made of."""
+        frame = self._frame(value.place)
+        if value.number in frame.producers:
+            index, position = frame.producers[value.number]
+            operation = frame.operations[index]
+            if operation.body is not None:
+                sources: Iterable[Value] = self._of_result(value.place, index, operation, position)
+            else:
+                sources = [Value(value.place, number) for number in operation.inputs]
+        elif value.place and value.number in frame.arguments:
+            sources = [self._of_argument(value.place, frame.arguments.index(value.number))]
+        else:
+            sources = []
+        return (source for source in sources if source.number != LITERAL)
+
+    def _of_result(self, place: Place, index: int, operation: Operation, position: int) -> Iterator[Value]:
+        """Yields the value in a loop's body that is a result of the loop; of a stacked one, that of the first bad iteration."""
+        number = _body(operation).results[position]
+        iterations = _in_order(operation)
+        if operation.length and position < operation.num_carry:
+            iterations = iterations[-1:]
+        values = [Value((*place, (index, iteration)), number) for iteration in iterations]
+        if number != LITERAL and values:
+            yield max(values, key=self.flag)  # the first of the largest
+
+    def _of_argument(self, place: Place, position: int) -> Value:
+        """Returns where the argument of a loop's body comes from: the iteration before, or outside of the loop."""
+        *outer, (index, iteration) = place
+        operation = self._frame(tuple(outer)).operations[index]
+        carried = position - operation.num_consts
+        iterations = _in_order(operation)
+        if operation.length and 0 <= carried < operation.num_carry and iteration != iterations[0]:
+            before = iterations[list(iterations).index(iteration) - 1]
+            return Value((*outer, (index, before)), _body(operation).results[carried])
+        return Value(tuple(outer), operation.inputs[position])
+
+    def _describe(self, value: Value, flag: int, *, from_infinity: bool) -> Found | None:
+        """Returns the operation that made a value, or the argument or constant that it is; None for what only hands it on."""
+        frame = self._frame(value.place)
+        if value.number not in frame.producers:
+            if value.number not in frame.arguments:
+                return Found(None, None, "", False, False, flag, from_infinity, (-1, len(frame.arguments)), -1)
+            if value.place:
+                return None
+            position = frame.arguments.index(value.number)
+            return Found(None, position, "", False, False, flag, from_infinity, (-1, position), -1)
+        index, _ = frame.producers[value.number]
+        operation = frame.operations[index]
+        if operation.body is not None:
+            return None
+        backward = any(_BACKWARD in part for part in operation.scope)
+        layer = layer_of(operation.scope, self._iterations(value.place))
+        recomputed = backward and "rematted_computation" in operation.scope
+        order = (*self._order(value.place), index)
+        top = value.place[0][0] if value.place else index
+        return Found(operation, None, layer, backward and not recomputed, recomputed, flag, from_infinity, order, top)
+
+    def _iterations(self, place: Place) -> list[int]:
+        loops = (self._frame(place[:depth]).operations[index] for depth, (index, _) in enumerate(place))
+        return [iteration for loop, (_, iteration) in zip(loops, place, strict=True) if loop.length]
+
+    def _order(self, place: Place) -> Iterator[int]:
+        for depth, (index, iteration) in enumerate(place):
+            yield index
+            yield list(_in_order(self._frame(place[:depth]).operations[index])).index(iteration)
+
+
+def layer_of(scope: Iterable[str], iterations: Iterable[int] = ()) -> str:
+    """Returns the layer that a name stack says, e.g. 'lm/transformer/repeat[1]/sub/x_layers_0/ff_layer'.
+
+    Args:
+      scope: the components of the name stack.
+      iterations: the iterations of the loops around it, the outermost first.
+    """
+    numbers, names = iter(iterations), list[str]()
+    for component in scope:
+        if component == ITERATION:
+            number = next(numbers, None)
+            suffix = "[*]" if number is None else f"[{number}]"
+            names[-1:] = [names[-1] + suffix] if names else [f"loop{suffix}"]
+            continue
+        while match := _TRANSFORMED.match(component):
+            component = match[1]
+        name = component.partition(".")[0]  # praxis' layers and Flax's modules write 'layer.method'
+        if component in _NO_LAYER or "->" in component or "(" in component or not name:
+            continue
+        if not names or names[-1].partition("[")[0] != name:
+            names.append(name)
+    return "/".join(names)
+
+
+def _in_order(operation: Operation) -> range:
+    iterations = range(max(1, operation.length))
+    return iterations[::-1] if operation.reverse else iterations
+
+
+def _operation(frame: Frame, index: int) -> Operation:
+    return frame.operations[index]
+
+
+def _body(operation: Operation) -> Frame:
+    assert operation.body is not None, operation.primitive
+    return operation.body

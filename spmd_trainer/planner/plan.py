@@ -1,0 +1,337 @@
+"""Plans a train step: compiles it ahead of time and reports bytes per chip, collectives and FLOPs.
+
+With a topology this works on a CPU machine; it needs the extra with the compiler: `tpu`, `cuda12` or `cuda13`. Bytes and
+collectives are read from the compiled program, not computed by a formula.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import html
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+
+from spmd_trainer.errors import UserError, first_line
+from spmd_trainer.kernels.chips import BY_TOPOLOGY, GIB, chip, model_flops
+from spmd_trainer.planner import hlo_collectives, hlo_liveness, plan_memory, roofline
+from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
+from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.storage import files
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_directory import report_directory
+
+# Share of a GPU's memory that JAX takes if nothing else is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
+_GPU_SHARE = 0.75
+# The largest share that is advised: CUDA, cuDNN and NCCL need the rest.
+_MOST_OF_GPU = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipBytes:
+    """Bytes that a compiled step needs on one chip.
+
+    Attributes:
+      arguments: state and batch.
+      temporaries: activations, gradients and gathered variables at their peak.
+      outputs: new state and scalars, except what reuses donated arguments.
+      peak: the most bytes that are live at the same time, arguments included. Less than `total`, which includes the gaps between
+        buffers; if memory is tight, the compiler packs buffers to get closer to `peak`. None without a topology, because the
+        compiler doesn't report it for host devices.
+    """
+
+    arguments: int
+    temporaries: int
+    outputs: int
+    peak: int | None
+
+    @property
+    def total(self) -> int:
+        """All bytes that the compiler allocates on one chip."""
+        return self.arguments + self.temporaries + self.outputs
+
+
+def chip_bytes(compiled: Any, topology: str | None) -> ChipBytes:
+    """Reads a compiled step's bytes per chip from the compiler; without a `topology`, `peak` is None."""
+    memory = compiled.memory_analysis()
+    return ChipBytes(
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        peak=memory.peak_memory_in_bytes if topology else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(ChipBytes):
+    """What the compiled train step needs on one chip. Sizes are in bytes.
+
+    Attributes:
+      chips: number of chips.
+      kind: their `jax.Device.device_kind`.
+      mesh: mesh axis sizes by name.
+      padding: bytes of the state that are padding.
+      memory: memory of one chip, or None if unknown.
+      num_params: number of elements of the trainable variables.
+      model_flops: FLOPs per chip and step, as 6 * parameters * tokens of the global batch; attention is not counted (Kaplan et
+        al. 2020). None for models whose batch has no tokens.
+      compiler_flops: the compiler's estimate per chip, which counts loop bodies once; None if it gives none.
+      collectives: rows of kind, axes, count and bytes per step.
+      estimate: how long the step takes; None if the chip's bandwidths are unknown.
+      attention: the kernels of the attention layers and why others can't be used, a line for each choice.
+      xla_flags: the flags that the experiment asks for; see `xla_flags`.
+      least_chips: number of chips whose memory the state alone would fill, divided evenly; None if the memory is unknown.
+      largest: the largest arrays live at the peak, without arguments, each with its count and the operation that makes it. These
+        are what to shrink if the step doesn't fit. `hlo_liveness` says how accurate they are.
+      memory_over_time: live bytes over the program's schedule; None if its instructions are not in execution order.
+      seconds: compile time.
+    """
+
+    chips: int
+    kind: str
+    mesh: dict[str, int]
+    padding: int
+    memory: int | None
+    num_params: int
+    model_flops: float | None
+    compiler_flops: float | None
+    collectives: list[dict[str, Any]]
+    estimate: roofline.Estimate | None
+    attention: list[str]
+    xla_flags: dict[str, Any]
+    least_chips: int | None
+    largest: list[dict[str, Any]]
+    memory_over_time: plan_memory.MemoryOverTime | None = dataclasses.field(repr=False)
+    seconds: float
+
+    @property
+    def fits(self) -> bool | None:
+        """True if `total` is within the memory that JAX can take of a chip; None if the memory is unknown."""
+        return None if self.memory is None else self.total <= usable_memory(self.kind, self.memory)
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(plan_text(self))}</pre>"
+
+
+def usable_memory(kind: str, memory: int) -> int:
+    """Returns the bytes of a chip's memory that JAX can take: not quite all of a GPU's.
+
+    Args:
+      kind: the chip's `jax.Device.device_kind`.
+      memory: its memory in bytes.
+    """
+    known = chip(kind)
+    return memory if known is None or known.gpu is None else int(_MOST_OF_GPU * memory)
+
+
+def plan(job: Job) -> Plan:
+    """Compiles the job's train step for its mesh and returns the plan.
+
+    Args:
+      job: a job whose partitioner has the mesh to plan for. `config.topology` names the topology of its devices.
+
+    Raises:
+      UserError: the compiler reports that the step doesn't fit, with its table of live buffers, or that it can't compile the
+        step.
+    """
+    from spmd_trainer.training import start_up
+
+    topology = job.config.topology
+    started = time.monotonic()
+    try:
+        step = start_up.compile_train_step(job)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            least = _least_chips(job)
+            raise UserError(
+                f"the train step doesn't fit: {_shortened(str(error))}" + (f"\n{_least_text(least)}" if least else "")
+            ) from error
+        chips_text = topology or "these devices"
+        raise UserError(f"the compiler can't compile the train step for {chips_text}: {first_line(error)}") from error
+    compiled = step.fn
+    text = compiled.as_text()
+    metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
+    chips = job.partitioner.mesh.size
+    shapes = job.inputs_shape_dtype
+    tokens = shapes.ids.size if "ids" in shapes else None
+    cost = compiled.cost_analysis() or {}
+    return Plan(
+        **vars(chip_bytes(compiled, topology)),
+        chips=chips,
+        kind=job.partitioner.mesh.devices.flat[0].device_kind,
+        mesh=dict(mesh),
+        padding=sum(variable.padding_per_device(mesh) for variable in metadata.records()),
+        memory=_memory(topology),
+        num_params=metadata.num_params() + metadata.num_frozen_params(),
+        model_flops=_model_flops(metadata, tokens) / chips if tokens else None,
+        compiler_flops=cost.get("flops"),
+        collectives=_collectives(text, mesh),
+        estimate=roofline.estimate(text, job.partitioner.mesh.devices.flatten().tolist(), mesh),
+        attention=list(step.attention),
+        xla_flags=dict(step.xla_flags),
+        least_chips=_least_chips(job),
+        largest=_largest(text),
+        memory_over_time=plan_memory.memory_over_time(text),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _memory(topology: str | None) -> int | None:
+    return BY_TOPOLOGY[topology.partition(":")[0]].memory_bytes if topology else None
+
+
+def _least_chips(job: Job) -> int | None:
+    """Returns how many chips' memory the state alone would fill, divided evenly; None without a topology."""
+    memory = _memory(job.config.topology)
+    if memory is None:
+        return None
+    state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
+    return -(-state // usable_memory(job.partitioner.mesh.devices.flat[0].device_kind, memory))
+
+
+def _least_text(least: int) -> str:
+    return (
+        f"the state alone fills the memory of {count_text(least, 'chip')} of this kind: the step needs more than that"
+    )
+
+
+def _model_flops(metadata: StateMetadata, tokens: int) -> float:
+    return model_flops(metadata.num_params(), tokens, num_frozen=metadata.num_frozen_params())
+
+
+def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
+    totals: dict[tuple[str, tuple[str, ...]], hlo_collectives.CollectiveTotals] = collections.defaultdict(
+        hlo_collectives.CollectiveTotals
+    )
+    for found in hlo_collectives.find_collectives(text):
+        totals[found.kind, found.axes(mesh)].add(found.times, found.num_bytes)
+    rows = [
+        {"kind": kind, "axes": list(axes), "count": t.count, "bytes": t.num_bytes} for (kind, axes), t in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _largest(text: str) -> list[dict[str, Any]]:
+    """Returns the largest non-argument arrays live at the peak; equal arrays of one operation of the model share a row."""
+    rows = []
+    for array, _, count in hlo_liveness.largest((array, "") for array in hlo_liveness.live_at_peak(text)):
+        first = hlo_liveness.first_operation(array.made_by)
+        made_by = first if first == array.made_by else f"{first} and others"
+        rows.append({"bytes": array.num_bytes * count, "count": count, "array": array.array, "made_by": made_by})
+    return rows
+
+
+def _shortened(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[:30])
+
+
+def plan_text(result: Plan) -> str:
+    """Formats the plan as text."""
+    mesh = mesh_text(result.mesh)
+    lines = [
+        f"train step on {result.chips} chips ({result.kind}), mesh {mesh}; compiled in {result.seconds:.0f} s",
+        f"  {result.num_params:,} parameters",
+        *(f"  {line}" for line in result.attention),
+        *(f"  XLA flag {name}={value}" for name, value in result.xla_flags.items()),
+        "bytes per chip",
+        f"  state and batch   {bytes_text(result.arguments):>10}   including {bytes_text(result.padding)} of padding",
+        f"  temporaries       {bytes_text(result.temporaries):>10}",
+        f"  other outputs     {bytes_text(result.outputs):>10}",
+        f"  total             {bytes_text(result.total):>10}   {_fits(result)}",
+    ]
+    if result.peak is not None:
+        lines.append(
+            f"  live at the peak  {bytes_text(result.peak):>10}   the rest of the total is gaps between buffers"
+        )
+    if setting := memory_setting(result.kind, result.total, result.memory):
+        lines.append(f"  {setting}")
+    if result.model_flops:
+        lines.append(f"FLOPs per chip and step: {result.model_flops:.3e} (6 * parameters * tokens; without attention)")
+    if result.estimate:
+        lines.append(roofline.estimate_text(result.estimate))
+    lines.append("collectives per step and chip")
+    for row in result.collectives:
+        axes = ", ".join(row["axes"]) or "one device"
+        lines.append(f"  {row['count']:6} {row['kind']:18} {bytes_text(row['bytes']):>10}   over {axes}")
+    lines.append("largest arrays live at the peak" + (": look here first" if result.fits is False else ""))
+    for row in result.largest:
+        array = row["array"] if row["count"] == 1 else f"{row['count']} x {row['array']}"
+        lines.append(f"  {bytes_text(row['bytes']):>10}   {array:28} {row['made_by'] or 'the compiler'}")
+    if result.fits is False:
+        lines.append(_advice(result))
+    return "\n".join(lines) + "\n"
+
+
+def memory_setting(kind: str, total: int, memory: int | None) -> str:
+    """Returns the environment setting that gives a step its memory, and why; '' if the default suffices or nothing does.
+
+    Args:
+      kind: the chip's `jax.Device.device_kind`.
+      total: bytes that the step needs on one chip.
+      memory: bytes of memory of one chip; None if unknown.
+    """
+    known = chip(kind)
+    if known is None or known.gpu is None or not memory or not _GPU_SHARE * memory < total <= _MOST_OF_GPU * memory:
+        return ""
+    return f"set XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST_OF_GPU}: JAX takes only {_GPU_SHARE:.0%} of a GPU's memory by default"
+
+
+def _fits(result: Plan) -> str:
+    if result.memory is None:
+        return "on host devices; the numbers differ on an accelerator"
+    share = result.total / result.memory
+    limit = "" if usable_memory(result.kind, result.memory) == result.memory else f"; JAX can take {_MOST_OF_GPU:.0%}"
+    return f"{'fits' if result.fits else 'DOES NOT FIT'} in {result.memory / GIB:.0f} GiB ({share:.0%}{limit})"
+
+
+def _advice(result: Plan) -> str:
+    if result.arguments > result.temporaries:
+        return "most of it is state: split variables over more devices (a larger model or data axis, or fsdp rules)"
+    return "most of it is temporaries: use a smaller batch per chip, rematerialisation (checkpoint_policy) or repeated layers"
+
+
+def write_plan(job: Job) -> None:
+    """Prints the plan, and writes it to `plan.json` and `plan.html` if a directory was given.
+
+    Raises:
+      UserError: the step doesn't fit the chips of the topology, or can't be compiled for them.
+    """
+    logging.info("compiling the train step for %d chips", job.partitioner.mesh.size)
+    result = plan(job)
+    sys.stdout.write(plan_text(result))
+    if job.config.writes_reports:
+        from spmd_trainer.planner import plan_page  # it imports this module
+
+        _write_record(job, result)
+        plan_page.write_plan_page(job, result, result.memory_over_time)
+    if result.fits is False:
+        least = _least_text(result.least_chips) if result.least_chips else "use more chips"
+        raise UserError(
+            f"the train step doesn't fit {job.config.topology}: it needs {bytes_text(result.total)} per chip, "
+            f"{_fits(result).partition('in ')[2]}; {least}"
+        )
+
+
+def _write_record(job: Job, result: Plan) -> None:
+    path = report_directory(job.config.job_log_dir) / "plan.json"
+    estimate = result.estimate.record() if result.estimate else None
+    record = {
+        **dataclasses.asdict(result),
+        "total": result.total,
+        "fits": result.fits,
+        "topology": job.config.topology,
+        "estimate": estimate,
+    }
+    del record["memory_over_time"]  # plan.html has it
+    files.write_atomically(path, json.dumps(record, indent=1).splitlines())
+    logging.info("wrote %s", path)

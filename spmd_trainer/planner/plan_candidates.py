@@ -1,0 +1,185 @@
+"""The candidates of a plan's search: meshes, rematerialisation policies, numbers of minibatches and batch sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from praxis.layers import AutodiffCheckpointType
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.step.mesh_choice import mesh_flag
+from spmd_trainer.training.experiment_config import ResolvedExperiment
+
+DIMENSIONS = ("mesh", "remat", "minibatches", "batch")
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+_MOST_MINIBATCHES = 8
+# Global batches: the experiment's times these.
+_BATCH_FACTORS = (0.5, 1, 2, 4)
+_POLICY_FIELD = re.compile(r"^(task\.model\.\S*\bcheckpoint_policy): ", re.MULTILINE)
+_BATCH_FIELD = re.compile(r"^(train_datasets\[0\]\.batch_size(?:\.global_batch_size)?): (\d+)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to run an experiment on the chips of a topology.
+
+    Attributes:
+      mesh: size of each mesh axis, outermost first.
+      remat: value of the model's checkpoint policies; None: as the experiment sets them.
+      minibatches: the partitioner's `num_minibatches`; None: as the experiment sets it.
+      rows: global batch; None: the experiment's.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    remat: str | None = None
+    minibatches: int | None = None
+    rows: int | None = None
+
+    @property
+    def settings(self) -> tuple[str | None, int | None]:
+        """What the experiment's config must be changed for: policy and rows."""
+        return self.remat, self.rows
+
+    def overrides(self, experiment: ResolvedExperiment) -> tuple[str, ...]:
+        """Returns the overrides that set the policy and the rows, each as 'path=value'."""
+        found = [f"{path}={self.remat!r}" for path in policy_fields(experiment)] if self.remat else []
+        if self.rows is not None:
+            field, _ = batch_field(experiment)
+            found.append(f"{field}={self.rows}")
+        return tuple(found)
+
+    def flags(self, experiment: ResolvedExperiment) -> str:
+        """Returns the command line's flags for this candidate."""
+        parts = [f"--mesh={mesh_flag(self.mesh)}"]
+        if self.minibatches is not None:
+            parts.append(f"--num_minibatches={self.minibatches}")
+        parts += [f"--fdl.set={quoted(override)}" for override in self.overrides(experiment)]
+        return " ".join(parts)
+
+    def __str__(self) -> str:
+        parts = [mesh_flag((axis, size) for axis, size in self.mesh if size > 1) or "one device"]
+        parts += [self.remat] if self.remat else []
+        parts += [f"{self.minibatches} minibatches"] if self.minibatches else []
+        parts += [f"{self.rows} rows"] if self.rows else []
+        return ", ".join(parts)
+
+
+def quoted(override: str) -> str:
+    """Quotes an override for a shell; in double quotes if that suffices."""
+    return shlex.quote(override) if re.search(r'["$`\\!]', override) else f'"{override}"'
+
+
+def policy_fields(experiment: ResolvedExperiment) -> list[str]:
+    """Returns the paths of the model's checkpoint policies."""
+    return _POLICY_FIELD.findall("\n".join(experiment.lines()))
+
+
+def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
+    """Returns path and value of the training input's global batch size.
+
+    Raises:
+      UserError: the input's `batch_size` is not a number in the config.
+    """
+    found = _BATCH_FIELD.search("\n".join(experiment.lines()))
+    if not found:
+        raise UserError(
+            f"--search=batch: experiment {experiment.label} has no train_datasets[0].batch_size that is a number; leave "
+            "'batch' out of --search"
+        )
+    return found[1], int(found[2])
+
+
+def parse_dimensions(names: Sequence[str]) -> tuple[str, ...]:
+    """Checks the names in --search.
+
+    Raises:
+      UserError: an unknown name.
+    """
+    for name in names:
+        if name not in DIMENSIONS:
+            raise UserError(
+                f"--search has no {name!r}; it takes {', '.join(DIMENSIONS)}{did_you_mean(name, DIMENSIONS)}"
+            )
+    return tuple(name for name in DIMENSIONS if name in names)
+
+
+def parse_budget(text: str) -> float:
+    """Returns the seconds of '90s', '20m' or '1.5h'.
+
+    Raises:
+      UserError: not of that form, or no time at all.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if not found:
+        raise UserError(f"--budget={text} is not of the form 90s, 20m or 1h")
+    if not float(found[1]):
+        raise UserError(f"--budget={text} leaves no time to compile a candidate; use e.g. --budget=20m")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterator[tuple[tuple[str, int], ...]]:
+    """Yields all meshes over the axes: each way to write the number of devices as a product.
+
+    Args:
+      axes: names, outermost first.
+      num_devices: number of devices.
+      num_slices: number of slices. Only the outermost axis that is larger than 1 crosses them, so its size must be a multiple.
+    """
+    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    for sizes in itertools.product(divisors, repeat=len(axes) - 1):
+        last, rest = divmod(num_devices, math.prod(sizes))
+        mesh = (*sizes, last)
+        outermost = next((size for size in mesh if size > 1), 1)
+        if last and not rest and outermost % num_slices == 0:
+            yield tuple(zip(axes, mesh, strict=True))
+
+
+def enumerate_candidates(
+    experiment: ResolvedExperiment,
+    searched: Sequence[str],
+    *,
+    mesh: Mapping[str, int],
+    num_slices: int,
+    rows: int,
+) -> list[Candidate]:
+    """Returns all candidates.
+
+    Args:
+      experiment: the experiment.
+      searched: names of `DIMENSIONS`.
+      mesh: the mesh without a search; its axes and number of devices are those of all candidates.
+      num_slices: number of slices.
+      rows: the global batch without a search.
+
+    Raises:
+      UserError: the experiment's batch can't be set, or its model has no checkpoint policy to search for.
+    """
+    policies: list[str | None] = [None]
+    if "remat" in searched:
+        if not policy_fields(experiment):
+            raise UserError(
+                f"--search=remat: the model of experiment {experiment.label} has no checkpoint_policy; leave 'remat' out of "
+                "--search"
+            )
+        policies = [policy.value for policy in AutodiffCheckpointType]
+    batches: list[int | None] = [None]
+    if "batch" in searched:
+        batch_field(experiment)
+        batches = [int(rows * factor) for factor in _BATCH_FACTORS if rows * factor >= 1 and rows * factor % 1 == 0]
+    all_meshes = (
+        list(meshes(tuple(mesh), math.prod(mesh.values()), num_slices)) if "mesh" in searched else [tuple(mesh.items())]
+    )
+    found = []
+    for batch in batches:
+        parts: list[int | None] = [None]
+        if "minibatches" in searched:
+            whole = batch or rows
+            parts = [2**n for n in range(_MOST_MINIBATCHES.bit_length()) if whole % 2**n == 0]
+        for shape, policy, number in itertools.product(all_meshes, policies, parts):
+            found.append(Candidate(shape, policy, number, batch))
+    return found

@@ -1,0 +1,316 @@
+"""The memory chart of a plan: live bytes of a chip over the program's schedule, by what made the arrays."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from spmd_trainer.planner import hlo_liveness, hlo_memory_over_time
+from spmd_trainer.planner.hlo_memory_over_time import LiveRange, Schedule
+
+Path = tuple[str, ...]
+Kind = Literal["variables", "optimizer", "batch", "saved", "gradients", "layer", "rest"]
+
+_MOST_POINTS = 400
+# Groups of layers; the chart has a colour for each.
+_MOST_LAYERS = 5
+# Share of the peak below which a group is part of the rest.
+_LEAST_SHARE = 0.02
+# Beginnings of the names of arguments, and of the copies that the compiler makes of them.
+_ARGUMENTS: tuple[tuple[str, Kind], ...] = (
+    ("state.mdl_vars", "variables"),
+    ("state.opt_states", "optimizer"),
+    ("inputs", "batch"),
+)
+_NAMES: Mapping[Kind, str] = {
+    "variables": "variables",
+    "optimizer": "optimizer state",
+    "batch": "batch and other arguments",
+    "saved": "residuals saved for the backward pass",
+    "gradients": "gradients of repeated layers",
+    "rest": "other temporaries",
+}
+# Parts of an operation's name that JAX's transformations and control flow add.
+_WRAPPER = re.compile(
+    r"(?:jit|jvp|transpose|vmap|pjit|remat)\(.*|while|body|cond|closed_call|checkpoint|remat\w*|branch_\d+_fun|einsum|.*->.*"
+)
+# Number at the end of a layer's name, by which equal layers differ.
+_NUMBER = re.compile(r"(?:^|(?<=_))\d+$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Arrays that the chart shows as one area.
+
+    Attributes:
+      kind: what they are; 'layer' for temporaries that a layer's operations make.
+      name: the text in the chart; for a layer its path, e.g. 'repeat/sub/x_layers_*/self_attention'.
+      num_bytes: live bytes at each point of the chart.
+    """
+
+    kind: Kind
+    name: str
+    num_bytes: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakArray:
+    """Equal temporaries of one operation that are live at the peak.
+
+    Attributes:
+      num_bytes: bytes of all of them.
+      count: number of arrays.
+      array: type and shape in XLA's notation.
+      group: name of the chart's group.
+      operation: the model's operation, e.g. 'lm/softmax, backward: dot_general'; '' if the compiler added it.
+    """
+
+    num_bytes: int
+    count: int
+    array: str
+    group: str
+    operation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ChartLoop:
+    """A loop of the schedule.
+
+    Attributes:
+      begin, end: first and last position of its body.
+      times: iterations.
+      part: 'forward', 'backward', 'rematerialised' or ''.
+    """
+
+    begin: int
+    end: int
+    times: int
+    part: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryOverTime:
+    """Live bytes of a chip over the schedule.
+
+    Attributes:
+      positions: position in the schedule of each point.
+      length: number of positions of the schedule.
+      groups: the areas, lowest first.
+      peak: index of the point with the most bytes.
+      operations: the operation at each point, as index in `operation_names`.
+      operation_names: their texts, e.g. 'lm/softmax, backward'.
+      loops: those that are in no other one.
+      largest: the largest temporaries at the peak, largest first.
+    """
+
+    positions: list[int]
+    length: int
+    groups: list[Group]
+    peak: int
+    operations: list[int]
+    operation_names: list[str]
+    loops: list[ChartLoop]
+    largest: list[PeakArray]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Live bytes at the peak."""
+        return sum(group.num_bytes[self.peak] for group in self.groups)
+
+
+def memory_over_time(hlo: str) -> MemoryOverTime | None:
+    """Returns the chart of a compiled program.
+
+    Args:
+      hlo: the program's text (`jax.stages.Compiled.as_text()`).
+
+    Returns:
+      The chart; None if the program's instructions are not in execution order.
+    """
+    schedule = hlo_memory_over_time.schedule(hlo)
+    if schedule is None or not schedule.ranges:
+        return None
+    positions = schedule.thinned(_MOST_POINTS)
+    named = _named_ranges(schedule)
+    groups = [
+        Group(kind, name, hlo_memory_over_time.live_bytes(ranges, len(schedule.made_by))[positions].tolist())
+        for kind, name, ranges in named
+    ]
+    peak = int(np.sum([group.num_bytes for group in groups], axis=0).argmax())
+    texts = _operation_texts(schedule.made_by)
+    names: dict[str, int] = {}
+    operations = [names.setdefault(texts[position], len(names)) for position in positions]
+    return MemoryOverTime(
+        positions=positions.tolist(),
+        length=len(schedule.made_by),
+        groups=groups,
+        peak=peak,
+        operations=operations,
+        operation_names=list(names),
+        loops=[
+            ChartLoop(loop.begin, loop.end, loop.times, _pass(loop.made_by))
+            for loop in schedule.loops
+            if not loop.depth and loop.times > 1
+        ],
+        largest=_largest(named, int(positions[peak])),
+    )
+
+
+def layer_path(operation: str) -> Path:
+    """Returns the layers around an operation, outermost first, without what JAX adds; () outside of all layers.
+
+    Numbers of equal layers become '*'.
+    """
+    *scopes, _ = hlo_liveness.first_operation(operation).split("/")
+    path: list[str] = []
+    for scope in scopes:
+        if _WRAPPER.fullmatch(scope):
+            continue
+        # praxis names a method's scope 'layer.method'.
+        layer = _NUMBER.sub("*", scope.partition(".")[0])
+        if layer and (not path or path[-1] != layer):
+            path.append(layer)
+    return tuple(path)
+
+
+def operation_text(operation: str) -> str:
+    """Returns an operation's layer and pass: 'lm/softmax, backward'; '' for operations that the compiler added."""
+    if "/" not in operation:
+        return ""
+    part = _pass(operation)
+    path = "/".join(layer_path(operation)) or "outside the layers"
+    return f"{path}, {part}" if part else path
+
+
+def _operation_texts(operations: Sequence[str]) -> list[str]:
+    """Returns the text of each position. The text of a compiler's operation names the model's operation before it."""
+    texts, before = list[str](), ""
+    for operation in operations:
+        text = operation_text(operation)
+        texts.append(text or ("added by the compiler" + (f" after {before}" if before else "")))
+        before = text or before
+    return texts
+
+
+def _pass(operation: str) -> str:
+    """Returns the pass of the train step that an operation belongs to; '' for the optimizer and for the compiler."""
+    if "rematted_computation" in operation:
+        return "rematerialised"
+    if "transpose(" in operation:
+        return "backward"
+    return "forward" if "jvp(" in operation else ""
+
+
+def _kind(live: LiveRange) -> Kind:
+    array = live.array
+    if array.is_argument:
+        return next((kind for prefix, kind in _ARGUMENTS if array.made_by.startswith(prefix)), "batch")
+    if live.filled_by:
+        return "gradients" if "transpose(" in live.filled_by else "saved"
+    return "layer" if layer_path(array.made_by) else "rest"
+
+
+def _named_ranges(schedule: Schedule) -> list[tuple[Kind, str, list[LiveRange]]]:
+    """Returns kind, name and arrays of each group, in the order of the chart."""
+    by_kind: dict[Kind, list[LiveRange]] = collections.defaultdict(list)
+    for live in schedule.ranges:
+        by_kind[_kind(live)].append(live)
+    length = len(schedule.made_by)
+    layers, rest = _divided(by_kind["layer"], length, _LEAST_SHARE * schedule.totals().max())
+    by_kind["rest"] += rest
+    named: list[tuple[Kind, str, list[LiveRange]]] = [
+        (kind, name, by_kind[kind]) for kind, name in _NAMES.items() if kind != "rest"
+    ]
+    named += [("layer", name, layers[name]) for name in sorted(layers)]
+    named.append(("rest", _NAMES["rest"], by_kind["rest"]))
+    return [(kind, name, ranges) for kind, name, ranges in named if ranges]
+
+
+def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) -> list[PeakArray]:
+    """Returns the largest temporaries that are live at a position of the schedule."""
+    live_there = (
+        (live.array, name) for _, name, ranges in named for live in ranges if live.begin <= position <= live.end
+    )
+    found = []
+    for array, name, count in hlo_liveness.largest(live_there):
+        scope = operation_text(array.made_by)
+        operation = f"{scope}: {hlo_liveness.first_operation(array.made_by).rpartition('/')[2]}" if scope else ""
+        found.append(PeakArray(array.num_bytes * count, count, array.array, name, operation))
+    return found
+
+
+def _divided(
+    ranges: Sequence[LiveRange], length: int, least: float
+) -> tuple[dict[str, list[LiveRange]], list[LiveRange]]:
+    """Divides temporaries by the layers that make them.
+
+    Each group, beginning with the largest, is divided by the next layer of its paths, unless that gives too many groups.
+
+    Args:
+      ranges: the temporaries.
+      length: number of positions of the schedule.
+      least: bytes that a group has at some position; smaller ones are part of the rest.
+
+    Returns:
+      The groups by the layers' path, and the rest.
+    """
+    full = _full_paths([layer_path(live.array.made_by) for live in ranges])
+    groups: dict[Path, list[LiveRange]] = {(): list(ranges)}
+    pending: set[Path] = {()}
+    while pending:
+        largest = max(pending, key=lambda path: _most(groups[path], length))
+        pending.remove(largest)
+        inner: dict[Path, list[LiveRange]] = collections.defaultdict(list)
+        for live in groups[largest]:
+            inner[full[layer_path(live.array.made_by)][: len(largest) + 1]].append(live)
+        own = inner.pop(largest, [])
+        for path in [path for path, members in inner.items() if _most(members, length) < least]:
+            own += inner.pop(path)
+        divided = {path: members for path, members in groups.items() if path != largest} | inner | {largest: own}
+        count = sum(bool(path) and _most(members, length) >= least for path, members in divided.items())
+        # The outermost layers are always groups: arrays outside of all layers must not be with them.
+        if largest and count > _MOST_LAYERS:
+            continue
+        groups = divided
+        pending |= inner.keys()
+    sizes = {path: _most(members, length) for path, members in groups.items() if path}
+    chosen = heapq.nlargest(
+        _MOST_LAYERS, (path for path in sizes if sizes[path] >= least), key=lambda path: sizes[path]
+    )
+    rest = [live for path in groups.keys() - set(chosen) for live in groups[path]]
+    return {name: groups[path] for path, name in _layer_names(chosen).items()}, rest
+
+
+def _most(ranges: Sequence[LiveRange], length: int) -> int:
+    """Returns the most bytes of the arrays at one position."""
+    return int(hlo_memory_over_time.live_bytes(ranges, length).max(initial=0))
+
+
+def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
+    """Returns the whole path of each; the compiler shortens some operations' names to their inner scopes."""
+    counts = collections.Counter(path[0] for path in paths if path)
+    root = counts.most_common(1)[0][0] if counts else ""
+    before: dict[str, Path] = {}
+    for path in paths:
+        if path and path[0] == root:
+            for depth, layer in enumerate(path):
+                before.setdefault(layer, path[:depth])
+    return {path: before.get(path[0], ()) + path if path else () for path in paths}
+
+
+def _layer_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """Returns names for the groups: their paths without what they have in common."""
+    levels = zip(*(path[:-1] for path in paths), strict=False)
+    common = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
+    names = {}
+    for path in paths:
+        is_divided = any(other != path and other[: len(path)] == path for other in paths)
+        names[path] = "/".join(path[common:]) + (" (other parts)" if is_divided else "")
+    return names

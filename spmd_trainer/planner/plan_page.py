@@ -1,0 +1,231 @@
+"""A plan as a self-contained page, `plan.html`: one compiled plan, or the result of a search.
+
+Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.js, and page.css and page.js of `pages`.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from absl import logging
+
+from spmd_trainer.errors.plan_versions import library_versions
+from spmd_trainer.planner import plan_page_data
+from spmd_trainer.planner.plan import Plan
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_memory import MemoryOverTime
+from spmd_trainer.planner.plan_page_data import Record
+from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
+from spmd_trainer.storage import files
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_directory import report_directory
+from spmd_trainer.watch.pages import page
+
+FILE = "plan.html"
+# Texts of the candidates' statuses.
+_STATUS = {
+    "fits": "fit",
+    "too large": "don't fit",
+    "failed": "failed to compile",
+    "out": "left out",
+    "waiting": "not reached",
+}
+
+
+def write_plan_page(job: Job, plan: Plan, memory: MemoryOverTime | None) -> None:
+    """Writes the page of one plan, if a directory was given.
+
+    Args:
+      job: the plan's job.
+      plan: the plan.
+      memory: its memory over the schedule; see `plan_memory.memory_over_time`.
+    """
+    flags = ", ".join(f"{name}={value}" for name, value in plan.xla_flags.items())
+    about = {
+        **_about(job, plan.mesh),
+        **({"attention": "; ".join(plan.attention)} if plan.attention else {}),
+        **({"XLA flags": flags} if flags else {}),
+    }
+    _write(job, plan_page(about, plan_page_data.plan_record(plan, memory)))
+
+
+def write_search_page(
+    job: Job,
+    outcomes: Sequence[Outcome],
+    plans: Mapping[Candidate, Record],
+    *,
+    chip_memory: int | None,
+    flags: Callable[[Candidate], str],
+) -> None:
+    """Writes the page of a search, if a directory was given.
+
+    Args:
+      job: the search's job.
+      outcomes: all candidates.
+      plans: `plan_page_data.plan_record`s of the candidates that are shown in full; see `plan_page_data.worth_showing`.
+      chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
+      flags: returns the command line's flags that run a candidate.
+    """
+    record = plan_page_data.search_record(outcomes, plans, chip_memory=chip_memory, flags=flags)
+    _write(job, search_page({**_about(job), "searched": ", ".join(job.config.search)}, record))
+
+
+def plan_page(about: Mapping[str, str], plan: Record) -> str:
+    """Returns the page of one plan.
+
+    Args:
+      about: facts for the head by name; 'experiment' is the title.
+      plan: the plan; see `plan_page_data.plan_record`.
+    """
+    facts = [_fits_fact(plan), _step_fact(plan["seconds"])]
+    facts.append(("Padding of the state", bytes_text(plan["padding"]), "per chip", ""))
+    return _page("Plan", about, [fact for fact in facts if fact], {"plan": plan, "search": None}, "")
+
+
+def search_page(about: Mapping[str, str], search: Record) -> str:
+    """Returns the page of a search.
+
+    Args:
+      about: facts for the head by name; 'experiment' is the title.
+      search: the search; see `plan_page_data.search_record`.
+    """
+    counts = search["counts"]
+    total = count_text(sum(counts.values()), "candidate")
+    facts = [("Candidates", total, ", ".join(f"{counts[s]} {text}" for s, text in _STATUS.items() if counts[s]), "")]
+    best = next((shown for shown in search["shown"] if shown["seconds"] is not None), None)
+    if best is None:
+        facts.insert(0, ("Result", "nothing fits", "the reasons are below", "bad"))
+    else:
+        name, rows = ("Fastest per row", f" for {best['rows']} rows") if search["per_row"] else ("Fastest step", "")
+        note = f"{best['name']}: {_range_text(best)}"
+        facts.insert(0, (name, _seconds_text(best["seconds"]) + rows, note, "good"))
+    return _page("Search for a plan", about, facts, {"plan": None, "search": search}, _front_table(search))
+
+
+def _write(job: Job, text: str) -> None:
+    if not job.config.writes_reports:
+        return
+    path = report_directory(job.config.job_log_dir) / FILE
+    files.write_atomically(path, text.split("\n"))
+    logging.info("wrote %s", path)
+
+
+def _about(job: Job, mesh: Mapping[str, int] | None = None) -> dict[str, str]:
+    """Returns the facts of the head that plans and searches have; a search has no mesh of its own."""
+    config, devices = job.config, job.partitioner.mesh.devices
+    chips = f"{count_text(devices.size, 'chip')} ({devices.flat[0].device_kind})"
+    slices = f", {config.num_slices} slices" if config.num_slices > 1 else ""
+    return {
+        "experiment": config.experiment.name,
+        "overrides": " ".join(config.experiment.overrides) or "none",
+        "topology": f"{config.topology}: {chips}{slices}" if config.topology else chips,
+        **({"mesh": mesh_text(mesh)} if mesh else {}),
+        "parameters": f"{job.partitioner.metadata.num_params() + job.partitioner.metadata.num_frozen_params():,}",
+        "versions": ", ".join(f"{name} {version}" for name, version in library_versions().items()),
+    }
+
+
+def _page(
+    kicker: str, about: Mapping[str, str], facts: Iterable[tuple[str, str, str, str]], data: Record, table: str
+) -> str:
+    title = about["experiment"]
+    parts = {
+        "TITLE": html.escape(f"{title}: {kicker.lower()}"),
+        "CSS": page.shared("page.css") + _asset("plan_page.css"),
+        "KICKER": html.escape(kicker),
+        "EXPERIMENT": html.escape(title).replace(".", ".<wbr>"),
+        "ABOUT": "".join(
+            f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>"
+            for name, value in about.items()
+            if name != "experiment"
+        ),
+        "FACTS": "".join(_fact(*fact) for fact in facts),
+        "FRONT": table,
+        "DATA": page.script_json(data),
+        "SCRIPT": page.shared("page.js") + _asset("plan_page_charts.js") + _asset("plan_page.js"),
+    }
+    return page.fill(_asset("plan_page.html"), parts)
+
+
+def _fact(name: str, value: str, note: str, tone: str) -> str:
+    return (
+        f'<div class="fact {tone}"><span>{html.escape(name)}</span><b>{html.escape(value)}</b>'
+        f"<small>{html.escape(note)}</small></div>"
+    )
+
+
+def _fits_fact(plan: Record) -> tuple[str, str, str, str]:
+    total, memory = plan["total"], plan["chip_memory"]
+    if memory is None:
+        return "Memory of a chip", bytes_text(total), "on host devices; the numbers differ on an accelerator", ""
+    usable = plan["usable_memory"]
+    limit = "" if usable == memory else f"; JAX can take {usable / memory:.0%}"
+    note = f"{'fits' if plan['fits'] else 'does not fit'}: {total / memory:.0%} of {bytes_text(memory)}{limit}"
+    return "Memory of a chip", bytes_text(total), note, "good" if plan["fits"] else "bad"
+
+
+def _step_fact(seconds: Mapping[str, float] | None) -> tuple[str, str, str, str] | None:
+    if seconds is None:
+        return None
+    return "Estimated step", _range_text(seconds), "from everything overlapping to nothing overlapping", ""
+
+
+def _range_text(seconds: Mapping[str, float]) -> str:
+    """Returns e.g. '0.66 to 1.5 s'."""
+    scale, unit = _unit(seconds["longest"])
+    return f"{seconds['shortest'] / scale:.3g} to {seconds['longest'] / scale:.3g} {unit}"
+
+
+def _seconds_text(seconds: float) -> str:
+    scale, unit = _unit(seconds)
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "µs"))
+
+
+def _front_table(search: Record) -> str:
+    """Returns the table of the candidates that are shown in full, with the flags that run them."""
+    rows = "".join(
+        _front_row(number, shown, search["per_row"]) for number, shown in enumerate(search["shown"], start=1)
+    )
+    header = "".join(
+        f'<th scope="col"{numeric}>{name}</th>'
+        for name, numeric in (
+            ("Candidate", ""),
+            ("Step", " class=num"),
+            ("Range", " class=num"),
+            ("Bytes per chip", " class=num"),
+            ("Padding", " class=num"),
+            ("Longest collective", ""),
+        )
+    )
+    return f"<table class=front><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+
+
+def _front_row(number: int, shown: Record, per_row: bool) -> str:
+    seconds = "does not fit" if shown["seconds"] is None else _seconds_text(shown["seconds"])
+    rows = f" <small>for {shown['rows']} rows</small>" if per_row else ""
+    cells = [
+        ("Step", "num", html.escape(seconds) + rows),
+        ("Range", "num", html.escape(_range_text(shown))),
+        ("Bytes per chip", "num", bytes_text(shown["bytes"])),
+        ("Padding", "num", bytes_text(shown["padding"])),
+        ("Longest collective", "", html.escape(shown["dominant"] or "none")),
+    ]
+    # A line breaks between flags, and inside of one only if it is longer than the line.
+    flags = " ".join(f"<span>{html.escape(flag)}</span>" for flag in re.split(r" (?=--)", shown["flags"]))
+    return (
+        f'<tr><th scope="row"><b>{number}</b> {html.escape(shown["name"])}</th>'
+        + "".join(f'<td class="{kind}" data-name="{name}">{text}</td>' for name, kind, text in cells)
+        + f'</tr><tr class="run"><td colspan="6"><div><code tabindex="0">{flags}</code>'
+        '<button type="button" class="copy">Copy flags</button></div></td></tr>'
+    )
+
+
+def _asset(name: str) -> str:
+    return page.asset(__package__, name)

@@ -1,0 +1,287 @@
+"""Predicts a candidate's step from the layout of its variables, to choose what to compile first. Nothing is compiled here.
+
+A pass is the forward pass or as much work: a step without rematerialisation has three. In each pass,
+
+- each weight is multiplied with the tokens of a device, which reads or writes the activations on both of its sides; what a layer
+  saves for the backward pass is written and read once;
+- a weight that is split over axes of the batch is gathered over them, once forward and once backward in each minibatch, and its
+  gradient is summed over them;
+- a weight that is split over other axes has one side of its activations whole: they are gathered, or summed and scattered, over
+  these axes. Weights of one layer that read the same activations share this.
+
+Left out are elementwise operations, the exchange of keys and values between parts of a row, and routing to experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from praxis import base_layer
+
+from spmd_trainer.kernels.chips import Chip
+from spmd_trainer.optim import masks
+from spmd_trainer.planner import links
+from spmd_trainer.planner.hlo_collectives import Collective
+from spmd_trainer.planner.jaxpr_costs import DotCosts
+from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.training.job import Job
+
+# Bytes of an element of a weight, an activation or a gradient in the computation.
+_ELEMENT = 2
+# Once for the forward and once for the backward pass.
+_GATHERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """The chip and its links."""
+
+    chip: Chip
+    machine: links.Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step computes on all devices, from its trace.
+
+    Attributes:
+      step: the train step's dots.
+      forward: those of the forward pass alone.
+    """
+
+    step: DotCosts
+    forward: DotCosts
+
+    @property
+    def passes(self) -> float:
+        """How often a step does the work of its forward pass: 3, or up to 4 with rematerialisation."""
+        return self.step.flops / self.forward.flops if self.forward.flops else 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of a step, as a range like that of `roofline.Estimate`.
+
+    Attributes:
+      shortest: the step if its parts overlap.
+      longest: the step if nothing overlaps, at measured rates.
+    """
+
+    shortest: float
+    longest: float
+
+    @property
+    def seconds(self) -> float:
+        """The middle of the range."""
+        return (self.shortest + self.longest) / 2
+
+
+def state_bytes(job: Job) -> tuple[int, int]:
+    """Returns the bytes of the train state on one device, and how many of them are padding."""
+    mesh = job.partitioner.mesh_shape()
+    records = job.partitioner.metadata.records()
+    whole = sum(v.bytes_per_device(mesh) for v in records)
+    return whole, sum(v.padding_per_device(mesh) for v in records)
+
+
+def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -> Prediction:
+    """Predicts a step.
+
+    Args:
+      job: the candidate's job.
+      hardware: its chips.
+      work: what the step computes.
+      minibatches: parts of the batch; each gathers the weights.
+    """
+    mesh, devices = job.partitioner.mesh_shape(), job.partitioner.mesh.size
+    of_rows, of_batch = _batch_axes(job)
+    weights = list(_weights(job, of_batch))
+    tokens_of_row = _tokens_of_row(job, work, weights)
+    rows = minibatches * -(-job.num_rows // (minibatches * _size(mesh, of_rows)))
+    tokens = rows * tokens_of_row * _size(mesh, of_rows) / _size(mesh, of_batch)
+    # Padding of weights and rows makes products larger than an equal part of all.
+    equal = job.num_rows * tokens_of_row * sum(weight.logical_elements for weight in weights) / devices
+    growth = max(1.0, tokens * sum(w.layers * w.elements for w in weights) / equal) if equal else 1.0
+    network = _Network(job, hardware.machine)
+    # What layers save is written once and read once, and so is the state.
+    num_bytes = 2.0 * state_bytes(job)[0] + growth * (work.step.batched_bytes + 2.0 * work.step.stacked_bytes) / devices
+    for weight in weights:
+        size = weight.layers * weight.elements * _ELEMENT
+        num_bytes += work.passes * (
+            minibatches * size + weight.layers * tokens * (weight.outer + weight.inner) * _ELEMENT
+        )
+        rest = tuple(axis for axis in of_batch if axis not in weight.of_batch and mesh[axis] > 1)
+        times = minibatches * weight.layers
+        network.add("all-gather", weight.of_batch, _GATHERS * minibatches * size, _GATHERS * times, combined=True)
+        network.add("reduce-scatter", weight.of_batch, minibatches * size, times, combined=True)
+        network.add("all-reduce", rest, minibatches * size / _size(mesh, weight.of_batch), times, combined=True)
+    for weight in {weight.reads: weight for weight in weights if weight.others}.values():
+        activations = work.passes * weight.layers * tokens * weight.outer * _ELEMENT
+        network.add("all-gather", weight.others, activations, work.passes * weight.layers * minibatches)
+        num_bytes += activations
+    flops = growth * (work.step.flops + work.step.kernel_flops) / devices
+    machine, achieved = hardware.machine, hardware.machine.achieved
+    products, memory = flops / hardware.chip.peak_flops, num_bytes / machine.memory
+    links_seconds = network.inside / achieved.links + network.outside + network.latency
+    return Prediction(
+        shortest=max(products, memory, network.inside, network.outside),
+        longest=flops / achieved.products + memory / achieved.memory + links_seconds,
+    )
+
+
+def lower_bound(job: Job, hardware: Hardware, flops: float) -> float:
+    """Returns the least seconds that a step can take: for its products on all devices, or for reading its state and writing all
+    of it but frozen variables.
+
+    Args:
+      job: the candidate's job.
+      hardware: its chips.
+      flops: FLOPs of the step on all devices; see `jaxpr_costs.dot_costs`.
+    """
+    whole, _ = state_bytes(job)
+    products = flops / job.partitioner.mesh.size / hardware.chip.peak_flops
+    return max(products, (2 * whole - _frozen_bytes(job)) / hardware.machine.memory)
+
+
+def _frozen_bytes(job: Job) -> int:
+    """Returns the bytes of the frozen variables on one device."""
+    mesh = job.partitioner.mesh_shape()
+    return sum(variable.bytes_per_device(mesh) for variable, hparam in _params(job) if masks.is_frozen(hparam))
+
+
+def _params(job: Job) -> list[tuple[VariableSpec, base_layer.WeightHParams]]:
+    """Returns the parameters with their WeightHParams."""
+    metadata = job.partitioner.metadata
+    trees = (metadata.variables.mdl_vars, metadata.var_weight_hparams)
+    return list(zip(*(jax.tree.leaves(tree.get(base_layer.PARAMS, {})) for tree in trees), strict=True))
+
+
+def _size(mesh: Mapping[str, int], axes: Sequence[str]) -> int:
+    return math.prod(mesh[axis] for axis in axes)
+
+
+def _batch_axes(job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the mesh axes that the rows of the batch are split over, and those of its rows and tokens.
+
+    They are all axes if the task doesn't say.
+    """
+    mesh = job.partitioner.mesh_shape()
+    mapping = job.task.train.inputs_split_mapping
+    for field in ("map_2d", "map_1d"):
+        split = getattr(mapping, field, None) if mapping is not None else None
+        if split:
+            dims = [tuple(axis for axis in dim if axis in mesh) for dim in _entries(split, len(split))]
+            return dims[0], tuple(axis for dim in dims for axis in dim)
+    return tuple(mesh), tuple(mesh)
+
+
+def _entries(split: PartitionSpec | Sequence[str | Sequence[str] | None], rank: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of each dimension."""
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in split]
+    return entries + [()] * (rank - len(entries))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A weight as one layer uses it. It multiplies activations of two sides; the outer one is the layer's input or output.
+
+    Attributes:
+      layers: number of layers that a stacked variable holds.
+      logical_elements: elements of all layers without padding.
+      elements: elements of one layer on one device while it is used, that is, gathered over the axes of the batch.
+      outer: width of the side that is split over axes of the batch; of weights without such axes, the larger dimension.
+      of_batch, others: axes larger than 1 that split it: those of the batch, and the others.
+      reads: equal for weights of one layer that read the same activations.
+    """
+
+    layers: int
+    logical_elements: int
+    elements: int
+    outer: int
+    of_batch: tuple[str, ...]
+    others: tuple[str, ...]
+    reads: tuple[str, int, int]
+
+    @property
+    def inner(self) -> int:
+        """Width of the other side on one device."""
+        return self.elements // self.outer
+
+
+def _weights(job: Job, of_batch: Sequence[str]) -> Iterator[_Weight]:
+    """Yields the parameters of at least two dimensions."""
+    mesh = job.partitioner.mesh_shape()
+    for variable, hparam in _params(job):
+        stacked = len(hparam.repeat_prefix or ())
+        shape = variable.padded_shape[stacked:]
+        if len(shape) < 2:
+            continue
+        entries = _entries(variable.spec, len(variable.logical_shape))[stacked:]
+        others = tuple(a for entry in entries for a in entry if a not in of_batch and mesh[a] > 1)
+        whole = [dim for dim, entry in enumerate(entries) if any(axis in of_batch for axis in entry)]
+        free = [dim for dim, entry in enumerate(entries) if not any(axis in others for axis in entry)]
+        outer = whole or sorted(free, key=lambda dim: shape[dim])[-1:]
+        width = math.prod(shape[dim] for dim in outer)
+        yield _Weight(
+            layers=math.prod(variable.logical_shape[:stacked]),
+            logical_elements=math.prod(variable.logical_shape),
+            elements=math.prod(shape) // _size(mesh, others),
+            outer=width,
+            of_batch=tuple(a for entry in entries for a in entry if a in of_batch and mesh[a] > 1),
+            others=others,
+            reads=("/".join(variable.path.split("/")[:-2]), outer[0] if outer else 0, width),
+        )
+
+
+def _tokens_of_row(job: Job, work: Work, weights: Sequence[_Weight]) -> float:
+    """Returns the tokens of a row; those that the FLOPs of the weights imply if the batch has none, e.g. an image's patches."""
+    shapes = job.inputs_shape_dtype
+    if "ids" in shapes:
+        return float(np.prod(shapes.ids.shape[1:]))
+    elements = sum(weight.logical_elements for weight in weights)
+    return (work.forward.flops - work.forward.batched_flops) / (2 * job.num_rows * elements) if elements else 0.0
+
+
+class _Network:
+    """Adds up the times of collectives over mesh axes."""
+
+    def __init__(self, job: Job, machine: links.Machine):
+        mesh = job.partitioner.mesh
+        self._links = links.Links(mesh.devices.flatten().tolist(), machine)
+        self._positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+        self._names = list(mesh.axis_names)
+        self._of_a_byte: dict[tuple[str, tuple[str, ...]], tuple[links.LinkTime, float]] = {}
+        self._combined: set[tuple[str, tuple[str, ...], float]] = set()
+        self.inside = self.outside = self.latency = 0.0
+
+    def add(self, kind: str, axes: tuple[str, ...], num_bytes: float, times: float, *, combined: bool = False) -> None:
+        """Adds collectives.
+
+        Args:
+          kind: as in `Collective`.
+          axes: axes larger than 1. Nothing is added if there is none.
+          num_bytes: as in `Collective`, of all executions together.
+          times: number of executions.
+          combined: True if the compiler makes them one with others of the same kind, axes and number of executions.
+        """
+        if not axes:
+            return
+        if (kind, axes) not in self._of_a_byte:
+            dims = [self._names.index(axis) for axis in axes]
+            others = [dim for dim in range(len(self._names)) if dim not in dims]
+            members = math.prod(self._positions.shape[dim] for dim in dims)
+            groups = self._positions.transpose(others + dims).reshape(-1, members)
+            found = Collective(kind, 1, 1, groups)
+            self._of_a_byte[kind, axes] = (self._links.seconds(found), self._links.latency(found))
+        time, latency = self._of_a_byte[kind, axes]
+        self.inside += num_bytes * time.inside
+        self.outside += num_bytes * time.outside
+        if not combined or (kind, axes, times) not in self._combined:
+            self.latency += times * latency
+        if combined:
+            self._combined.add((kind, axes, times))

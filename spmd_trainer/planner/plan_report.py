@@ -1,0 +1,269 @@
+"""What a plan's search found: each candidate's outcome, the Pareto front as text, and `plan_search.json`, its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from spmd_trainer.errors.plan_versions import library_versions
+from spmd_trainer.kernels import chips
+from spmd_trainer.models.config_lines import without_addresses
+from spmd_trainer.planner import links, plan
+from spmd_trainer.planner.plan_candidates import Candidate, quoted
+from spmd_trainer.sharding.messages import bytes_text, count_text
+from spmd_trainer.storage import files
+from spmd_trainer.training.job import Job, make_partitioner
+from spmd_trainer.training.run_directory import report_directory
+from spmd_trainer.training.same_settings import JAX_OPTIONS
+
+FILE = "plan_search.json"
+_SHOWN = 10
+# Candidates whose reasons an error names.
+_REASONS = 3
+# Variables of the environment that change a compiled program.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What is known about a candidate.
+
+    Attributes:
+      candidate: the candidate.
+      seconds: middle of the estimated range of a step; None if it was not compiled or doesn't fit.
+      shortest, longest: the range.
+      bytes: bytes that the compiled step needs on one chip.
+      state_bytes: those of the train state, from its layout.
+      padding: those of the state that are padding.
+      rows: global batch.
+      dominant: the collective that takes longest, and its axes.
+      predicted: seconds predicted before the compilation.
+      bound: the least seconds that a step of this candidate can take.
+      reason: why it is out; '' if it is not.
+      not_reached: why it was not compiled in this search, although it may be a good one.
+      compiled_in: seconds of its compilation.
+      too_large: whether it was compiled and doesn't fit.
+      program: a hash of the traced step and of the layout of its arguments, before the mesh is changed; '' if it was not traced.
+      details: what a page shows of its compiled program, see `plan_page_data.plan_record`; None if no page shows it.
+    """
+
+    candidate: Candidate
+    seconds: float | None = None
+    shortest: float | None = None
+    longest: float | None = None
+    bytes: int | None = None
+    state_bytes: int | None = None
+    padding: int | None = None
+    rows: int = 1
+    dominant: str = ""
+    predicted: float = 0.0
+    bound: float = 0.0
+    reason: str = ""
+    not_reached: str = ""
+    compiled_in: float = 0.0
+    too_large: bool = False
+    program: str = ""
+    details: dict[str, Any] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """True if it was compiled or is out."""
+        return self.seconds is not None or bool(self.reason)
+
+    @property
+    def estimated(self) -> float | None:
+        """Estimated seconds of a step, also of one that doesn't fit; None if it was not compiled."""
+        return None if self.shortest is None or self.longest is None else (self.shortest + self.longest) / 2
+
+    @property
+    def per_row(self) -> float:
+        """Estimated seconds of a step / rows; infinite if it was not compiled or doesn't fit."""
+        return math.inf if self.seconds is None else self.seconds / self.rows
+
+    def forget(self) -> None:
+        """Resets all fields but the candidate."""
+        for name, value in vars(Outcome(self.candidate)).items():
+            setattr(self, name, value)
+
+    def line(self) -> str:
+        """Returns the outcome in one line."""
+        if self.seconds is None:
+            return f"{self.candidate}: {self.reason or self.not_reached}"
+        return (
+            f"{self.candidate}: {self.seconds:.3g} s ({self.shortest:.3g} to {self.longest:.3g}), {bytes_text(self.bytes or 0)} "
+            f"per chip, {bytes_text(self.padding or 0)} padding, {self.dominant or 'no collectives'}"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Returns all fields for a JSON file."""
+        fields = dataclasses.asdict(self)
+        return {**fields, "candidate": dataclasses.asdict(self.candidate), "name": str(self.candidate)}
+
+
+class Store:
+    """`plan_search.json` in the run's directory; without a directory nothing is kept.
+
+    Attributes:
+      key: a hash of all that a compiled step and its estimate depend on, besides the program; see `Outcome.program`.
+    """
+
+    def __init__(self, job: Job, searched: Sequence[str]):
+        """Finds the file.
+
+        Args:
+          job: the search's job.
+          searched: names of the dimensions that are searched.
+        """
+        config = job.config
+        self._job = job
+        self._path = report_directory(config.job_log_dir) / FILE if config.writes_reports else None
+        self._searched = list(searched)
+        self._versions = library_versions()
+        settings = [
+            # A default that is a plain object is printed with its address, which differs between processes.
+            *map(without_addresses, config.experiment.lines()),
+            config.topology,
+            config.num_slices,
+            config.num_minibatches,
+            _partitioner_settings(job),
+            sorted(self._versions.items()),
+            [os.environ.get(name) for name in _VARIABLES],
+            repr((chips.CHIPS, links.MACHINES)),
+            sorted(config.experiment.experiment.XLA_FLAGS.items()),
+            [str(jax.config.values[name]) for name in JAX_OPTIONS],
+        ]
+        self.key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+    def read(self, outcomes: Sequence[Outcome]) -> None:
+        """Fills in what earlier searches with the same settings, topology, compiler flags and versions found out."""
+        if self._path is None or not self._path.exists():
+            return
+        fields = [field.name for field in dataclasses.fields(Outcome) if field.name not in ("candidate", "not_reached")]
+        try:
+            earlier = json.loads(self._path.read_text())
+            if earlier["key"] != self.key:
+                logging.info("%s was made with other settings or versions and will be replaced", self._path)
+                return
+            known = {record["name"]: {name: record[name] for name in fields} for record in earlier["candidates"]}
+        except (ValueError, LookupError, TypeError):
+            logging.warning("%s is not a record of a search and will be replaced", self._path)
+            return
+        for outcome in outcomes:
+            record = known.get(str(outcome.candidate))
+            # Only what was compiled: other reasons are cheap, and depend on what was found so far.
+            if record and record["compiled_in"]:
+                for name, value in record.items():
+                    setattr(outcome, name, value)
+
+    def write(self, outcomes: Sequence[Outcome]) -> None:
+        """Writes the file."""
+        if self._path is None:
+            return
+        front = {id(outcome) for outcome in pareto_front(outcomes)}
+        record = {
+            "key": self.key,
+            "experiment": self._job.config.experiment.name,
+            "overrides": list(self._job.config.experiment.overrides),
+            "topology": self._job.config.topology,
+            "num_slices": self._job.config.num_slices,
+            "searched": self._searched,
+            "versions": self._versions,
+            "candidates": [{**outcome.record(), "front": id(outcome) in front} for outcome in outcomes],
+        }
+        files.write_atomically(self._path, json.dumps(record, indent=1).splitlines())
+
+
+def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Returns the candidates that fit and of which none is both faster per row and smaller, fastest first."""
+    front: list[Outcome] = []
+    for outcome in sorted((o for o in outcomes if o.seconds is not None), key=lambda o: (o.per_row, o.bytes)):
+        if not front or (outcome.bytes or 0) < (front[-1].bytes or 0):
+            front.append(outcome)
+    return front
+
+
+def best(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Returns the candidates that fit, fastest per row first."""
+    return sorted((o for o in outcomes if o.seconds is not None), key=lambda o: o.per_row)
+
+
+def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
+    """Formats the result of a search."""
+    ranked, front = best(outcomes), {id(outcome) for outcome in pareto_front(outcomes)}
+    compiled = sum(outcome.compiled_in > 0 for outcome in outcomes)
+    out = sum(bool(outcome.reason) and not outcome.compiled_in for outcome in outcomes)
+    waiting = sum(bool(outcome.not_reached) for outcome in outcomes)
+    lines = [
+        f"{count_text(len(outcomes), 'candidate')} on {job.config.topology}: {compiled} compiled, {out} left out, {waiting} not "
+        f"reached"
+    ]
+    if ranked:
+        lines.append(f"  {'step':>9}  {'range':>20}  {'per chip':>11}  {'padding':>10}  candidate; longest collective")
+    for outcome in [o for o in ranked if id(o) in front or o in ranked[:_SHOWN]]:
+        mark = "*" if id(outcome) in front else " "
+        span = f"{outcome.shortest:.4g} to {outcome.longest:.4g} s"
+        lines.append(
+            f"{mark} {outcome.seconds:8.4g} s  {span:>20}  {bytes_text(outcome.bytes or 0):>11}  "
+            f"{bytes_text(outcome.padding or 0):>10}  {outcome.candidate}; {outcome.dominant or 'none'}"
+        )
+    if ranked:
+        lines.append("* nothing else is both faster per row and smaller. The best one runs with")
+        lines.append(f"  {run_flags(job, ranked[0].candidate)}")
+        first = job.partitioner.mesh.devices.flat[0].device_kind
+        known = chips.chip(first)
+        if setting := plan.memory_setting(first, ranked[0].bytes or 0, known.memory_bytes if known else None):
+            lines.append(f"  {setting}")
+    return "\n".join(lines) + "\n"
+
+
+def run_flags(job: Job, candidate: Candidate) -> str:
+    """Returns all flags that the candidate's run needs, those of this search's command line included."""
+    config = job.config
+    given = [f"--fdl.set={quoted(override)}" for override in config.experiment.overrides]
+    if config.num_minibatches is not None and candidate.minibatches is None:
+        given.append(f"--num_minibatches={config.num_minibatches}")
+    return " ".join([*given, candidate.flags(config.experiment)])
+
+
+def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
+    """Returns the message for a search without a candidate that fits; `memory` is what JAX can take of a chip, in bytes."""
+    waiting = [o.not_reached for o in outcomes if o.not_reached]
+    if waiting and not any(o.compiled_in for o in outcomes):
+        longer = "; use a longer --budget" if "budget" in waiting[0] else ""
+        return f"no candidate was compiled: {waiting[0]}{longer}"
+    reasons = "; ".join(f"{o.candidate}: {o.reason or o.not_reached}" for o in outcomes[:_REASONS])
+    if all(o.state_bytes is None for o in outcomes):
+        return f"no candidate can be built for {job.config.topology}: {reasons}"
+    return (
+        f"no candidate fits {job.config.topology}. {_least_chips(job, outcomes, memory)} Use more chips, a smaller batch, or "
+        f"--search=mesh,remat,minibatches. {reasons}"
+    )
+
+
+def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
+    """Returns a sentence with the least number of chips: for the state split over all of them, and the smallest temporaries."""
+    state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
+    rest = [o.bytes - o.state_bytes for o in outcomes if o.bytes is not None and o.state_bytes is not None]
+    needs = f"The state takes {bytes_text(state)} in all"
+    if rest:
+        needs += f", and the smallest compiled step {bytes_text(min(rest))} more on each chip"
+        if min(rest) >= memory:
+            return f"{needs}, which has {bytes_text(memory)}: no number of chips is enough with this batch per chip."
+    least, there = -(-state // (memory - min(rest, default=0))), job.partitioner.mesh.size
+    number = f"at least {count_text(least, 'chip')}" if least > there else f"more than {count_text(there, 'chip')}"
+    return f"{needs}: with the state split over all chips, {number} of {bytes_text(memory)} are needed."
+
+
+def _partitioner_settings(job: Job) -> str:
+    """Returns the partitioner's class and its settings, as the experiment sets them."""
+    partitioner = make_partitioner(job.config.experiment.experiment)
+    settings = sorted(vars(partitioner).items())
+    return without_addresses(f"{type(partitioner).__module__}.{type(partitioner).__qualname__}: {settings}")

@@ -1,0 +1,376 @@
+"""`--mode=plan`: searches the meshes, rematerialisation policies, minibatches and batches of an experiment for a topology.
+
+Nothing is run. A candidate is left out if its state doesn't fit, if even its fastest possible step is too slow, or if another
+candidate has the same program. The others are compiled, most promising first, until the budget runs out or none of those that
+are left is likely to be among the fastest five. `plan_search.json` has the result of each candidate, or the reason why it was
+left out; a later search with the same settings starts from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+from absl import logging
+
+from spmd_trainer import tasks_lib
+from spmd_trainer.errors import UserError, first_line, first_paragraph
+from spmd_trainer.kernels.chips import chip
+from spmd_trainer.planner import (
+    links,
+    plan,
+    plan_calibration,
+    plan_candidates,
+    plan_page,
+    plan_page_data,
+    plan_prediction,
+    plan_report,
+    plan_trace,
+)
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.planner.topologies import topology_devices
+from spmd_trainer.sharding.messages import bytes_text, count_text
+from spmd_trainer.step import model_mesh
+from spmd_trainer.step.mesh_choice import mesh_over_slices
+from spmd_trainer.training import experiment_config
+from spmd_trainer.training.job import BatchSettings, Job
+from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.run_config import RunConfig
+
+# The search ends when no other candidate is likely to be among this many fastest ones.
+_BEST = 5
+# Errors of the libraries when a candidate is traced or compiled. `UserError` is a ValueError.
+_ERRORS = (ValueError, TypeError, AssertionError, NotImplementedError, jax.errors.JaxRuntimeError)
+
+
+def search(job: Job) -> None:
+    """Searches, prints the best candidates, and writes `plan_search.json` if a directory was given.
+
+    Raises:
+      UserError: `config.search` has an unknown name, or no candidate fits.
+    """
+    config = job.config
+    if config.topology is None:
+        raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")
+    searched = plan_candidates.parse_dimensions(config.search)
+    found = Search(job, searched)
+    store = plan_report.Store(job, searched)
+    try:
+        outcomes = found.run(config.budget, store)
+    except KeyboardInterrupt:
+        logging.info("interrupted; these are the candidates that are known")
+        outcomes = found.outcomes
+        for outcome in outcomes:
+            if not outcome.is_known:
+                outcome.not_reached = "the search was interrupted before it was compiled"
+    store.write(outcomes)
+    plan_page.write_search_page(
+        job,
+        outcomes,
+        {outcome.candidate: outcome.details for outcome in outcomes if outcome.details},
+        chip_memory=found.memory,
+        flags=functools.partial(plan_report.run_flags, job),
+    )
+    if not any(outcome.seconds for outcome in outcomes):
+        raise UserError(plan_report.nothing_fits(job, outcomes, found.memory))
+    sys.stdout.write(plan_report.report_text(job, outcomes))
+
+
+def build_job(config: RunConfig) -> Job:
+    """Builds the job of a search: on the mesh that it has without a search, or on another one if the topology doesn't allow it.
+
+    Raises:
+      UserError: see `Job.build`.
+    """
+    try:
+        return Job.build(config)
+    except UserError:
+        task = tasks_lib.build_task(config.experiment.task_p)
+        declared = model_mesh.declared_mesh(task.model)
+        if config.mesh or config.topology is None or "mesh" not in config.search or declared is None:
+            raise
+        devices = topology_devices(config.topology, config.num_slices)
+        # From large outer axes to large inner ones: these split the batch, which every model allows.
+        for mesh in reversed(list(plan_candidates.meshes(tuple(declared.shape), len(devices), config.num_slices))):
+            try:
+                mesh_over_slices(dict(mesh), devices)
+            except (ValueError, NotImplementedError):
+                continue
+            return Job.build(dataclasses.replace(config, mesh=mesh))
+        raise
+
+
+class Search:
+    """One search: its candidates and what is known about them."""
+
+    def __init__(self, job: Job, searched: Sequence[str]):
+        """Enumerates the candidates.
+
+        Args:
+          job: the experiment on the mesh that it has without a search.
+          searched: names of `plan_candidates.DIMENSIONS`.
+        """
+        kind = job.partitioner.mesh.devices.flat[0].device_kind
+        known, machine = chip(kind), links.machine(kind)
+        if known is None or machine is None:
+            raise UserError(f"--mode=plan has no bandwidths for {kind}")
+        self._job = job
+        self._hardware = plan_prediction.Hardware(known, machine)
+        self._devices = job.partitioner.mesh.devices.flatten().tolist()
+        candidates = plan_candidates.enumerate_candidates(
+            job.config.experiment,
+            searched,
+            mesh=job.partitioner.mesh_shape(),
+            # Meshes of GPUs aren't divided over slices.
+            num_slices=1 if known.gpu else job.config.num_slices,
+            rows=job.num_rows,
+        )
+        self.outcomes = [Outcome(candidate) for candidate in candidates]
+        self._jobs: dict[tuple[str | None, int | None], Job] = {}
+        self._jobs_on_meshes: dict[Candidate, Job] = {}
+        self._work: dict[tuple[str | None, int | None], plan_prediction.Work] = {}
+
+    @property
+    def memory(self) -> int:
+        """Bytes that JAX can take of a chip's memory."""
+        return plan.usable_memory(self._devices[0].device_kind, self._hardware.chip.memory_bytes)
+
+    def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
+        """Compiles the promising candidates until no other is likely to be among the best, or the budget runs out.
+
+        Args:
+          budget: seconds. At most half of them go to tracing and predicting.
+          store: read first, and written after each compilation.
+
+        Returns:
+          The outcomes of all candidates.
+        """
+        started = time.monotonic()
+        store.read(self.outcomes)
+        self._predict_all(started + budget / 2)
+        number, ends = 0, started + budget
+        while time.monotonic() < ends and (promising := self._next()) is not None:
+            number += 1
+            self.compile(promising)
+            _drop_details(self.outcomes)
+            store.write(self.outcomes)
+            left = sum(not o.is_known for o in self.outcomes)
+            minutes = max(0.0, ends - time.monotonic()) / 60
+            logging.info("%d: %s; %d left, %.1f min of the budget", number, promising.line(), left, minutes)
+        for outcome in self.outcomes:
+            if not outcome.is_known:
+                what = "compiled" if outcome.predicted else "predicted"
+                outcome.not_reached = f"the budget ran out before it was {what}"
+        return self.outcomes
+
+    def _job_of(self, candidate: Candidate) -> Job:
+        """Returns the candidate's job.
+
+        Raises:
+          UserError: the mesh can't be made, or doesn't fit the experiment.
+        """
+        if candidate.settings not in self._jobs:
+            base = self._job
+            if candidate.settings != (None, None):
+                experiment = base.config.experiment
+                overrides = (*experiment.overrides, *candidate.overrides(experiment))
+                resolved = experiment_config.resolve(experiment.name, overrides)
+                # The experiment's number of minibatches may not divide other rows.
+                config = dataclasses.replace(base.config, experiment=resolved, mesh=self._mesh, num_minibatches=1)
+                base = Job.build(config)
+            self._jobs[candidate.settings] = base
+        base = self._jobs[candidate.settings]
+        default = self._job.partitioner.num_minibatches
+        if candidate not in self._jobs_on_meshes:
+            try:
+                mesh = mesh_over_slices(dict(candidate.mesh), self._devices)
+            except (ValueError, NotImplementedError) as error:
+                raise UserError(first_paragraph(error)) from error
+            settings = BatchSettings(mesh.size, default, candidate.minibatches or default)
+            self._jobs_on_meshes[candidate] = base.on_mesh(mesh, settings)
+        return self._jobs_on_meshes[candidate]
+
+    @property
+    def _mesh(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self._job.partitioner.mesh_shape().items())
+
+    def _predict_all(self, ends: float) -> None:
+        """Traces each policy and batch, and predicts the candidates, until `ends` (`time.monotonic()`)."""
+        with Phase(f"tracing and predicting {count_text(len(self.outcomes), 'candidate')}") as phase:
+            self._trace_all(ends)
+            from_before = [outcome for outcome in self.outcomes if outcome.compiled_in]
+            logging.info("%d candidates, %d compiled before", len(self.outcomes), len(from_before))
+            for outcome in from_before:
+                if outcome.too_large:
+                    self._leave_out_larger(outcome)
+            for outcome in self.outcomes:
+                if time.monotonic() > ends:
+                    break
+                if outcome.candidate.settings in self._work:
+                    self._predict(outcome)
+            predicted = sum(o.predicted > 0 or o.is_known for o in self.outcomes)
+            phase.done = f"predicted {predicted} of {count_text(len(self.outcomes), 'candidate')}"
+
+    def _trace_all(self, ends: float) -> None:
+        """Traces each policy and batch once.
+
+        A policy that saves something the model doesn't have gives the same program as another one. What an earlier search
+        compiled is traced too, even after `ends`: its results count only if the program is still the same.
+        """
+        seen: dict[tuple[int | None, str], str | None] = {}
+        all_settings = dict.fromkeys(o.candidate.settings for o in self.outcomes)
+        for number, settings in enumerate(all_settings):
+            policy, rows = settings
+            same = [o for o in self.outcomes if o.candidate.settings == settings]
+            if time.monotonic() > ends and not any(outcome.compiled_in for outcome in same):
+                continue
+            if len(all_settings) > 1:
+                logging.info("tracing %s: %d of %d", _settings_text(settings), number + 1, len(all_settings))
+            try:
+                job = self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh))
+                text, work = plan_trace.traced(job)
+            except _ERRORS as error:
+                _of_program(same, "")
+                _leave_out(same, first_line(error))
+                continue
+            _of_program(same, plan_trace.program(job, text))
+            first = seen.setdefault((rows, text), policy)
+            if first != policy:
+                _leave_out(same, f"the same program as {first}")
+            self._work[settings] = work
+
+    def _predict(self, outcome: Outcome) -> None:
+        """Predicts a candidate's step, or gives the reason why it can't be the best."""
+        candidate = outcome.candidate
+        try:
+            # Policy and number of minibatches don't change the layout, and 1 divides every batch.
+            job = self._job_of(Candidate(candidate.mesh, minibatches=1, rows=candidate.rows))
+        except UserError as error:
+            _leave_out([outcome], first_line(error))
+            return
+        whole, padding = plan_prediction.state_bytes(job)
+        outcome.state_bytes, outcome.rows = whole, job.num_rows
+        outcome.padding = padding if outcome.padding is None else outcome.padding
+        if whole > self.memory:
+            _leave_out([outcome], f"the state alone takes {bytes_text(whole)} of {bytes_text(self.memory)} per chip")
+            return
+        work = self._work[candidate.settings]
+        number = candidate.minibatches or self._job.partitioner.num_minibatches
+        outcome.bound = plan_prediction.lower_bound(job, self._hardware, work.step.flops)
+        outcome.predicted = plan_prediction.predict(job, self._hardware, work, minibatches=number).seconds
+
+    def _next(self) -> Outcome | None:
+        """Returns the most promising candidate that isn't compiled; None if no other is likely to be among the best.
+
+        In that case the others are given this as their reason.
+        """
+        fastest = sorted(o.per_row for o in self.outcomes if o.seconds is not None)
+        limit = fastest[_BEST - 1] if len(fastest) >= _BEST else math.inf
+        _leave_out(
+            [o for o in self.outcomes if o.bound / o.rows > limit],
+            lambda o: (
+                f"its matrix products or its state alone take {o.bound:.3g} s, longer than the {_BEST} fastest steps"
+            ),
+        )
+        seconds = plan_calibration.optimistic([o for o in self.outcomes if o.predicted])
+        waiting = [o for o in self.outcomes if o.predicted and not o.is_known]
+        promising = min(waiting, key=lambda o: seconds[id(o)] / o.rows, default=None)
+        if promising is not None and seconds[id(promising)] / promising.rows <= limit:
+            return promising
+        _leave_out(
+            waiting,
+            lambda o: (
+                f"judging by those that were compiled, it takes at least {seconds[id(o)]:.3g} s, longer than the {_BEST} "
+                "fastest steps"
+            ),
+        )
+        return None
+
+    def plan_of(self, candidate: Candidate) -> plan.Plan:
+        """Compiles a candidate's step.
+
+        Raises:
+          UserError: see `plan.plan`; or the mesh can't be made, or doesn't fit the experiment.
+        """
+        return plan.plan(self._job_of(candidate))
+
+    def compile(self, outcome: Outcome) -> None:
+        """Compiles a candidate's step, and fills in what it needs or the reason why it can't be compiled."""
+        started = time.monotonic()
+        try:
+            result = self.plan_of(outcome.candidate)
+        except _ERRORS as error:
+            outcome.reason = first_line(error)
+            outcome.compiled_in = time.monotonic() - started
+            outcome.too_large = "RESOURCE_EXHAUSTED" in f"{error} {error.__cause__}"
+            if outcome.too_large:
+                self._leave_out_larger(outcome)
+            return
+        outcome.compiled_in = time.monotonic() - started
+        outcome.bytes, outcome.padding = result.total, result.padding
+        outcome.details = plan_page_data.plan_record(result, result.memory_over_time)
+        estimate = result.estimate
+        assert estimate is not None  # the chip is known
+        outcome.shortest, outcome.longest = estimate.shortest, estimate.longest
+        longest = next((row for row in estimate.collectives if row.seconds), None)
+        if longest is not None:
+            outcome.dominant = f"{longest.kind} over {', '.join(longest.axes) or 'one device'}"
+        if result.fits is False:
+            outcome.reason = (
+                f"needs {bytes_text(result.total)} of {bytes_text(self.memory)} per chip, most of it "
+                f"{'state' if result.arguments > result.temporaries else 'temporaries'}"
+            )
+            outcome.too_large = True
+            self._leave_out_larger(outcome)
+            return
+        outcome.seconds = estimate.middle
+
+    def _leave_out_larger(self, too_large: Outcome) -> None:
+        """Leaves out the candidates that have more rows at a time on the same mesh than one that doesn't fit.
+
+        A candidate with one minibatch is never left out because of one with several: that one also holds accumulated gradients.
+        """
+        known, default = too_large.candidate, self._job.partitioner.num_minibatches
+        number = known.minibatches or default
+        same = [o for o in self.outcomes if (o.candidate.mesh, o.candidate.remat) == (known.mesh, known.remat)]
+        larger = [
+            o
+            for o in same
+            if (o.candidate.rows or 0) >= (known.rows or 0)
+            and ((o.candidate.minibatches or default) == number or 1 < (o.candidate.minibatches or default) < number)
+        ]
+        _leave_out(larger, f"{known} doesn't fit, and this one has at least as many rows in a minibatch")
+
+
+def _settings_text(settings: tuple[str | None, int | None]) -> str:
+    policy, rows = settings
+    return ", ".join([policy or "the experiment's policy", *([f"{rows} rows"] if rows else [])])
+
+
+def _leave_out(outcomes: Sequence[Outcome], reason: str | Callable[[Outcome], str]) -> None:
+    """Gives each candidate that isn't known a reason to be left out."""
+    for outcome in outcomes:
+        if not outcome.is_known:
+            outcome.reason = reason if isinstance(reason, str) else reason(outcome)
+
+
+def _drop_details(outcomes: Sequence[Outcome]) -> None:
+    """Keeps only the details that a page shows, so that `plan_search.json` stays small."""
+    shown = {id(outcome) for outcome in plan_page_data.worth_showing(outcomes)}
+    for outcome in outcomes:
+        if id(outcome) not in shown:
+            outcome.details = None
+
+
+def _of_program(outcomes: Sequence[Outcome], program: str) -> None:
+    """Sets the program of candidates, and forgets what an earlier search found with another one."""
+    for outcome in outcomes:
+        if outcome.compiled_in and outcome.program != program:
+            outcome.forget()
+        outcome.program = program

@@ -1,0 +1,349 @@
+"""`--mode=replay --step=N`: takes one step of a run again, alone, and says where its first NaN or infinity came from.
+
+The newest whole checkpoint before the step is restored, and the steps in between are taken as training took them: the same
+batches, the same key, the same compiled step. Then the step is evaluated with a flag on each of its values
+(`analysis.value_flags`), and taken once more as training takes it. Nothing is written but the log, and no lock is taken: the run
+may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing import Checkpointer, DamagedCheckpointError, Restored, steps
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.planner import replay_report
+from spmd_trainer.planner.nan_origin import Flags, Value
+from spmd_trainer.planner.value_flags import Frame, run_with_flags
+from spmd_trainer.sharding.messages import mesh_text
+from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.step import step_fns
+from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.training import run_directory, start_up
+from spmd_trainer.training.adapter_checkpoints import Restorer
+from spmd_trainer.training.checkpoints import no_checkpoint_in, open_checkpoints
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.phases import Phase
+from spmd_trainer.watch import invalid_batches
+
+# Losses of a step that is taken again differ by less from what the run wrote, unless it is another run's step.
+_SAME_LOSS = 1e-3
+_NOT_WRITTEN = "not written"
+# How a gradient is named in the step's program, before the variable's path.
+_GRADIENT = "gradient of "
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """One step with a flag on each value.
+
+    Attributes:
+      flags: the flags.
+      arguments: names of the step's arguments: 'mdl_vars/params/...', 'batch/ids', ...
+      results: {name: value} of the loss, the summaries and the new state.
+      gradients: {variable: value}.
+      first_update: operations of the program before the learner begins.
+    """
+
+    flags: Flags
+    arguments: list[str]
+    results: dict[str, Value]
+    gradients: dict[str, Value]
+    first_update: int
+
+    def is_of_update(self) -> bool:
+        """Returns True if loss and gradients are finite, and what the learner made of them is not."""
+        before = [self.results["loss"], *self.gradients.values()]
+        return not any(map(self.flags.flag, before)) and any(map(self.flags.flag, self.results.values()))
+
+
+def replay(job: Job) -> None:
+    """Takes step `job.config.replay_step` again, and prints where its first NaN or infinity came from.
+
+    Called by every process; process 0 prints.
+
+    Raises:
+      UserError: the run has no such step, no whole checkpoint before it, or its input can't be brought to it.
+      CheckpointError: the checkpoint can't be read.
+    """
+    step = job.config.replay_step
+    if step is None:
+        raise UserError("--mode=replay needs --step=N, the step to look into")
+    _check_step(job, step)
+    restored = _restore(job, step)
+    with _Batches(job, restored, step) as batches:
+        compiled, key, state = start_up.compile_train_step(job), job.prng_key, restored.state
+        written = _written_losses(job)
+        for number in range(restored.step + 1, step):
+            state, packed = compiled.fn(state, key, batches.take(number))
+            _compare(number, compiled.packing.unpack(packed), written)
+        batch = batches.take(step)
+        with Phase(f"taking step {step} with a flag on each value"):
+            observed = observe(job, state, key, batch)
+            if observed.is_of_update():
+                observed = observe(job, state, key, batch, update=True)
+        _, packed = compiled.fn(state, key, batch)  # donates the state
+        scalars = compiled.packing.unpack(packed)
+        _compare(step, scalars, written)
+    where = f"{job.config.job_log_dir}, from the checkpoint of step {restored.step}"
+    lines = [f"step {step} of {where}, on {mesh_text(job.partitioner.mesh.shape)}", *batches.notes]
+    lines += replay_report.lines(observed, scalars, step, job.task)
+    if jax.process_index() == 0:
+        sys.stdout.write("\n".join([*lines, ""]))
+        sys.stdout.flush()
+
+
+def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, update: bool = False) -> Observed:
+    """Takes a step and flags each of its values. The state is not donated.
+
+    Args:
+      job: the job.
+      state: the train state before the step, at padded shapes on the mesh.
+      key: the run's key.
+      batch: the batch on the mesh.
+      update: also flag what the learner computes, not only its results.
+    """
+    partitioner = job.partitioner
+    partitioned = partitioner.partition(_named_step, job.inputs_shape_dtype, is_eval=False)
+    traced = partitioned.fn.trace(
+        partitioner.abstract_state(), job.abstract_prng_key, partitioner.abstract_inputs(partitioned)
+    )
+    frames: list[Frame] = []
+
+    def run(*args: Any) -> PyTree:
+        _, flags, frame = run_with_flags(traced.jaxpr, args, until=None if update else _GRADIENT)
+        frames.append(frame)
+        return flags
+
+    replicated = NamedSharding(partitioner.mesh, PartitionSpec())
+    # It runs once, so compiling it must be cheap.
+    on_cpu = partitioner.mesh.devices.flat[0].platform == "cpu"
+    options: dict[str, Any] | None = {"xla_backend_optimization_level": 0} if on_cpu else None
+    with jax.set_mesh(partitioner.mesh):
+        found = jax.jit(run, out_shardings=replicated, compiler_options=options)(*jax.tree.leaves((state, key, batch)))
+    flags = Flags(frames[-1], jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found))
+    names = [name for name, _ in named_leaves(state)] + ["key"] + [f"batch/{name}" for name, _ in named_leaves(batch)]
+    new_state, outputs = jax.tree.unflatten(
+        jax.tree.structure(traced.out_info), [Value((), number) for number in flags.frame.results]
+    )
+    results = dict(outputs) | {f"new {name}": value for name, value in _leaves(new_state)}
+    tags = {name: Value((), number) for name, (number, _) in flags.frame.tags.items() if name.startswith(_GRADIENT)}
+    begins = [at for name, (_, at) in flags.frame.tags.items() if name.startswith(_GRADIENT)]
+    gradients = {name.removeprefix(_GRADIENT): value for name, value in tags.items()}
+    return Observed(flags, names, results, gradients, min(begins, default=0))
+
+
+def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    return named_leaves(tree, is_leaf=lambda x: isinstance(x, Value))
+
+
+def _named_step(
+    task: Any, state: TrainState, key: jax.Array, rows: PyTree, hparams: PyTree, grad_fn: Any = None, padded: Any = None
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`train_step`, with names on the gradients; returns the loss and the summaries by name."""
+
+    def named(*args: Any) -> tuple[Any, PyTree, PyTree]:
+        output, written, grads = (grad_fn or step_fns.gradients)(*args)
+        paths = iter([path for path, _ in named_leaves(grads)])
+        return output, written, jax.tree.map(lambda x: checkpoint_name(x, _GRADIENT + next(paths)), grads)
+
+    new_state, output = step_fns.train_step(task, state, key, rows, hparams, named, padded)
+    summaries = {f"summary {name}": x for name, x in output.summary_tensors.items()}
+    assert output.loss is not None  # only decoding has none
+    return new_state, {"loss": output.loss, **summaries}
+
+
+def _check_step(job: Job, step: int) -> None:
+    """Raises UserError for a step that the run doesn't have."""
+    last = run_directory.end_of_training(job.config.job_log_dir)
+    planned = int(job.task.train.num_train_steps)
+    if last is not None and step > last:
+        raise UserError(f"--step={step}: the run in {job.config.job_log_dir} ended at step {last}; give 1 to {last}")
+    if step > planned:
+        raise UserError(f"--step={step}: task.train.num_train_steps is {planned}; give 1 to {planned}")
+    if last is None:
+        written = decided_by_process_0(lambda: _newest_written(job))
+        # Summaries come at intervals: the run may be so much further.
+        if written is not None and step > written + int(job.task.train.summary_interval_steps):
+            raise UserError(
+                f"--step={step}: the run in {job.config.job_log_dir} has written up to step {written}; give 1 to {written}"
+            )
+
+
+def _newest_written(job: Job) -> int | None:
+    """Returns the newest step that the run has written or saved; None for none."""
+    try:
+        records = list(read_metrics(job.config.job_log_dir, "train"))
+    except FileNotFoundError:
+        records = []
+    return max([*records, *steps.whole(job.config.checkpoint_dir)], default=None)
+
+
+def _restore(job: Job, step: int) -> Restored:
+    """Restores the newest whole checkpoint before a step, or the one of `--restore_checkpoint_step`."""
+    directory = job.config.checkpoint_dir
+    with open_checkpoints(directory) as checkpoints:
+        if not isinstance(checkpoints, Checkpointer):
+            raise UserError(f"{directory} is of another trainer; --mode=replay needs a run of this one")
+        there = decided_by_process_0(lambda: steps.whole(directory))
+        asked = job.config.restore_checkpoint_step
+        before = [n for n in reversed(there) if n < step and asked in (None, n)]
+        for number in before:
+            try:
+                with Phase(f"restoring step {number}") as phase:
+                    restored = Restorer(job).restore(checkpoints, job.partitioner.metadata.variables, step=number)
+                    phase.done = f"restored step {restored.step} from {directory}"
+                return restored
+            except DamagedCheckpointError as error:
+                logging.warning("step %d is left out: %s", number, error)
+        if asked is not None:
+            raise UserError(f"--restore_checkpoint_step={asked}: no whole checkpoint of a step before --step={step}")
+        if not there:
+            raise no_checkpoint_in(directory)
+        raise UserError(
+            f"--step={step} needs a whole checkpoint of step {step - 1} or earlier in {directory}; there are "
+            f"{', '.join(map(str, there))}. The run keeps task.train.save_max_to_keep={job.task.train.save_max_to_keep} "
+            f"checkpoints: the earliest step that can be replayed is {there[0] + 1}"
+        )
+
+
+class _Batches:
+    """The batches of the steps after a checkpoint: from the input, and for the last one the batch that the run has written.
+
+    Attributes:
+      notes: lines about the batch, for the report.
+    """
+
+    def __init__(self, job: Job, restored: Restored, step: int):
+        self.notes: list[str] = []
+        self._job, self._last = job, step
+        saved = restored.input_state
+        can_rewind = restored.step == 0 or (
+            bool(job.task.train.enable_input_checkpointing) and saved is not None and saved["state"] is not None
+        )
+        self._context = start_up.train_batches(job, saved if restored.step else None) if can_rewind else None
+        self._input: Any = None
+        self._unusable = ""
+
+    def __enter__(self) -> _Batches:
+        self._input = None if self._context is None else self._context.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._context is not None:
+            self._context.__exit__(*exc_info)
+
+    def take(self, step: int) -> PyTree:
+        """Returns the batch of a step, on the devices.
+
+        Raises:
+          UserError: neither the input nor the run's directory has it.
+        """
+        prefetched = None if self._input is None else next(self._input, None)
+        batch = None if prefetched is None else prefetched.batch
+        written = self._written() if step == self._last else None
+        if written is None:
+            if batch is not None:
+                unusable = f"; what the run wrote down is not used: {self._unusable}" if self._unusable else ""
+                self.notes += [f"batch: from the input{unusable}"] if step == self._last else []
+                return batch
+            if self._unusable:
+                raise UserError(f"the batch of step {step} that the run wrote can't be used: {self._unusable}")
+            why = (
+                "has ended" if self._input is not None else "can't go back to the checkpoint: it has no saved position"
+            )
+            raise UserError(
+                f"the training input {why}, and the batch of step {step} is not in the run's directory "
+                f"({invalid_batches.batch_file(self._job.config.job_log_dir, step)}); training writes the batches of the first "
+                f"{invalid_batches.MAX_BATCHES} invalid steps there"
+            )
+        self.notes.append("batch: " + _comparison(written, batch))
+        return written
+
+    def _written(self) -> PyTree | None:
+        """Returns the batch that training wrote, on the devices; None if not all processes have their rows of it."""
+        job, partitioner = self._job, self._job.partitioner
+        padded = partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
+        rows, problem = None, ""
+        try:
+            rows = invalid_batches.read(job.config.job_log_dir, self._last, padded)
+            problem = _NOT_WRITTEN if rows is None else self._wrong_shape(rows, padded)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        problems = multihost.gather("the batch of a replayed step", problem)
+        if not any(problems):
+            return partitioner.preprocess_inputs(rows, partitioner.inputs_partition_spec(padded))
+        if any(one != _NOT_WRITTEN for one in problems):  # an incomplete one is none, but it was written
+            process, why = next((n, one) for n, one in enumerate(problems) if one)
+            self._unusable = f"process {process}: {why}"
+            logging.warning("the batch that the run wrote is not used: %s", self._unusable)
+        return None
+
+    def _wrong_shape(self, rows: PyTree, padded: PyTree) -> str:
+        """Returns why the rows don't fit this mesh, or ''."""
+        for (name, x), (_, whole) in zip(named_leaves(rows), named_leaves(padded), strict=True):
+            expected = (whole.shape[0] // jax.process_count(), *whole.shape[1:])
+            if x.shape != expected:
+                return (
+                    f"{invalid_batches.batch_file(self._job.config.job_log_dir, self._last)}: {name} has shape {x.shape}, and "
+                    f"this mesh needs {expected}; replay with the run's number of devices and processes"
+                )
+        return ""
+
+
+def _comparison(written: PyTree, own: PyTree | None) -> str:
+    """Returns how the batch that the run wrote and the input's own batch compare."""
+    if own is None:
+        return "the one that the run wrote down; the input can't give it again"
+    pairs = zip(named_leaves(written), named_leaves(own), strict=True)
+    local = invalid_batches.local_rows
+    others = [name for (name, x), (_, y) in pairs if not np.array_equal(local(x), local(y), equal_nan=_floats(x))]
+    if not others:
+        return "the one that the run wrote down; the input gives the same"
+    logging.warning("the input gives another batch than the run had: %s differ", ", ".join(others))
+    return (
+        f"the one that the run wrote down. THE INPUT GIVES ANOTHER ONE ({', '.join(others)} differ): it has changed, or is not "
+        "deterministic, so the steps before may have had other batches too"
+    )
+
+
+def _floats(x: jax.Array) -> bool:
+    return bool(jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
+
+
+def _written_losses(job: Job) -> Mapping[int, float]:
+    """Returns the losses that the run wrote, by step; none if it wrote averages."""
+    if job.task.train.summary_accumulate_interval_steps is not None:
+        return {}
+    try:
+        records = read_metrics(job.config.job_log_dir, "train")
+    except FileNotFoundError:
+        return {}
+    return {step: float(record["loss"]) for step, record in records.items() if "loss" in record}
+
+
+def _compare(step: int, scalars: Scalars, written: Mapping[int, float]) -> None:
+    """Warns if a step that is taken again has another loss than the run wrote."""
+    then, now = written.get(step), scalars.loss
+    if then is None or now is None or np.isclose(then, now, rtol=_SAME_LOSS, atol=0, equal_nan=True):
+        return
+    logging.warning(
+        "step %d has loss %g when it is taken again, and the run wrote %g: the settings, the code, the input or the devices "
+        "are others than the run's",
+        step,
+        now,
+        then,
+    )

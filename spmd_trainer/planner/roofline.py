@@ -1,0 +1,227 @@
+"""Estimates how long a compiled train step takes on its chips: a range between what its parts take if they overlap, or don't.
+
+Three parts take time on a chip: computation (matrix products, and operations of the vector units), main memory and collectives.
+At best, every part runs at the rate of the data sheet, all collectives and asynchronous copies run while the chip computes, and
+each instruction takes as long as the slowest of its products, operations and bytes. At worst, nothing overlaps: the times of
+all parts are added up, with the latency of each collective. Products, main memory, and ICI or NVLink then run at rates that were
+measured separately (`achieved.py`). The vector units and the network between slices or NVLink domains run at the rates of the
+data sheet at this end too: no measurement of them was found.
+
+Two limits of the hardware count at both ends: a TPU's matrix units are partly idle if the heads of an attention kernel don't
+fill them, and float32 products take twice as long as bfloat16 ones on GPUs (TF32).
+
+Left out: the host; the time to launch a kernel; that small or narrow products run slower than large ones; that the vector units
+rarely reach their peak; contention between collectives; and loops whose number of iterations the program doesn't state, which
+count once.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from spmd_trainer.kernels.chips import Chip, chip
+from spmd_trainer.planner import hlo_collectives, hlo_costs, links
+
+# Collectives in a plan's text.
+_SHOWN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """All collectives of one kind over the same mesh axes.
+
+    Attributes:
+      kind: 'all-gather', ...
+      axes: the mesh axes that they cross.
+      seconds: their time in one step.
+      links: the links that they use, e.g. 'ICI' or 'NVLink, network'.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    seconds: float
+    links: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Time of one step on one chip, in seconds.
+
+    Attributes:
+      matrix_flops: FLOPs of the matrix products, with those of rematerialisation and attention.
+      memory_bytes: bytes read and written in main memory.
+      matrix_seconds: of the matrix products at the chip's peak.
+      achieved_matrix_seconds: of the matrix products at measured rates; see `achieved.py`, also for the next ones.
+      vector_seconds: of element-wise operations and reductions at the rate of the data sheet.
+      memory_seconds: of `memory_bytes` at the memory's bandwidth.
+      achieved_memory_seconds: of `memory_bytes` at a bandwidth that was measured.
+      computing_seconds: sum over the instructions of the longest of products, operations and bytes; without asynchronous copies.
+      inside_seconds, outside_seconds: of the collectives, on the links inside of slices (or NVLink domains) and between them.
+      achieved_inside_seconds: of the collectives inside, at a bandwidth that was measured.
+      latency_seconds: of all executions of collectives; not in the other times.
+      permute_seconds: those of `inside_seconds` that are of permutations. A permutation uses its links in one direction; two of
+        opposite directions can run at the same time.
+      collectives: the collectives by kind and mesh axes, longest first.
+    """
+
+    matrix_flops: float
+    memory_bytes: int
+    matrix_seconds: float
+    achieved_matrix_seconds: float
+    vector_seconds: float
+    memory_seconds: float
+    achieved_memory_seconds: float
+    computing_seconds: float
+    inside_seconds: float
+    outside_seconds: float
+    achieved_inside_seconds: float
+    latency_seconds: float
+    permute_seconds: float
+    collectives: Sequence[CollectiveTime]
+
+    @property
+    def shortest(self) -> float:
+        """The step if all that can overlap does."""
+        inside = self.inside_seconds - self.permute_seconds / 2
+        return max(self.computing_seconds, self.memory_seconds, inside, self.outside_seconds)
+
+    @property
+    def achieved_links_seconds(self) -> float:
+        """The collectives at measured rates, with their latency."""
+        return self.achieved_inside_seconds + self.outside_seconds + self.latency_seconds
+
+    @property
+    def longest(self) -> float:
+        """The step if nothing overlaps."""
+        computing = self.achieved_matrix_seconds + self.vector_seconds + self.achieved_memory_seconds
+        return computing + self.achieved_links_seconds
+
+    @property
+    def middle(self) -> float:
+        """The middle of the range."""
+        return (self.shortest + self.longest) / 2
+
+    def record(self) -> dict[str, Any]:
+        """Returns all fields and the range, for a JSON file."""
+        return {
+            **dataclasses.asdict(self),
+            "shortest": self.shortest,
+            "longest": self.longest,
+            "middle": self.middle,
+        }
+
+
+def estimate(
+    hlo: str,
+    devices: Sequence[jax.Device],
+    mesh_shape: Mapping[str, int],
+    *,
+    machine: links.Machine | None = None,
+) -> Estimate | None:
+    """Estimates the time of a compiled step.
+
+    Args:
+      hlo: the program's text (`jax.stages.Compiled.as_text()`).
+      devices: the mesh's devices in row-major order.
+      mesh_shape: sizes of its axes by name, in order.
+      machine: bandwidths; None for those of the devices' kind.
+
+    Returns:
+      The estimate; None if the chip is unknown.
+    """
+    known = chip(devices[0].device_kind)
+    machine = machine or links.machine(devices[0].device_kind)
+    if known is None or machine is None:
+        return None
+    flops, num_bytes, vector, computing = 0.0, 0, 0.0, 0.0
+    at_peak, achieved = 0.0, 0.0
+    for cost in hlo_costs.instruction_costs(hlo):
+        flops += cost.times * cost.flops
+        num_bytes += cost.times * cost.num_bytes
+        of_peak, of_achieved = _matrix_seconds(cost, known, machine)
+        at_peak += cost.times * of_peak
+        achieved += cost.times * of_achieved
+        operations = cost.vector_ops / machine.vector_ops
+        vector += cost.times * operations
+        if not cost.overlaps:
+            computing += cost.times * max(of_peak, operations, cost.num_bytes / machine.memory)
+    rows, latency = _collectives(hlo, links.Links(devices, machine), mesh_shape)
+    inside = sum(time.inside for time in rows.values())
+    return Estimate(
+        matrix_flops=flops,
+        memory_bytes=num_bytes,
+        matrix_seconds=at_peak,
+        achieved_matrix_seconds=achieved,
+        vector_seconds=vector,
+        memory_seconds=num_bytes / machine.memory,
+        achieved_memory_seconds=num_bytes / machine.memory / machine.achieved.memory,
+        computing_seconds=computing,
+        inside_seconds=inside,
+        outside_seconds=sum(time.outside for time in rows.values()),
+        achieved_inside_seconds=inside / machine.achieved.links,
+        latency_seconds=latency,
+        permute_seconds=sum(time.inside for (kind, _), time in rows.items() if kind == "collective-permute"),
+        collectives=sorted(
+            (
+                CollectiveTime(kind, axes, time.inside + time.outside, _links(time, machine))
+                for (kind, axes), time in rows.items()
+            ),
+            key=lambda row: -row.seconds,
+        ),
+    )
+
+
+def _matrix_seconds(cost: hlo_costs.InstructionCost, known: Chip, machine: links.Machine) -> tuple[float, float]:
+    """Returns the seconds of one execution's matrix products at the chip's peak, and at measured rates."""
+    # Matrix units take float32 operands as bfloat16 on TPUs, and as TF32 on GPUs.
+    work = cost.flops + (cost.float32_flops if known.gpu else 0.0)
+    rate, found = machine.achieved.products, cost.attention
+    if found is not None and machine.matrix_side:
+        work *= -(-found.width // machine.matrix_side) * machine.matrix_side / found.width
+    if found is not None and machine.achieved.attention:
+        rate = machine.achieved.attention[found.is_backward]
+    return work / known.peak_flops, work / rate
+
+
+def _collectives(
+    hlo: str, network: links.Links, mesh_shape: Mapping[str, int]
+) -> tuple[dict[tuple[str, tuple[str, ...]], links.LinkTime], float]:
+    """Returns the seconds per step of the collectives by kind and mesh axes, and the latency of all of them."""
+    rows: dict[tuple[str, tuple[str, ...]], links.LinkTime] = collections.defaultdict(lambda: links.LinkTime(0.0, 0.0))
+    latency = 0.0
+    for found in hlo_collectives.find_collectives(hlo):
+        time, key = network.seconds(found), (found.kind, found.axes(mesh_shape))
+        before = rows[key]
+        rows[key] = links.LinkTime(
+            before.inside + found.times * time.inside, before.outside + found.times * time.outside
+        )
+        latency += found.times * network.latency(found)
+    return rows, latency
+
+
+def _links(time: links.LinkTime, machine: links.Machine) -> str:
+    used = [(machine.inside, time.inside), (machine.outside, time.outside)]
+    return ", ".join(name for name, seconds in used if seconds)
+
+
+def estimate_text(found: Estimate) -> str:
+    """Formats an estimate as lines of a plan."""
+    links_seconds = found.inside_seconds + found.outside_seconds
+    lines = [
+        f"estimated step {found.shortest:.4g} s (all overlaps) to {found.longest:.4g} s (nothing does)",
+        f"  products {found.matrix_seconds:.4g} to {found.achieved_matrix_seconds:.4g} s ({found.matrix_flops:.3e} FLOPs per "
+        f"chip), element-wise {found.vector_seconds:.4g} s, "
+        f"memory {found.memory_seconds:.4g} to {found.achieved_memory_seconds:.4g} s, "
+        f"links {links_seconds:.4g} to {found.achieved_links_seconds:.4g} s",
+    ]
+    lines += [
+        f"  {row.seconds:8.4g} s of {row.kind} over {', '.join(row.axes) or 'one device'} ({row.links})"
+        for row in found.collectives[:_SHOWN]
+        if row.seconds
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,41 @@
+"""A step: its maths on logical shapes, and how it runs on a mesh.
+
+The maths knows no mesh, no padding and no devices. Start with `step_fns.py`: its `train_step` is the step. `minibatches.py`
+computes the gradients of a batch in parts, `accumulation.py` adds up gradients and outputs over the parts, and
+`initialization.py` makes the state before the first step.
+
+On a mesh: start with `partitioner.py`, the protocol of all partitioners, and `mesh_steps.py`, which compiles a step. There
+are two partitioners: `pjit.py`, whose collectives the compiler chooses, and `shard_map.py`, whose collectives are written
+out (`shard_map_passes.py`, `collectives.py`, `gathered_on_use.py`). `state_layout.py` decides each variable's layout,
+`step_view.py` slices the padding off inside the step and puts it back, `vocabulary_padding.py` and `batch_padding.py` are
+special cases of it, `moving.py` moves a live state to another mesh, and `own_loop.py` is for people who write their own
+training loop.
+The names below are Pax's, except `Partitioner`.
+"""
+
+from __future__ import annotations
+
+from spmd_trainer.errors.absent_names import getter
+from spmd_trainer.step.create_partitioner import create_partitioner
+from spmd_trainer.step.own_loop import get_partitioned_spmd_model_decode_fn, partition_spmd_model
+from spmd_trainer.step.partitioner import Partitioner
+from spmd_trainer.step.pjit import PjitPartitioner
+
+__all__ = [
+    "Partitioner",
+    "PjitPartitioner",
+    "create_partitioner",
+    "get_partitioned_spmd_model_decode_fn",
+    "partition_spmd_model",
+]
+
+_PARTITION = (
+    "PjitPartitioner().partition(step_fns.train_step, shapes, is_eval=False) partitions a step of step/step_fns.py"
+)
+ABSENT = {
+    "PmapPartitioner": "PjitPartitioner runs models without a mesh data-parallel; trainer_lib has steps for your own jax.pmap",
+    "AutoShardingPjitPartitioner": "give rules instead: task.train.sharding_strategy",
+    "get_step_fn": _PARTITION,
+    "create_experiment_or_default_partitioner": "experiment.partitioner() or create_partitioner(task)",
+}
+__getattr__ = getter(__name__, ABSENT)

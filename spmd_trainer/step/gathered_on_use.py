@@ -1,0 +1,160 @@
+"""Gathers parameters where a model reads them, without changes to the model: for Flax modules and praxis layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Set
+from typing import Any, TypeAlias
+
+import jax
+import jax.extend
+from flax.core import meta
+from praxis import base_layer
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.specs import axes_by_dim
+from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.step import collectives
+from spmd_trainer.step.state_layout import NestedVariableSpec
+from spmd_trainer.train_states import NestedJTensor, PyTree
+
+# (axes that the dimension is split over, the split dimension, its logical size), as `collectives.gather_array` takes them
+GatherArgs: TypeAlias = tuple[tuple[str, ...], int, int]
+
+
+def gathered_on_use(shards: NestedJTensor, variables: NestedVariableSpec) -> PyTree:
+    """Boxes each piece of a split variable, so that a model that reads it gets the gathered variable.
+
+    Args:
+      shards: a Flax variable tree of this device's pieces, in the dtypes to gather in.
+      variables: their VariableSpecs, same structure.
+
+    Returns:
+      The tree to pass to `model.apply`. Arrays that are not split are not boxed.
+    """
+    return jax.tree.map(GatheredOnUse.box, shards, variables)
+
+
+@jax.tree_util.register_pytree_node_class
+class GatheredOnUse(meta.AxisMetadata[Any]):
+    """A device's piece of a parameter in a Flax or praxis variable tree; a layer that reads it gets the gathered parameter.
+
+    Flax calls `unbox` when a module reads a parameter. Loops over stacked layers slice the piece and leave it boxed, so
+    each layer's part is gathered inside the loop.
+    """
+
+    def __init__(self, shard: jax.Array, axes: tuple[str, ...], dim: int, size: int):
+        """Boxes a piece; arguments as for `collectives.gather_array`."""
+        self._shard = shard
+        self._gather_args: GatherArgs = (axes, dim, size)
+
+    @classmethod
+    def box(cls, shard: jax.Array, variable: VariableSpec) -> jax.Array | GatheredOnUse:
+        """Boxes a piece of `variable`; returns an array that is not split as it is."""
+        for dim, axes in enumerate(axes_by_dim(variable.spec, len(variable.logical_shape))):
+            if axes:
+                return cls(shard, axes, dim, variable.logical_shape[dim])
+        return shard
+
+    @property
+    def value(self) -> jax.Array:
+        """The gathered parameter."""
+        return collectives.gather_array(self._shard, *self._gather_args)
+
+    def unbox(self) -> jax.Array:
+        """The gathered parameter."""
+        return self.value
+
+    def replace_boxed(self, val: Any) -> Any:
+        """Returns the new value itself: it needs no gathering."""
+        return val
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
+        """Returns the box of the piece with one more dimension, at `index`."""
+        axes, dim, size = self._gather_args
+        return GatheredOnUse(self._shard, axes, dim + (index <= dim), size)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
+        """Returns the box of the piece without its dimension `index`.
+
+        Raises:
+          UserError: the parameter is split over this dimension, so no device has all that a loop over it needs.
+        """
+        axes, dim, size = self._gather_args
+        if index % self._shard.ndim == dim:
+            raise UserError(
+                f"a loop of the model runs over dimension {dim} of a parameter, which 'fsdp' has split; set gather='step' of "
+                "the partitioner, or use PjitPartitioner"
+            )
+        return GatheredOnUse(self._shard, axes, dim - (index < dim), size)
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array], GatherArgs]:
+        """Returns the piece as the only leaf."""
+        return (self._shard,), self._gather_args
+
+    @classmethod
+    def tree_unflatten(cls, gather_args: GatherArgs, children: tuple[jax.Array]) -> GatheredOnUse:
+        """Inverts `tree_flatten`."""
+        return cls(children[0], *gather_args)
+
+
+# praxis unboxes its own BoxedParam only, by reading `.value`, so this class must count as one.
+base_layer.BoxedParam.register(GatheredOnUse)
+
+# The names of `jax.checkpoint`'s primitive in past and present versions of JAX.
+_REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
+
+# Primitives whose results are computed again in the backward pass: gathering parameters, and plain data movement.
+_NOT_KEPT = frozenset(
+    {
+        "all_gather",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "name",
+        "pad",
+        "reshape",
+        "rev",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    }
+)
+
+
+def without_keeping_gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` with parameters gathered again in the backward pass, unless `fn` rematerialises parts itself.
+
+    In that case it is not changed: an outer `jax.checkpoint` would overrule the policies of those inside `fn`.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        flat: Callable[..., Any] = jax.extend.core.jaxpr_as_fun(jaxpr)
+        if not _contains(jaxpr.jaxpr, _REMATERIALISED):
+            flat = jax.checkpoint(flat, policy=_is_kept)
+        return jax.tree.unflatten(jax.tree.structure(shapes), flat(*jax.tree.leaves(args)))
+
+    return run
+
+
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A `jax.checkpoint` policy: returns True if results of this primitive are kept for the backward pass."""
+    if primitive.name == "custom_vjp_call":  # of `collectives.gather_array`, or of the model
+        return not _contains(params["call_jaxpr"].jaxpr, {"all_gather"})
+    return primitive.name not in _NOT_KEPT
+
+
+def _contains(jaxpr: Any, names: Set[str]) -> bool:
+    """Returns True if the program has a primitive with one of these names, at any depth."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in names:
+            return True
+        inner = [getattr(param, "jaxpr", param) for param in eqn.params.values()]
+        if any(_contains(param, names) for param in inner if hasattr(param, "eqns")):
+            return True
+    return False

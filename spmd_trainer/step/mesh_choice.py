@@ -1,0 +1,164 @@
+"""Chooses a job's mesh: from `--mesh`, from the model's declaration, or from the experiment's `adapt_mesh`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from spmd_trainer import sharding
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.sharding.messages import count_text, mesh_text
+from spmd_trainer.step import model_mesh
+
+
+class AdaptsMesh(Protocol):
+    """What the choice of a mesh asks of an experiment."""
+
+    def adapt_mesh(self, mesh_shape: dict[str, int], num_devices: int) -> Mapping[str, int] | None:
+        """Returns a mesh for `num_devices` devices, where `mesh_shape` does not fit; None if there is none."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshChoice:
+    """A mesh and the reason for choosing it.
+
+    Attributes:
+      mesh: the mesh, over all devices of the job.
+      reason: a clause for the log, such as 'as --mesh says'.
+    """
+
+    mesh: Mesh
+    reason: str
+
+
+def choose_mesh(
+    experiment: AdaptsMesh,
+    model: model_mesh.DeclaresMesh,
+    *,
+    name: str,
+    given: Sequence[tuple[str, int]] | None,
+    devices: Sequence[jax.Device] | None,
+) -> MeshChoice:
+    """Chooses the mesh of a job.
+
+    Args:
+      experiment: its `adapt_mesh` is called if the declared mesh does not fit the devices.
+      model: the built model; declares `ici_mesh_shape`, `dcn_mesh_shape` and `mesh_axis_names`.
+      name: the experiment's name, for messages.
+      given: `--mesh`, e.g. (('data', 4), ('mdl', 2)), or None. Declared axes that it omits get size 1.
+      devices: the devices to use; None for all available devices.
+
+    Raises:
+      UserError: the sizes don't fit the devices; the message suggests a `--mesh` that fits.
+      ValueError: the model's declaration contradicts itself.
+    """
+    count = len(devices) if devices is not None else jax.device_count()
+    found = model_mesh.declared_mesh(model)
+    declared = None if found is None else found.shape
+    if given:
+        return MeshChoice(_given_mesh(given, declared, devices, count), "as --mesh says")
+    if declared is None or _fits(declared, count):
+        reason = "the experiment declares no mesh" if declared is None else "as the experiment declares it"
+        return MeshChoice(model_mesh.mesh_from_model(model, devices), reason)
+    adapted = experiment.adapt_mesh(declared, count)
+    if adapted is None:
+        raise UserError(_fixed_text(name, declared, count))
+    if math.prod(adapted.values()) != count:
+        raise UserError(
+            f"{type(experiment).__name__}.adapt_mesh returns the mesh ({mesh_text(adapted)}), which needs "
+            f"{math.prod(adapted.values())} devices; there {_are(count)}. Return sizes whose product is {count}"
+        )
+    mesh = mesh_over_slices(adapted, devices)
+    return MeshChoice(mesh, f"adapted from the declared ({mesh_text(declared)}), which needs {_needed(declared)}")
+
+
+def _fits(shape: Mapping[str, int], count: int) -> bool:
+    known = math.prod(size for size in shape.values() if size != -1)
+    return count % known == 0 if -1 in shape.values() else count == known
+
+
+def _given_mesh(
+    given: Sequence[tuple[str, int]],
+    declared: Mapping[str, int] | None,
+    devices: Sequence[jax.Device] | None,
+    count: int,
+) -> Mesh:
+    sizes = dict(given)
+    if len(sizes) != len(given):
+        raise UserError(f"--mesh names an axis twice: {', '.join(name for name, _ in given)}")
+    if declared is not None:
+        for name in sizes:
+            if name not in declared:
+                axes = ", ".join(declared)
+                raise UserError(
+                    f"--mesh has an axis {name!r}; the experiment's axes are {axes}{did_you_mean(name, declared)}"
+                )
+        sizes = {name: sizes.get(name, 1) for name in declared}
+    if not _fits(sizes, count):
+        fits = mesh_flag(_nearest(sizes, count).items())
+        raise UserError(
+            f"--mesh={mesh_flag(sizes.items())} needs {_needed(sizes)}, and there {_are(count)}. This one fits: --mesh={fits}"
+        )
+    return mesh_over_slices(sizes, devices)
+
+
+def mesh_over_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Makes a mesh. On several TPU slices, only its outermost axis that is larger than 1 crosses them.
+
+    Args:
+      sizes: size of each axis, outermost first. One size may be -1: the rest of the devices.
+      devices: the devices, all of which are used; None for all available devices.
+
+    Raises:
+      UserError: the number of slices does not divide the outermost axis.
+      ValueError: see `create_device_mesh`.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}) or 1
+    if slices == 1:
+        return sharding.create_device_mesh(list(sizes.items()), devices=devices)
+    rest = len(devices) // math.prod(size for size in sizes.values() if size != -1)
+    whole = {name: rest if size == -1 else size for name, size in sizes.items()}
+    outermost = next(name for name, size in whole.items() if size > 1)
+    if whole[outermost] % slices:
+        raise UserError(
+            f"--mesh={mesh_flag(sizes.items())} on {slices} slices: the slices are divided over the outermost axis, and "
+            f"{outermost!r} has size {whole[outermost]}; give it a multiple of {slices}"
+        )
+    across = [slices if name == outermost else 1 for name in whole]
+    inside = [size // count for size, count in zip(whole.values(), across, strict=True)]
+    return sharding.create_hybrid_mesh(inside, across, tuple(whole), devices)
+
+
+def _fixed_text(name: str, declared: Mapping[str, int], count: int) -> str:
+    return (
+        f"experiment {name} declares the mesh ({mesh_text(declared)}), which needs {_needed(declared)}, and there {_are(count)}. "
+        f"Run it with --mesh={mesh_flag(_nearest(declared, count).items())}, or let the experiment adapt its mesh (adapt_mesh)"
+    )
+
+
+def _nearest(shape: Mapping[str, int], count: int) -> dict[str, int]:
+    """Returns a mesh that fits `count` devices, by resizing the axis 'data' if there is one, or else the largest axis."""
+    grow = "data" if "data" in shape else max(shape, key=shape.__getitem__)
+    sizes = {name: 1 if size == -1 else size for name, size in shape.items()}
+    return sharding.fit_mesh_shape(sizes, count, grow=grow)
+
+
+def _needed(shape: Mapping[str, int]) -> str:
+    known = math.prod(size for size in shape.values() if size != -1)
+    return f"a multiple of {known} devices" if -1 in shape.values() else count_text(known, "device")
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
+def mesh_flag(sizes: Iterable[tuple[str, int]]) -> str:
+    """Returns mesh sizes in the form of `--mesh`, e.g. 'data:4,mdl:2'."""
+    return ",".join(f"{axis}:{size}" for axis, size in sizes)

@@ -1,0 +1,192 @@
+"""Gradients of a batch computed in parts, one after the other: less memory for activations, the same update.
+
+`accumulated_gradients` is the forward and backward pass for a step that the compiler splits over the mesh, and `Outputs` adds a
+step's outputs up over the parts. `step/shard_map_passes.py` does the same with the rows of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from praxis import base_layer
+
+from spmd_trainer.optim import masks
+from spmd_trainer.sharding.even_values import slice_off
+from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.step import accumulation, integers, step_fns
+from spmd_trainer.step.step_fns import StepFnOutput
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams
+
+# (sum of value * weight, sum of the weights)
+Pair: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+def accumulated_gradients(
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+    *,
+    num_minibatches: int,
+    reshard: Callable[[NestedJTensor], NestedJTensor],
+) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
+    """Runs the forward and backward pass over minibatches of the global batch.
+
+    Gradients are those of the mean over the whole batch: each minibatch counts by the weight of its loss. If a model computes
+    something from its rows in another way than as a weighted mean (batch normalisation, balancing losses of experts), it uses the
+    rows of one minibatch. A metric of constant weight (a count) is the mean over the minibatches. Each minibatch has its own
+    dropout masks. Integers that the model writes are those of the whole batch (`integers.py`).
+
+    Args:
+      task, mdl_vars, prng_key, inputs, var_weight_hparams: as in `step_fns.gradients`.
+      num_minibatches: number of minibatches; divides the rows of the batch.
+      reshard: splits a minibatch over the mesh.
+
+    Returns:
+      As `step_fns.gradients`.
+    """
+    excluded = masks.get_excluded_var_mask_for_grad(var_weight_hparams, task.learner)
+    written = {name: mdl_vars[name] for name in step_fns.FORWARD_COLLECTIONS if name in mdl_vars}
+    num_rows = jax.tree.leaves(inputs)[0].shape[0]
+    outputs = Outputs(str(task.learner.loss_name))
+
+    def loss_fn(
+        params: NestedJTensor, written: NestedJTensor, rows: NestedJTensor, key: jax.Array, index: jax.Array
+    ) -> accumulation.LossAndAux:
+        del index
+        merged = {**step_fns.merge(excluded, params, mdl_vars), **written}
+        output, new = step_fns.forward(task, merged, key, reshard(rows), var_weight_hparams, do_eval=False)
+        written = {name: integers.keep_integers(new.get(name, old), old) for name, old in written.items()}
+        sums, by_row = outputs.take(output, jnp.ones(()), num_rows // num_minibatches)
+        return output.loss * lax.stop_gradient(sums["loss"][1]), (written, sums, by_row)
+
+    # Each minibatch takes every n-th row, so that each has rows on every device.
+    grads, written, sums, by_row = accumulation.accumulate_gradients(
+        loss_fn,
+        masks.mask_out(mdl_vars, excluded),
+        written,
+        jax.tree.map(lambda x: _transposed(x, (-1, num_minibatches)), inputs),
+        prng_key,
+        num_minibatches,
+    )
+    by_row = [_transposed(x, (num_minibatches, -1)) for x in by_row]
+    inverse = accumulation.weighted_mean(jnp.ones(()), sums["loss"][1])
+    grads = jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
+    written = integers.advance_integers(written, task, mdl_vars, prng_key, inputs, var_weight_hparams)
+    return outputs.put_back(sums, by_row, 1, num_rows), written, grads
+
+
+def _transposed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Returns `x` with its rows, laid out as a matrix of `shape`, in the order of the matrix's columns."""
+    return x.reshape(*shape, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+class Outputs:
+    """Splits a step's output into sums to reduce and arrays to concatenate by row, and joins it again.
+
+    clu metrics have a merge of their own. Those of each minibatch are concatenated like rows, and merged at the end.
+
+    `take` records the output's structure while it is traced, so make one instance for each trace. It holds no arrays.
+    """
+
+    def __init__(self, loss_name: str):
+        self._loss_name = loss_name
+        self._treedef: jax.tree_util.PyTreeDef
+        self._by_row: list[bool]
+        self._clu: jax.tree_util.PyTreeDef
+        self._minibatch_rows: int
+        self._scalars: Callable[[dict[str, Pair]], step_fns.WeightedScalars]
+
+    def take(self, output: StepFnOutput, real: jax.Array, num_rows: int) -> tuple[dict[str, Any], list[jax.Array]]:
+        """Splits an output.
+
+        Args:
+          output: the output of one minibatch.
+          real: scalar; 0.0 where the minibatch is padding, else 1.0.
+          num_rows: rows of the minibatch.
+
+        Returns:
+          {'loss', 'scalars', 'summaries', 'others': (sum, weight) pairs}, and arrays to concatenate: the leaves of
+          `per_example_out` that have the rows in dimension 0, and the leaves of the clu metrics with a new dimension 0.
+        """
+        weight = output.weighted_scalars[self._loss_name][1]
+        leaves, self._treedef = jax.tree.flatten(output.per_example_out)
+        self._by_row = [jnp.ndim(x) > 0 and x.shape[0] == num_rows for x in leaves]
+        self._scalars = type(output.weighted_scalars)
+        pair = accumulation.weighted_sum
+        sums = {
+            "loss": pair(cast(jax.Array, output.loss), weight * real),  # only decoding has no loss
+            "scalars": {name: pair(v, w * real) for name, (v, w) in output.weighted_scalars.items()},
+            "summaries": {name: pair(x, real) for name, x in output.summary_tensors.items()},
+            "others": [pair(x, real) for x, by_row in zip(leaves, self._by_row, strict=True) if not by_row],
+        }
+        clu, self._clu = jax.tree.flatten(output.clu_metrics)
+        self._minibatch_rows = num_rows
+        rows = [x for x, by_row in zip(leaves, self._by_row, strict=True) if by_row]
+        return sums, [*rows, *(jnp.asarray(x)[None] for x in clu)]
+
+    def put_back(self, sums: dict[str, Any], by_row: list[jax.Array], num_devices: int, num_rows: int) -> StepFnOutput:
+        """Joins what `take` returned into the output over the global batch.
+
+        Args:
+          sums: added up over minibatches, averaged over devices.
+          by_row: arrays [rows of the padded batch, ...], and arrays [minibatches of all devices, ...] of clu metrics.
+          num_devices: the number of devices that `sums` were averaged over.
+          num_rows: rows of the batch without padding.
+        """
+        mean = accumulation.weighted_mean
+        rows, others = iter(by_row), iter(sums["others"])
+        leaves = [_first_rows(next(rows), num_rows) if is_row else mean(*next(others)) for is_row in self._by_row]
+        scalars = {name: (mean(s, w), w * num_devices) for name, (s, w) in sums["scalars"].items()}
+        # Minibatches that hold padding are the last ones, and none holds both rows and padding.
+        clu = jax.tree.unflatten(self._clu, [x[: num_rows // self._minibatch_rows] for x in rows])
+        return StepFnOutput(
+            loss=mean(*sums["loss"]),
+            weighted_scalars=self._scalars(scalars),
+            per_example_out=jax.tree.unflatten(self._treedef, leaves),
+            summary_tensors={name: mean(s, w) for name, (s, w) in sums["summaries"].items()},
+            clu_metrics={name: metric.reduce() for name, metric in (clu or {}).items()},
+        )
+
+
+def _first_rows(x: jax.Array, num_rows: int) -> jax.Array:
+    return slice_off(x, (num_rows, *x.shape[1:]))
+
+
+def check_count(num_minibatches: int, num_rows: int) -> None:
+    """Checks that a batch divides into minibatches.
+
+    Raises:
+      ValueError: it doesn't; the message lists the numbers that do.
+    """
+    if num_rows % num_minibatches:
+        divisors = [str(n) for n in range(1, num_rows + 1) if num_rows % n == 0]
+        raise ValueError(
+            f"num_minibatches={num_minibatches} doesn't divide the global batch of {num_rows} rows; choose one of "
+            f"{', '.join(divisors)}, or another batch size"
+        )
+
+
+def check_no_overwritten(var_weight_hparams: NestedWeightHParams, what: str) -> None:
+    """Checks that no variable is overwritten with its gradient: such a gradient is not a mean over parts of a batch.
+
+    Args:
+      var_weight_hparams: WeightHParams of the variables.
+      what: the setting or partitioner that computes gradients in parts, for the message.
+
+    Raises:
+      ValueError: a variable is; names it.
+    """
+    overwritten = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
+    for path, overwrites in named_leaves(overwritten):
+        if overwrites:
+            raise ValueError(
+                f"{path} is overwritten with its gradient (an fp8 scale), which is not a mean over parts of a batch: "
+                f"{what} cannot train it. Use PjitPartitioner with num_minibatches=1."
+            )

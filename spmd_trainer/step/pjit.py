@@ -1,0 +1,76 @@
+"""The partitioner whose collectives the compiler chooses: a pure step on a mesh by `jax.jit` and shardings.
+
+`PjitPartitioner` implements the `Partitioner` protocol. What a partitioned step does, in order, is in `MeshSteps.partition`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from spmd_trainer.step import minibatches, vocabulary_padding
+from spmd_trainer.step.mesh_partitioner import MeshPartitioner
+from spmd_trainer.step.partitioner import ElasticBatch, PartitionedStep, StepFn
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import NestedShapeDtypeStruct
+
+
+class PjitPartitioner(MeshPartitioner):
+    """Partitions a task's steps over its mesh with `jax.jit`. Attributes and methods: see `Partitioner`."""
+
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        num_minibatches: int = 1,
+        elastic: bool = False,
+        elastic_batch: ElasticBatch = "whole",
+    ):
+        """Stores the settings.
+
+        Args:
+          mesh: the mesh; None for the one that the task's model declares.
+          devices: the devices for the mesh that the model declares; None for all.
+          num_minibatches: training divides the global batch into this many parts, one after the other
+            (`minibatches.accumulated_gradients`).
+          elastic: the run asks its experiment after each step which devices are available, and continues on them.
+          elastic_batch: on n times fewer devices, each device holds n times the rows ('whole'), or processes its rows in n
+            times the minibatches ('accumulate'), or the global batch is n times smaller with the same learning rate ('scale').
+
+        Raises:
+          ValueError: a setting has a value that doesn't exist.
+        """
+        super().__init__(mesh, devices, num_minibatches, elastic, elastic_batch)
+
+    def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
+        """See `Partitioner.setup`. Variables are laid out as their layers or `task.train.sharding_strategy` say."""
+        # Added rows hold zeros; the step slices them off.
+        self.build_steps(task, inputs_shape_dtype, "constant")
+        if self.num_minibatches > 1:
+            minibatches.check_count(self.num_minibatches, jax.tree.leaves(inputs_shape_dtype)[0].shape[0])
+            name = f"num_minibatches={self.num_minibatches}"
+            minibatches.check_no_overwritten(self.metadata.var_weight_hparams, name)
+
+    def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> PartitionedStep:
+        """See `Partitioner.partition`. A train step gets a `grad_fn` if there are several minibatches."""
+        metadata = self.steps.metadata_for(with_opt_states=not is_eval)
+        view = vocabulary_padding.step_view(self.task, metadata, inputs_shape_dtype)
+        if is_eval or self.num_minibatches == 1:
+            return self.steps.partition(step_fn, inputs_shape_dtype, view, is_eval=is_eval)
+        grad_fn = functools.partial(
+            minibatches.accumulated_gradients,
+            num_minibatches=self.num_minibatches,
+            reshard=self.steps.reshard_inputs,
+        )
+        return self.steps.partition(
+            step_fn, inputs_shape_dtype, view, is_eval=False, extra_args=lambda padded: (grad_fn,)
+        )
+
+    def rows_to_split(self, num_rows: int, num_devices: int) -> int:
+        """See `Partitioner.rows_to_split`. The global batch is divided into minibatches."""
+        del num_devices
+        return num_rows

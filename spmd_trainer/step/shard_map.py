@@ -1,0 +1,192 @@
+"""The step with its collectives written out: data parallel and fully sharded (FSDP), under `jax.shard_map`.
+
+`ShardMapPartitioner` runs the forward and backward pass of the same pure step on each device's own rows. Every exchange
+between devices is written in `shard_map_passes.py` and `collectives.py`. The learner then runs on the reduced gradients under
+ordinary jit: its elementwise maths exchanges only the scalars of its norms. Besides these scalars, the compiled train step
+holds:
+
+- 'dp', parameters whole on each device: one all-reduce per step, of all gradients and metrics together, for any number of
+  minibatches. (A compiler may split it if it exceeds the compiler's own limit for combined collectives.)
+- 'fsdp', parameters of `min_weight_size` elements or more split over `axis_name`: for each use of a split parameter one
+  all-gather in the forward pass, one more in the backward pass if it is gathered again instead of kept, and one
+  reduce-scatter of its gradient; one all-reduce of all other gradients and the metrics. The collectives of a repeated layer
+  are in the body of its loop, executed once per layer.
+
+With `gather='layer'` a parameter is gathered where its layer reads it (`GatheredOnUse`). In a model that rematerialises
+blocks itself (praxis' repeated layers do, others with `remat=True`) the gathered copy lives as long as the block runs;
+parameters outside of these blocks (embedding, softmax) stay gathered from their first use to their last use in the backward
+pass. A model without any rematerialisation is run under a `jax.checkpoint` policy that does not keep gathered parameters for
+the backward pass, and recomputes only them and plain data movement. (Outside of loops, the CPU's compiler undoes this: it
+merges equal values across `jax.checkpoint`'s barriers.) With `gather='step'` everything is gathered once per step and
+gradients are accumulated whole: one all-gather and one reduce-scatter per parameter and step, for any number of minibatches,
+and the peak holds the whole model and its gradients.
+
+praxis and Flax Linen ask for a parameter where a layer reads it. An NNX module holds its parameters, and functions get them as
+arguments, so `NnxModel` and `FunctionModel` gather each one before the module runs, and the sharding report says so. The compiler
+may move such a gather to the parameter's first use. But layers that are stacked for `nnx.scan` are gathered as one array, and
+what an `nnx.remat` block reads stays gathered until its backward pass. For large models of these kinds, use `PjitPartitioner`.
+
+The loss is the mean over the global batch: sums and weights are reduced first and divided afterwards. If a model computes
+something from its rows in another way than as a weighted mean (batch normalisation, balancing losses of experts), it uses
+the rows of one minibatch on one device, as is usual in data parallel training. A metric of constant weight is the mean over
+all minibatches and devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+from jax.sharding import Mesh
+from praxis import base_layer
+
+from spmd_trainer.models.base import GatheredVariables, ModuleModel
+from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, named_leaves
+from spmd_trainer.step import collectives, minibatches, shard_map_passes
+from spmd_trainer.step.mesh_partitioner import MeshPartitioner
+from spmd_trainer.step.partitioner import ElasticBatch, PartitionedStep, StepFn
+from spmd_trainer.step.shard_map_passes import PassSettings
+from spmd_trainer.step.state_layout import NestedVariableSpec
+from spmd_trainer.step.step_view import StepView
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import NestedShapeDtypeStruct, NestedWeightHParams
+
+
+class ShardMapPartitioner(MeshPartitioner):
+    """Partitions a task's train and eval steps with `jax.shard_map`; decoding is left to the compiler.
+
+    The batch is split over all axes of the mesh. Layers' own split mappings and the task's `sharding_strategy` and
+    `inputs_split_mapping` have no effect on training and evaluation: the sharding report gives the reason for each variable.
+    Dropout masks differ on every device, and so depend on the mesh. Attributes and methods: see `Partitioner`.
+    """
+
+    def __init__(
+        self,
+        sharding: Literal["dp", "fsdp"] = "dp",
+        axis_name: collectives.Axes | None = None,
+        min_weight_size: int = collectives.MIN_WEIGHT_SIZE,
+        *,
+        num_minibatches: int = 1,
+        gather: Literal["layer", "step"] | None = None,
+        mesh: Mesh | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        elastic: bool = False,
+        elastic_batch: ElasticBatch = "whole",
+    ):
+        """Stores the settings; the top of the file explains them.
+
+        Args:
+          sharding: 'dp' or 'fsdp'.
+          axis_name: the axes that fsdp splits parameters over; None for all axes of the mesh.
+          min_weight_size: fsdp leaves parameters with fewer elements whole.
+          num_minibatches: each device divides its rows into this many parts, one after the other.
+          gather: when fsdp gathers parameters; None for 'layer' with one minibatch, 'step' with several.
+          mesh: the mesh; None for the one that the task's model declares.
+          devices: the devices for the mesh that the model declares; None for all.
+          elastic: as for `PjitPartitioner`.
+          elastic_batch: as for `PjitPartitioner`.
+
+        Raises:
+          ValueError: a setting has a value that doesn't exist, or two settings contradict each other.
+        """
+        super().__init__(mesh, devices, num_minibatches, elastic, elastic_batch)
+        if sharding not in ("dp", "fsdp"):
+            raise ValueError(f"ShardMapPartitioner: sharding is {sharding!r}; it must be 'dp' or 'fsdp'")
+        if gather not in ("layer", "step", None):
+            raise ValueError(f"ShardMapPartitioner: gather is {gather!r}; it must be 'layer', 'step' or None")
+        if sharding == "dp" and (axis_name is not None or gather is not None):
+            raise ValueError("ShardMapPartitioner: axis_name and gather are settings of sharding='fsdp'; 'dp' has none")
+        self.sharding = sharding
+        self.axis_name = axis_name
+        self.min_weight_size = min_weight_size
+        self._requested_gather = gather
+
+    @property
+    def gather(self) -> Literal["layer", "step"]:
+        """When parameters are gathered."""
+        once_per_step = self.sharding == "dp" or self.num_minibatches > 1
+        return self._requested_gather or ("step" if once_per_step else "layer")
+
+    def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
+        """See `Partitioner.setup`. `sharding` decides the layout of every variable."""
+        # Added rows repeat rows of the batch and weigh nothing: on rows of zeros, a model's own means could be 0 / 0.
+        self.build_steps(task, inputs_shape_dtype, "wrap", functools.partial(self._plan, task))
+        minibatches.check_no_overwritten(self.metadata.var_weight_hparams, "ShardMapPartitioner")
+
+    def _plan(self, task: SingleTask, var_weight_hparams: NestedWeightHParams) -> NestedVariableSpec:
+        """Returns a VariableSpec for each variable of the model."""
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), var_weight_hparams)
+        sizes = dict(self.mesh.shape)
+        if task.lora is not None and task.lora.rank_axis is not None:
+            raise ValueError(
+                f"task.lora.rank_axis is {task.lora.rank_axis!r}, and ShardMapPartitioner splits a variable on one dimension "
+                "only, an adapter on that of its weight; set rank_axis=None, or use PjitPartitioner"
+            )
+
+        def whole(tree: NestedShapeDtypeStruct, reason: str) -> NestedVariableSpec:
+            records = [
+                make_variable_spec(path, x.shape, x.dtype, None, sizes, reason) for path, x in named_leaves(tree)
+            ]
+            return jax.tree.unflatten(jax.tree.structure(tree), records)
+
+        if self.sharding == "dp":
+            return whole(shapes, "replicated: shard_map dp")
+        plan = whole(shapes, "replicated: the forward pass may write it")
+        # praxis' layers are gathered where they are read, and say themselves which of their dimensions are stacked.
+        model = task.model
+        read = model.gathered_variables if isinstance(model, ModuleModel) else GatheredVariables(where_read=True)
+
+        def first_dim(p: base_layer.WeightHParams) -> int:
+            return len(p.repeat_prefix) if p.repeat_prefix else max(0, min(read.stacked_dims, len(p.shape) - 1))
+
+        shards = collectives.plan_shards(
+            shapes[base_layer.PARAMS],
+            self.axis_name or tuple(self.mesh.axis_names),
+            self.mesh,
+            min_weight_size=self.min_weight_size,
+            first_dim=jax.tree.map(first_dim, var_weight_hparams[base_layer.PARAMS]),
+        )
+        if self.gather == "layer" and not read.where_read:
+            shards = jax.tree.map(_gathered_before, shards)
+        plan[base_layer.PARAMS] = shards
+        return plan
+
+    def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> PartitionedStep:
+        """See `Partitioner.partition`. The step gets a `grad_fn` or `eval_fn` that works on padded variables and inputs.
+
+        Raises:
+          ValueError: there are several processes, and the devices don't divide the rows.
+        """
+        num_rows = jax.tree.leaves(inputs_shape_dtype)[0].shape[0]
+        if jax.process_count() > 1 and num_rows % self.mesh.size:
+            raise ValueError(
+                f"ShardMapPartitioner: the global batch has {num_rows} rows, and {jax.process_count()} processes with "
+                f"{self.mesh.size} devices need a multiple of {self.mesh.size}; choose another batch size, or PjitPartitioner"
+            )
+        metadata = self.steps.metadata_for(with_opt_states=not is_eval)
+        settings = PassSettings(
+            variables=metadata.variables.mdl_vars,
+            mesh=self.mesh,
+            num_rows=num_rows,
+            num_minibatches=self.num_minibatches,
+            gather_on_use=self.gather == "layer",
+        )
+        run = functools.partial(shard_map_passes.evaluate if is_eval else shard_map_passes.gradients, settings)
+        # Each parameter's padding is sliced off where it is gathered, so the step sees logical shapes everywhere.
+        view = StepView(self.task, metadata, metadata)
+        return self.steps.partition(
+            step_fn, inputs_shape_dtype, view, is_eval=is_eval, extra_args=lambda padded: (run, padded)
+        )
+
+    def rows_to_split(self, num_rows: int, num_devices: int) -> int:
+        """See `Partitioner.rows_to_split`. Each device divides its own rows into minibatches."""
+        return -(-num_rows // num_devices)
+
+
+def _gathered_before(variable: VariableSpec) -> VariableSpec:
+    if variable.is_replicated:
+        return variable
+    return dataclasses.replace(variable, reason=f"{variable.reason}; gathered before the model runs")

@@ -1,0 +1,268 @@
+"""Forward and backward pass of a step on each device's own rows, with every exchange between devices written out.
+
+`gradients` and `evaluate` are the `grad_fn` and `eval_fn` of `step_fns.py`, for padded variables and inputs; read `gradients`
+first. `shard_map.py` lists the collectives that they make, and says when to use them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from spmd_trainer.optim import masks
+from spmd_trainer.sharding.even_values import slice_off
+from spmd_trainer.step import accumulation, collectives, integers, step_fns
+from spmd_trainer.step.gathered_on_use import gathered_on_use, without_keeping_gathered
+from spmd_trainer.step.minibatches import Outputs
+from spmd_trainer.step.state_layout import NestedVariableSpec
+from spmd_trainer.step.step_fns import StepFnOutput
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
+
+VarsFn: TypeAlias = Callable[[NestedJTensor], NestedJTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassSettings:
+    """How forward and backward passes run on the devices; fixed when a step is partitioned.
+
+    Attributes:
+      variables: VariableSpecs of the model's variables.
+      mesh: the mesh; the batch is split over all of it.
+      num_rows: rows of the global batch without padding.
+      num_minibatches: number of parts that each device divides its rows into in training.
+      gather_on_use: in training, True gathers parameters where a layer reads them, False all of them once per step.
+    """
+
+    variables: NestedVariableSpec
+    mesh: Mesh
+    num_rows: int
+    num_minibatches: int = 1
+    gather_on_use: bool = True
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of all mesh axes."""
+        return tuple(self.mesh.axis_names)
+
+
+def gradients(
+    settings: PassSettings,
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
+    """Runs the forward and backward pass.
+
+    Args:
+      settings: how.
+      task: the built task.
+      mdl_vars: padded variables.
+      prng_key: the step's key.
+      inputs: the padded global batch.
+      var_weight_hparams: WeightHParams of `mdl_vars`, same structure.
+
+    Returns:
+      As `step_fns.gradients`; gradients have logical shapes and are split like their variables.
+    """
+    excluded = masks.get_excluded_var_mask_for_grad(var_weight_hparams, task.learner)
+    trainable = masks.mask_out(settings.variables, excluded)
+    minibatches = _minibatches(settings, inputs, settings.num_minibatches)
+    outputs = Outputs(str(task.learner.loss_name))
+
+    def run(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+        params, reduce_scatter, prepare = _gathered(settings, mdl_vars, excluded, trainable)
+        old = {name: mdl_vars[name] for name in step_fns.FORWARD_COLLECTIONS if name in mdl_vars}
+        frozen = mdl_vars if settings.gather_on_use else collectives.gather_params(mdl_vars, settings.variables)
+
+        def loss_fn(
+            params: NestedJTensor, written: NestedJTensor, rows: NestedJTensor, key: jax.Array, index: jax.Array
+        ) -> accumulation.LossAndAux:
+            merged = {**step_fns.merge(excluded, params, frozen), **written}
+            output, new = step_fns.forward(task, merged, key, rows, var_weight_hparams, do_eval=False, prepare=prepare)
+            real = minibatches.is_real(index)
+            written = {name: _where(real, new.get(name, old), old) for name, old in written.items()}
+            sums, by_row = outputs.take(output, real, minibatches.num_rows)
+            # A sum, because it is added up over minibatches and devices; the weight divides it at the very end.
+            return output.loss * lax.stop_gradient(sums["loss"][1]), (written, sums, by_row)
+
+        minibatch_loss = without_keeping_gathered(loss_fn) if settings.gather_on_use else loss_fn
+        grads, new, sums, by_row = accumulation.accumulate_gradients(
+            minibatch_loss, params, old, inputs, key, minibatches.count
+        )
+        grads = reduce_scatter(grads)
+        grads, sums = collectives.sync_gradients((grads, sums), (trainable, None), settings.axes)
+        inverse = accumulation.weighted_mean(jnp.ones(()), sums["loss"][1])
+        grads = jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
+        return grads, _agree(new, minibatches), sums, by_row
+
+    specs = jax.tree.map(lambda v: v.spec, trainable)
+    mapped = _on_each_device(settings, run, (specs, PartitionSpec(), PartitionSpec()))
+    grads, written, sums, by_row = mapped(mdl_vars, inputs, prng_key)
+    grads = _without_padding(grads, trainable)
+    with _no_ambient_mesh():
+        written = integers.advance_integers(
+            written,
+            task,
+            _without_padding(mdl_vars, settings.variables),
+            prng_key,
+            jax.tree.map(lambda x: slice_off(x, (settings.num_rows, *x.shape[1:])), inputs),
+            var_weight_hparams,
+        )
+    return outputs.put_back(sums, by_row, settings.mesh.size, settings.num_rows), written, grads
+
+
+def evaluate(
+    settings: PassSettings,
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+) -> StepFnOutput:
+    """Runs the model in evaluation. Arguments as in `gradients`.
+
+    Parameters are gathered where layers read them. There is one all-reduce, of the metrics.
+    """
+    minibatches = _minibatches(settings, inputs, 1)
+    outputs = Outputs(str(task.learner.loss_name))
+
+    def run(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> tuple[PyTree, PyTree]:
+        def measure(carry: None, rows: NestedJTensor, index: jax.Array) -> tuple[None, PyTree, PyTree]:
+            output, _ = step_fns.forward(
+                task,
+                mdl_vars,
+                jax.random.fold_in(key, index),
+                rows,
+                var_weight_hparams,
+                do_eval=True,
+                prepare=_gather_on_use(settings),
+            )
+            return carry, *outputs.take(output, minibatches.is_real(index), minibatches.num_rows)
+
+        _, sums, by_row = accumulation.over_minibatches(measure, None, inputs, minibatches.count)
+        return collectives.sync_gradients(sums, None, settings.axes), by_row
+
+    sums, by_row = _on_each_device(settings, run, (PartitionSpec(),))(mdl_vars, inputs, prng_key)
+    return outputs.put_back(sums, by_row, settings.mesh.size, settings.num_rows)
+
+
+def _on_each_device(settings: PassSettings, run: Callable[..., Any], out_specs: tuple[Any, ...]) -> Callable[..., Any]:
+    """Maps `run(mdl_vars, inputs, key)` over the devices, each with its own key; the last result is split by rows."""
+
+    def on_each_device(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> Any:
+        with _no_ambient_mesh():
+            return run(mdl_vars, inputs, collectives.fold_rng_over_axis(key, settings.axes))
+
+    by_row = PartitionSpec(settings.axes)
+    specs = jax.tree.map(lambda v: v.spec, settings.variables)
+    return jax.shard_map(
+        on_each_device,
+        mesh=settings.mesh,
+        in_specs=(specs, by_row, PartitionSpec()),
+        out_specs=(*out_specs, by_row),
+        check_vma=False,
+    )
+
+
+def _no_ambient_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Switches layers' sharding constraints off: they mean nothing where `settings.variables` decides the layout."""
+    # The device stays known: attention kernels are chosen for it.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def _without_padding(tree: NestedJTensor, variables: NestedVariableSpec) -> NestedJTensor:
+    return jax.tree.map(lambda x, v: slice_off(x, v.logical_shape), tree, variables)
+
+
+def _gathered(
+    settings: PassSettings, mdl_vars: NestedJTensor, excluded: PyTree, trainable: NestedVariableSpec
+) -> tuple[NestedJTensor, VarsFn, VarsFn]:
+    """Returns the parameters to differentiate by, and functions to apply to their gradients and before the forward pass."""
+    shards = masks.mask_out(mdl_vars, excluded)
+    if settings.gather_on_use:
+        return shards, lambda grads: grads, _gather_on_use(settings)
+    params, pullback = jax.vjp(lambda shards: collectives.gather_params(shards, trainable), shards)
+    return params, lambda grads: pullback(grads)[0], lambda mdl_vars: mdl_vars
+
+
+def _gather_on_use(settings: PassSettings) -> VarsFn:
+    return lambda mdl_vars: gathered_on_use(mdl_vars, settings.variables)
+
+
+def _agree(new: NestedJTensor, minibatches: _Minibatches) -> NestedJTensor:
+    """Averages the floats that the forward pass wrote over the devices. Integers are set later, by `advance_integers`."""
+    leaves, treedef = jax.tree.flatten(new)
+    floats = [i for i, leaf in enumerate(leaves) if not integers.is_integer(leaf)]
+    if floats:
+        real = minibatches.is_real(jnp.zeros((), jnp.int32))
+        share = real / lax.psum(real, minibatches.axes)
+        means = lax.psum([leaves[i] * share.astype(leaves[i].dtype) for i in floats], minibatches.axes)
+        for i, mean in zip(floats, means, strict=True):
+            leaves[i] = mean
+    return jax.tree.unflatten(treedef, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Minibatches:
+    """How each device's rows are divided.
+
+    Attributes:
+      count: minibatches on each device.
+      num_rows: rows of a minibatch.
+      num_real_rows: rows of the global batch without padding; they come first.
+      axes: names of the mesh axes.
+    """
+
+    count: int
+    num_rows: int
+    num_real_rows: int
+    axes: tuple[str, ...]
+
+    def is_real(self, index: jax.Array) -> jax.Array:
+        """Returns 1.0 if minibatch `index` of this device holds rows of the batch, 0.0 if it holds padding."""
+        first = (lax.axis_index(self.axes) * self.count + index) * self.num_rows
+        return (first < self.num_real_rows).astype(jnp.float32)
+
+
+def _minibatches(settings: PassSettings, inputs: NestedJTensor, requested: int) -> _Minibatches:
+    """Divides each device's rows into the requested number of minibatches, or more if one would also hold padding.
+
+    Raises:
+      ValueError: `requested` doesn't divide a device's rows.
+    """
+    num_devices, num_rows = settings.mesh.size, settings.num_rows
+    rows_per_device = jax.tree.leaves(inputs)[0].shape[0] // num_devices
+    if rows_per_device % requested:
+        raise ValueError(
+            f"num_minibatches={requested} doesn't divide the {rows_per_device} rows that each of {num_devices} devices has "
+            f"of a batch of {num_rows}; choose a divisor of {rows_per_device}, or another batch size"
+        )
+    size = math.gcd(rows_per_device // requested, num_rows)
+    count = rows_per_device // size
+    if count != requested:
+        logging.warning(
+            "%d devices don't divide a batch of %d rows: each processes %d minibatches instead of %d, so that none holds "
+            "both rows and padding",
+            num_devices,
+            num_rows,
+            count,
+            requested,
+        )
+    return _Minibatches(count, size, num_rows, settings.axes)
+
+
+def _where(real: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda n, o: jnp.where(real > 0, n, o), integers.keep_integers(new, old), old)

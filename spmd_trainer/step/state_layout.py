@@ -1,0 +1,306 @@
+"""One record per variable: where each part of the train state lives, worked out once from the abstract initialisation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+import optax
+from absl import logging
+from jax.sharding import Mesh, PartitionSpec
+from praxis import base_layer
+
+from spmd_trainer import sharding
+from spmd_trainer.decoder import lora
+from spmd_trainer.errors import did_you_mean
+from spmd_trainer.optim import masks, optax_bridge
+from spmd_trainer.sharding.path_rules import Strategy
+from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
+from spmd_trainer.step import initialization
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
+
+# VariableSpecs, in the structure of the variables or of the state.
+NestedVariableSpec: TypeAlias = PyTree
+# Decides the layout of every variable: WeightHParams -> VariableSpecs, same structure.
+Plan: TypeAlias = Callable[[NestedWeightHParams], NestedVariableSpec]
+DECLARED = "declared"
+NOT_DECLARED = "replicated: the layer declares no split mapping"
+# Where the train state, and so the sharding report, has the variables. Rules of a strategy are matched without it.
+_REPORT_PREFIX = "mdl_vars/"
+
+
+@dataclasses.dataclass(frozen=True)
+class StateMetadata:
+    """The layout of a train state, known before the state exists.
+
+    Attributes:
+      var_weight_hparams: praxis' WeightHParams of the model variables.
+      variables: a TrainState whose leaves are VariableSpecs.
+      mesh: the device mesh that they are for.
+    """
+
+    var_weight_hparams: NestedWeightHParams
+    variables: TrainState
+    mesh: Mesh
+
+    @functools.cached_property
+    def partition_specs(self) -> TrainState:
+        """PartitionSpecs of the state."""
+        specs: TrainState = jax.tree.map(lambda v: v.spec, self.variables)
+        return specs
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """NamedShardings of the state; variables with the same spec share one object."""
+        shardings: TrainState = sharding.named_shardings(self.variables, self.mesh)
+        return shardings
+
+    @functools.cached_property
+    def padded_shapes(self) -> TrainState:
+        """ShapeDtypeStructs of the state as the devices hold it, with shardings."""
+        shapes: TrainState = jax.tree.map(
+            lambda v, s: jax.ShapeDtypeStruct(v.padded_shape, v.dtype, sharding=s), self.variables, self.shardings
+        )
+        return shapes
+
+    def pad(self, state: TrainState) -> TrainState:
+        """Logical state -> padded state, zeros in the padding. Under jit."""
+        padded: TrainState = sharding.pad_uneven(state, self.variables, self.variables, self.mesh)
+        return padded
+
+    def slice(self, state: TrainState) -> TrainState:
+        """Padded state -> logical state. Under jit."""
+        logical: TrainState = sharding.slice_uneven(state, self.variables, self.variables)
+        return logical
+
+    def without_opt_states(self) -> StateMetadata:
+        """Returns the metadata of the same state in evaluation."""
+        return StateMetadata(self.var_weight_hparams, self.variables.to_eval_state(), self.mesh)
+
+    def records(self) -> list[VariableSpec]:
+        """Returns all VariableSpecs, in the order of the state's leaves."""
+        return jax.tree.leaves(self.variables)
+
+    def check_state(self, state: TrainState, specs: TrainState) -> None:
+        """Checks that a state whose layout is `specs` is a padded state of this metadata.
+
+        Args:
+          state: the state's arrays, or their shapes.
+          specs: its PartitionSpecs.
+
+        Raises:
+          ValueError: an array has another shape or another spec; names the first.
+        """
+
+        def check(variable: VariableSpec, array: jax.Array, spec: PartitionSpec) -> None:
+            if array.shape != variable.padded_shape or spec != variable.spec:
+                raise ValueError(
+                    f"{variable.path} of the train state has shape {array.shape} and spec {spec}, but the task's model "
+                    f"declares {variable.padded_shape} (logical {variable.logical_shape}) and {variable.spec}; give the "
+                    "task that made it"
+                )
+
+        jax.tree.map(check, self.variables, state, specs)
+
+    def num_params(self) -> int:
+        """Returns the number of elements of the trainable variables, at logical shapes."""
+        return self._num_elements(frozen=False)
+
+    def num_frozen_params(self) -> int:
+        """Returns the number of elements of the parameters that adapters leave as they are, at logical shapes."""
+        return self._num_elements(frozen=True)
+
+    def _num_elements(self, *, frozen: bool) -> int:
+        params, hparams = (
+            jax.tree.leaves(tree.get(base_layer.PARAMS, {}))
+            for tree in (self.variables.mdl_vars, self.var_weight_hparams)
+        )
+        counted = (v for v, p in zip(params, hparams, strict=True) if masks.is_frozen(p) == frozen)
+        return sum(int(np.prod(v.logical_shape)) for v in counted)
+
+
+def build(
+    task: SingleTask,
+    init_variables: Callable[[jax.Array], NestedJTensor],
+    mesh: Mesh,
+    plan: Plan | None = None,
+) -> StateMetadata:
+    """Works out spec, padding and reason for every variable and optimizer state.
+
+    A variable has the spec that its layer declares. If the layer declares none, `task.train.sharding_strategy` decides;
+    without a strategy the variable is replicated. Optimizer states follow their variable, and adapters (`task.lora`) the
+    weight that they are added to.
+
+    Args:
+      task: the built task.
+      init_variables: `initialization.variables_initialiser` of the task.
+      mesh: the device mesh.
+      plan: decides every variable, instead of its layer and the strategy.
+
+    Raises:
+      ValueError: a declared mapping doesn't fit its variable or the mesh, or the strategy is invalid.
+    """
+    # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
+    with lora.traced_on(mesh):
+        hparams = initialization.abstract_hparams(init_variables)
+    hparams, reasons = (
+        _planned(task, hparams, mesh, plan) if task.lora is None else _with_adapters(task, hparams, mesh, plan)
+    )
+    logical = jax.eval_shape(
+        lambda mdl_vars: initialization.create_train_state(task, mdl_vars, hparams),
+        jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
+    )
+    grad_tx, excluded = initialization.grad_transformation(task, hparams)
+    opt_hparams = _unmask(grad_tx.init_partition_spec(masks.mask_out(hparams, excluded)))
+    specs = TrainState(
+        step=PartitionSpec(),
+        mdl_vars=jax.tree.map(functools.partial(_declared_spec, mesh), hparams),
+        opt_states=[jax.tree.map(functools.partial(_declared_spec, mesh), opt_hparams)],
+        extra_state=(),
+    )
+    why = TrainState(
+        step="replicated: a scalar",
+        mdl_vars=reasons,
+        opt_states=[_opt_reasons(opt_hparams, hparams)],
+        extra_state=(),
+    )
+
+    def record(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, reason: str) -> VariableSpec:
+        return make_variable_spec(path_str(path), leaf.shape, leaf.dtype, spec, dict(mesh.shape), reason)
+
+    return StateMetadata(hparams, jax.tree_util.tree_map_with_path(record, logical, specs, why), mesh)
+
+
+def _planned(
+    task: SingleTask, hparams: NestedWeightHParams, mesh: Mesh, plan: Plan | None
+) -> tuple[NestedWeightHParams, PyTree]:
+    """Returns the WeightHParams with the split mappings that each variable gets, and the reason for each."""
+    reasons = jax.tree.map(_reason, hparams)
+    if plan is not None:
+        return _apply_plan(plan(hparams), hparams, reasons, mesh, also_declared=True)
+    if task.train.sharding_strategy is None:
+        return hparams, reasons
+    # Rules see a repeated layer's variable as one layer has it. So the same rules serve with and without repetition, and the
+    # dimension of the layers, which a loop runs over, is never split by accident.
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.shape), p.dtype), hparams)
+    planned = sharding.plan_sharding(shapes, task.train.sharding_strategy, mesh)
+    _check_rules(task.train.sharding_strategy, shapes)
+    return _apply_plan(planned, hparams, reasons, mesh, also_declared=False)
+
+
+def _with_adapters(
+    task: SingleTask, hparams: NestedWeightHParams, mesh: Mesh, plan: Plan | None
+) -> tuple[NestedWeightHParams, PyTree]:
+    """Plans the base as without adapters, and splits each adapter like its weight.
+
+    Raises:
+      ValueError: task.lora.rank_axis names no axis of the mesh.
+    """
+    names = tuple(map(str, mesh.axis_names))
+    for axis in task.lora.rank_axes:
+        if axis not in names:
+            raise ValueError(
+                f"task.lora.rank_axis is {axis!r}, and the mesh has the axes {names}{did_you_mean(axis, names)}"
+            )
+    base, reasons = _planned(task, lora.base_only(hparams), mesh, plan)
+    return lora.split_like_base(task, hparams, base, reasons)
+
+
+def _check_rules(strategy: Strategy, variables: PyTree) -> None:
+    """Warns about each rule of a sharding strategy that matches no variable.
+
+    Raises:
+      ValueError: such a rule has the prefix that the report gives to variables, which rules don't see.
+    """
+    paths = [path for path, _ in masks.with_paths(variables)]
+    for number, (regex, _) in enumerate(strategy, start=1):
+        if any(re.search(regex, path) for path in paths):
+            continue
+        problem = f"task.train.sharding_strategy: rule {number} ({regex!r}) matches no variable"
+        if _REPORT_PREFIX in regex:
+            raise ValueError(
+                f"{problem}. Rules are matched against paths without the report's {_REPORT_PREFIX!r}, e.g. {paths[0]}; write "
+                f"{regex.replace(_REPORT_PREFIX, '')!r}"
+            )
+        logging.warning("%s; paths are %s", problem, masks.paths_text(variables))
+
+
+def _reason(hparams: base_layer.WeightHParams) -> str:
+    mapping = hparams.tensor_split_dims_mapping
+    return DECLARED if mapping is not None and not _all_whole(mapping) else NOT_DECLARED
+
+
+def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams) -> PyTree:
+    """Returns the reason for the layout of each part of an optimizer state."""
+    variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
+
+    def reason(path: tuple[Any, ...], part: base_layer.WeightHParams) -> str:
+        if not _all_whole(part.full_split_dims_mapping):
+            return "follows its variable"
+        if not part.full_shape:
+            return "replicated: a scalar"
+        own = optax_bridge.variable_of(path, variables)
+        if own is None:
+            return "replicated: it belongs to no variable, or to several"
+        shape, variable_shape = tuple(part.full_shape), tuple(variables[own].full_shape)
+        if shape == variable_shape:
+            return "replicated: its variable is"
+        return f"replicated: its shape {shape} is not {variable_shape}, that of its variable"
+
+    return jax.tree_util.tree_map_with_path(reason, opt_hparams)
+
+
+def _all_whole(mapping: Sequence[Any]) -> bool:
+    return all(entry in (None, -1) for entry in mapping)
+
+
+def _declared_spec(mesh: Mesh, hparams: base_layer.WeightHParams) -> PartitionSpec:
+    return sharding.to_partition_spec(hparams.full_split_dims_mapping, mesh.axis_names)
+
+
+def _unmask(opt_hparams: NestedWeightHParams) -> NestedWeightHParams:
+    """Removes the MaskedState wrapper that praxis adds to the specs but not to the state."""
+    return jax.tree.map(
+        lambda x: x.inner_state if isinstance(x, optax.MaskedState) else x,
+        opt_hparams,
+        is_leaf=lambda x: isinstance(x, optax.MaskedState),
+    )
+
+
+def _apply_plan(
+    planned: NestedVariableSpec, hparams: NestedWeightHParams, reasons: PyTree, mesh: Mesh, *, also_declared: bool
+) -> tuple[NestedWeightHParams, PyTree]:
+    """Gives the planned mapping to each variable whose layer declares none, or to all variables (`also_declared`).
+
+    A plan for a repeated layer's variable may omit the dimensions of the repetition, which then stay as declared.
+    """
+
+    def merge(p: base_layer.WeightHParams, reason: str, plan: VariableSpec) -> tuple[base_layer.WeightHParams, str]:
+        if reason != NOT_DECLARED and not also_declared:
+            return p, reason
+        entries = tuple(plan.spec) + (None,) * (len(plan.logical_shape) - len(plan.spec))
+        planned_repeats = len(entries) - len(p.shape)
+        repeats = p.repeat_prefix_split_dims_mapping
+        # Kept as declared if possible, because praxis names the optimizer states of repeated layers after it.
+        if p.repeat_prefix is not None and repeats is None:
+            repeats = (None,) * len(p.repeat_prefix)
+        elif planned_repeats and not _all_whole(repeats):
+            repeats = entries[:planned_repeats]
+        p = dataclasses.replace(
+            p,
+            mesh_shape=tuple(mesh.shape.values()),
+            tensor_split_dims_mapping=entries[planned_repeats:],
+            repeat_prefix_split_dims_mapping=repeats,
+        )
+        return p, plan.reason
+
+    pairs = jax.tree.map(merge, hparams, reasons, planned)
+    first = jax.tree.map(lambda pair: pair[0], pairs, is_leaf=lambda x: isinstance(x, tuple))
+    second = jax.tree.map(lambda pair: pair[1], pairs, is_leaf=lambda x: isinstance(x, tuple))
+    return first, second

@@ -1,0 +1,351 @@
+"""The maths of one step, on logical shapes: no mesh, no padding, no devices.
+
+`train_step`, `eval_step` and `decode_step` are pure functions of their arguments. A partitioner (`partitioning/`) wraps them: it
+splits the inputs, slices the padding off the state before the step and pads it after, and jits. Read this file to know what a
+step computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from praxis import base_layer
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.models.base import ModuleModel
+from spmd_trainer.optim import masks
+from spmd_trainer.step import update_ratios
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import (
+    NestedJTensor,
+    NestedWeightHParams,
+    PyTree,
+    TrainState,
+)
+
+Tree = TypeVar("Tree")
+
+# {name: (mean value, weight)}; praxis models return a subclass of dict.
+WeightedScalars: TypeAlias = Mapping[str, tuple[jax.Array, jax.Array]]
+# Collections that the forward pass itself updates (batch-norm averages and the like).
+FORWARD_COLLECTIONS = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECTION)
+
+
+@struct.dataclass
+class StepFnOutput:
+    """What a step returns besides the new state.
+
+    Attributes:
+      loss: float32 scalar, the mean loss over the global batch; None in decode.
+      weighted_scalars: {name: (mean value, weight)}, scalars over the global batch.
+      per_example_out: arrays with the batch as dimension 0.
+      summary_tensors: {name: array}, forward and backward summaries.
+      clu_metrics: {name: clu metric} over the global batch, if the model returns some. Averages are weighted scalars instead.
+    """
+
+    loss: jax.Array | None
+    weighted_scalars: WeightedScalars
+    per_example_out: NestedJTensor
+    summary_tensors: dict[str, jax.Array]
+    clu_metrics: Mapping[str, Any] | None = None
+
+
+class Padded(NamedTuple):
+    """A step's variables and inputs as the devices hold them, with the padding that the mesh needs."""
+
+    mdl_vars: NestedJTensor
+    inputs: NestedJTensor
+
+
+# (task, mdl_vars, key, inputs, var_weight_hparams) -> (output, collections that the forward pass wrote, gradients)
+GradFn: TypeAlias = Callable[
+    [SingleTask, NestedJTensor, jax.Array, NestedJTensor, NestedWeightHParams],
+    tuple["StepFnOutput", NestedJTensor, NestedJTensor],
+]
+# (task, mdl_vars, key, inputs, var_weight_hparams) -> output
+EvalFn: TypeAlias = Callable[[SingleTask, NestedJTensor, jax.Array, NestedJTensor, NestedWeightHParams], "StepFnOutput"]
+
+
+def gradients(
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
+    """Runs the forward and backward pass on the whole batch at once.
+
+    Args:
+      task: the built task.
+      mdl_vars: the variables, logical shapes.
+      prng_key: the step's key.
+      inputs: the global batch.
+      var_weight_hparams: WeightHParams of `mdl_vars`, same structure.
+
+    Returns:
+      The output of `forward`, the collections that the forward pass wrote, and the gradients. Variables that don't learn are
+      masked out of the gradients (`masks.mask_out`).
+    """
+    excluded = masks.get_excluded_var_mask_for_grad(var_weight_hparams, task.learner)
+
+    def loss_fn(trainable: NestedJTensor) -> tuple[jax.Array | None, tuple[StepFnOutput, NestedJTensor]]:
+        merged = merge(excluded, trainable, mdl_vars)
+        output, forward_vars = forward(task, merged, prng_key, inputs, var_weight_hparams, do_eval=False)
+        return output.loss, (output, forward_vars)
+
+    trainable = masks.mask_out(mdl_vars, excluded)
+    (_, (output, forward_vars)), grads = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)(trainable)
+    return output, forward_vars, grads
+
+
+def evaluate(
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+) -> StepFnOutput:
+    """Runs the model in evaluation on the whole batch at once. Arguments as in `gradients`."""
+    return forward(task, mdl_vars, prng_key, inputs, var_weight_hparams, do_eval=True)[0]
+
+
+def train_step(
+    task: SingleTask,
+    state: TrainState,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+    grad_fn: GradFn | None = None,
+    padded: Padded | None = None,
+) -> tuple[TrainState, StepFnOutput]:
+    """Takes one training step: forward, backward, learner.
+
+    Args:
+      task: the built task.
+      state: the state after n steps, logical shapes.
+      prng_key: the run's key; the step number is folded in here, so the same key serves every step.
+      inputs: the global batch.
+      var_weight_hparams: WeightHParams of `state.mdl_vars`, same structure.
+      grad_fn: the forward and backward pass; None for `gradients`. A partitioner may bring its own.
+      padded: the variables and inputs to call `grad_fn` with, for one that works on padded arrays; None for `state.mdl_vars`
+        and `inputs`.
+
+    Returns:
+      The state after n + 1 steps, and the step's outputs.
+    """
+    run = grad_fn or gradients
+    mdl_vars, rows = padded or Padded(state.mdl_vars, inputs)
+    output, forward_vars, grads = run(
+        task, mdl_vars, jax.random.fold_in(prng_key, state.step), rows, var_weight_hparams
+    )
+    output = _with_task_metrics(task, output)
+    with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=False)):
+        new_vars, opt_state = _learn(task, state, grads, forward_vars, var_weight_hparams)
+        summaries = {**output.summary_tensors, **base_layer.all_global_summaries()}
+    new_state = state.new_state(new_vars, [opt_state], state.extra_state)
+    return new_state, dataclasses.replace(output, summary_tensors=summaries)
+
+
+def eval_step(
+    task: SingleTask,
+    state: TrainState,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+    eval_fn: EvalFn | None = None,
+    padded: Padded | None = None,
+) -> tuple[None, StepFnOutput]:
+    """Evaluates the model on one global batch; returns no state.
+
+    Args:
+      task, state, prng_key, inputs, var_weight_hparams: as in `train_step`.
+      eval_fn: the forward pass; None for `evaluate`. A partitioner may bring its own.
+      padded: the variables and inputs to call `eval_fn` with; as in `train_step`.
+    """
+    run = eval_fn or evaluate
+    mdl_vars, rows = padded or Padded(state.mdl_vars, inputs)
+    output = run(task, mdl_vars, jax.random.fold_in(prng_key, state.step), rows, var_weight_hparams)
+    return None, _floats_to_float32(_with_task_metrics(task, output))
+
+
+def decode_step(
+    task: SingleTask,
+    state: TrainState,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+    eval_fn: EvalFn | None = None,
+    padded: Padded | None = None,
+) -> tuple[None, StepFnOutput]:
+    """Decodes one global batch with `model.decode`; returns no state.
+
+    Randomness depends on the key and the step only, so the same seed gives the same text on any mesh.
+
+    Args:
+      task, state, prng_key, inputs, var_weight_hparams: as in `train_step`.
+      eval_fn, padded: not used. Partitioners pass them to every inference step, and decoding is always split by the compiler.
+    """
+    del eval_fn, padded
+    mdl_vars, inputs = to_fprop_dtype(task, state.mdl_vars, inputs, var_weight_hparams)
+    with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=True)):
+        key = jax.random.fold_in(prng_key, state.step)
+        outputs, updated = task.model_for_steps.decode(mdl_vars, inputs, key, mutable=task.decode.apply_mutable_list)
+    weighted_scalars, per_example_out, *rest = outputs
+    output = StepFnOutput(
+        loss=None,
+        weighted_scalars=weighted_scalars,
+        per_example_out=per_example_out,
+        summary_tensors=_flatten_summaries(updated.get(base_layer.SUMMARIES, {})),
+        clu_metrics=rest[0] if rest else {},
+    )
+    return None, _floats_to_float32(output)
+
+
+def merge(excluded: PyTree, trainable: NestedJTensor, mdl_vars: NestedJTensor) -> NestedJTensor:
+    """Returns the variables of `mdl_vars` where `excluded` is True, and those of `trainable` elsewhere."""
+    return jax.tree.map(lambda e, new, old: old if e else new, excluded, trainable, mdl_vars)
+
+
+def model_context(task: SingleTask, *, do_eval: bool) -> base_layer.JaxContext.HParams:
+    """Returns the praxis context in which the task's model runs."""
+    return base_layer.JaxContext.HParams(do_eval=do_eval, summary_verbosity=task.summary_verbosity)
+
+
+def forward(
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+    *,
+    do_eval: bool,
+    prepare: Callable[[NestedJTensor], NestedJTensor] = lambda mdl_vars: mdl_vars,
+) -> tuple[StepFnOutput, NestedJTensor]:
+    """Runs the model and reads the loss from its outputs.
+
+    Args:
+      task: the built task.
+      mdl_vars: the variables.
+      prng_key: the step's key.
+      inputs: the rows to run on.
+      var_weight_hparams: WeightHParams of `mdl_vars`, same structure.
+      do_eval: True in evaluation, False in training.
+      prepare: called with the variables after they are cast to the dtype that the model computes in.
+
+    Returns:
+      The output, with the weighted scalars as the model returns them, and the collections that the forward pass wrote.
+
+    Raises:
+      UserError: the model returns no metric named `task.train.learner.loss_name`.
+    """
+    mutable = task.evaluate.apply_mutable_list if do_eval else task.train.apply_mutable_list
+    mdl_vars, inputs = to_fprop_dtype(task, mdl_vars, inputs, var_weight_hparams)
+    with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=do_eval)):
+        (weighted_scalars, per_example_out, *rest), updated = task.model_for_steps.forward(
+            prepare(mdl_vars), inputs, prng_key, do_eval=do_eval, mutable=mutable
+        )
+    name, clu_metrics = str(task.learner.loss_name), rest[0] if rest else {}
+    if "loss" in clu_metrics and name != "loss":
+        raise UserError(f"a clu metric is named 'loss', as summaries name the loss ({name!r}); rename the metric")
+    if name in clu_metrics:
+        raise UserError(
+            f"task.train.learner.loss_name is {name!r}, which is a clu {type(clu_metrics[name]).__name__}; a loss is "
+            "(value, weight), or a clu Average"
+        )
+    if name not in weighted_scalars:
+        raise UserError(
+            f"task.train.learner.loss_name is {name!r}, and the model returns no such metric"
+            f"{did_you_mean(name, weighted_scalars)}"
+        )
+    loss = jnp.asarray(weighted_scalars[name][0], jnp.float32)
+    summaries = _flatten_summaries(updated.get(base_layer.SUMMARIES, {}))
+    written = {name: updated[name] for name in FORWARD_COLLECTIONS if name in updated}
+    return StepFnOutput(loss, weighted_scalars, per_example_out, summaries, clu_metrics), written
+
+
+def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
+    if task.metrics is None:
+        return output
+    return dataclasses.replace(output, weighted_scalars=task.metrics(output.weighted_scalars))
+
+
+def _learn(
+    task: SingleTask,
+    state: TrainState,
+    grads: NestedJTensor,
+    forward_vars: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+) -> tuple[NestedJTensor, PyTree]:
+    """Turns gradients into new variables and a new optimizer state."""
+    learner = task.learner
+    excluded_for_grad = masks.get_excluded_var_mask_for_grad(var_weight_hparams, learner)
+    excluded_for_opt = masks.get_excluded_var_mask_for_opt(var_weight_hparams, learner)
+    learner.plot_learning_rate(state.step)
+    raw_grads = grads
+    # Variables with an optimizer state but no gradient (EMA of batch-norm averages) get a gradient of zero.
+    grads = jax.tree.map(
+        lambda no_opt, no_grad, var, grad: jnp.zeros_like(var) if no_grad and not no_opt else grad,
+        excluded_for_opt,
+        excluded_for_grad,
+        state.mdl_vars,
+        grads,
+    )
+    seen_by_learner = {**state.mdl_vars, **forward_vars}
+    # A variable that its gradient overwrites (fp8 scales) has no optimizer state, but the learner does write it.
+    left_alone = jax.tree.map(lambda no_opt, no_grad: no_opt and no_grad, excluded_for_opt, excluded_for_grad)
+    mdl_vars = masks.mask_out(seen_by_learner, left_alone)
+    hparams = masks.mask_out(var_weight_hparams, left_alone)
+    updates, opt_state = learner.update_states(grads, state.opt_states[0], mdl_vars, hparams)
+    new_vars = learner.apply_gradient(mdl_vars, updates, hparams)
+    new_vars = merge(excluded_for_grad, new_vars, seen_by_learner)
+    new_vars = merge(masks.explicitly_excluded(var_weight_hparams, learner), new_vars, state.mdl_vars)
+    if task.train.variable_norm_summary:
+        for path, value in jax.tree_util.tree_leaves_with_path(new_vars):
+            name = "/".join(str(getattr(key, "key", key)) for key in path)
+            base_layer.add_global_summary(f"vars/{name}", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))))
+    if task.train.update_ratio_summary:
+        found = update_ratios.norms(excluded_for_grad, var_weight_hparams, state.mdl_vars, new_vars, raw_grads)
+        for name, norm in found:
+            base_layer.add_global_summary(name, norm, base_layer.SummaryType.AGGREGATE_SCALAR)
+    return new_vars, opt_state
+
+
+def to_fprop_dtype(
+    task: SingleTask, mdl_vars: NestedJTensor, inputs: NestedJTensor, var_weight_hparams: NestedWeightHParams
+) -> tuple[NestedJTensor, NestedJTensor]:
+    """Casts float32 variables and inputs to bfloat16 if the model computes in bfloat16."""
+    dtype = jnp.dtype(task.fprop_dtype)
+    if dtype == jnp.float32:
+        return mdl_vars, inputs
+    if dtype != jnp.bfloat16:
+        raise ValueError(f"task.model.fprop_dtype is {dtype}; float32 and bfloat16 are supported")
+
+    def cast(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if x.dtype == jnp.float32 else x
+
+    def cast_var(hparams: base_layer.WeightHParams, x: jax.Array) -> jax.Array:
+        return x if base_layer.var_disallow_bfloat16_conversion(hparams) else cast(x)
+
+    # Models of other libraries cast what they call their module with; their loss gets the batch as it is.
+    rows = inputs if isinstance(task.model, ModuleModel) else jax.tree.map(cast, inputs)
+    return jax.tree.map(cast_var, var_weight_hparams, mdl_vars), rows
+
+
+def _floats_to_float32(tree: Tree) -> Tree:
+    as_float32: Tree = jax.tree.map(
+        lambda x: x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x, tree
+    )
+    return as_float32
+
+
+def _flatten_summaries(summaries: PyTree) -> dict[str, jax.Array]:
+    """Returns {'layer/sub/name_scalar': array} for the nested summaries that Flax collected."""
+    leaves = jax.tree_util.tree_leaves_with_path(summaries)
+    return {
+        "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): value for path, value in leaves
+    }

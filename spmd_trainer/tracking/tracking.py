@@ -1,0 +1,196 @@
+"""Tells trackers of a run: Weights & Biases, MLflow, trackio, TensorBoard."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.errors import UserError
+from spmd_trainer.errors.installation import installed_version
+from spmd_trainer.experiment_registry.modules import short_name
+from spmd_trainer.step.partitioner import Partitioner
+from spmd_trainer.storage.run_files import PAGE
+from spmd_trainer.tracking import registry
+from spmd_trainer.tracking.base import RunFacts, Status, Tracker
+from spmd_trainer.tracking.feed import CLOSE_SECONDS, Feed
+from spmd_trainer.tracking.run_ids import RunIds
+from spmd_trainer.tracking.settings import Settings, nested
+from spmd_trainer.tracking.variable_histograms import VariableHistograms
+
+_VERSIONS = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class Tracking(Callback):
+    """Tells trackers of a run what its summaries say, its settings, decoded examples, its page, and how it ended.
+
+        task_p.train.callbacks = [Config(Tracking, trackers=["wandb", "mlflow"], project="my-project")]
+
+    `--track=wandb,mlflow` does the same with the defaults. Process 0 tracks; a restarted run continues in each tracker where it
+    was (`tracking.json`). A tracker that fails or hangs loses its records, as the log says, and changes nothing else.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[str | Tracker] = (),
+        *,
+        project: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
+        histogram_interval_steps: int | None = None,
+    ):
+        """Opens nothing.
+
+        Args:
+          trackers: names, as for `--track`, or trackers of your own.
+          project: what the run is filed under; None for the experiment's short name.
+          name: the run's name; None for that of its directory.
+          tags: words to find the run by.
+          histogram_interval_steps: steps between two histograms of the variables, for trackers that show them; None: never.
+            Training pauses for them.
+
+        Raises:
+          UserError: there is no such tracker, its package is not installed, or an argument is wrong.
+        """
+        if isinstance(trackers, str):
+            raise UserError(f"Tracking: trackers={trackers!r} is one text; give a list of names, e.g. [{trackers!r}]")
+        wrong = [tracker for tracker in trackers if not isinstance(tracker, str | Tracker)]
+        if wrong:
+            raise UserError(
+                f"Tracking: trackers has {wrong[0]!r:.200}; give names or objects of classes that derive from Tracker"
+            )
+        self.names = tuple(tracker if isinstance(tracker, str) else type(tracker).__name__ for tracker in trackers)
+        registry.check([tracker for tracker in trackers if isinstance(tracker, str)], "Tracking")
+        if histogram_interval_steps is not None and histogram_interval_steps < 1:
+            raise UserError(f"Tracking: histogram_interval_steps={histogram_interval_steps}; give 1 or more, or None")
+        self._trackers = [registry.make(tracker) if isinstance(tracker, str) else tracker for tracker in trackers]
+        self._project = project
+        self._name = name
+        self._tags = tuple(tags)
+        self._interval = histogram_interval_steps
+        self._feeds: list[Feed] = []
+        self._histograms: tuple[Partitioner, VariableHistograms] | None = None
+
+    def on_open(self, run: Run) -> None:
+        """Lets each tracker say what it lacks.
+
+        Raises:
+          UserError: a tracker has nowhere to send the run to.
+        """
+        if not jax.process_index():
+            for tracker in self._trackers:
+                tracker.check(run.job_log_dir)
+
+    def on_start(self, run: Run) -> None:
+        """Opens the trackers, each on its own thread, and listens to the run's summaries."""
+        if jax.process_index():
+            return
+        facts, ids = self._facts(run), RunIds(run.job_log_dir)
+        self._feeds = [Feed(name, tracker) for name, tracker in zip(self.names, self._trackers, strict=True)]
+        for feed in self._feeds:
+            feed.start(facts, ids)
+        run.summaries.listen(self._hear)
+
+    def after_decode(self, run: Run, step: int, dataset: str, samples: Sequence[Mapping[str, object]]) -> None:
+        """Gives decoded examples to the trackers."""
+        del run
+        for feed in self._feeds:
+            feed.samples(step, dataset, samples)
+
+    def asks_for_pause(self, run: Run, step: int) -> bool:
+        """Returns True where histograms are due."""
+        del run
+        return self._interval is not None and step % self._interval == 0
+
+    def on_pause(self, run: Run, step: int) -> None:
+        """Counts the variables' values where histograms are due."""
+        if not self.asks_for_pause(run, step):
+            return
+        run.begin(f"histograms at step {step}")
+        if self._histograms is None or self._histograms[0] is not run.partitioner:
+            self._histograms = run.partitioner, VariableHistograms(run.partitioner.metadata)
+        histograms = {f"variables/{name}": made for name, made in self._histograms[1](run.state).items()}
+        for feed in self._feeds:
+            feed.histograms(step, histograms)
+
+    def on_failure(self, run: Run, error: BaseException) -> None:
+        """Tells the trackers that the run has failed, or that Ctrl-C has stopped it."""
+        self._end(run, run.end(error))
+
+    def on_end(self, run: Run) -> None:
+        """Tells the trackers that the run is complete, or that a signal has stopped it, and waits for them."""
+        self._end(run, run.end())
+
+    def _hear(self, name: str, step: int, scalars: Mapping[str, float], notes: Mapping[str, str]) -> None:
+        del notes
+        values = {f"{name}/{key}": value for key, value in scalars.items()}
+        for feed in self._feeds:
+            feed.scalars(step, values)
+
+    def _end(self, run: Run, status: Status) -> None:
+        feeds, self._feeds = self._feeds, []  # on_end may fail after this, and on_failure follows
+        if not feeds:
+            return
+        page = run.job_log_dir / PAGE
+        found = page if page.exists() else None
+        for feed in feeds:
+            feed.end(status, found)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for feed in feeds:
+            feed.join(deadline - time.monotonic())
+
+    def _facts(self, run: Run) -> RunFacts:
+        about = _about(run)
+        settings = nested(run.config_lines)
+        settings["run"] = about
+        text = [*run.config_lines, *(f"run.{name}: {value}" for name, value in about.items())]
+        return RunFacts(
+            name=self._name or run.job_log_dir.name,
+            project=self._project or short_name(run.experiment),
+            experiment=run.experiment,
+            settings=settings,
+            config_text="\n".join(text) + "\n",
+            job_log_dir=run.job_log_dir,
+            first_step=run.first_step,
+            tags=self._tags,
+        )
+
+
+def trackers_last(callbacks: Sequence[Callback], track: Sequence[str]) -> tuple[list[Callback], list[Callback]]:
+    """Separates the callbacks that track, which come last so that they can send what the others have written.
+
+    Args:
+      callbacks: the experiment's and the caller's.
+      track: the trackers of `--track`; those that the callbacks name already are not opened twice.
+
+    Returns:
+      The other callbacks, and those that track.
+
+    Raises:
+      UserError: two trackers have the same name, under which a run has one id.
+    """
+    tracking = [callback for callback in callbacks if isinstance(callback, Tracking)]
+    named = [name for callback in tracking for name in callback.names]
+    twice = [name for name in named if named.count(name) > 1]
+    if twice:
+        raise UserError(f"task.train.callbacks tracks with {twice[0]} twice; give each tracker once")
+    more = [name for name in track if name not in named]
+    return [c for c in callbacks if not isinstance(c, Tracking)], [*tracking, *([Tracking(more)] if more else [])]
+
+
+def _about(run: Run) -> Settings:
+    """Returns a run's settings outside of its config."""
+    devices = run.mesh.devices
+    return {
+        "job_log_dir": str(run.job_log_dir),
+        "mesh": ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items()),
+        "devices": devices.size,
+        "device_kind": devices.flat[0].device_kind,
+        "processes": jax.process_count(),
+        "global_batch_rows": run.num_rows,
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in _VERSIONS},
+    }

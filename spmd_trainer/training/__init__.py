@@ -1,0 +1,1 @@
+"""The loops: train, eval, decode. Each reads top to bottom; what they share is in `job`."""

@@ -1,0 +1,316 @@
+"""Loads variables by rules, and restores runs with adapters (`task.lora`) from a checkpoint and their frozen base.
+
+A run with adapters begins in this order: initialise, load by rules, prepare the adapters that were not loaded (DoRA's magnitudes
+are norms of the base). A restart loads the base again, compares its checksums with those that the checkpoint noted, and restores
+the rest from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+from jax.sharding import Mesh
+
+from spmd_trainer import hf
+from spmd_trainer.checkpointing import (
+    LOAD_ALL,
+    Checkpointer,
+    CheckpointLoadingRules,
+    CheckpointMismatchError,
+    LoadReport,
+    Restored,
+    frozen_base,
+    loading_rules,
+    records,
+)
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.checkpointing.frozen_base import BASE_KEY, SETTINGS_KEY, BaseRecord, is_base
+from spmd_trainer.checkpointing.loading_rules import ResolvedRules
+from spmd_trainer.checkpointing.sources import OwnSource
+from spmd_trainer.decoder.lora import LoraModel, is_adapter
+from spmd_trainer.errors import UserError
+from spmd_trainer.hf import peft
+from spmd_trainer.pax import foreign
+from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.train_states import TrainState
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.phases import Phase
+
+# The Hugging Face folder that a run's variables came from, in the metadata of its checkpoints: {'path': folder}.
+FOLDER_KEY = "hugging_face_folder"
+_ALL = CheckpointLoadingRules(load_rules=[LOAD_ALL])
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """A state that was loaded by rules.
+
+    Attributes:
+      state: the state.
+      origin: what the run's checkpoints note of where it came from: the Hugging Face folder and, in a run with adapters, the base
+        and the settings of the adapters.
+      report: what was loaded; None without rules.
+    """
+
+    state: TrainState
+    origin: dict[str, Any]
+    report: LoadReport | None
+
+
+def begin(
+    job: Job,
+    metadata: StateMetadata,
+    state: TrainState,
+    rules: Mapping[Any, Any],
+    *,
+    restored_from: str | None = None,
+) -> Beginning:
+    """Loads variables of an initialised state by rules. Called by every process.
+
+    Args:
+      job: the job.
+      metadata: the layout of the state, with or without optimizer states.
+      state: the initialised state; it is used up.
+      rules: {checkpoint directory: CheckpointLoadingRules}; may be empty.
+      restored_from: see `BaseRecord`.
+
+    Raises:
+      As `loading_rules.resolve_rules`; CheckpointMismatchError if adapters were trained with other settings than the task's.
+    """
+    variables = metadata.variables
+    leaves = dict(zip(records.by_path(variables), jax.tree.leaves(state), strict=True))
+    resolved = None
+    if rules:
+        with Phase("loading variables by init_from_checkpoint_rules"):
+            resolved = _resolve(job, variables, rules)
+            for path in (path for _, saved_paths in resolved.parts for path in saved_paths):
+                leaves[path].delete()  # the loaded value needs the memory of the initial one
+            leaves.update(resolved.read(variables, metadata.mesh))
+    structure: Any = jax.tree.structure(state)
+    origin: dict[str, Any] = {}
+    sources = [source for source, _ in (resolved.parts if resolved else ())]
+    folders = [source.folder.path for source in sources if isinstance(source, hf.HfSource)]
+    folders += [
+        s.metadata[FOLDER_KEY]["path"] for s in sources if isinstance(s, OwnSource) and FOLDER_KEY in s.metadata
+    ]
+    if folder := restored_from or next(iter(folders), None):
+        origin[FOLDER_KEY] = {"path": folder}
+    if frozen_base.has_adapters(variables):
+        adapters = set() if resolved is None else {p for _, paths in resolved.parts for p in paths if is_adapter(p)}
+        leaves.update(_prepared(job, metadata, jax.tree.unflatten(structure, leaves.values()), adapters))
+        base = {path: leaf for path, leaf in leaves.items() if is_base(path)}
+        origin[BASE_KEY] = _record(variables, base, rules, resolved, restored_from).to_json()
+        origin[SETTINGS_KEY] = frozen_base.settings(job.task.lora)
+    loaded: TrainState = jax.tree.unflatten(structure, leaves.values())
+    return Beginning(loaded, origin, None if resolved is None else resolved.report)
+
+
+def begins_with(job: Job, directory: epath.Path) -> bool:
+    """Returns True if a directory is a folder that a run with adapters begins with: a Hugging Face folder, or one of PEFT.
+
+    Called by every process.
+
+    Raises:
+      HfMismatchError: it holds adapters of PEFT, and the task has none.
+    """
+    has_adapters = peft.find_agreed(directory)
+    if has_adapters and job.task.lora is None:
+        foreign.open_source(directory, None, job.partitioner.metadata.variables, task=job.task)
+    return job.task.lora is not None and (has_adapters or hf.find_agreed(directory))
+
+
+def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | None]:
+    """Returns the rules by which a run with adapters begins with the folder in `--restore_checkpoint_dir`.
+
+    Args:
+      job: the job.
+      directory: a Hugging Face folder, which is the base; or a folder of PEFT, which has the adapters: then the base is that of
+        `task.train.init_from_checkpoint_rules` or, without rules, the folder that adapter_config.json names.
+
+    Returns:
+      The rules, and the Hugging Face folder if the base is loaded from one that no rule of the task names.
+
+    Raises:
+      UserError: the folder holds another model, or it is not known where the base is.
+    """
+    if hf.find_agreed(directory):
+        hf.require_model(directory, job.task)
+        return {directory: _ALL}, str(directory)
+    if rules := job.task.train.init_from_checkpoint_rules:
+        return {directory: _ALL, **loading_rules.for_base(job.partitioner.metadata.variables, rules)}, None
+    folder = decided_by_process_0(lambda: str(peft.base_of(directory) or ""))
+    if not folder:
+        raise UserError(
+            f"{directory} holds adapters, and the folder of their base is not known: its adapter_config.json names none that is "
+            "here. Name it in task.train.init_from_checkpoint_rules"
+        )
+    hf.require_model(epath.Path(folder), job.task)
+    return {directory: _ALL, folder: _ALL}, folder
+
+
+class Restorer:
+    """Restores steps of runs with and without adapters. It loads a frozen base once, for all steps that are restored."""
+
+    def __init__(self, job: Job) -> None:
+        """Reads nothing yet."""
+        self._job = job
+        self._base: tuple[dict[str, jax.Array], BaseRecord] | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The job's mesh."""
+        return self._job.partitioner.mesh
+
+    def restore(
+        self,
+        checkpoints: Checkpointer,
+        variables: TrainState,
+        *,
+        step: int | None = None,
+        partial: bool = False,
+        with_input: bool = True,
+    ) -> Restored:
+        """Restores a step onto the job's mesh; see `Checkpointer.restore`. Called by every process.
+
+        In a run with adapters the checkpoint has no base: it is loaded as the run began. The metadata that is returned says from
+        where.
+
+        Raises:
+          CheckpointMismatchError: also if the base or the settings of the adapters are not those that they were trained with.
+        """
+        job = self._job
+        trained = frozen_base.trained_part(variables, variables)
+        restored = checkpoints.restore(trained, self.mesh, step=step, partial=partial, with_input=with_input)
+        if not frozen_base.has_adapters(variables):
+            return restored
+        noted = restored.metadata["metadata"]
+        name = f"step {restored.step} in {checkpoints.directory}"
+        if BASE_KEY not in noted:
+            raise CheckpointMismatchError(f"{name} does not say which base its adapters were trained on")
+        frozen_base.require_settings(noted[SETTINGS_KEY], job.task.lora, name)
+        recorded = BaseRecord.from_json(noted[BASE_KEY])
+        if self._base is None:
+            with Phase("loading the frozen base"):
+                self._base = _load_base(job, variables, recorded)
+        arrays, record = self._base
+        recorded.require_same(record, name)
+        state = frozen_base.joined(restored.state, arrays, variables)
+        metadata = restored.metadata.copy()
+        metadata["metadata"] = {**noted, BASE_KEY: record.to_json()}
+        return dataclasses.replace(restored, state=state, metadata=metadata)
+
+
+def origin_of(restored: Restored) -> dict[str, Any]:
+    """Returns what the next checkpoints of a restored run note of where it came from."""
+    noted = restored.metadata["metadata"]
+    return {key: noted[key] for key in (FOLDER_KEY, BASE_KEY, SETTINGS_KEY) if key in noted}
+
+
+def _resolve(job: Job, variables: TrainState, rules: Mapping[Any, Any]) -> ResolvedRules:
+    resolved = loading_rules.resolve_rules(variables, rules, check_contents=True, open_foreign=foreign.opener(job.task))
+    for source, saved_paths in resolved.parts:
+        hf.warn_of_differences(source, job.task)
+        if isinstance(source, OwnSource) and any(map(is_adapter, saved_paths)):
+            frozen_base.require_settings(source.metadata.get(SETTINGS_KEY, {}), job.task.lora, source.name)
+    return resolved
+
+
+def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[dict[str, jax.Array], BaseRecord]:
+    """Returns the base by path, and its record.
+
+    Args:
+      job: the job.
+      variables: the VariableSpecs of a state with adapters.
+      recorded: what the checkpoint noted of its base.
+    """
+    rules: Mapping[Any, Any] = job.task.train.init_from_checkpoint_rules or {}
+    restored_from = recorded.restored_from
+    if restored_from is not None and hf.find_agreed(epath.Path(restored_from)):
+        rules = {restored_from: _ALL}
+    elif restored_from is not None and not rules:
+        raise CheckpointMismatchError(
+            f"The frozen base was loaded from {restored_from}, which is no Hugging Face folder any more; put it back, or name "
+            "its new place in task.train.init_from_checkpoint_rules"
+        )
+    else:
+        restored_from = None
+    variables = variables.to_eval_state()
+    rules = loading_rules.for_base(variables, rules)
+    # Adapters that the run began with come from the checkpoint now: where they were may be gone.
+    if recorded.paths and set(recorded.paths) <= set(map(str, rules)):
+        rules = {directory: rule for directory, rule in rules.items() if str(directory) in recorded.paths}
+    arrays: dict[str, jax.Array] = {}
+    resolved = None
+    if rules:
+        resolved = _resolve(job, variables, rules)
+        arrays = resolved.only(is_base).read(variables, job.partitioner.mesh)
+    if frozen_base.base_specs(variables).keys() - arrays.keys():
+        initial = job.partitioner.initialize_train_state(job.prng_key, with_opt_states=False)
+        found = zip(records.by_path(variables), jax.tree.leaves(initial), strict=True)
+        arrays = {path: leaf for path, leaf in found if is_base(path)} | arrays
+    return arrays, _record(variables, arrays, rules, resolved, restored_from)
+
+
+def _record(
+    variables: TrainState,
+    base: Mapping[str, jax.Array],
+    rules: Mapping[Any, Any],
+    resolved: ResolvedRules | None,
+    restored_from: str | None,
+) -> BaseRecord:
+    """Returns the record of a base on the devices. Warns of variables that no rule loads.
+
+    Args:
+      variables: the VariableSpecs of the state.
+      base: the base by path.
+      rules: the rules.
+      resolved: what they load; None without rules.
+      restored_from: see `BaseRecord`.
+    """
+    parts = () if resolved is None else zip(rules, resolved.parts, strict=True)
+    used = [(str(directory), source.name, paths) for directory, (source, paths) in parts if any(map(is_base, paths))]
+    loaded = {path for _, _, saved_paths in used for path in saved_paths}
+    if initial := [path for path in base if path not in loaded]:
+        logging.warning(
+            "%s of the frozen base, such as %s, are loaded from no checkpoint: they keep the values that "
+            "task.train.random_seed gives them",
+            count_text(len(initial), "variable"),
+            initial[0],
+        )
+    directories, sources = tuple(directory for directory, _, _ in used), tuple(source for _, source, _ in used)
+    with Phase("computing the checksums of the frozen base"):
+        return BaseRecord.of(base, frozen_base.base_specs(variables), directories, sources, restored_from)
+
+
+def _prepared(job: Job, metadata: StateMetadata, state: TrainState, loaded: set[str]) -> dict[str, jax.Array]:
+    """Returns the adapters that depend on the base, by path: DoRA's magnitudes.
+
+    Args:
+      job: the job.
+      metadata: the layout of the state.
+      state: the state, with its base loaded.
+      loaded: paths of adapters that were loaded, and so are not returned.
+    """
+    model = job.task.model_for_steps
+    if not isinstance(model, LoraModel) or not model.settings.dora:
+        return {}
+    layout = metadata.without_opt_states()
+    specs = records.by_path(layout.variables)
+    wanted = [path for path in specs if is_adapter(path) and path not in loaded]
+    shardings = dict(zip(specs, jax.tree.leaves(layout.shardings), strict=True))
+
+    def prepare(padded: TrainState) -> dict[str, jax.Array]:
+        logical = layout.slice(padded)
+        fitted = layout.pad(dataclasses.replace(logical, mdl_vars=model.prepare(logical.mdl_vars)))
+        leaves = dict(zip(specs, jax.tree.leaves(fitted), strict=True))
+        return {path: leaves[path] for path in wanted}
+
+    compiled = jax.jit(prepare, out_shardings={path: shardings[path] for path in wanted})
+    found: dict[str, jax.Array] = compiled(state.to_eval_state())
+    return found

@@ -1,0 +1,132 @@
+"""Inputs that read the same data on all processes, and end on all of them at the same batch."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+from absl import logging
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.indexed import IndexedInput
+from spmd_trainer.inputs.prefetch import Input, is_end
+from spmd_trainer.multihost import gather
+from spmd_trainer.training.exchange import Votes
+
+# Names of exchanges are unique in the life of a job, and a job may build an input several times.
+_numbers = itertools.count()
+
+
+def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: bool) -> Any:
+    """Makes sure that an input gives the same number of batches on all processes. Called by every process, in the same order.
+
+    An input that knows how many batches it has on each process is left as it is if the numbers are equal. Any other input is
+    wrapped in an `AgreedInput`.
+
+    Args:
+      source: this process's share, at its beginning.
+      kind: 'training', 'evaluation' or 'decode'.
+      count: number of processes.
+      must_end_together: True to refuse shares that end at different batches; False to end with the shortest.
+
+    Raises:
+      UserError: the processes read different data.
+    """
+    if count == 1:
+        return source
+    name = f"{kind} input {source.name} {next(_numbers)}"
+    if isinstance(source, IndexedInput):
+        states = gather(f"{name}: data", source.get_state().decode())
+        other = next((index for index, state in enumerate(states) if state != states[0]), None)
+        if other is not None:
+            raise UserError(
+                f"the {kind} input {source.name!r} reads other data on process {other} than on process 0: {states[other]} there, "
+                f"{states[0]} on process 0. Give all processes the same files and settings"
+            )
+        if source.num_batches is None:
+            return source  # endless
+    number = getattr(source, "num_batches", None)
+    lengths = gather(f"{name}: batches", str(number))
+    is_known = isinstance(number, int) and number > 0
+    if len(set(lengths)) == 1 and is_known:
+        return source
+    return AgreedInput(source, kind, name, must_end_together=must_end_together)
+
+
+class AgreedInput:
+    """Gives the batches of an input until one process's share of it ends: then all processes end.
+
+    Without that, a process whose input ends would save while the others wait for it in the next step.
+
+    Attributes:
+      waits_for_others: True while this process has its batch and other processes don't have theirs yet.
+    """
+
+    def __init__(self, source: Input, kind: str, name: str, *, must_end_together: bool):
+        """Wraps an input.
+
+        Args:
+          source: this process's share.
+          kind: 'training', 'evaluation' or 'decode'.
+          name: names the votes; unique in the life of the job.
+          must_end_together: see `agree_on_input`.
+        """
+        self._source = source
+        self._kind = kind
+        self._must_end_together = must_end_together
+        self.waits_for_others = False
+        self._batches = 0
+        self._cancelled = threading.Event()
+        self._votes = Votes(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    @property
+    def seconds_for_others(self) -> float:
+        """How long it has waited until all processes had their batches, when this one had its own. Any thread may ask."""
+        return self._votes.seconds
+
+    def cancel(self) -> None:
+        """Ends a vote that other processes no longer take part in; `get_next_padded` then raises StopIteration."""
+        self._cancelled.set()
+
+    def reset(self) -> None:
+        """Begins again."""
+        self._batches = 0
+        self._source.reset()  # type: ignore[attr-defined]  # finite inputs have it
+
+    def get_next_padded(self) -> Any:
+        """Returns the next batch.
+
+        Raises:
+          StopIteration: an input has ended.
+          UserError: some processes' inputs have ended, and all must end together.
+        """
+        batch, error = None, None
+        try:
+            batch = self._source.get_next_padded()
+        except Exception as raised:
+            if not is_end(raised):
+                raise
+            error = raised
+        self.waits_for_others = True
+        ended = self._votes.ask(error is not None, cancelled=self._cancelled)
+        self.waits_for_others = False
+        if ended == ():
+            self._batches += 1
+            return batch
+        if ended is not None and len(ended) < self._votes.count:
+            self._report(ended)
+        raise StopIteration from error
+
+    def _report(self, ended: tuple[int, ...]) -> None:
+        who = f"process{'es' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
+        text = (
+            f"the {self._kind} input {self._source.name!r} has ended on {who} after {self._batches} batches, and not on the "
+            "others"
+        )
+        if self._must_end_together:
+            raise UserError(f"{text}. Give every process the same number of batches, so that no example is left out")
+        logging.warning("%s; training ends there on all processes", text)

@@ -1,0 +1,37 @@
+"""Which kernels a job's attention layers use, without compiling its step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from spmd_trainer.kernels import choices
+from spmd_trainer.step import step_fns
+from spmd_trainer.train_states import TrainState
+from spmd_trainer.training.job import Job
+
+
+def of_forward_pass(job: Job) -> list[str]:
+    """Returns one line for each choice of a kernel, such as 'attention kernel: chunked; not cudnn: ...', with the reasons.
+
+    Traces the forward pass of the train step on the job's mesh, or that of evaluation with a partitioner that brings its own
+    (`ShardMapPartitioner`). A model without attention layers gives no lines.
+
+    Raises:
+      UserError: a layer asks for a kernel that can't be used.
+    """
+
+    def forward(
+        task: Any, state: TrainState, prng_key: Any, inputs: Any, hparams: Any, *own: Any
+    ) -> tuple[None, jax.Array | None]:
+        if own:
+            return None, step_fns.eval_step(task, state, prng_key, inputs, hparams, *own)[1].loss
+        return None, step_fns.forward(task, state.mdl_vars, prng_key, inputs, hparams, do_eval=False)[0].loss
+
+    partitioner = job.partitioner
+    with choices.recording() as recorded:
+        step = partitioner.partition(forward, job.inputs_shape_dtype, is_eval=True)
+        inputs = partitioner.abstract_inputs(step)
+        step.fn.lower(partitioner.abstract_state(with_opt_states=False), job.abstract_prng_key, inputs)
+    return choices.lines(recorded)

@@ -1,0 +1,259 @@
+"""Trained checkpoints as evaluation and decode see them: variables without optimizer states.
+
+They are of this trainer, of Pax, or folders of Hugging Face and PEFT.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from absl import logging
+from etils import epath
+
+from spmd_trainer import hf, pax
+from spmd_trainer.checkpointing import (
+    Checkpointer,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    Restored,
+    frozen_base,
+    iterate_checkpoints,
+    mismatch,
+    records,
+    steps,
+)
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.errors import UserError
+from spmd_trainer.hf import peft
+from spmd_trainer.optim.learner import extract_ema, has_ema
+from spmd_trainer.pax import foreign
+from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import adapter_checkpoints, run_directory
+from spmd_trainer.training.adapter_checkpoints import Restorer
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.run_config import RunConfig
+
+
+def restore_for_inference(
+    job: Job, *, use_ema: bool, step: int | None = None, restorer: Restorer | None = None
+) -> tuple[int, TrainState]:
+    """Restores one checkpoint onto the job's mesh.
+
+    Args:
+      job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
+      use_ema: take the moving averages of the variables.
+      step: this step instead of the flag's.
+      restorer: reads it; give the same one for several steps of a run. None: a new one.
+
+    Returns:
+      The step, and the state without optimizer states.
+
+    Raises:
+      UserError: no such checkpoint, or it is another experiment's.
+    """
+    restored = restore_with_record(job, use_ema=use_ema, step=step, restorer=restorer)
+    return restored.step, restored.state
+
+
+def restore_with_record(
+    job: Job, *, use_ema: bool, step: int | None = None, restorer: Restorer | None = None
+) -> Restored:
+    """Restores one checkpoint as `restore_for_inference` does, and returns its record too."""
+    directory = job.config.checkpoint_dir
+    step = job.config.restore_checkpoint_step if step is None else step
+    partitioner = job.partitioner
+    if use_ema and not has_ema(job.task.learner):
+        raise UserError("EMA variables were asked for, but the learner's optimizer has no ema_decay; set one")
+    if adapter_checkpoints.begins_with(job, directory):
+        return _of_folder(job, directory, use_ema=use_ema, step=step)
+    # Averages live in the optimizer's state: only then is it read.
+    metadata = partitioner.metadata if use_ema else partitioner.eval_metadata()
+    with open_checkpoints(directory) as checkpoints:
+        if not checkpoints.holds_steps():
+            raise no_checkpoint_in(directory)
+        if isinstance(checkpoints, hf.HfCheckpoints):
+            hf.require_model(directory, job.task)
+        with Phase(f"restoring {'the newest step' if step is None else f'step {step}'}") as phase:
+            restored = restore_with(
+                restorer or Restorer(job),
+                checkpoints,
+                metadata.variables,
+                step=step,
+                partial=not use_ema,
+                with_input=False,
+            )
+            phase.done = f"restored step {restored.step} from {directory}"
+    state = restored.state
+    owner = restored.metadata["metadata"].get("experiment")
+    if owner not in (None, job.config.experiment.name):
+        logging.warning(
+            "%s was written by experiment %s; its variables fit %s", directory, owner, job.config.experiment.name
+        )
+    if use_ema:
+        state = dataclasses.replace(state, mdl_vars=extract_ema(state.opt_states, state.mdl_vars))
+    return dataclasses.replace(restored, state=state.to_eval_state())
+
+
+def restore_with(
+    restorer: Restorer,
+    checkpoints: Checkpointer | pax.PaxCheckpoints | hf.HfCheckpoints,
+    variables: TrainState,
+    *,
+    step: int | None,
+    partial: bool = False,
+    with_input: bool,
+) -> Restored:
+    """Restores a step of this trainer or of Pax, or a Hugging Face folder. The arguments are those of `Restorer.restore`."""
+    if isinstance(checkpoints, Checkpointer):
+        return restorer.restore(checkpoints, variables, step=step, partial=partial, with_input=with_input)
+    if frozen_base.has_adapters(variables):
+        raise CheckpointMismatchError(mismatch.whole_model(str(checkpoints.directory)))
+    return checkpoints.restore(variables, restorer.mesh, step=step, partial=partial, with_input=with_input)
+
+
+def _of_folder(job: Job, directory: epath.Path, *, use_ema: bool, step: int | None) -> Restored:
+    """Returns step 0 of a run with adapters that begins with a folder: a Hugging Face folder or one of PEFT."""
+    metadata = job.partitioner.eval_metadata()
+    if step:
+        raise UserError(f"no step {step} in {directory}: a folder has no steps")
+    if use_ema:
+        raise UserError(f"{directory} has no optimizer states and no moving averages")
+    rules, restored_from = adapter_checkpoints.rules_of(job, directory)
+    state = job.partitioner.initialize_train_state(job.prng_key, with_opt_states=False)
+    begun = adapter_checkpoints.begin(job, metadata, state, rules, restored_from=restored_from)
+    record = records.make(0, begun.state, records.by_path(metadata.variables), None, begun.origin)
+    return Restored(begun.state, 0, None, record)
+
+
+def open_checkpoints(directory: epath.Path) -> Checkpointer | pax.PaxCheckpoints | hf.HfCheckpoints:
+    """Opens a directory of checkpoints to read. Called by every process.
+
+    Args:
+      directory: checkpoints of this trainer; of Pax, the run's directory above them, or the directory of one step of Pax; or a
+        Hugging Face folder.
+    """
+    found = foreign.open_checkpoints(directory)
+    return Checkpointer(directory, read_only=True) if found is None else found
+
+
+def present_in_source(config: RunConfig) -> list[int] | None:
+    """Returns the steps that this process sees in the directory that a job reads from, in ascending order.
+
+    They are this trainer's or Pax's; a folder of Hugging Face or PEFT is step 0. None for a training run that needs none: one
+    that is started again resumes from its own, whatever `--restore_checkpoint_dir` says.
+
+    Raises:
+      PaxError: the save of the step that was asked for was cut off, or Pax saved no other step.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    begins_anew = config.mode == "train" and config.restore_checkpoint_dir is None
+    if begins_anew or (config.mode == "train" and _has_own(config)):
+        return None
+    if hf.is_folder(config.checkpoint_dir) or peft.is_folder(config.checkpoint_dir):
+        return [0]
+    found = pax.find(config.checkpoint_dir)
+    if found is not None:
+        return pax.finished_steps(found, config.restore_checkpoint_step)
+    return steps.present(config.checkpoint_dir)
+
+
+def resumes(config: RunConfig) -> bool:
+    """Returns True if a training run goes on from its own checkpoints, as process 0 sees it. Called by every process."""
+    return decided_by_process_0(lambda: _has_own(config))
+
+
+def _has_own(config: RunConfig) -> bool:
+    """Returns True if a run has checkpoints of its own, whole or damaged. What a killed save left is none."""
+    return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
+
+
+def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
+    """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
+
+    The last one is the checkpoint of step `num_train_steps`, or the step with which training ended earlier. With
+    `--restore_checkpoint_step` it yields that checkpoint alone. Of checkpoints of other trainers it yields the newest alone.
+
+    Raises:
+      UserError: there is neither a checkpoint nor a training run that could write one; or the training run has failed, after
+        its last checkpoint was yielded.
+    """
+    if job.config.restore_checkpoint_step is not None:
+        yield restore_for_inference(job, use_ema=use_ema)
+        return
+    directory = job.config.checkpoint_dir
+    if foreign.open_checkpoints(directory) is not None or peft.find_agreed(directory):
+        logging.info(
+            "%s is of another trainer, and nothing there tells whether its run goes on: only the newest checkpoint is used",
+            directory,
+        )
+        yield restore_for_inference(job, use_ema=use_ema)
+        return
+    require_run(directory)
+    last = int(job.task.train.num_train_steps)
+
+    def has_ended(step: int | None) -> bool:
+        end = run_directory.end_of_training(directory.parent)
+        ended = step is not None and (step >= last or (end is not None and step >= end))
+        return ended or run_directory.failure(directory.parent) is not None
+
+    seen, restorer = -1, Restorer(job)
+    for step in iterate_checkpoints(directory, stop_fn=has_ended):
+        try:
+            restored = restore_for_inference(job, use_ema=use_ema, step=step, restorer=restorer)
+        except (CheckpointNotFoundError, DamagedCheckpointError) as error:
+            # The training run keeps only its newest steps, and may delete one while it is read.
+            logging.warning("step %d is left out: %s", step, error)
+            continue
+        seen = step
+        yield restored
+    # Processes may see the directory at different moments: all of them do what the first one sees.
+    if (failed := decided_by_process_0(lambda: _failure(directory))) and seen < last:
+        raise UserError(failed)
+
+
+def _failure(directory: epath.Path) -> str:
+    """Returns how the training run of a directory of checkpoints failed; nothing if it has not."""
+    failed = run_directory.failure(directory.parent)
+    if failed is None:
+        return ""
+    return (
+        f"the training run in {directory.parent} failed after step {failed.step} (process {failed.process}): "
+        f"{failed.reason}\nNo further checkpoints will come. Start training again, then this job"
+    )
+
+
+def require_run(directory: epath.Path) -> None:
+    """Makes sure that there is something to follow. A mistyped directory would be waited for without end.
+
+    Args:
+      directory: the checkpoints of a run.
+
+    Raises:
+      UserError: there is neither a checkpoint nor a run that has begun.
+    """
+    if (
+        hf.is_folder(directory)
+        or peft.is_folder(directory)
+        or pax.find(directory) is not None
+        or any(directory.glob("[0-9]*"))
+        or (directory.parent / run_directory.MARKER).exists()
+    ):
+        return
+    raise UserError(
+        f"no checkpoint in {directory}, and no training run has begun in {directory.parent}; start training first, or give "
+        "the --job_log_dir or --restore_checkpoint_dir of a run"
+    )
+
+
+def no_checkpoint_in(directory: epath.Path) -> UserError:
+    """Returns the error for a directory without checkpoints."""
+    below = directory / "checkpoints"
+    fix = (
+        f"did you mean --restore_checkpoint_dir={below}?"
+        if any(below.glob("[0-9]*"))
+        else "train first, or give --restore_checkpoint_dir=DIR with a directory that has some, e.g. RUN/checkpoints"
+    )
+    return UserError(f"no checkpoint in {directory}; {fix}")

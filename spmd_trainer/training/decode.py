@@ -1,0 +1,230 @@
+"""Decode: runs the model's decode step over the decode datasets and writes the outputs and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from praxis import decoder_hparams
+from praxis.py_utils import NestedMap
+
+from spmd_trainer import multihost
+from spmd_trainer.decoder.generation.decode import text_before_stops, tokenizer_of_texts
+from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.packing import Packed, ScalarPacking
+from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
+from spmd_trainer.step import step_fns
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.training import checkpoints, decode_records, decoded_text
+from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, proceed
+from spmd_trainer.training.decode_output import DecodeOutput
+from spmd_trainer.training.ending import say_results
+from spmd_trainer.training.job import Job
+
+# Number of decoded examples per dataset that are also logged.
+_LOGGED = 5
+# Number of decoded examples per dataset that callbacks get.
+_SAMPLES = 32
+# Inputs that the step returns with the outputs, so that process 0 can write the examples of all processes.
+_RETURNED = ("ids", "eval_sample_weights", "prompt_index", "prefix_lengths")
+
+
+class Decodes:
+    """Decodes every decode dataset of a job. The first `run` builds inputs and steps; each step is compiled once."""
+
+    def __init__(self, job: Job, writers: SummaryWriters):
+        self._job = job
+        self._writers = writers
+        self._datasets: list[DecodeDataset] | None = None
+
+    def run(self, state: TrainState, step: int, between_batches: Callable[[], None] = proceed) -> None:
+        """Decodes all datasets into `decode_out/DATASET/step_N.jsonl` and writes their metrics.
+
+        Args:
+          state: a state without optimizer states.
+          step: its step.
+          between_batches: called before each batch. If it raises, decoding stops; the next `run` continues from that batch.
+
+        Raises:
+          UserError: the experiment has no decode dataset, one is empty, or a prompt is too long. Earlier outputs are kept.
+        """
+        job = self._job
+        if self._datasets is None:
+            configs = job.config.experiment.config.decode_datasets
+            if not configs:
+                raise UserError(
+                    f"experiment {job.config.experiment.label} has no decode datasets; return some from decode_datasets()"
+                )
+            self._datasets = [DecodeDataset(job, config, index) for index, config in enumerate(configs)]
+        prefix = job.task.decode.metrics_prefix
+        for dataset in self._datasets:
+            metrics = dataset.decode(state, step, between_batches)
+            name = f"decode_{dataset.name}"
+            scalars = {f"{prefix}{key}": value for key, value in metrics.items()}
+            if read_metrics(job.config.job_log_dir, name).get(step, {}).items() >= scalars.items():
+                continue  # an earlier run wrote these metrics
+            self._writers.write(name, step, scalars)
+
+    def samples(self, step: int) -> dict[str, list[dict[str, Any]]]:
+        """Returns {DATASET: its first records, at most 32} of a step that `run` has decoded. On process 0."""
+        return {dataset.name: dataset.first_records(step, _SAMPLES) for dataset in self._datasets or ()}
+
+
+class DecodeDataset(FiniteDataset):
+    """One decode dataset and the step compiled for it. Arguments as for `FiniteDataset`."""
+
+    def __init__(self, job: Job, input_p: Any, index: int):
+        super().__init__(job, input_p, "decode", index)
+        task, infers = job.task, job.config.mode == "infer"
+        self._task = task
+        self._directory = job.config.job_log_dir / "decode_out" / self.name
+        self._packing = ScalarPacking()
+        self._tokenizer = getattr(self._input, "tokenizer", None)
+        self._text_of = text_before_stops(task.model, self._tokenizer)
+        self._key = jax.random.key(task.infer.random_seed if infers else task.decode.random_seed)
+        self._may_be_too_long = decode_records.may_be_too_long(task, self.name, self.shapes)
+        self._step = job.partitioner.partition(self._decode_step, self.shapes, is_eval=True)
+        self._fn = log_first_call(self._step.fn, f"compiling the decode step for {self.name}")
+
+    def _decode_step(
+        self, task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
+    ) -> tuple[None, tuple[Packed, PyTree, PyTree]]:
+        inputs = with_sampling_keys(task, inputs, jax.random.fold_in(key, state.step))
+        # praxis combines its own keys with the rows' keys, so both must be raw uint32 keys.
+        key = jax.random.key_data(key)
+        with tokenizer_of_texts(self._tokenizer):
+            _, output = step_fns.decode_step(task, state, key, inputs, *rest)
+        returned = {name: inputs[name] for name in _RETURNED if name in inputs}
+        return None, (self._packing.pack(output), output.per_example_out, returned)
+
+    def decode(self, state: TrainState, step: int, between_batches: Callable[[], None] = proceed) -> dict[str, float]:
+        """Decodes every example once, and reuses what an earlier run decoded with the same variables, data and settings.
+
+        Args:
+          state, step, between_batches: see `Decodes.run`.
+
+        Returns:
+          The metrics, averaged over all examples, on process 0; {} on the others.
+
+        Raises:
+          UserError: the dataset is empty, or a prompt is too long.
+        """
+        writes = jax.process_index() == 0
+        output = DecodeOutput(self._directory, step, self.fingerprint(state))
+        metrics = output.finished_metrics() if writes else None
+        if multihost.from_process_0(int(metrics is not None)):
+            logging.info("%s at step %d was already decoded with these variables: %s", self.name, step, output.path)
+            return metrics or {}
+        self._check_prompts()
+        done = multihost.from_process_0(output.batches_done() if writes else 0)
+        if done:
+            logging.info("%s at step %d: %d batches were already decoded", self.name, step, done)
+        batches = self._decode_batches(state, step, done, output if writes else None, between_batches)
+        if not writes:
+            return {}
+        metrics, examples = output.finish(batches)
+        logging.info("decoded %d examples of %s at step %d into %s", examples, self.name, step, output.path)
+        return metrics
+
+    def first_records(self, step: int, count: int) -> list[dict[str, Any]]:
+        """Returns the first records of a step that was decoded, at most `count`."""
+        with (self._directory / f"step_{step}.jsonl").open() as file:
+            return [json.loads(line) for line in itertools.islice(file, count)]
+
+    def _check_prompts(self) -> None:
+        """Checks all prompts before decoding the first, so that a prompt that is too long doesn't fail hours later."""
+        if self._may_be_too_long:
+            self._input.reset()
+            for index, batch in enumerate(self._batches()):
+                decode_records.check_prompts(self._task, self.name, batch, index * self.num_rows)
+
+    def _decode_batches(
+        self, state: TrainState, step: int, done: int, output: DecodeOutput | None, between_batches: Callable[[], None]
+    ) -> int:
+        """Decodes all batches after the first `done`; returns the total number of batches."""
+        logged, batches = 0, done
+        for index, batch in self.each_batch(f"decoding {self.name} at step {step}", between_batches, done=done):
+            batches = index + 1
+            packed, *arrays = self._run_step(state, batch, index)
+            if output is None:
+                continue
+            scalars = self._packing.unpack(packed)
+            outputs, inputs = jax.tree.map(np.asarray, arrays)
+            first = index * self.num_rows
+            records = list(decode_records.records(self._input, outputs, inputs, first=first, text_of=self._text_of))
+            output.add(index, records, scalars.means, scalars.weights)
+            for record in records[: _LOGGED - logged]:
+                decoded_text.say(self.name, step, record, output.path)
+                logged += 1
+        return batches
+
+    def lower(self) -> jax.stages.Lowered:
+        """Returns the step lowered for its mesh."""
+        partitioner = self._job.partitioner
+        state = partitioner.abstract_state(with_opt_states=False)
+        return self._step.fn.lower(state, self._key, partitioner.abstract_inputs(self._step))
+
+    def outputs(self, state: TrainState, batch: PyTree, index: int = 0) -> PyTree:
+        """Decodes batch `index` (this process's rows) and returns the per-example outputs of `model.decode`."""
+        return self._run_step(state, batch, index)[1]
+
+    def _run_step(self, state: TrainState, batch: PyTree, index: int) -> tuple[Packed, PyTree, PyTree]:
+        """Returns the packed scalars, the per-example outputs, and the inputs named in `_RETURNED`."""
+        folds = self._task.decode.prng_key_fold_with_batch_index
+        key = jax.random.fold_in(self._key, index) if folds else self._key
+        result: tuple[Packed, PyTree, PyTree] = self._fn(state, key, self.place(batch, self._step))[1]
+        return result
+
+
+def with_sampling_keys(task: SingleTask, inputs: NestedMap, key: jax.Array) -> NestedMap:
+    """Adds `gumbel_prng_key`, one random key per row, to the batch if praxis' sampler accepts it.
+
+    With one key for the whole batch, a row's noise would depend on the padded vocabulary size, and so on the mesh. The batch
+    stays as it is for greedy and beam search, which need no noise, for praxis' vanilla sampling, which refuses per-row keys,
+    and for classifier-free guidance, which doubles the rows.
+
+    Args:
+      task: the task as the step sees it.
+      inputs: the batch.
+      key: the key of this batch and step.
+
+    Returns:
+      The batch with `gumbel_prng_key`, uint32 [B, key size], or the unchanged batch.
+    """
+    hparams = getattr(task.model, "decoder_tpl", None)
+    if not isinstance(hparams, decoder_hparams.SampleDecoderHParams) or "gumbel_prng_key" in inputs:
+        return inputs
+    if hparams.vanilla_sample_decode or hparams.cf_guidance_scale is not None:
+        return inputs
+    rows = jnp.arange(jax.tree.leaves(inputs)[0].shape[0])
+    keys = jax.vmap(lambda row: jax.random.key_data(jax.random.fold_in(key, row)))(rows)
+    return type(inputs)({**inputs, "gumbel_prng_key": keys})
+
+
+def decode_once(job: Job) -> int:
+    """Decodes with one checkpoint, `--restore_checkpoint_step` or the newest, and returns its step."""
+    step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.decode_use_ema_states)
+    _with_writers(job, [(step, state)])
+    return step
+
+
+def decode_checkpoints(job: Job) -> None:
+    """Decodes with the newest checkpoint and then with each new one, up to the training run's last step."""
+    _with_writers(job, checkpoints.follow(job, use_ema=job.task.train.decode_use_ema_states))
+
+
+def _with_writers(job: Job, states: Iterable[tuple[int, TrainState]]) -> None:
+    with contextlib.closing(SummaryWriters(job.config.job_log_dir, enabled=jax.process_index() == 0)) as writers:
+        decodes = Decodes(job, writers)
+        for step, state in states:
+            decodes.run(state, step)
+            writers.flush()
+        say_results(job.config.job_log_dir)

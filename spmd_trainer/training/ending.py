@@ -1,0 +1,213 @@
+"""What a training run logs at its end: how it ended, where its results are, and the commands that show them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax
+from absl import logging
+from etils import epath
+
+from spmd_trainer import experiment_registry
+from spmd_trainer.checkpointing import steps
+from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
+from spmd_trainer.step.mesh_choice import mesh_flag
+from spmd_trainer.storage.run_files import PAGE
+from spmd_trainer.training.run_config import RunConfig
+
+# Metrics of an evaluation that do not describe the model.
+TIMING = ("eval_batches", "eval_seconds")
+# praxis' models give the same loss under these names.
+_LOSS = ("avg_xent", "log_pplx", "total_loss")
+# Smaller numbers are shown with four significant digits.
+_SMALL = 1e-3
+# Up to this many checkpoints are listed by step.
+_LISTED = 5
+# Fields of `task.train` that evaluation and decode read too.
+_OF_THE_MODEL = tuple(
+    f"task.train.{field}"
+    for field in (
+        "learner",
+        "eval_use_ema_states",
+        "decode_use_ema_states",
+        "inputs_split_mapping",
+        "sharding_strategy",
+        "always_use_train_for_model_init",
+        "enforce_input_specs",
+    )
+)
+# Only training reads these.
+_OF_TRAINING = ("task.train.", "task.early_stopping_fn", "train_datasets")
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a training run ended with.
+
+    Attributes:
+      loss: the loss of the last step; None if no step was taken.
+      metrics: the metrics of the last evaluation, as 'DATASET/metric'.
+      evaluated: the step of the last evaluation of this run; None for none.
+    """
+
+    loss: float | None
+    metrics: Mapping[str, float]
+    evaluated: int | None
+
+
+def say_end(config: RunConfig, how: str, then: str, results: Results) -> None:
+    """Logs how a training run ended, its last metrics, where its results are and the commands that show them. Process 0 does.
+
+    Args:
+      config: the run's.
+      how: how it ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
+      then: how it can continue; empty if it is complete.
+      results: what it ended with.
+    """
+    if jax.process_index():
+        return
+    names = ["train", *(input_p.name for input_p in config.experiment.config.eval_datasets)]
+    evaluated = {} if results.evaluated is None else _by_dataset(results.metrics, names)
+    lines = list(_ending(how, then, results, evaluated))
+    commands = [*_results(config.job_log_dir), *next_commands(config)]
+    if live.display is not None:
+        from spmd_trainer.training import ending_table  # imports rich, which only terminals need
+
+        live.display.print(ending_table.table(how, then, results, evaluated))
+        live.display.print("\n".join(commands))
+    # Where there is a display, these lines go to the log's file alone.
+    for line in [*lines, *commands]:
+        logging.info("%s", line, extra=SHOWN_LIVE)
+
+
+def _ending(how: str, then: str, results: Results, evaluated: Mapping[str, str]) -> Iterator[str]:
+    """Yields how a run ended and its last metrics, a line each."""
+    if how:
+        loss = "" if results.loss is None else f", loss {results.loss:.4f}"
+        yield f"{how}{loss}{f'; {then}' if then else ''}"
+    if results.evaluated is not None:
+        metrics = "; ".join(f"{dataset}: {text}" for dataset, text in evaluated.items())
+        yield f"last evaluation, at step {results.evaluated}: {metrics}"
+
+
+def say_results(directory: epath.Path) -> None:
+    """Logs which directories of a run have something in them, and how to look at the curves. Process 0 does.
+
+    Args:
+      directory: the run's `job_log_dir`.
+    """
+    if jax.process_index():
+        return
+    for line in _results(directory):
+        logging.info("%s", line)
+
+
+def _results(directory: epath.Path) -> Iterator[str]:
+    """Yields where a run's results are, and how to look at them."""
+    if not directory.exists():
+        return
+    yield f"results in {directory}: {_contents(directory)}"
+    if (directory / PAGE).exists():
+        yield f"  to see the run:     {directory / PAGE}"
+    if (directory / "summaries").exists():
+        yield f"  to see the curves:  tensorboard --logdir {shlex.quote(str(directory / 'summaries'))}"
+
+
+def _contents(directory: epath.Path) -> str:
+    """Returns what a run has written, e.g. 'checkpoints/ (steps 0, 20), summaries/'."""
+    parts = [
+        f"{name}/ ({_steps_text(saved)})"
+        for name in ("checkpoints", "best")
+        if (saved := steps.present(directory / name))
+    ]
+    parts += [
+        f"{name}/"
+        for name in ("summaries", "eval_out", "decode_out", "lm_eval", "profile")
+        if (directory / name).exists()
+    ]
+    return ", ".join(parts) or "nothing yet"
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """Returns metrics as a line for people: 'avg_xent = log_pplx 4.2746  num_predictions 608', without timings.
+
+    praxis' models give their loss under several names; those that have the same value share it.
+    """
+    names: dict[float | str, list[str]] = {}
+    for name, value in metrics.items():
+        is_nothing = name == "aux_loss" and not value  # most models have none
+        if name not in TIMING and not is_nothing:
+            names.setdefault(value if name in _LOSS else name, []).append(name)
+    return "  ".join(f"{' = '.join(same)} {_number(metrics[same[0]])}" for same in names.values())
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value) and value == round(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) < _SMALL else f"{value:.4f}"
+
+
+def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> dict[str, str]:
+    """Returns each dataset's metrics as `shown` shows them. Names of datasets and of metrics may both have slashes."""
+    datasets: dict[str, dict[str, float]] = {}
+    longest_first = sorted(names, key=len, reverse=True)
+    for key, value in results.items():
+        dataset = next(name for name in longest_first if key.startswith(f"{name}/"))
+        datasets.setdefault(dataset, {})[key.removeprefix(f"{dataset}/")] = value
+    return {dataset: shown(values) for dataset, values in datasets.items()}
+
+
+def next_commands(config: RunConfig) -> Iterator[str]:
+    """Yields the commands that evaluate and decode the run's checkpoints.
+
+    If another process can't find the experiment by its name (a notebook's own class, one that isn't registered), it yields Python
+    calls instead.
+    """
+    experiment = config.experiment
+    if not steps.present(config.job_log_dir / "checkpoints"):
+        return
+    has_command = experiment.name in experiment_registry.get_all() and not experiment.name.startswith("__main__.")
+    for what, mode, function, datasets in (
+        ("to evaluate:", "eval", "evaluate", experiment.config.eval_datasets),
+        ("to decode:", "decode_once", "decode", experiment.config.decode_datasets),
+    ):
+        if datasets:
+            yield f"  {what:<19} {_command(config, mode) if has_command else _python_call(config, function)}"
+
+
+def _steps_text(saved: list[int]) -> str:
+    if len(saved) > _LISTED:
+        return f"{len(saved)} steps, the newest {saved[-1]}"
+    return f"step{'s' * (len(saved) > 1)} {', '.join(map(str, saved))}"
+
+
+def _command(config: RunConfig, mode: str) -> str:
+    """Returns the command that runs another mode on this run's checkpoints, with the overrides of its model and data."""
+    # In full: a short name may be known only after --exp_module.
+    name = experiment_registry.short_name(config.experiment.name)
+    command = ["spmd-trainer", f"--exp={name}", f"--job_log_dir={config.job_log_dir}", f"--mode={mode}"]
+    if config.mesh:
+        command.append(f"--mesh={mesh_flag(config.mesh)}")
+    return shlex.join([*command, *(f"--fdl.set={override}" for override in _overrides(config))])
+
+
+def _python_call(config: RunConfig, function: str) -> str:
+    """Returns the same as a call of `spmd_trainer.evaluate` or `decode`."""
+    arguments = [type(config.experiment.experiment).__name__, repr(str(config.job_log_dir))]
+    if overrides := _overrides(config):
+        arguments.append(f"overrides={overrides!r}")
+    if config.mesh:
+        arguments.append(f"mesh={mesh_flag(config.mesh)!r}")
+    return f"spmd_trainer.{function}({', '.join(arguments)})"
+
+
+def _overrides(config: RunConfig) -> list[str]:
+    """Returns the overrides that change the model, or what is evaluated and decoded."""
+    return [
+        override
+        for override in config.experiment.overrides
+        if override.startswith(_OF_THE_MODEL) or not override.startswith(_OF_TRAINING)
+    ]

@@ -1,0 +1,306 @@
+"""Resolves an experiment's name and overrides to one validated configuration, before any device is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import fiddle as fdl
+from fiddle import absl_flags as fiddle_flags
+from fiddle import daglish
+from praxis import pax_fiddle
+
+from spmd_trainer import experiment_registry, sharding
+from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph, user_code
+from spmd_trainer.models.config_lines import without_addresses
+from spmd_trainer.step import model_mesh
+from spmd_trainer.training import class_overrides
+
+# Longer values are abbreviated.
+_MAX_CHARS = 2000
+# Memory addresses in reprs differ from run to run and are not settings.
+
+
+@dataclasses.dataclass
+class ExperimentConfig:
+    """The root of override paths such as `task.train.num_train_steps` or `train_datasets[0].batch_size`.
+
+    Attributes:
+      task: the task's config.
+      train_datasets: configs of the training inputs.
+      eval_datasets: configs of the evaluation inputs.
+      decode_datasets: configs of the inputs to decode.
+    """
+
+    task: Any
+    train_datasets: list[Any]
+    eval_datasets: list[Any]
+    decode_datasets: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedExperiment:
+    """An experiment with its overrides applied.
+
+    Attributes:
+      name: full registered name.
+      label: the name for messages: as the user gave it, or the short name of a class.
+      experiment: an instance whose `task()` and `*_datasets()` return the overridden configs.
+      config: the resolved fiddle config of `ExperimentConfig`.
+      overrides: the overrides as given, each as 'path=value' or 'NAME=value'.
+      class_attributes: the overridden class attributes by name.
+    """
+
+    name: str
+    label: str
+    experiment: BaseExperiment
+    config: Any
+    overrides: tuple[str, ...] = ()
+    class_attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def task_p(self) -> Any:
+        """The task's resolved config."""
+        return self.config.task
+
+    def lines(self) -> list[str]:
+        """Returns the config, defaults included, as sorted lines such as 'task.train.learner.loss_name: ...'.
+
+        Overridden class attributes are lines too, such as 'NUM_LAYERS: 3'.
+        """
+        attributes = {name: _shown(value) for name, value in self.class_attributes.items()}
+        settings = attributes | dict(_flatten(self.config, ""))
+        return [f"{path}: {value}" for path, value in sorted(settings.items())]
+
+
+def resolve(
+    exp: str | type[BaseExperiment] | BaseExperiment,
+    overrides: Iterable[str] = (),
+    *,
+    before_datasets: Callable[[Any], None] | None = None,
+) -> ResolvedExperiment:
+    """Finds the experiment, applies the overrides and validates the result. Builds nothing.
+
+    Args:
+      exp: see `experiment_registry.find`.
+      overrides: overrides of fields, each as 'path.to.field=value', and of class attributes, each as 'NAME=value'. The
+        value is a Python literal. Class attributes are set first, because the config is built from them.
+      before_datasets: called with the task's config, overrides applied, before the experiment's dataset methods, because
+        those of Pax's experiments call `jax.local_device_count()`.
+
+    Raises:
+      UserError: unknown experiment, field or attribute, an invalid value, or an experiment whose settings contradict each other.
+    """
+    found, overrides = experiment_registry.find(exp), tuple(overrides)
+    _check_class(found.cls, exp, found.label)
+    try:
+        of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
+        experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
+        config = pax_fiddle.Config(ExperimentConfig, task=_task_config(experiment))
+        of_task = [assignment for assignment in overrides if assignment.startswith("task.")]
+        for assignment in of_task:
+            apply_override(config, assignment)
+        with _errors_of(experiment, found.label):
+            _validate_kinds(config)
+            _validate_mesh(config.task)
+        if before_datasets is not None:
+            before_datasets(config.task)
+        # The experiment's own methods must see the overridden task.
+        experiment.task = lambda: config.task  # type: ignore[method-assign]
+        _add_datasets(experiment, config)
+        for assignment in overrides:
+            if assignment not in of_task and assignment not in of_class:
+                apply_override(config, assignment)
+        with _errors_of(experiment, found.label):
+            _validate_kinds(config)
+            _validate_datasets(config)
+        _use_datasets(experiment, config)
+        with _errors_of(experiment, found.label):
+            experiment.validate()
+            _validate_names(config)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # raised by the experiment's own code, or by a library that it calls
+        kind = "" if isinstance(error, ValueError | TypeError | AttributeError) else f"{type(error).__name__}: "
+        own = user_code.lines(error)
+        if kind and not own:
+            raise
+        where = "" if len(own) > 1 else user_code.where(error, found.cls)
+        text = f"experiment {found.label}: {kind}{first_paragraph(error)}{where}"
+        raise UserError("\n  ".join([text, *(own if len(own) > 1 else [])])) from error
+    return ResolvedExperiment(found.name, found.label, experiment, config, overrides, attributes)
+
+
+@contextlib.contextmanager
+def _errors_of(experiment: BaseExperiment, label: str) -> Iterator[None]:
+    """Adds the experiment's name and source location to a UserError."""
+    try:
+        yield
+    except UserError as error:
+        where = user_code.where(error, type(experiment))
+        raise UserError(f"experiment {label}: {error}{where}") from error
+
+
+def _check_class(cls: type, exp: object, label: str) -> None:
+    if not issubclass(cls, BaseExperiment):
+        raise UserError(
+            f"{exp!r} is not an experiment: give a registered name, a BaseExperiment class or an instance of one"
+        )
+    missing = sorted(cls.__abstractmethods__)
+    if missing:
+        raise UserError(f"experiment {label} does not define {', '.join(missing)}{user_code.where_defined(cls)}")
+
+
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    prefix = f"{path}." if path else ""
+    if isinstance(value, fdl.Buildable):
+        if path:
+            yield path, fdl.get_callable(value).__name__
+        for name, child in fdl.ordered_arguments(value, include_defaults=True).items():
+            yield from _flatten(child, f"{prefix}{name}")
+    elif isinstance(value, dict) and any(isinstance(child, fdl.Buildable) for child in value.values()):
+        for name, child in value.items():
+            yield from _flatten(child, f"{path}[{name!r}]")
+    elif isinstance(value, list | tuple) and any(isinstance(child, fdl.Buildable) for child in value):
+        for index, child in enumerate(value):
+            yield from _flatten(child, f"{path}[{index}]")
+    else:
+        named = callable(value) and hasattr(value, "__qualname__")
+        yield path, f"{value.__module__}.{value.__qualname__}" if named else _shown(value)
+
+
+def _shown(value: Any) -> str:
+    """Returns a value's repr; of a very long one, such as a tokenizer's, the beginning and a checksum."""
+    text = repr(value)
+    if len(text) <= _MAX_CHARS:
+        return text
+    checksum = zlib.crc32(without_addresses(text).encode())
+    return f"{text[: _MAX_CHARS // 10]}... ({len(text)} characters, crc32 {checksum:08x})"
+
+
+def _task_config(experiment: BaseExperiment) -> Any:
+    task_p = experiment.task()
+    if not isinstance(task_p, fdl.Buildable):
+        raise TypeError(f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask")
+    return task_p
+
+
+def _add_datasets(experiment: BaseExperiment, config: Any) -> None:
+    config.train_datasets = list(experiment.train_datasets())
+    config.eval_datasets = list(experiment.eval_datasets())
+    config.decode_datasets = list(experiment.decode_datasets())
+
+
+def _use_datasets(experiment: BaseExperiment, config: Any) -> None:
+    """Makes the experiment's own methods return the overridden configs."""
+    for kind in ("train_datasets", "eval_datasets", "decode_datasets"):
+        configs = getattr(config, kind)
+        setattr(experiment, kind, lambda configs=configs: list(configs))
+
+
+def apply_override(config: Any, assignment: str) -> None:
+    """Applies one 'path.to.field=value' to a config, checking every step of the path.
+
+    Raises:
+      UserError: no '=', no such field (the message suggests the nearest name), or a value that is not a Python literal.
+    """
+    path, equals, text = assignment.partition("=")
+    if not equals or not path:
+        raise UserError(f"override {assignment!r} is not of the form path.to.field=value")
+    try:
+        steps = daglish_path(path)
+        node = config
+        for done, step in enumerate(steps):
+            _check_step(node, step, steps[:done], path)
+            node = step.follow(node)
+    except (IndexError, KeyError) as error:
+        raise UserError(f"override {assignment!r}: {path} does not exist in the config ({error})") from error
+    fiddle_flags.set_value_at_path(config, path, class_overrides.parse_value(assignment, path, text))
+
+
+def daglish_path(path: str) -> list[Any]:
+    """Parses 'a.b[0].c' into fiddle path elements."""
+    try:
+        return list(daglish.parse_path(path if path.startswith("[") else f".{path}"))
+    except ValueError as error:
+        raise UserError(f"{path!r} is not a path such as task.train.num_train_steps") from error
+
+
+def _check_step(node: Any, step: Any, before: list[Any], path: str) -> None:
+    where = daglish.path_str(tuple(before)).lstrip(".") or "the experiment"
+    if not isinstance(step, daglish.Attr):
+        _check_element(node, step.key, where, path)
+        return
+    if not isinstance(node, fdl.Buildable):
+        raise UserError(f"override of {path}: {where} is {node!r}, which has no field {step.name!r}")
+    fields = list(node.__signature_info__.parameters)
+    if step.name not in fields:
+        raise UserError(f"override of {path}: {where} has no field {step.name!r}{did_you_mean(step.name, fields)}")
+    if step.name not in dir(node):
+        raise UserError(f"override of {path}: {where}.{step.name} has no value yet; set it in the experiment")
+
+
+def _check_element(node: Any, key: Any, where: str, path: str) -> None:
+    if isinstance(node, list | tuple | dict):
+        if isinstance(node, dict) or isinstance(key, int):
+            return  # One that isn't there is an IndexError or a KeyError.
+        raise UserError(f"override of {path}: the elements of {where} have numbers from 0; {key!r} is none")
+    kind = "has fields" if isinstance(node, fdl.Buildable) else f"is {node!r:.80}"
+    raise UserError(
+        f"override of {path}: {where} {kind}, so it has no element {key!r}; write e.g. task.train.num_train_steps"
+    )
+
+
+def _validate_kinds(config: Any) -> None:
+    """Checks that overrides have left configs where configs must be."""
+    for path, node in (("task", config.task), ("task.train", getattr(config.task, "train", None))):
+        if not isinstance(node, fdl.Buildable):
+            raise UserError(
+                f"{path} is {node!r:.80}; override one of its fields instead, e.g. task.train.num_train_steps=10"
+            )
+    learner = config.task.train.learner
+    if not isinstance(learner, fdl.Buildable | list | tuple):
+        raise UserError(f"task.train.learner is {learner!r:.80}; override one of its fields instead")
+
+
+def _validate_datasets(config: Any) -> None:
+    for kind in ("train_datasets", "eval_datasets", "decode_datasets"):
+        datasets = getattr(config, kind)
+        if not isinstance(datasets, list | tuple):
+            raise UserError(f"{kind} is {datasets!r:.80}; give a list of configs of inputs")
+
+
+def _validate_mesh(task_p: Any) -> None:
+    """Checks that axis names, mesh sizes and split mappings fit each other, as far as this is possible without devices."""
+    model_p = task_p.model
+    for field in ("ici_mesh_shape", "dcn_mesh_shape"):
+        if model_p.ici_mesh_shape is not None and getattr(model_p, field) is not None:
+            _validate_sizes(f"task.model.{field}", getattr(model_p, field))
+    declared = model_mesh.declared_mesh(model_p)
+    if declared is not None and task_p.train.inputs_split_mapping is not None:
+        sharding.validate_split_mapping(task_p.train.inputs_split_mapping, declared.axis_names)
+
+
+def _validate_sizes(field: str, shape: Any) -> None:
+    if not isinstance(shape, list | tuple):
+        raise UserError(f"{field} is {shape!r}; give a list of sizes, one per mesh axis, e.g. [1, 4, 2]")
+    for size in shape:
+        problem = sharding.size_problem(size)
+        if problem:
+            raise UserError(f"{field} is {list(shape)}: {problem}")
+    if list(shape).count(-1) > 1:
+        raise UserError(f"{field} is {list(shape)}: only one size may be -1 (the rest of the devices)")
+
+
+def _validate_names(config: Any) -> None:
+    for kind in ("eval_datasets", "decode_datasets"):
+        names = [dataset.name for dataset in getattr(config, kind)]
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(
+                f"{kind} has several inputs named {', '.join(twice)}; give each its own name, which names its outputs"
+            )

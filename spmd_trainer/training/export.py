@@ -1,0 +1,140 @@
+"""Writes a checkpoint as a Hugging Face folder, or its adapters as a folder of PEFT."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+
+from spmd_trainer import hf, storage
+from spmd_trainer.checkpointing import records, steps
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.decoder import lora
+from spmd_trainer.errors import UserError
+from spmd_trainer.hf import peft
+from spmd_trainer.hf.experiment import spec_of_task
+from spmd_trainer.hf.folder import read_model
+from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import checkpoints
+from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.run_config import RunConfig
+
+
+def export(job: Job) -> int:
+    """Writes the variables of one checkpoint to `--export_dir`. Called by every process.
+
+    The adapters of a run with `task.lora` are merged into the base or, with `--export_adapter`, written alone. The configs and
+    the tokenizer are those of the folder that the model came from, if it came from one. If the run has checkpoints of its own
+    and `--restore_checkpoint_dir` is a Hugging Face folder, as in the command that trained it, the run's checkpoint is exported.
+
+    Args:
+      job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
+
+    Returns:
+      The step.
+
+    Raises:
+      UserError: there is no checkpoint, the directory is not empty, or transformers has no architecture for the model.
+    """
+    settings = job.config.export
+    if settings is None:
+        raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
+    if settings.adapter and job.task.lora is None:
+        raise UserError("--export_adapter: the experiment has no adapters (task.lora is None); leave the flag out")
+    # The processes do what the first one sees.
+    own = decided_by_process_0(lambda: prefers_own(job.config))
+    source = dataclasses.replace(job, config=config_of_source(job.config, own=own))
+    restored = checkpoints.restore_with_record(source, use_ema=settings.use_ema)
+    imported_from = _imported_from(job, restored.metadata["metadata"])
+    logging.info("exporting step %d of %s", restored.step, source.config.checkpoint_dir)
+    with Phase(f"writing step {restored.step} to {settings.directory}"):
+        if settings.adapter:
+            peft.export(restored.state, job, settings.directory, base=imported_from)
+        else:
+            state = restored.state if job.task.lora is None else _merged(restored.state, job)
+            hf.export(state, job, settings.directory, settings.dtype, imported_from=imported_from)
+    if not storage.is_remote(settings.directory):
+        opener = "AutoPeftModelForCausalLM" if settings.adapter else "AutoModelForCausalLM"
+        library = "peft" if settings.adapter else "transformers"
+        logging.info("%s opens it: %s.from_pretrained(%r)", library, opener, os.fspath(settings.directory))
+    return restored.step
+
+
+def _merged(state: TrainState, job: Job) -> TrainState:
+    """Returns a state without adapters: they are added to the base. The state is used up."""
+    metadata = job.partitioner.eval_metadata()
+    variables = dataclasses.replace(metadata.variables, mdl_vars=lora.base_only(metadata.variables.mdl_vars))
+    without = dataclasses.replace(metadata, variables=variables)
+    order = list(records.by_path(metadata.variables))
+    leaves = dict(zip(order, jax.tree.leaves(state), strict=True))
+    adapters = {path: leaves.pop(path) for path in list(leaves) if lora.is_adapter(path)}
+
+    def merge(rest: dict[str, jax.Array], adapters: dict[str, jax.Array]) -> TrainState:
+        every = {**rest, **adapters}
+        padded = jax.tree.unflatten(jax.tree.structure(metadata.variables), [every[path] for path in order])
+        logical = metadata.slice(padded)
+        return without.pad(dataclasses.replace(logical, mdl_vars=lora.merged(job.task, logical.mdl_vars)))
+
+    result: TrainState = jax.jit(merge, out_shardings=without.shardings, donate_argnums=0)(leaves, adapters)
+    return result
+
+
+def prefers_own(config: RunConfig) -> bool:
+    """Returns True if the run's own checkpoints are exported although `--restore_checkpoint_dir` is given.
+
+    That flag is then a Hugging Face folder, as in the command that trained the run. Says what this process sees.
+
+    Raises:
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    folder = config.restore_checkpoint_dir
+    if folder is None or not hf.is_folder(folder):
+        return False
+    return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
+
+
+def config_of_source(config: RunConfig, *, own: bool) -> RunConfig:
+    """Returns the config with the directory of checkpoints to export.
+
+    Args:
+      config: the config.
+      own: take the run's own checkpoints; see `prefers_own`.
+    """
+    return dataclasses.replace(config, restore_checkpoint_dir=None) if own else config
+
+
+def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
+    """Returns the Hugging Face folder that the run began with and whose tokenizer fits the model, or None.
+
+    Args:
+      job: the job.
+      noted: the metadata of the checkpoint, which names the folder if the run began with one.
+    """
+    folder = noted.get(FOLDER_KEY, {}).get("path")
+    rules = job.task.train.init_from_checkpoint_rules or {}
+    candidates = [job.config.restore_checkpoint_dir, *map(epath.Path, filter(None, [folder])), *map(epath.Path, rules)]
+    folders = [path for path in candidates if path is not None and hf.find_agreed(path)]
+    return next((path for path in folders if decided_by_process_0(functools.partial(_fits, path, job))), None)
+
+
+def _fits(folder: epath.Path, job: Job) -> bool:
+    """Returns True if a folder's vocabulary has the size of the model's."""
+    spec = spec_of_task(job.task)
+    _, _, there = read_model(folder)
+    if spec is None or there.vocab_size == spec.vocab_size:
+        return True
+    logging.warning(
+        "%s has a vocabulary of %d, and the model one of %d: its token ids and its tokenizer are not copied",
+        folder,
+        there.vocab_size,
+        spec.vocab_size,
+    )
+    return False

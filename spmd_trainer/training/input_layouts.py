@@ -1,0 +1,49 @@
+"""How the batches of a job's inputs are split on its mesh, for the sharding report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fiddle as fdl
+from absl import logging
+
+from spmd_trainer import sharding
+from spmd_trainer.errors import first_line
+from spmd_trainer.inputs.batches import dataset_input_specs
+from spmd_trainer.sharding.report_inputs import InputLayout
+from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.train_states import PyTree
+from spmd_trainer.training.job import Job
+
+
+def of_job(job: Job) -> list[InputLayout]:
+    """Returns the layouts of the training inputs, then those for evaluation, then those for decode.
+
+    An input whose shapes can't be found out, for example because its files are not on this machine, has the reason instead.
+    """
+    config = job.config.experiment.config
+    uses = {"train": config.train_datasets, "eval": config.eval_datasets, "decode": config.decode_datasets}
+    return [_layout(job, use, input_p) for use, inputs in uses.items() for input_p in inputs]
+
+
+def _layout(job: Job, use: str, input_p: Any) -> InputLayout:
+    called = fdl.get_callable(input_p)
+    class_name = f"{called.__module__}.{called.__qualname__}".removeprefix("spmd_trainer.")
+    name = str(input_p.name)
+    try:
+        # What the experiment declares of its training batch is what the step is compiled for.
+        shapes = job.inputs_shape_dtype if use == "train" else job.global_shape_dtype(dataset_input_specs(input_p))
+        arrives, in_step = job.partitioner.inputs_partition_spec(shapes), _in_step(job, shapes)
+    except Exception as error:  # an input's own code may raise anything
+        logging.warning("the report doesn't know the batches of %s input %s: %s", use, name, first_line(error))
+        return InputLayout(use, name, class_name, problem=first_line(error))
+    in_step = arrives if in_step is None else in_step
+    return InputLayout(use, name, class_name, shapes, job.partitioner.pad_inputs_shape_dtype(shapes), arrives, in_step)
+
+
+def _in_step(job: Job, shapes: PyTree) -> PyTree | None:
+    """Returns the specs that `inputs_split_mapping` gives a batch; None if the step leaves it as it arrives."""
+    mapping = job.task.train.inputs_split_mapping
+    if mapping is None or not isinstance(job.partitioner, PjitPartitioner):
+        return None
+    return sharding.input_partition_specs(mapping, dict(job.partitioner.mesh.shape), shapes)

@@ -1,0 +1,279 @@
+"""An experiment on its devices, as every mode needs it: the built task, the partitioner on its mesh, the inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+from absl import logging
+from jax.sharding import Mesh
+from praxis import pax_fiddle
+
+from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.base_experiment import BaseExperiment, check_overrides
+from spmd_trainer.errors import MissingCompilerError, UserError, first_paragraph, user_code
+from spmd_trainer.errors.installation import installed_version
+from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
+from spmd_trainer.inputs.text_base import TokenizedFiles
+from spmd_trainer.models.vocabulary import vocabulary_size
+from spmd_trainer.planner.topologies import topology_devices
+from spmd_trainer.sharding.messages import count_text, mesh_text
+from spmd_trainer.sharding.report_inputs import InputLayout
+from spmd_trainer.step import pjit
+from spmd_trainer.step.mesh_choice import choose_mesh
+from spmd_trainer.step.partitioner import Partitioner
+from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import PyTree
+from spmd_trainer.training import config_file, reference_files
+from spmd_trainer.training.run_config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSettings:
+    """Batch settings of an elastic run, which may change with its devices.
+
+    Attributes:
+      first_devices: number of devices that the run began on.
+      first_minibatches: its partitioner's `num_minibatches` at the beginning.
+      num_minibatches: `num_minibatches` now.
+      batch_scale: current global batch size / initial global batch size.
+    """
+
+    first_devices: int
+    first_minibatches: int
+    num_minibatches: int
+    batch_scale: Fraction = Fraction(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """An experiment on its devices. Building one allocates nothing on them.
+
+    Attributes:
+      config: what was asked.
+      task: the built task.
+      partitioner: the partitioner, set up on the job's mesh.
+      process_inputs_shape_dtype: ShapeDtypeStructs of one process's training batch.
+      batch: the batch settings of an elastic run whose devices have changed, else None.
+    """
+
+    config: RunConfig
+    task: SingleTask
+    partitioner: Partitioner
+    process_inputs_shape_dtype: PyTree
+    batch: BatchSettings | None = None
+
+    @classmethod
+    def build(cls, config: RunConfig) -> Job:
+        """Builds task, mesh and partitioner.
+
+        Args:
+          config: what was asked.
+
+        Raises:
+          UserError: the experiment, the mesh and the devices don't fit each other.
+        """
+        with _errors_of_building(config):
+            shapes = _declared_inputs(config.experiment.experiment)
+            check_overrides(config.experiment.experiment)
+            task = tasks_lib.build_task(config.experiment.task_p)
+            devices = topology_devices(config.topology, config.num_slices) if config.topology else None
+            partitioner = make_partitioner(config.experiment.experiment)
+            if config.num_minibatches is not None:
+                partitioner.num_minibatches = config.num_minibatches
+            _use_mesh(config, task, partitioner, devices)
+            job = cls(config, task, partitioner, shapes)
+            partitioner.setup(task, job.inputs_shape_dtype)
+        logging.info("%s", _parameters_text(partitioner.metadata))
+        return job
+
+    def on_mesh(self, mesh: Mesh, batch: BatchSettings) -> Job:
+        """Returns the same job on another mesh, with other batch settings. The task is the same object.
+
+        Raises:
+          UserError: the batch can't be scaled, or the new mesh doesn't fit the mappings.
+        """
+
+        def scaled(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((_scaled(x.shape[0], batch, mesh.size), *x.shape[1:]), x.dtype)
+
+        experiment = self.config.experiment.experiment
+        with _errors_of_building(self.config):
+            partitioner = make_partitioner(experiment)
+            partitioner.num_minibatches = batch.num_minibatches
+            partitioner.use_mesh(mesh)
+            shapes = jax.tree.map(scaled, _declared_inputs(experiment))
+            partitioner.setup(self.task, self.global_shape_dtype(shapes))
+        return dataclasses.replace(self, partitioner=partitioner, process_inputs_shape_dtype=shapes, batch=batch)
+
+    @property
+    def prng_key(self) -> jax.Array:
+        """The run's one key, from `task.train.random_seed`."""
+        return jax.random.key(self.task.train.random_seed)
+
+    @property
+    def abstract_prng_key(self) -> jax.ShapeDtypeStruct:
+        """The key's ShapeDtypeStruct, for compilation: the mesh's devices may not be here."""
+        key: jax.ShapeDtypeStruct = jax.eval_shape(lambda: self.prng_key)
+        return key
+
+    @property
+    def inputs_shape_dtype(self) -> PyTree:
+        """ShapeDtypeStructs of the global training batch."""
+        return self.global_shape_dtype(self.process_inputs_shape_dtype)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the global training batch."""
+        return int(jax.tree.leaves(self.inputs_shape_dtype)[0].shape[0])
+
+    @staticmethod
+    def global_shape_dtype(process_shape_dtype: PyTree) -> PyTree:
+        """Returns the shapes of the batch over all processes, given those of one process."""
+
+        def scale(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((x.shape[0] * jax.process_count(), *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(scale, process_shape_dtype)
+
+    def build_train_input(self) -> Any:
+        """Builds this process's share of the training input; its batch size is scaled as `batch` says.
+
+        Raises:
+          UserError: see `build_input`; the batch size can't be scaled.
+        """
+        input_p = self.config.experiment.config.train_datasets[0].clone()
+        if self.batch is not None and self.batch.batch_scale != 1:
+            if input_p.batch_size is None:
+                raise UserError(
+                    f"elastic_batch='scale': the training input {input_p.name!r} has no batch_size to scale"
+                )
+            # An experiment may give a config that computes the batch size.
+            rows = pax_fiddle.build(input_p.batch_size)
+            input_p.batch_size = _scaled(rows, self.batch, self.partitioner.mesh.size)
+        return self.build_input(input_p)
+
+    def build_input(self, input_p: Any) -> Any:
+        """Builds an input for this process's share of the data.
+
+        Raises:
+          UserError: the input's own settings don't fit each other or its files.
+        """
+        input_p = input_p.clone()
+        input_p.num_infeed_hosts = jax.process_count()
+        input_p.infeed_host_index = jax.process_index()
+        try:
+            built = pax_fiddle.build(input_p)
+        except ValueError as error:
+            raise UserError(first_paragraph(error)) from error
+        _check_vocabulary(built, self.task)
+        reference_files.attach(built, self.config.job_log_dir)
+        return built
+
+    def settings_lines(self) -> list[str]:
+        """Returns the resolved config and what the run adds to it, one 'path: value' a line."""
+        about = config_file.run_lines(
+            self.partitioner.mesh_shape(), jax.process_count(), self.num_rows, self.partitioner.num_minibatches
+        )
+        return [*self.config.experiment.lines(), *about]
+
+    def sharding_report(
+        self, attention: Sequence[str] = (), inputs: Sequence[InputLayout] = ()
+    ) -> sharding.ShardingReport:
+        """Returns where every variable lives, headed by what this job is.
+
+        Args:
+          attention: lines of `attention.choices.lines`, for the header.
+          inputs: the layouts of the job's inputs (`input_layouts.of_job`).
+        """
+        about = {
+            "experiment": self.config.experiment.name,
+            "date": time.strftime("%Y-%m-%d %H:%M"),
+            "spmd-trainer": installed_version("spmd-trainer") or "from its source tree",
+            "praxis": installed_version("praxis") or "from its source tree",
+            **{name: kernel for name, _, kernel in (line.partition(": ") for line in attention)},
+        }
+        return sharding.ShardingReport(
+            self.partitioner.metadata.records(), self.partitioner.mesh, about=about, inputs=inputs
+        )
+
+
+def make_partitioner(experiment: BaseExperiment) -> Partitioner:
+    """Returns the experiment's partitioner, not set up."""
+    return experiment.partitioner() or pjit.PjitPartitioner()
+
+
+@contextlib.contextmanager
+def _errors_of_building(config: RunConfig) -> Iterator[None]:
+    """Turns what praxis and this project raise about settings into a UserError with the experiment and the user's line."""
+    try:
+        yield
+    except MissingCompilerError:
+        raise
+    except UserError as error:
+        raise UserError(first_paragraph(error)) from error
+    except (ValueError, AssertionError) as error:  # praxis asserts what its layers need of their settings
+        raised_by = user_code.library_line(error) if isinstance(error, AssertionError) else None
+        parts = [first_paragraph(error), f"an assertion failed in {raised_by}" if raised_by else ""]
+        where = user_code.where(error, type(config.experiment.experiment))
+        raise UserError(f"experiment {config.experiment.label}: {'; '.join(filter(None, parts))}{where}") from error
+
+
+def _use_mesh(
+    config: RunConfig, task: SingleTask, partitioner: Partitioner, devices: Sequence[jax.Device] | None
+) -> None:
+    """Chooses the mesh, and logs which one it is and why."""
+    if not (config.mesh or devices is not None) and partitioner.has_own_mesh:
+        return  # `partitioner()` chose the mesh; `setup` builds it
+    experiment = config.experiment
+    choice = choose_mesh(experiment.experiment, task.model, name=experiment.label, given=config.mesh, devices=devices)
+    partitioner.use_mesh(choice.mesh)
+    count, device = choice.mesh.size, choice.mesh.devices.flat[0]
+    if device.platform == "cpu":
+        what = f"{count_text(count, 'host device')} (no accelerator)"
+    else:
+        what = f"{count_text(count, 'device')} ({device.device_kind})"
+    logging.info("%s: mesh %s on %s, %s", experiment.label, mesh_text(choice.mesh.shape), what, choice.reason)
+
+
+def _declared_inputs(experiment: BaseExperiment) -> PyTree:
+    """Returns ShapeDtypeStructs of one process's training batch, as the experiment declares it."""
+    provider = pax_fiddle.build(experiment.get_input_specs_provider_params())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(tuple(x.shape), x.dtype), provider.get_input_specs())
+
+
+def _scaled(rows: int, batch: BatchSettings, num_devices: int) -> int:
+    scaled = rows * batch.batch_scale
+    if scaled.denominator != 1:
+        raise UserError(
+            f"elastic_batch='scale': {rows} rows of each process become {scaled}, no whole number, on {num_devices} devices; "
+            "choose another batch size, or 'whole' or 'accumulate'"
+        )
+    return int(scaled)
+
+
+def _parameters_text(metadata: StateMetadata) -> str:
+    frozen = metadata.num_frozen_params()
+    return f"{metadata.num_params():,} parameters" + (f" learn, {frozen:,} are frozen" if frozen else "")
+
+
+def _check_vocabulary(built: Any, task: SingleTask) -> None:
+    """Refuses an input with more tokens than the model: JAX would look their embeddings up out of bounds without an error."""
+    vocab_size = vocabulary_size(task)
+    if vocab_size is None:
+        return
+    # A tokenizer may have further tokens that only some texts give; those are refused where they come up.
+    tokens = getattr(built, "encoded_vocab_size", getattr(built, "vocab_size", None))
+    if isinstance(tokens, int) and tokens > vocab_size:
+        raise UserError(
+            f"input {built.name!r} ({type(built).__name__}) gives tokens from 0 to {tokens - 1}, and "
+            f"the model's vocab_size is {vocab_size}; set it to {tokens} or more"
+        )
+    if isinstance(built, TokenizedFiles | CorpusInput):
+        built.limit_vocabulary(vocab_size)

@@ -1,0 +1,149 @@
+"""Computes the log-probabilities of answers by the reference model, once, when a run begins.
+
+The reference is the model that the run begins with, with its adapters if it has some. Before the first step, `compute` evaluates
+it on every pair of the datasets with `reference='file'`, and keeps the values in the run's job_log_dir; see `reference_files`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from spmd_trainer import multihost
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.checkpointing.checksums import checksum
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.preferences import PreferenceInput
+from spmd_trainer.models import config_lines
+from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.step import step_fns
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import NestedJTensor, TrainState
+from spmd_trainer.training.dataset_batches import FiniteDataset, proceed
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.reference_files import ReferenceFiles
+
+# Values are written when they are this old, or the dataset has ended.
+_SECONDS_BETWEEN_PARTS = 20.0
+# The settings that log-probabilities depend on.
+_MODEL = ("task.lora", "task.model.lm_tpl", "task.model.fprop_dtype", "task.model.model_type")
+
+
+def inputs_of(job: Job) -> list[Any]:
+    """Returns the configs of the inputs that read reference log-probabilities from the run's files."""
+    config = job.config.experiment.config
+    return [input_p for input_p in (*config.train_datasets[:1], *config.eval_datasets) if _reads_file(input_p)]
+
+
+def compute(job: Job, state: TrainState) -> None:
+    """Computes the reference log-probabilities that are missing. Called by every process, when a run begins.
+
+    Args:
+      job: the job.
+      state: the state that the run begins with.
+
+    Raises:
+      UserError: a dataset has `reference='file'`, and the model doesn't learn from pairs.
+    """
+    wanted = inputs_of(job)
+    if not wanted:
+        return
+    if not hasattr(job.task.model, "with_reference"):
+        raise UserError(
+            f"input {wanted[0].name!r} has reference='file', and task.model is a {type(job.task.model).__name__}, which has no "
+            "reference; use spmd_trainer.decoder.preferences.model.PreferenceModel"
+        )
+    model = _model_text(job, state)
+    for input_p in wanted:
+        _Dataset(job, input_p, model).compute(state.to_eval_state())
+
+
+class _Dataset(FiniteDataset):
+    """A dataset of pairs, each of them once, and the step that runs the reference on a batch."""
+
+    def __init__(self, job: Job, input_p: Any, model: str):
+        """Builds the input.
+
+        Args:
+          job: the job.
+          input_p: the input's config.
+          model: identifies the model.
+        """
+        super().__init__(job, input_p.clone().set(is_training=False), "eval", 0)
+        self._num_pairs = self._input.num_pairs
+        # Evaluating the model also compares it with a reference, whatever it is.
+        self._input.use_reference(np.zeros((self._num_pairs, 2), np.float32))
+        self._files = ReferenceFiles(job.config.job_log_dir, self._input, model)
+        self._step = job.partitioner.partition(_logps_step, self.shapes, is_eval=True)
+
+    def compute(self, state: TrainState) -> None:
+        """Computes and writes what is missing."""
+        where = self._files.directory
+        if outdated := decided_by_process_0(self._files.remove_of_other_models):
+            logging.warning(
+                "%s held the values of another model (%s): they are computed again", where, count_text(outdated, "file")
+            )
+        done = decided_by_process_0(self._files.num_done)
+        if done == self._num_pairs:
+            logging.info("the reference log-probabilities of %s are in %s", self.name, where)
+            return
+        key, batches_done, written = jax.random.key(0), done // self.num_rows, time.monotonic()
+        ready: list[np.ndarray] = []
+        for _, batch in self.each_batch(f"reference log-probabilities of {self.name}", proceed, done=batches_done):
+            _, output = self._step.fn(state, key, self.place(batch, self._step))
+            found = _in_order(*map(np.asarray, output), first=done)
+            ready.append(found)
+            done += len(found)
+            if time.monotonic() - written > _SECONDS_BETWEEN_PARTS or done == self._num_pairs:
+                self._files.write(np.concatenate(ready), end=done)
+                ready, written = [], time.monotonic()
+        multihost.barrier(f"the reference log-probabilities of {self.name} are written")
+        logging.info("wrote the reference log-probabilities of %s to %s", count_text(done, "pair"), where)
+
+
+def _logps_step(
+    task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedJTensor, *rest: Any
+) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    """Evaluates the model on a batch. Arguments as for `step_fns.eval_step`.
+
+    Returns:
+      None, and (numbers of the pairs int32 [B], -1 for rows that fill up the batch; log-probabilities of their answers float32
+      [B, 2]).
+    """
+    _, output = step_fns.eval_step(task, state, key, inputs, *rest)
+    pairs = jnp.where(inputs["eval_sample_weights"] > 0, inputs["pair_index"], -1)
+    return None, (pairs, output.per_example_out["logps"])
+
+
+def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray:
+    """Returns the log-probabilities of the pairs of a batch from pair `first` on, in the order of the pairs.
+
+    With several processes, the rows of a batch are in the order of the mesh's devices, and those of a process need not be
+    adjacent.
+
+    Args:
+      pairs: numbers of the pairs [B], -1 for rows that fill up the batch.
+      logps: their log-probabilities [B, 2].
+      first: the first pair that is wanted.
+    """
+    order = np.argsort(pairs)
+    return logps[order[pairs[order] >= first]]
+
+
+def _reads_file(input_p: Any) -> bool:
+    kind = input_p.cls  # may be a function
+    return isinstance(kind, type) and issubclass(kind, PreferenceInput) and input_p.reference is not None
+
+
+def _model_text(job: Job, state: TrainState) -> str:
+    """Identifies a model: its settings and the bits of its variables, on any mesh."""
+    lines = config_lines.lines_of(job.config.experiment.lines(), _MODEL)
+    text = json.dumps([*lines, checksum(state.mdl_vars)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

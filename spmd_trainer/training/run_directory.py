@@ -1,0 +1,209 @@
+"""What a run's directory says of the run: whose it is, with which settings it was last trained, how training ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+from absl import logging
+from etils import epath
+
+from spmd_trainer import pax, sharding
+from spmd_trainer.errors import UserError
+from spmd_trainer.storage.files import UNFINISHED_SUFFIX, write_atomically, write_if_changed
+from spmd_trainer.storage.run_files import ABOUT, END_OF_TRAINING, FAILURE, LOGS, MARKER
+from spmd_trainer.training import config_file
+
+# What reading a file that is cut short, or no file of ours, raises.
+_UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
+# What the modes that only look may have written here before the run began: inspect, plan, data.
+_OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|data\.html")
+# Holds the lock of the training process.
+LOCK = "lock"
+
+
+def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> None:
+    """Makes sure that a `job_log_dir` can be this experiment's own.
+
+    Args:
+      directory: the `job_log_dir`.
+      experiment: the experiment's full name.
+      trains: whether this is a training run.
+
+    Raises:
+      UserError: the directory holds something else, or another experiment's run.
+    """
+    owner = _owner(directory / MARKER)
+    # Shipped experiments were once registered without the package that they are in.
+    if owner not in (None, experiment, experiment.removeprefix("spmd_trainer.")):
+        raise UserError(
+            f"--job_log_dir={directory} holds a run of {owner}, not of {experiment}; "
+            "give each experiment a directory of its own"
+        )
+    if owner is not None or not (names := _names_in(directory)):
+        return
+    _refuse_pax_run(directory)
+    if trains and not _may_be_ours(names):
+        raise UserError(
+            f"--job_log_dir={directory} is not empty and no run of this trainer; give a new or an empty directory"
+        )
+
+
+def _refuse_pax_run(directory: epath.Path) -> None:
+    """Raises UserError for a directory of Pax: nothing is ever written into one."""
+    found = pax.find(directory)
+    if found is None:
+        return
+    step = "" if found.step is None else f" --restore_checkpoint_step={found.step}"
+    raise UserError(
+        f"--job_log_dir={directory} holds checkpoints of a Pax run, which this trainer only reads; give a new --job_log_dir, "
+        f"and --restore_checkpoint_dir={found.path}{step} to start from them"
+    )
+
+
+def _owner(marker: epath.Path) -> str | None:
+    """The experiment that a directory belongs to; None if nothing that can be read says so."""
+    try:
+        return str(json.loads(marker.read_text())["experiment"])
+    except FileNotFoundError:
+        return None
+    except _UNREADABLE as error:
+        # A process was killed while it wrote the marker, or the disk was full. Whatever is beside it is whole.
+        logging.warning(
+            "%s can't be read (%s), so it is not known which experiment this directory belongs to; training writes it again",
+            marker,
+            error,
+        )
+        return None
+
+
+def _names_in(directory: epath.Path) -> set[str]:
+    """Returns the names in a directory; none if it is missing."""
+    try:
+        return {path.name for path in directory.iterdir()}
+    except FileNotFoundError:
+        return set()
+
+
+def _may_be_ours(names: set[str]) -> bool:
+    """Returns True if a directory has a marker, be it unreadable, or nothing but what a killed start or a look leaves."""
+    return MARKER in names or all(
+        name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) or _OF_LOOKING.fullmatch(name) for name in names
+    )
+
+
+def describe(directory: epath.Path, experiment: str, settings: Sequence[str]) -> None:
+    """Writes what a training run is into its directory: marker and settings. A new run has not failed yet.
+
+    Process 0 does.
+
+    What has changed in the settings since the directory was last trained in is logged.
+
+    Args:
+      directory: the `job_log_dir`.
+      experiment: the experiment's full name.
+      settings: 'path: value' each; see `config_file.write_config`.
+    """
+    if jax.process_index():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / FAILURE).unlink(missing_ok=True)
+    write_if_changed(directory / MARKER, [json.dumps({"experiment": experiment})])
+    config_file.write_config(directory, settings)
+
+
+def write_about(directory: epath.Path, about: Mapping[str, object]) -> None:
+    """Writes what this start of a training run is, for the run's page. Process 0 does.
+
+    Args:
+      directory: the `job_log_dir`.
+      about: facts by name; JSON.
+    """
+    if jax.process_index() == 0:
+        write_if_changed(directory / ABOUT, json.dumps(about, indent=1).splitlines())
+
+
+def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list[epath.Path]:
+    """Writes a report as text, JSON and HTML; returns the files."""
+    forms = {"txt": report.text, "json": report.json, "html": report.html}
+    paths = {suffix: directory / f"sharding_report.{suffix}" for suffix in forms}
+    for suffix, path in paths.items():
+        write_if_changed(path, forms[suffix]().splitlines())
+    return list(paths.values())
+
+
+def report_directory(job_log_dir: epath.Path) -> epath.Path:
+    """Returns where reports go: `job_log_dir`, or `inspect/` in it if a training run has its own reports there."""
+    directory = job_log_dir / "inspect" if (job_log_dir / MARKER).exists() else job_log_dir
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def mark_begin_of_training(directory: epath.Path) -> None:
+    """Takes back that an earlier start of the run has ended. Process 0 does."""
+    if jax.process_index() == 0:
+        (directory / END_OF_TRAINING).unlink(missing_ok=True)
+
+
+def mark_end_of_training(directory: epath.Path, step: int) -> None:
+    """Says in a run's directory that training has ended with the checkpoint of `step`. Process 0 does."""
+    if jax.process_index() == 0:
+        write_if_changed(directory / END_OF_TRAINING, [json.dumps({"step": step})])
+
+
+def end_of_training(directory: epath.Path) -> int | None:
+    """Returns the step with which a run's training has ended, or None while it goes on.
+
+    Args:
+      directory: the run's `job_log_dir`.
+    """
+    path = directory / END_OF_TRAINING
+    try:
+        return int(json.loads(path.read_text())["step"])
+    except FileNotFoundError:
+        return None
+    except _UNREADABLE as error:
+        logging.warning("%s can't be read (%s); taken as if training had not ended", path, error)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a training process failed.
+
+    Attributes:
+      step: the number of steps that it had taken.
+      process: its index.
+      reason: the error's type and message.
+    """
+
+    step: int
+    process: int
+    reason: str
+
+
+def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None:
+    """Leaves the reason of a failure in a run's directory, so that jobs that follow the run stop waiting for it."""
+    reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    failure = Failure(step, jax.process_index(), reason)
+    if directory.exists():
+        write_atomically(directory / FAILURE, [json.dumps(dataclasses.asdict(failure))])
+
+
+def failure(directory: epath.Path) -> Failure | None:
+    """Returns why the run's training failed, or None if it did not, or was started again since.
+
+    Args:
+      directory: the run's `job_log_dir`.
+    """
+    path = directory / FAILURE
+    try:
+        return Failure(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except _UNREADABLE as error:
+        logging.warning("%s can't be read (%s); taken as if training had not failed", path, error)
+        return None

@@ -1,0 +1,223 @@
+"""`--mode=data`: prints the first rows of each dataset, with the labels that count in the loss coloured."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
+from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
+from spmd_trainer.inputs.packed_text import PackedRows
+from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage import files
+from spmd_trainer.training import corpus_summary, data_page, reference_files
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_directory import report_directory
+
+# Rows that are shown of each dataset, and characters of a row's text.
+_ROWS, _CHARACTERS = 4, 8000
+_COUNTED, _HEADING, _PLAIN = "\x1b[30;42m", "\x1b[1m", "\x1b[0m"
+_BRACKETS = ("\u27e6", "\u27e7")
+# Control characters of a text would act on the terminal.
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_TOKEN_ARRAYS = ("ids", "labels", "weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row of a language-model batch, arrays [T]."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    segments: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Labels without padding."""
+        return int(np.count_nonzero(self.segments))
+
+    @property
+    def num_counted(self) -> int:
+        """Labels that count in the loss."""
+        return int(np.count_nonzero(self.weights))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Labels of each segment."""
+        return [int(np.count_nonzero(self.segments == number)) for number in range(1, int(self.segments.max()) + 1)]
+
+
+class Style:
+    """How counted labels and headings are marked."""
+
+    def __init__(self, *, colours: bool):
+        """Chooses the marks: colours of a terminal, or brackets."""
+        self._counted = (_COUNTED, _PLAIN) if colours else _BRACKETS
+        self._heading = (_HEADING, _PLAIN) if colours else ("", "")
+
+    def counted(self, text: str) -> str:
+        """Returns text of labels that count."""
+        return text.join(self._counted)
+
+    def heading(self, text: str) -> str:
+        """Returns a heading."""
+        return text.join(self._heading)
+
+
+def show_data(job: Job) -> None:
+    """Prints the first rows of the job's training and evaluation datasets. The first process prints its own rows.
+
+    With a job_log_dir, writes what was measured of corpora to `data.html`.
+
+    Raises:
+      UserError: the experiment has no datasets, or one can't be read.
+    """
+    config = job.config.experiment.config
+    datasets = [*config.train_datasets, *config.eval_datasets]
+    if not datasets:
+        raise UserError(
+            f"experiment {job.config.experiment.label} has no datasets to show; return some from datasets()"
+        )
+    measured: dict[str, corpus_summary.CorpusSummary] = {}
+    style = Style(colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    for input_p in datasets:
+        source = reference_files.attach_zeros(job.build_input(input_p))
+        if isinstance(source, CorpusInput):
+            measured[source.name] = corpus_summary.measure(source)
+        text = "\n".join(describe(source, style, measured.get(source.name)))
+        if jax.process_index() == 0:
+            encoding = sys.stdout.encoding or "utf-8"
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n\n")
+    if measured and job.config.writes_reports and jax.process_index() == 0:
+        path = report_directory(job.config.job_log_dir) / data_page.FILE
+        files.write_atomically(path, data_page.data_page(job.config.experiment.name, measured).split("\n"))
+        logging.info("wrote %s", path)
+
+
+def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary | None = None) -> Iterator[str]:
+    """Yields the lines that show an input: a summary, a table of its first rows, and their text.
+
+    Args:
+      source: a built input. Its next batch is taken.
+      style: how to mark labels that count.
+      measured: what was measured of a corpus; None for other inputs.
+    """
+    try:
+        batch = source.get_next()
+    except StopIteration:
+        raise UserError(f"dataset {source.name} is empty; give it at least one example") from None
+    yield style.heading(f"{source.name}: {type(source).__name__}")
+    if isinstance(source, PackedRows):
+        positions, labels, counted = source.num_rows * source.seq_len, source.num_tokens, source.num_counted
+        yield (
+            f"an epoch: {count_text(source.num_rows, 'row')} of {source.seq_len}; {counted:,} of {labels:,} labels "
+            f"({_percent(counted, labels)}) count; {_percent(positions - labels, positions)} padding"
+        )
+    if measured is not None:
+        yield from corpus_summary.lines(measured)
+    rows = list(_rows(batch))
+    if isinstance(source, PackedRows):
+        rows = rows[: source.num_rows]  # a small epoch begins again within a batch
+    if not rows:
+        yield "a batch:"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            yield f"  {jax.tree_util.keystr(path, simple=True, separator='/')}: {leaf.dtype} {list(leaf.shape)}"
+        return
+    yield from _table(rows)
+    for number, row in enumerate(rows):
+        yield ""
+        yield style.heading(f"row {number}")
+        yield from _texts(row, source, style)
+
+
+def _rows(batch: Any) -> Iterator[_Row]:
+    """Yields the first rows of a language-model batch, or of both answers of pairs; nothing for another kind of batch."""
+    if "chosen" in batch and "rejected" in batch:
+        for answer in ("chosen", "rejected"):
+            yield from _rows(batch[answer])
+        return
+    if not all(name in batch and np.ndim(batch[name]) == 2 for name in _TOKEN_ARRAYS):
+        return
+    arrays = [np.asarray(batch[name])[:_ROWS] for name in _TOKEN_ARRAYS]
+    whole = np.asarray(batch.get("paddings", np.zeros_like(arrays[2])))[:_ROWS] < 0.5
+    segments = np.asarray(batch.get("segment_ids", whole))[:_ROWS] * whole
+    for ids, labels, weights, numbers in zip(*arrays, segments.astype(np.int32), strict=True):
+        if numbers.any():  # the last batch of an evaluation is filled up with empty rows
+            yield _Row(ids, labels, weights, numbers)
+
+
+def _table(rows: list[_Row]) -> Iterator[str]:
+    columns = ("row", "labels", "count", "share", "padding", "segments", "lengths")
+    cells = [
+        (
+            str(number),
+            str(row.size),
+            str(row.num_counted),
+            _percent(row.num_counted, row.size),
+            _percent(len(row.ids) - row.size, len(row.ids)),
+            str(len(row.lengths)),
+            " ".join(map(str, row.lengths)),
+        )
+        for number, row in enumerate(rows)
+    ]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for line in (columns, *cells):
+        *first, last = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        yield "  ".join([*first, last.strip()])
+
+
+def _texts(row: _Row, source: Any, style: Style) -> Iterator[str]:
+    """Yields the text of each segment of a row, up to `_CHARACTERS` together."""
+    left = _CHARACTERS
+    for number, length in enumerate(row.lengths, 1):
+        if left <= 0:
+            yield f"({count_text(len(row.lengths) - number + 1, 'more segment')})"
+            return
+        here = row.segments == number
+        counted = row.weights[here] > 0
+        yield f"segment {number}: {length} labels, {np.count_nonzero(counted)} count"
+        parts = []
+        for text, counts in _parts(source, row.ids[here], row.labels[here], counted):
+            shown = text[: max(left, 0)].translate(_VISIBLE)
+            left -= len(text)
+            parts.append(style.counted(shown) if counts and shown else shown)
+        yield "".join(parts) + (f"... ({-left:,} more characters)" if left < 0 else "")
+
+
+def _parts(source: Any, ids: np.ndarray, labels: np.ndarray, counted: np.ndarray) -> Iterator[tuple[str, bool]]:
+    """Yields the text of a segment in parts: the first id, then each run of labels that all count or all don't."""
+    tokens = np.append(ids[:1], labels)
+    counts = np.append(False, counted)
+    ends = [*np.flatnonzero(counts[1:] != counts[:-1]) + 1, len(tokens)]
+    done, before = "", 0
+    for end in ends:
+        # Decoders treat the beginning of a text differently: decode all of it, and leave out what was shown.
+        text = _spell(source, tokens[:end])
+        same = next(
+            (at for at, (a, b) in enumerate(zip(done, text, strict=False)) if a != b), min(len(done), len(text))
+        )
+        yield text[same:], bool(counts[before])
+        done, before = text, int(end)
+
+
+def _spell(source: Any, tokens: np.ndarray) -> str:
+    tokenizer = getattr(source, "tokenizer", None)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.spell(tokens)
+    if hasattr(source, "ids_to_strings"):
+        (text,) = source.ids_to_strings(tokens[None], [len(tokens)])
+        return text
+    return "".join(f"{token} " for token in tokens)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"

@@ -1,0 +1,207 @@
+"""From a built job to the first training step: the state, the compiled step and the input, made side by side."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from spmd_trainer import multihost
+from spmd_trainer.callbacks.base import CallbackList, Run
+from spmd_trainer.checkpointing import Checkpointer
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.errors.plan_versions import library_versions
+from spmd_trainer.inputs.batch_checks import check_values
+from spmd_trainer.inputs.prefetch import Prefetcher
+from spmd_trainer.kernels import choices
+from spmd_trainer.metrics.packing import Packed, ScalarPacking
+from spmd_trainer.step import step_fns
+from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.training import elastic, first_batch, reference_logps, run_directory, xla_flags
+from spmd_trainer.training.agreed_input import agree_on_input
+from spmd_trainer.training.initial_state import first_state
+from spmd_trainer.training.job import Job, vocabulary_size
+from spmd_trainer.training.phases import Phase
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledTrainStep:
+    """The compiled train step, and how to read its scalars.
+
+    Attributes:
+      fn: (state, key, batch) -> (new state, packed scalars); None for a run that is finished already.
+      packing: unpacks them.
+      attention: the kernels of the attention layers, a line each; see `attention_kernels`.
+      xla_flags: the flags that the experiment asked for and the step is compiled with.
+    """
+
+    fn: Any
+    packing: ScalarPacking
+    attention: Sequence[str] = ()
+    xla_flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def start(
+    job: Job, run: Run, callbacks: CallbackList, checkpointer: Checkpointer, stack: contextlib.ExitStack
+) -> tuple[CompiledTrainStep, Prefetcher]:
+    """Compiles the step while the state is restored or initialised: most of the compiler's work leaves Python free.
+
+    Args:
+      job: the job.
+      run: gets its state; told of its start.
+      callbacks: the run's.
+      checkpointer: the run's own checkpoints.
+      stack: closes the input.
+
+    Returns:
+      The compiled step and the training input on the devices.
+
+    Raises:
+      UserError: the input or the beginning of the run doesn't fit the job.
+      CheckpointError: see `first_state`.
+    """
+    config = job.config
+    run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines())
+    run_directory.write_about(config.job_log_dir, _about(job))
+    pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
+    compiling = None if _seems_finished(job, checkpointer) else pool.submit(compile_train_step, job)
+    # Not waited for: an error in the checkpoint or the input is reported before the compiler is done.
+    pool.shutdown(wait=False)
+    run.state, saved_input_state, run.origin = first_state(job, checkpointer)
+    run.step = run.first_step = int(run.state.step)
+    # A run that begins here has the variables of the reference. Others are not asked: it takes a listing of the directory.
+    if reference_logps.inputs_of(job) and not checkpointer.holds_steps():
+        reference_logps.compute(job, run.state)
+    if not job.task.train.enable_input_checkpointing:
+        saved_input_state = None
+    run.input = batches = stack.enter_context(train_batches(job, saved_input_state))
+    callbacks.call("on_start", run)
+    if run.step >= run.num_steps or run.stop_reason:
+        step = CompiledTrainStep(None, ScalarPacking())
+        why = run.stop_reason or "there is nothing to train"
+        said = f"already finished at step {run.step} of {run.num_steps}: {why}"
+    else:
+        run.times.begin("input")
+        batches.peek()
+        run.times.begin("compile")
+        step = compiling.result() if compiling else compile_train_step(job)
+        run.times.begin("start")
+        for line in step.attention:
+            logging.info("%s", line)
+        said = f"training from step {run.step} to {run.num_steps}"
+    if not jax.process_index():  # only now, because the compiled step names the attention kernels
+        run_directory.write_report(job.sharding_report(step.attention), config.job_log_dir)
+    run_directory.mark_begin_of_training(config.job_log_dir)
+    logging.info("%s", said)
+    return step, batches
+
+
+def _about(job: Job) -> dict[str, object]:
+    """Returns what a start of the run is, besides its settings."""
+    devices = job.partitioner.mesh.devices
+    return {
+        "experiment": job.config.experiment.name,
+        "overrides": list(job.config.experiment.overrides),
+        "parameters": job.partitioner.metadata.num_params() + job.partitioner.metadata.num_frozen_params(),
+        "devices": {"count": int(devices.size), "kind": devices.flat[0].device_kind, "processes": jax.process_count()},
+        "versions": {"python": platform.python_version(), **library_versions()},
+    }
+
+
+def move(
+    job: Job, devices: Sequence[jax.Device], run: Run, batches: Prefetcher, stack: contextlib.ExitStack
+) -> tuple[Job, CompiledTrainStep, Prefetcher]:
+    """Moves a run to other devices: its state, its step and its input. Batches that were ready are made anew.
+
+    Args:
+      job: the job on the old devices.
+      devices: the devices to continue on.
+      run: told of the new state, partitioner, batch and input.
+      batches: the input on the old devices.
+      stack: closes the new one.
+
+    Returns:
+      The job on the new devices, its compiled step, and its input from where the old one was.
+
+    Raises:
+      UserError: see `elastic.rebuild`.
+    """
+    run.times.begin("compile")
+    with jax.transfer_guard_device_to_host("allow"):
+        job, run.state = elastic.rebuild(job, devices, run.state)
+        batches.close()
+        run.partitioner, run.batch = job.partitioner, job.inputs_shape_dtype
+        run.input = stack.enter_context(train_batches(job, {"state": batches.state}))
+        return job, compile_train_step(job), run.input
+
+
+def _seems_finished(job: Job, checkpointer: Checkpointer) -> bool:
+    """Returns whether the newest checkpoint is the last one. The state that is restored decides; it may be an older one."""
+    newest = decided_by_process_0(checkpointer.latest_step)
+    if newest is None:
+        finished = False
+    elif job.task.early_stopping_fn is not None and run_directory.end_of_training(job.config.job_log_dir) == newest:
+        finished = True
+    else:
+        finished = newest >= int(job.task.train.num_train_steps)
+    return bool(multihost.from_process_0(int(finished)))
+
+
+def compile_train_step(job: Job) -> CompiledTrainStep:
+    """Compiles the train step ahead of time. Its outputs are the new state and the packed scalars.
+
+    Raises:
+      UserError: see `xla_flags.compile_with`.
+    """
+    packing = ScalarPacking()
+
+    def step(*args: Any) -> tuple[TrainState, Packed]:
+        state, output = step_fns.train_step(*args)
+        return state, packing.pack(output)
+
+    with Phase("compiling the train step"), choices.recording() as attention:
+        partitioner = job.partitioner
+        partitioned = partitioner.partition(step, job.inputs_shape_dtype, is_eval=False)
+        inputs = partitioner.abstract_inputs(partitioned)
+        lowered = partitioned.fn.lower(partitioner.abstract_state(), job.abstract_prng_key, inputs)
+        flags = _flags(job)
+        compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
+    return CompiledTrainStep(compiled, packing, choices.lines(attention), flags)
+
+
+def _flags(job: Job) -> dict[str, Any]:
+    """Returns the XLA flags of the job's train step."""
+    return xla_flags.flags_for(job.config.experiment.experiment, job.partitioner.mesh.devices.flat[0])
+
+
+@contextlib.contextmanager
+def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Prefetcher]:
+    """Yields the training input on the devices, from where the checkpoint left it."""
+    train_input = agree_on_input(
+        job.build_train_input(), "training", count=jax.process_count(), must_end_together=False
+    )
+    if input_state is not None and input_state["state"] is None:
+        logging.warning("the training input %r has no position, so it starts from the beginning", train_input.name)
+    elif input_state is not None:
+        train_input.set_state(input_state["state"])
+    declared = job.process_inputs_shape_dtype
+    padded = job.partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
+    specs = job.partitioner.inputs_partition_spec(padded)
+    unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
+
+    def put(batch: PyTree) -> PyTree:
+        nonlocal unchecked
+        if unchecked:
+            first_batch.check(train_input.name, batch, declared)
+            unchecked = False
+        check_values(train_input.name, batch, vocabulary)
+        return job.partitioner.preprocess_inputs(batch, specs)
+
+    with Prefetcher(train_input, put) as batches:
+        yield batches

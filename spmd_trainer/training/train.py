@@ -1,0 +1,272 @@
+"""The training loop. `train` reads top to bottom; the maths is in `step_fns.train_step`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+from absl import logging
+from etils import epath
+from praxis import pax_fiddle
+
+from spmd_trainer.callbacks.base import Callback, CallbackList, Run
+from spmd_trainer.callbacks.checkpoints import Checkpoints
+from spmd_trainer.callbacks.early_stop import EarlyStop
+from spmd_trainer.callbacks.invalid_steps import InvalidSteps
+from spmd_trainer.callbacks.summaries import Summaries
+from spmd_trainer.checkpointing import CheckpointError
+from spmd_trainer.metrics.writers import SummaryError, SummaryWriters
+from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.storage.lock import locked
+from spmd_trainer.tracking.tracking import trackers_last
+from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import elastic, ending, garbage, run_directory, start_up
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.periodic import PeriodicWork
+from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.schedule import Schedule
+from spmd_trainer.training.signals import SaveRequest, save_requests
+from spmd_trainer.training.step_taker import INPUT_ENDED, StepTaker
+from spmd_trainer.watch import link
+from spmd_trainer.watch.invalid_batches import InvalidBatches
+from spmd_trainer.watch.loss_spikes import LossSpikes
+from spmd_trainer.watch.profiler import Profiler
+from spmd_trainer.watch.progress import ProgressLines
+from spmd_trainer.watch.replica_check import ReplicaCheck
+from spmd_trainer.watch.run_page import RunPage
+from spmd_trainer.watch.run_times import LastTimes, TimeRecord
+from spmd_trainer.watch.watchdog import HangError, Watchdog
+
+# How long a callback of a run that hangs may take, a save in progress included.
+_LONGEST_FAILURE_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What `train` returns.
+
+    Attributes:
+      state: the train state after the last step, at padded shapes on the mesh's devices.
+      metrics: the last training scalars by name ('loss', 'log_pplx', ...; none if no step was taken), and the results of the
+        last evaluation as 'DATASET/metric'.
+      step: the number of training steps that the state has taken.
+      job_log_dir: where checkpoints and summaries are.
+    """
+
+    state: TrainState
+    metrics: dict[str, float]
+    step: int
+    job_log_dir: epath.Path
+
+
+def train(job: Job) -> TrainResult:
+    """Trains until `task.train.num_train_steps`, from the newest checkpoint of the job's directory if there is one.
+
+    Training is also complete when its input ends, and when `task.early_stopping_fn` or a callback says so. Then the last step is
+    evaluated (and decoded), if that is done during training. On Ctrl-C, SIGTERM or SIGHUP the step in progress is finished and
+    saved, and the function returns; an evaluation of the last step is interrupted, and the next start makes up for it. With
+    several processes, all call it; a SIGTERM to any of them makes all of them save the same step.
+
+    Raises:
+      UserError: numbers went wrong, or a callback failed.
+      CheckpointError: a checkpoint could not be read or written.
+    """
+    config, schedule = job.config, Schedule.of_run(job.config)
+    with contextlib.ExitStack() as stack:
+        leaves = config.exit_after_ondemand_checkpoint
+        request = stack.enter_context(save_requests(exit_after_ondemand_checkpoint=leaves))
+        run, callbacks, checkpoints = stack.enter_context(_open_run(job))
+        work = PeriodicWork(job, run, callbacks)
+        steps = stack.enter_context(contextlib.closing(StepTaker(job, run, callbacks)))
+        compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, stack)
+        batch, leave = None, bool(run.stop_reason)
+        steps.use(compiled)
+        garbage.resume()
+        if not leave and schedule.saves_at_start(checkpoints.checkpointer, run.step):
+            _save(run, callbacks, checkpoints)
+        callbacks.call("after_pause", run, run.step)
+
+        with jax.transfer_guard_device_to_host("disallow"):  # what the host waits for, it must mean to
+            while run.step < run.num_steps and not leave:
+                if (taken := steps.take(batches)) is not None:
+                    batch = taken
+
+                devices = elastic.changed_devices(job, run.step)
+                if devices is not None:
+                    steps.drain()
+                    job, compiled, batches = start_up.move(job, devices, run, batches, stack)
+                    steps.use(compiled)
+                    batch = None  # The old batch is on the old devices: an evaluation now takes the next one.
+                    work.use(job)
+                    callbacks.call("after_pause", run, run.step)
+
+                asked = _take_request(request, run)
+                leave = request.leaving or bool(run.stop_reason)
+                due = schedule.due(checkpoints.checkpointer, run.step, asked=asked, leaves=leave)
+                if due.any or (not leave and any(callbacks.call("asks_for_pause", run, run.step))):
+                    steps.drain()
+                    with _pause(run, callbacks, save=checkpoints if due.save else None):
+                        work.do(due, batches, batch)
+                    leave = bool(run.stop_reason)
+                _report_saved(run, callbacks, checkpoints)
+
+        steps.drain()
+        if leave and config.enable_checkpoint_saving:
+            _save(run, callbacks, checkpoints)
+        if complete := run.is_complete:
+            work.complete(schedule, request, batches, batch)
+        return _end(job, run, callbacks, checkpoints, work, steps.in_flight.metrics(), complete=complete)
+
+
+@contextlib.contextmanager
+def _pause(run: Run, callbacks: CallbackList, *, save: Checkpoints | None) -> Iterator[None]:
+    """A pause between two steps: for a save, for what else the trainer does in it, and then for the callbacks' own work."""
+    with jax.transfer_guard_device_to_host("allow"):
+        if save is not None:
+            _save(run, callbacks, save)
+        yield
+        run.times.begin("other")
+        callbacks.call("on_pause", run, run.step)
+        callbacks.call("after_pause", run, run.step)
+
+
+@contextlib.contextmanager
+def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
+    """Opens what a run has open: summaries, checkpoints, callbacks. If the run fails, tells them and leaves the reason."""
+    config = job.config
+    run = Run(
+        experiment=config.experiment.name,
+        job_log_dir=config.job_log_dir,
+        task=job.task,
+        partitioner=job.partitioner,
+        batch=job.inputs_shape_dtype,
+        summaries=SummaryWriters(
+            config.job_log_dir, enabled=jax.process_index() == 0, raises_at_end=jax.process_count() > 1
+        ),
+        config_lines=config.experiment.lines(),
+        saves=config.enable_checkpoint_saving,
+        eval_names=[str(input_p.name) for input_p in config.experiment.config.eval_datasets],
+    )
+    # One trainer at a time: a second one would delete this one's unfinished checkpoints and mix their metrics.
+    lock = locked(config.job_log_dir) if jax.process_index() == 0 else contextlib.nullcontext()
+    with lock as check_owner, contextlib.closing(run.summaries):
+        checkpoints = Checkpoints(check_owner or (lambda: None))
+        callbacks = CallbackList(_callbacks(job, checkpoints, lambda error: _end_hanging(run, callbacks, error)))
+        try:
+            callbacks.call("on_open", run)
+            yield run, callbacks, checkpoints
+        except BaseException as error:
+            if isinstance(error, SummaryError) and run.saves and run.step > run.first_step and jax.process_count() == 1:
+                _save_without_summaries(run, checkpoints)
+            if isinstance(error, Exception) and not link.job.leaving.is_set():
+                run_directory.mark_failure(config.job_log_dir, run.step, error)
+            callbacks.fail(run, error)
+            raise
+
+
+def _end_hanging(run: Run, callbacks: CallbackList, error: HangError) -> None:
+    """Does for a run that hangs what is done for one that fails; the loop itself may be blocked for ever."""
+    run_directory.mark_failure(run.job_log_dir, run.step, error)
+    callbacks.fail(run, error, seconds=_LONGEST_FAILURE_SECONDS)
+    run.summaries.flush()
+
+
+def _take_request(request: SaveRequest, run: Run) -> bool:
+    """Returns True if all processes save after this step, because one of them got a signal or can't write summaries."""
+    if run.summaries.take_failure():
+        if request.answered:  # by a save after which the run went on
+            run.summaries.raise_failure(in_order=False)
+        logging.error("summaries can't be written any more: the processes save, then exit")
+        request.make(leaves=True)
+    return request.take()
+
+
+def _save(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
+    """Starts to save the run's state."""
+    run.begin(f"saving step {run.step}", "save")
+    callbacks.call("before_save", run, run.step)
+    checkpoints.save(run)
+
+
+def _report_saved(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
+    """Tells the callbacks which checkpoints have become whole on disk."""
+    for step in checkpoints.finished():
+        callbacks.call("after_save", run, step)
+
+
+def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
+    """Saves a run whose summaries can't be written: the steps since its last checkpoint are not lost with them."""
+    try:
+        checkpoints.save(run)
+    except CheckpointError as error:
+        logging.error("step %d could not be saved either: %s", run.step, error)
+    except Exception:
+        logging.exception("step %d could not be saved either", run.step)
+
+
+def _callbacks(job: Job, checkpoints: Checkpoints, fail: Callable[[HangError], None]) -> list[Callback]:
+    """Returns a run's callbacks in order: those that write come after those that say, and trackers send what was written."""
+    policy = job.config.failure_policy
+    own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *job.config.callbacks]
+    others, tracking = trackers_last(own, job.config.track)
+    times = TimeRecord()
+    return [
+        Watchdog(policy.watchdog_seconds, hang_seconds=policy.hang_seconds, fail=fail),
+        InvalidBatches(),  # before the one that may end the run
+        InvalidSteps(stop=policy.stop_on_invalid_step),
+        LossSpikes(),
+        ReplicaCheck(policy.check_replicas_every),
+        ProgressLines(Schedule.of_run(job.config).upcoming),
+        Profiler(),
+        EarlyStop(),
+        *others,
+        Summaries(),
+        checkpoints,
+        times,
+        RunPage(),
+        *tracking,
+        LastTimes(times),
+    ]
+
+
+def _end(
+    job: Job,
+    run: Run,
+    callbacks: CallbackList,
+    checkpoints: Checkpoints,
+    work: PeriodicWork,
+    scalars: dict[str, float],
+    *,
+    complete: bool,
+) -> TrainResult:
+    """Waits until everything is on disk, logs how the run ended and where its results are, and returns its result."""
+    run.begin("waiting for the last save", "save")
+    with Phase("waiting for the last save to be on disk", announce_after=2.0):
+        checkpoints.checkpointer.wait_until_finished()
+        _report_saved(run, callbacks, checkpoints)
+    if complete:  # at once: trackers may take a minute, and a run that is killed meanwhile must not train on
+        run_directory.mark_end_of_training(run.job_log_dir, run.step)
+    run.begin("the end of the run")
+    callbacks.call("on_end", run)
+    how, then = _how_it_ended(run, work.interrupted, complete=complete)
+    results = ending.Results(scalars.get("loss"), work.results, work.evaluated)
+    ending.say_end(job.config, how, then, results)
+    run.summaries.raise_failure(in_order=True)
+    return TrainResult(run.state, {**scalars, **work.results}, run.step, run.job_log_dir)
+
+
+def _how_it_ended(run: Run, interrupted: str, *, complete: bool) -> tuple[str, str]:
+    """Returns how the run ended and how it can continue; empty if there was nothing to train."""
+    where = f"step {run.step} of {run.num_steps}"
+    if not complete:
+        then = "the same command continues from there" if run.saves else "nothing was saved (enable_checkpoint_saving)"
+        return f"stopped at {where} by a signal", then
+    then = f"the final {interrupted} was interrupted" if interrupted else ""
+    then += ", and the same command makes up for it" if then and run.saves else ""
+    if run.step == run.first_step and run.stop_reason != INPUT_ENDED:
+        return (f"training had ended before, at {where}", then) if then else ("", "")
+    why = f" ({run.stop_reason})" if run.step < run.num_steps else ""
+    return f"finished: {where} in {format_duration(time.monotonic() - run.began)}{why}", then

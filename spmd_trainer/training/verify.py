@@ -1,0 +1,297 @@
+"""`--mode=verify`: checks, step by step, that an experiment computes the same numbers on its mesh as on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from spmd_trainer import sharding
+from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.packing import summary_name
+from spmd_trainer.sharding.messages import mesh_text
+from spmd_trainer.step import model_mesh, pjit, step_fns
+from spmd_trainer.step.partitioner import Partitioner
+from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import reference_files, xla_flags
+from spmd_trainer.training.job import Job
+
+# Factor on the loss tolerance: a gradient norm also sums over all variables, so it accumulates more rounding error.
+_NORM_SLACK = 10
+_GRAD_NORM = "learning/raw_grad_norm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """The largest differences allowed between the two runs.
+
+    Attributes:
+      loss: relative tolerance of the loss; gradient norms may differ by 10 times as much.
+      variables: tolerance of a variable's largest difference divided by its largest magnitude.
+      floor: lower bound of that magnitude. 0 in float32. In bfloat16 the gradient of a bias, a sum in which most terms cancel,
+        may be pure noise, so differences of small variables are measured against this floor.
+    """
+
+    loss: float = 1e-5
+    variables: float = 1e-4
+    floor: float = 0.0
+
+    @classmethod
+    def for_task(cls, task: SingleTask) -> Tolerance:
+        """Returns the tolerance for the dtype that the task computes in."""
+        # bfloat16 has 8 significant bits, and the order of summation depends on the mesh.
+        return cls() if jnp.dtype(task.fprop_dtype) == jnp.float32 else cls(loss=1e-2, variables=3e-2, floor=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The state of a run after some steps.
+
+    Attributes:
+      step: number of steps taken; 0 for the initial state.
+      loss: loss of the last step; None at step 0.
+      grad_norm: gradient norm of the last step before clipping; None if the learner does not summarise it.
+      variables: {path: array of the logical shape} for the whole train state.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    variables: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Comparison of both runs after the same step.
+
+    Attributes:
+      step: number of steps taken.
+      loss: losses on one device and on the mesh.
+      grad_norm: gradient norms on one device and on the mesh.
+      worst: path and deviation of the variable with the largest deviation.
+      departed: paths of all variables outside the tolerance, in the model's order.
+      passed: True if losses, norms and variables are all within the tolerance.
+    """
+
+    step: int
+    loss: tuple[float | None, float | None]
+    grad_norm: tuple[float | None, float | None]
+    worst: tuple[str, float]
+    departed: Sequence[str]
+    passed: bool
+
+
+def run_steps(
+    partitioner: Partitioner,
+    batches: Iterable[Any],
+    prng_key: jax.Array,
+    initial: TrainState | None = None,
+    compiled: Callable[[jax.stages.Lowered], jax.stages.Compiled] | None = None,
+) -> Iterator[Snapshot]:
+    """Trains on the given batches; yields the initial state and the state after each step.
+
+    Args:
+      partitioner: a partitioner set up with the batches' shapes.
+      batches: numpy batches, all of one shape.
+      prng_key: the run's key.
+      initial: the initial state as logical numpy arrays; None initialises one from the key.
+      compiled: compiles the lowered step; None compiles it as jit does.
+    """
+    metadata = partitioner.metadata
+    batches = iter(batches)
+    first = next(batches)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), first)
+    step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
+    state = partitioner.initialize_train_state(prng_key) if initial is None else place(metadata, initial)
+    fn: Callable[..., Any] = step.fn
+    if compiled is not None:
+        fn = compiled(step.fn.lower(partitioner.abstract_state(), prng_key, partitioner.abstract_inputs(step)))
+    yield Snapshot(0, None, None, _logical(metadata, state))
+    for count, batch in enumerate(itertools.chain([first], batches), start=1):
+        inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
+        state, output = fn(state, prng_key, inputs)
+        summaries = {summary_name(name): x for name, x in output.summary_tensors.items()}
+        norm = summaries.get(_GRAD_NORM)
+        variables = _logical(metadata, state)
+        yield Snapshot(count, float(output.loss), None if norm is None else float(norm), variables)
+
+
+def place(metadata: StateMetadata, logical: TrainState) -> TrainState:
+    """Pads a state of logical numpy arrays with zeros and places it on the mesh."""
+    padded = sharding.pad_uneven(logical, metadata.variables, metadata.variables, metadata.mesh)
+    return jax.tree.map(jax.device_put, padded, metadata.shardings)
+
+
+def _logical(metadata: StateMetadata, state: TrainState) -> dict[str, np.ndarray]:
+    """Fetches a state; returns {path: numpy array of the logical shape}."""
+    on_host = jax.tree.map(np.asarray, state)
+    arrays = jax.tree.leaves(sharding.slice_uneven(on_host, metadata.variables, metadata.variables))
+    return {variable.path: x for variable, x in zip(metadata.records(), arrays, strict=True)}
+
+
+def compare(reference: Snapshot, other: Snapshot, tolerance: Tolerance) -> Comparison:
+    """Compares two runs after the same number of steps."""
+    deviations = {path: deviation(x, other.variables[path], tolerance.floor) for path, x in reference.variables.items()}
+    worst = max(deviations, key=deviations.__getitem__)
+    departed = [path for path, value in deviations.items() if not value <= tolerance.variables]
+    loss, norm = (reference.loss, other.loss), (reference.grad_norm, other.grad_norm)
+    passed = not departed and _close(*loss, tolerance.loss) and _close(*norm, _NORM_SLACK * tolerance.loss)
+    return Comparison(reference.step, loss, norm, (worst, deviations[worst]), departed, passed)
+
+
+def deviation(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> float:
+    """Returns max|x - y| / max(max|x|, floor), or infinity if an element is finite in only one of the two arrays."""
+    if not x.size:
+        return 0.0
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    if not (np.isfinite(x) == np.isfinite(y)).all():
+        return float("inf")
+    difference = float(np.nanmax(np.abs(x - y), initial=0.0))
+    return difference / max(float(np.nanmax(np.abs(x))), floor, np.finfo(np.float64).tiny) if difference else 0.0
+
+
+def _close(x: float | None, y: float | None, tolerance: float) -> bool:
+    if x is None or y is None:
+        return x is y
+    return bool(np.isclose(y, x, rtol=tolerance, atol=0.0, equal_nan=True))
+
+
+def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> pjit.PjitPartitioner:
+    """Returns a partitioner on a one-device mesh with the model's axis names, on which nothing is split or padded."""
+    names = task.model.mesh_axis_names or [model_mesh.DEFAULT_AXIS]
+    mesh = sharding.create_device_mesh([(name, 1) for name in names], devices=jax.local_devices()[:1])
+    partitioner = pjit.PjitPartitioner(mesh)
+    partitioner.setup(task, inputs_shape_dtype)
+    return partitioner
+
+
+def verify(job: Job) -> None:
+    """Trains twice for `verify_steps` steps and prints both runs side by side.
+
+    The two runs are on one device and on the experiment's mesh; with `verify_against`, both are on the mesh, without and with
+    these XLA options.
+
+    Raises:
+      UserError: the job has several processes, or the installed XLA doesn't know an option.
+      SystemExit: with status 1 if the runs differ by more than the dtype's tolerance.
+    """
+    if jax.process_count() > 1:
+        raise UserError("--mode=verify runs in one process only, because it compares whole variables on the host")
+    source = reference_files.attach_zeros(job.build_train_input())
+    batches = [source.get_next_padded() for _ in range(job.config.verify_steps)]
+    mesh = mesh_text(job.partitioner.mesh.shape)
+    options = job.config.verify_against
+    on_mesh = functools.partial(run_steps, job.partitioner, batches, job.prng_key)
+    if options is None:
+        one_device = single_device_partitioner(job.task, job.process_inputs_shape_dtype)
+        _compare_runs(
+            job,
+            Runs(
+                run_steps(one_device, batches, job.prng_key),
+                on_mesh(),
+                ("one device", "mesh"),
+                f"on one device and on {mesh}",
+            ),
+        )
+        return
+    device = job.partitioner.mesh.devices.flat[0]
+    own = xla_flags.flags_for(job.config.experiment.experiment, device)
+    _check_options(options, own, device)
+    compiled = functools.partial(
+        xla_flags.compile_with, experiment=job.config.experiment.label, where="--verify_against"
+    )
+    shown = " ".join(f"{name}={xla_flags.value_text(value)}" for name, value in options.items())
+    without, with_options = (
+        on_mesh(compiled=functools.partial(compiled, flags=own)),
+        on_mesh(compiled=functools.partial(compiled, flags={**own, **options})),
+    )
+    _compare_runs(job, Runs(without, with_options, ("without", "with"), f"on {mesh} without and with {shown}"))
+
+
+def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: jax.Device) -> None:
+    """Refuses options that change nothing here: both runs would be the same program.
+
+    Raises:
+      UserError: an option is for another kind of devices, or all of them are set in the experiment's XLA_FLAGS already.
+    """
+    for name in options:
+        if not xla_flags.is_for(name, device):
+            raise UserError(
+                f"--verify_against: {name} changes nothing on {device.device_kind} devices; compare it where it is used, or "
+                f"give an option of {device.platform} or of all devices"
+            )
+    if all(name in own and own[name] == value for name, value in options.items()):
+        raise UserError(
+            f"--verify_against: the experiment's XLA_FLAGS already have {', '.join(options)} with these values; give others"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Two runs of the same steps.
+
+    Attributes:
+      first, second: a snapshot after each step.
+      names: of the two, for the table's header.
+      between: what the runs were on, e.g. 'on one device and on data=4'.
+    """
+
+    first: Iterator[Snapshot]
+    second: Iterator[Snapshot]
+    names: tuple[str, str]
+    between: str
+
+
+def _compare_runs(job: Job, runs: Runs) -> None:
+    """Prints a line for each step, and whether the numbers are the same.
+
+    Raises:
+      SystemExit: with status 1 if they are not.
+    """
+    tolerance = Tolerance.for_task(job.task)
+    losses = [f"loss, {name}" for name in runs.names]
+    sys.stdout.write(_row("step", *losses, "grad norm", "grad norm", "deviation", "of variable"))
+    failed: Comparison | None = None
+    same_bits = True
+    for one, other in zip(runs.first, runs.second, strict=True):
+        result = compare(one, other, tolerance)
+        same_bits &= all(x.tobytes() == other.variables[path].tobytes() for path, x in one.variables.items())
+        numbers = [_number(x) for x in (*result.loss, *result.grad_norm)]
+        sys.stdout.write(_row(str(result.step), *numbers, f"{result.worst[1]:.1e}", result.worst[0]))
+        sys.stdout.flush()
+        failed = failed or (None if result.passed else result)
+    if failed is None:
+        bits = "; all bits are the same" if same_bits else ""
+        sys.stdout.write(f"same numbers {runs.between} (tolerance: {_text(tolerance)}{bits})\n")
+        return
+    where = failed.departed[0] if failed.departed else "only the loss or the gradient norm"
+    sys.stdout.write(
+        f"DIFFERENT numbers {runs.between}, starting at step {failed.step} (tolerance: {_text(tolerance)})\n"
+        f"first difference: {where}; {len(failed.departed)} variables outside the tolerance at that step\n"
+    )
+    logging.error("verify failed at step %d", failed.step)
+    raise SystemExit(1)
+
+
+def _row(*cells: str) -> str:
+    """Formats one line of the table: step, losses, norms, deviation and path."""
+    step, *numbers, path = cells
+    return "  ".join([f"{step:>4}", *(f"{cell:>16}" for cell in numbers), path]) + "\n"
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.7g}"
+
+
+def _text(tolerance: Tolerance) -> str:
+    return f"loss {tolerance.loss:g}, variables {tolerance.variables:g}"

@@ -1,0 +1,252 @@
+"""How beats travel: each process writes its own, process 0 reads all of them and publishes what it concludes.
+
+They go through the key-value store of JAX's coordination service, which process 0 serves: N writes, one read of all by process
+0, and N reads of its conclusion, whose size doesn't grow with N. The calls have no deadline, and don't end while process 0
+is stopped. So a thread of its own makes them, and whoever wants the conclusion never waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from absl import logging
+
+from spmd_trainer.watch import stuck
+from spmd_trainer.watch.beats import Beat, not_yet
+from spmd_trainer.watch.slow import SlowProcesses
+from spmd_trainer.watch.stuck import Seen
+
+_PREFIX = "spmd_trainer/health"
+# A job may train several times, in a notebook. Every process counts alike.
+_runs = itertools.count()
+# How long `close` waits for what may not answer any more.
+_CLOSE_SECONDS = 2.0
+# Processes behind whose stacks are published.
+_WITH_STACKS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Digest:
+    """What was concluded of all beats.
+
+    Attributes:
+      still: seconds since any process has made progress.
+      behind: who is behind; see `stuck.Verdict`.
+      text: the same in words.
+      stacks: {process: its Python stacks}, of those behind.
+      first: the last beat of process 0, for those who don't hear of it any more.
+    """
+
+    still: float
+    behind: tuple[int, ...]
+    text: str
+    stacks: Mapping[int, str]
+    first: Beat
+
+    def to_json(self) -> str:
+        """Returns it as one line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Digest:
+        """Reads what `to_json` wrote."""
+        values = json.loads(text)
+        stacks = {int(process): stack for process, stack in values["stacks"].items()}
+        return cls(values["still"], tuple(values["behind"]), values["text"], stacks, Beat(**values["first"]))
+
+
+class Table:
+    """The last beat of each process, and since when it is the same."""
+
+    def __init__(self, count: int, now: float):
+        """Has no beat yet.
+
+        Args:
+          count: number of processes.
+          now: the time in seconds, by the clock that the other methods are given times of.
+        """
+        self._beats = {process: not_yet(process) for process in range(count)}
+        self._moved = dict.fromkeys(range(count), now)
+        self._heard = dict.fromkeys(range(count), now)
+        self._turned = now
+
+    def note(self, beat: Beat, now: float) -> None:
+        """Takes a beat, or the same one again."""
+        before = self._beats.get(beat.process)
+        if before is None:
+            return
+        if beat.number != before.number:
+            self._heard[beat.process] = now
+        if beat.progress != before.progress:
+            self._moved[beat.process] = now
+        self._beats[beat.process] = beat
+
+    def turn(self, now: float, longest: float) -> None:
+        """Begins to take the beats of this moment. Leaves out the time since the last turn if it is more than `longest` seconds.
+
+        Then this process was stopped itself, or its interpreter was held, and it has heard nothing.
+        """
+        gap, self._turned = now - self._turned, now
+        if gap > longest:
+            self._moved = {process: moved + gap for process, moved in self._moved.items()}
+            self._heard = {process: heard + gap for process, heard in self._heard.items()}
+
+    def windows(self) -> dict[int, Mapping[str, object] | None]:
+        """Returns what each process has told of its last steps."""
+        return {process: beat.window for process, beat in self._beats.items()}
+
+    def seen(self, now: float) -> list[Seen]:
+        """Returns all processes in the order of their indices."""
+        return [
+            Seen(beat, now - self._moved[process], now - self._heard[process]) for process, beat in self._beats.items()
+        ]
+
+    def digest(self, now: float, silent_after: float, processes: Collection[int] | None = None) -> Digest:
+        """Returns what is concluded now.
+
+        Args:
+          now: the time.
+          silent_after: see `stuck.find`.
+          processes: those that this process hears of; None for all.
+        """
+        seen = [one for one in self.seen(now) if processes is None or one.beat.process in processes]
+        verdict = stuck.find(seen, silent_after)
+        stacks = {process: self._beats[process].stacks for process in verdict.behind[:_WITH_STACKS]}
+        return Digest(
+            stuck.standing_still(seen),
+            verdict.behind,
+            verdict.text,
+            {process: text for process, text in stacks.items() if text},
+            dataclasses.replace(self._beats[0], stacks="", window=None),
+        )
+
+    def last_beat(self, process: int, now: float) -> str:
+        """Returns 'training step 12, input, 4 s ago', or '' if it has not beaten yet."""
+        beat = self._beats.get(process)
+        if beat is None or not beat.number:
+            return ""
+        return f"{beat.where}, {now - self._heard[process]:.0f} s ago"
+
+
+class Board:
+    """Exchanges the beats of this process with those of the others, from a thread of its own."""
+
+    def __init__(
+        self,
+        client: Any,
+        index: int,
+        count: int,
+        beat: Callable[[], Beat],
+        *,
+        period: float,
+        silent_after: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Exchanges nothing yet.
+
+        Args:
+          client: JAX's client of the coordination service; with one process it is not used.
+          index: this process.
+          count: number of processes.
+          beat: returns the next beat of this process. Called in the board's thread.
+          period: seconds between two beats.
+          silent_after: see `stuck.find`.
+          clock: returns the time in seconds, as `time.monotonic`.
+        """
+        self._client, self._index, self._count = client, index, count
+        self._beat, self._clock = beat, clock
+        self._period, self._silent_after = period, silent_after
+        self._keys = f"{_PREFIX}/{next(_runs)}"
+        # Process 0 fills it with what it reads. The others keep their own beats and process 0's, for when that falls silent.
+        self._table = Table(count, clock())
+        self._latest: tuple[Digest, float] | None = None
+        self._began = clock()
+        self._has_failed = False
+        self._slow = SlowProcesses()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="beats", daemon=True)
+
+    def start(self) -> None:
+        """Starts to beat."""
+        self._thread.start()
+
+    def latest(self) -> Digest | None:
+        """Returns the last digest of process 0; None before the first. Never waits."""
+        return None if self._latest is None else self._latest[0]
+
+    def conclusion(self) -> Digest | None:
+        """Returns what is concluded at this moment; None before the first digest. Never waits.
+
+        If process 0 has published nothing for `silent_after` seconds, this process concludes of its own beats and that silence.
+        """
+        now, latest = self._clock(), self._latest
+        if self._index:
+            self._table.turn(now, self._silent_after + self._period)
+            self._table.note(self._beat(), now)
+            if latest is not None:
+                self._table.note(latest[0].first, latest[1])
+        heard = self._began if latest is None else latest[1]
+        if self._index and now - heard > self._silent_after:
+            return self._table.digest(now, self._silent_after, (0, self._index))
+        if latest is None:
+            return None
+        return dataclasses.replace(latest[0], still=latest[0].still + now - latest[1])
+
+    def last_beat(self, process: int) -> str:
+        """Returns what a process did last, as `Table.last_beat`. Others than process 0 know only of process 0. Never waits."""
+        return self._table.last_beat(process, self._clock())
+
+    def close(self) -> None:
+        """Stops to beat."""
+        self._closed.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def turn(self) -> None:
+        """Sends one beat and gets the newest digest."""
+        now, beat = self._clock(), self._beat()
+        if self._index:
+            self._client.key_value_set(f"{self._keys}/beat/{self._index}", beat.to_json(), allow_overwrite=True)
+            self._take(self._published())
+            return
+        self._table.turn(now, self._silent_after + self._period)
+        self._table.note(beat, now)
+        if self._count > 1:
+            for _, text in self._client.key_value_dir_get(f"{self._keys}/beat/"):
+                self._table.note(Beat.from_json(text), now)
+        self._slow.log(self._table.windows())
+        digest = self._table.digest(now, self._silent_after)
+        self._latest = digest, now
+        if self._count > 1:
+            self._client.key_value_set(f"{self._keys}/digest", digest.to_json(), allow_overwrite=True)
+
+    def _take(self, text: str | None) -> None:
+        """Keeps a digest of process 0, and when it came if it is new."""
+        digest = None if text is None else Digest.from_json(text)
+        if digest is not None and (self._latest is None or digest != self._latest[0]):
+            self._latest = digest, self._clock()
+
+    def _published(self) -> str | None:
+        """Returns process 0's digest, or None if there is none yet."""
+        try:
+            text: str = self._client.key_value_try_get(f"{self._keys}/digest")
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+        return text
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self.turn()
+            except Exception as error:  # a lost process breaks the store; whoever watches for that ends this one
+                if not self._has_failed and not self._closed.is_set():
+                    self._has_failed = True
+                    logging.warning("the beats of this run can't be exchanged: %s", error)
+            self._closed.wait(self._period)

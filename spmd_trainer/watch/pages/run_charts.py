@@ -1,0 +1,195 @@
+"""Which curves the page of runs shows, in which order, and their points."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from spmd_trainer.watch.pages.run_scalars import TRAIN, Floats, RunScalars, differences, rounded, thin
+
+# What a page's JSON holds.
+Record: TypeAlias = dict[str, Any]
+
+# Buckets of a curve, divided by the number of runs: see `run_scalars.thin`.
+_BUCKETS = 900
+_BUCKETS_OF_OTHERS = 120
+_LEAST_BUCKETS = 60
+# More other curves than this are only counted.
+MOST_OTHERS = 240
+# Scalars of an evaluation that don't describe the model.
+_NO_RESULT = re.compile(r"eval_batches|eval_seconds|(.*/)?num_[a-z_]*|.*weight")
+_MOST_RESULTS = 6
+_MOST_MARKS = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A scalar that the page shows.
+
+    Attributes:
+      folder: where it is below `summaries`.
+      name: its name there.
+      title: what it is called on the page.
+      unit: how its values are written: '', 'share' or 'bytes'.
+      is_main: whether it is among the curves that are shown first.
+    """
+
+    folder: str
+    name: str
+    title: str
+    unit: str = ""
+    is_main: bool = True
+
+
+# Curves of training that are shown first: a pattern of the scalar's name, its title and unit. Of each kind, all that match.
+_BEFORE: Sequence[tuple[str, str, str]] = ((r"loss", "Training loss", ""),)
+_AFTER: Sequence[tuple[str, str, str]] = (
+    (r"(?:.*/)?lr", "Learning rate", ""),
+    (r"(?:.*/)?raw_grad_norm", "Gradient norm", ""),
+    (r"tokens_per_sec", "Tokens per second", ""),
+    (r"examples_per_sec", "Examples per second", ""),
+    (r"mfu", "Model FLOPs utilization (MFU)", "share"),
+    (r"device_peak_bytes", "Device memory, peak", "bytes"),
+    (r"device_bytes_in_use", "Device memory in use", "bytes"),
+)
+
+
+def curves_of(runs: Sequence[RunScalars]) -> list[Curve]:
+    """Returns the curves of some runs: the main ones in the order of the page, then all others by name."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        for folder, file in run.files.items():
+            known = names.setdefault(folder, [])
+            known += [name for name in file.names() if name not in known]
+    main = [
+        *_matching(names.get(TRAIN, []), _BEFORE),
+        *_results(names, runs),
+        *_matching(names.get(TRAIN, []), _AFTER),
+    ]
+    shown = {(curve.folder, curve.name) for curve in main}
+    others = [
+        Curve(folder, name, f"{folder}: {name}", is_main=False)
+        for folder in sorted(names, key=lambda folder: (folder != TRAIN, folder))
+        for name in sorted(names[folder])
+        if (folder, name) not in shown
+    ]
+    return main + others
+
+
+def chart(curve: Curve, runs: Sequence[RunScalars]) -> Record:
+    """Returns the points of a curve in all runs, thinned, for the page's script."""
+    buckets = max(_LEAST_BUCKETS, (_BUCKETS if curve.is_main else _BUCKETS_OF_OTHERS) // len(runs))
+    series = []
+    for number, run in enumerate(runs):
+        if curve.folder not in run.files:
+            continue
+        steps, values = run.files[curve.folder].series(curve.name)
+        if steps.size:
+            steps, values = thin(steps, values, buckets)
+            series.append({"run": number, "steps": differences(steps.astype(int).tolist()), "values": rounded(values)})
+    return {
+        "key": f"{curve.folder}/{curve.name}",
+        "title": curve.title,
+        "name": curve.name,
+        "unit": curve.unit,
+        "main": curve.is_main,
+        "series": series,
+    }
+
+
+def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (step, number): how many steps went wrong up to this one, since the summary before it.
+
+    Those are steps whose loss or gradient is NaN or Inf, and steps that the learner has skipped. Where there are very many,
+    neighbours are counted as one.
+
+    Args:
+      run: the run's scalars.
+      restarts: for each start but the first, in order, the step of the state that it began with.
+    """
+    found = _counted(run, "invalid_steps", restarts)
+    if TRAIN in run.files:
+        steps, losses = run.files[TRAIN].series("loss")
+        for step in steps[~np.isfinite(losses)].tolist():
+            found.setdefault(int(step), 1)
+    return _marks(found)
+
+
+def loss_spikes(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (step, number): how many loss spikes there were up to this step, since the summary before it.
+
+    Args:
+      run, restarts: as in `invalid_steps`.
+    """
+    return _marks(_counted(run, "loss_spikes", restarts))
+
+
+def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, int]:
+    """Returns {step: increase} of a scalar that counts from 0 in each start."""
+    found: dict[int, int] = {}
+    if TRAIN not in run.files:
+        return found
+    steps, counts = run.files[TRAIN].series(name)
+    # What a start took after the state with which a later one began was taken again, restarts included.
+    begins = np.unique(list(itertools.accumulate(reversed(restarts), min)))
+    starts = np.searchsorted(begins, steps)
+    before, start = 0.0, 0
+    for step, count, of_start in zip(steps.tolist(), counts.tolist(), starts.tolist(), strict=True):
+        # Each start of a run counts from 0.
+        new = count - before if of_start == start and count >= before else count
+        if new > 0:
+            found[int(step)] = int(new)
+        before, start = count, of_start
+    return found
+
+
+def _marks(found: dict[int, int]) -> list[tuple[int, int]]:
+    """Returns the marks of a chart in order. Where there are very many, neighbours are counted as one."""
+    marks = sorted(found.items())
+    width = -(-len(marks) // _MOST_MARKS) or 1
+    return [
+        (marks[first][0], sum(number for _, number in marks[first : first + width]))
+        for first in range(0, len(marks), width)
+    ]
+
+
+def _matching(names: Sequence[str], patterns: Sequence[tuple[str, str, str]]) -> Iterator[Curve]:
+    for pattern, title, unit in patterns:
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        for name in found:
+            yield Curve(TRAIN, name, title if len(found) == 1 else f"{title}: {name}", unit)
+
+
+def _results(names: dict[str, list[str]], runs: Sequence[RunScalars]) -> Iterator[Curve]:
+    """Yields what evaluations have measured of the model; of scalars with the same values, the first."""
+    for folder in sorted(names):
+        if not folder.startswith(("eval_", "lm_eval")):
+            continue
+        dataset = folder.removeprefix("eval_")
+        known: list[list[tuple[Floats, Floats]]] = []
+        for name in sorted(names[folder], key=_interest(names[folder])):
+            values = [run.files[folder].series(name) for run in runs if folder in run.files]
+            if _NO_RESULT.fullmatch(name) or not any(found.any() for _, found in values):
+                continue
+            if len(known) == _MOST_RESULTS or any(_same(values, other) for other in known):
+                continue
+            known.append(values)
+            yield Curve(folder, name, f"{dataset}: {name}")
+
+
+def _interest(names: Sequence[str]) -> Callable[[str], tuple[int, int]]:
+    """Losses come first, then the other scalars in their order."""
+    return lambda name: (0 if name in ("loss", "log_pplx", "avg_xent", "total_loss") else 1, names.index(name))
+
+
+def _same(one: Sequence[tuple[Floats, Floats]], other: Sequence[tuple[Floats, Floats]]) -> bool:
+    return all(
+        np.array_equal(a, b, equal_nan=True)
+        for left, right in zip(one, other, strict=True)
+        for a, b in zip(left, right, strict=True)
+    )

@@ -1,0 +1,163 @@
+"""The head of a run's page: how it stands, its last numbers, and what it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from spmd_trainer.metrics.run_times import StartTimes, goodput
+from spmd_trainer.sharding.messages import bytes_text, count_text, format_duration
+from spmd_trainer.watch.pages.run_charts import Record, curves_of
+from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars
+
+# A run that has not written for so long is said to be silent.
+_SILENT_SECONDS = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """What the run's directory says of its end.
+
+    Attributes:
+      failure: `failure.json`: step, process and reason; None if it has not failed.
+      end: `end_of_training.json`: the last step; None while it goes on.
+    """
+
+    failure: Mapping[str, Any] | None
+    end: Mapping[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was read of a run.
+
+    Attributes:
+      settings: its resolved config, {path: value}.
+      about: `run.json`.
+      times: its starts.
+      scalars: its scalars.
+      ends: how it ended.
+    """
+
+    settings: Mapping[str, str]
+    about: Mapping[str, Any]
+    times: Sequence[StartTimes]
+    scalars: RunScalars
+    ends: Ends
+
+    @property
+    def step(self) -> int:
+        """The last step that is known of."""
+        noted = self.times[-1].step if self.times else 0
+        file = self.scalars.files.get(TRAIN)
+        return max(noted, int(file.series("loss")[0].max(initial=0)) if file else 0)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Training is complete at this step; None if that is not known."""
+        text = self.settings.get("task.train.num_train_steps", "")
+        return int(text) if text.isdecimal() else None
+
+    def last(self, folder: str, name: str) -> float | None:
+        """Returns the last value of a scalar; None if there is none."""
+        file = self.scalars.files.get(folder)
+        values = file.series(name)[1].tolist() if file else []
+        return values[-1] if values else None
+
+
+def state(found: Found) -> Record:
+    """Returns how the run stands: a text, and whether that is 'good', 'bad' or neither ('')."""
+    last = found.times[-1] if found.times else None
+    of = f" of {found.num_steps:,}" if found.num_steps is not None else ""
+    where = f"step {found.step:,}{of}"
+    if found.ends.failure is not None:
+        reason = str(found.ends.failure.get("reason", ""))
+        return {"text": f"failed at {where}", "note": reason[:2000], "tone": "bad"}
+    if last and last.starting and not last.ended:
+        return {
+            "text": f"at {where}",
+            "note": _silence(last) or "a new start has begun: it restores and compiles",
+            "tone": "",
+        }
+    if found.ends.end is not None or (last and last.ended == "finished"):
+        return {"text": f"finished at {where}", "note": "", "tone": "good"}
+    if last and last.ended == "failed":
+        return {"text": f"failed at {where}", "note": "", "tone": "bad"}
+    if last and last.ended == "stopped":
+        return {"text": f"stopped at {where}", "note": "by a signal", "tone": ""}
+    return {"text": f"at {where}", "note": _silence(last) if last else "", "tone": ""}
+
+
+def _silence(last: StartTimes) -> str:
+    silent = time.time() - last.time
+    return f"nothing was written for {format_duration(silent)}" if silent > _SILENT_SECONDS else ""
+
+
+def facts(found: Found) -> list[list[str]]:
+    """Returns [title, value, note, tone] of the numbers at the head of the page."""
+    return [list(fact) for fact in _facts(found)]
+
+
+def _facts(found: Found) -> Iterator[tuple[str, str, str, str]]:
+    of = f"of {found.num_steps:,}" if found.num_steps is not None else ""
+    yield "Step", f"{found.step:,}", of, str(state(found)["tone"])
+    loss = found.last(TRAIN, "loss")
+    if loss is not None:
+        yield "Training loss", _number(loss), "last summary", "" if math.isfinite(loss) else "bad"
+    result = next((c for c in curves_of([found.scalars]) if c.is_main and c.folder.startswith("eval_")), None)
+    if result is not None and (value := found.last(result.folder, result.name)) is not None:
+        what = f"{result.name} on {result.folder.removeprefix('eval_')}"
+        yield "Evaluation", _number(value), what, "" if math.isfinite(value) else "bad"
+    yield from _speed(found)
+    if found.times:
+        good = goodput(found.times)
+        yield "Goodput", f"{good.share:.1%}", f"of {format_duration(good.seconds)} in steps that count", ""
+
+
+def _speed(found: Found) -> Iterator[tuple[str, str, str, str]]:
+    for name, unit in (("tokens_per_sec", "tokens/s"), ("examples_per_sec", "examples/s")):
+        rate, steps = _finite(found, name), _finite(found, "steps_per_sec")
+        if rate is not None:
+            each = f"{format_milliseconds(1 / steps)} a step" if steps else ""
+            yield "Throughput", f"{rate:,.0f}", f"{unit}{', ' if each else ''}{each}", ""
+    if (mfu := _finite(found, "mfu")) is not None:
+        yield "MFU", f"{mfu:.1%}", "of the chips' peak FLOP/s", ""
+    if (peak := _finite(found, "device_peak_bytes")) is not None:
+        yield "Device memory", bytes_text(peak), "peak of a device", ""
+
+
+def _finite(found: Found, name: str) -> float | None:
+    """Returns the last value of a scalar of training; None if there is none, or it is not finite."""
+    value = found.last(TRAIN, name)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def about(found: Found) -> list[list[str]]:
+    """Returns [name, text] of what the run runs on."""
+    rows = []
+    devices = found.about.get("devices")
+    if isinstance(devices, Mapping):
+        several = f", {count_text(int(devices['processes']), 'process', 'processes')}"
+        rows.append(["devices", f"{count_text(int(devices['count']), 'device')} ({devices['kind']}){several}"])
+    if "mesh" in found.settings:
+        rows.append(["mesh", found.settings["mesh"].strip("()")])
+    if found.about.get("parameters") is not None:
+        rows.append(["parameters", f"{int(found.about['parameters']):,}"])
+    if "global batch rows" in found.settings:
+        rows.append(["batch", f"{found.settings['global batch rows']} rows"])
+    versions = found.about.get("versions")
+    if isinstance(versions, Mapping):
+        rows.append(["versions", ", ".join(f"{name} {version}" for name, version in versions.items())])
+    return rows
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Returns e.g. '12 ms' or '1.2 s'."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"

@@ -1,0 +1,225 @@
+"""Reads the files of one run for its page, and again what of them has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from etils import epath
+
+from spmd_trainer.metrics.run_times import TIMES_FILE, StartTimes, goodput, read_run_times
+from spmd_trainer.models import config_changes
+from spmd_trainer.storage import is_remote, run_files
+from spmd_trainer.watch.pages import run_charts, run_facts, run_logs, run_samples
+from spmd_trainer.watch.pages.run_charts import Record
+from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars
+
+_T = TypeVar("_T")
+# What reading a file that is cut short, or no file of ours, raises.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
+_MOST_VARIABLES = 400
+_MOST_CHANGES = 200
+_MOST_DEVICES = 512
+
+
+class RunReader:
+    """Reads what a page shows of a run. A second reading looks only at what has changed since.
+
+    Attributes:
+      path: the run's directory.
+      scalars: its scalars.
+      settings: {path: value} of `config.txt`.
+      notes: what could not be read, after `read`.
+    """
+
+    def __init__(self, path: epath.Path):
+        """Reads nothing yet.
+
+        Args:
+          path: the run's directory.
+        """
+        self.path = path
+        self.scalars = RunScalars(path)
+        self.settings: Mapping[str, str] = {}
+        self.notes: list[str] = []
+        self._kept: dict[str, tuple[object, Any]] = {}
+
+    def is_run(self) -> bool:
+        """Returns whether the directory has something of a run in it."""
+        return any((self.path / name).exists() for name in (run_files.MARKER, run_files.CONFIG_FILE, "summaries"))
+
+    def read(self, name: str) -> Record:
+        """Returns the run for the page's script, without its curves.
+
+        Args:
+          name: what the page calls it.
+        """
+        self.notes = list(self.scalars.update())
+        self.settings = self._read(run_files.CONFIG_FILE, _settings) or {}
+        about = self._read(run_files.ABOUT, _object) or {}
+        marker = self._read(run_files.MARKER, _object) or {}
+        times = self._times()
+        ends = run_facts.Ends(
+            failure=self._read(run_files.FAILURE, _object), end=self._read(run_files.END_OF_TRAINING, _object)
+        )
+        found = run_facts.Found(self.settings, about, times, self.scalars, ends)
+        train = self.scalars.files.get(TRAIN)
+        back = train.back if train else []
+        restarts = [record.first_step for record in times if record.steps][1:]
+        begins = restarts or [step - 1 for step in back]
+        return {
+            "name": name,
+            "path": str(self.path),
+            "experiment": str(about.get("experiment") or marker.get("experiment") or "unknown experiment"),
+            "state": run_facts.state(found),
+            "facts": run_facts.facts(found),
+            "about": self._about(found),
+            "overrides": [str(override) for override in _list(about.get("overrides"))],
+            "restarts": sorted(set(restarts or back)),
+            "invalid": run_charts.invalid_steps(self.scalars, begins),
+            "spikes": run_charts.loss_spikes(self.scalars, begins),
+            "times": [dataclasses.asdict(record) for record in times],
+            "goodput": {**dataclasses.asdict(goodput(times)), "share": goodput(times).share} if times else None,
+            "report": self._read(run_files.SHARDING_REPORT, _report),
+            "changes": self._changes(),
+            "warnings": self._warnings(),
+            "samples": self._samples(),
+            "notes": self.notes,
+        }
+
+    def _about(self, found: run_facts.Found) -> list[list[str]]:
+        with self._noting(run_files.ABOUT):
+            return run_facts.about(found)
+        return []
+
+    def _times(self) -> list[StartTimes]:
+        with self._noting(TIMES_FILE):
+            return read_run_times(self.path)
+        return []
+
+    def _changes(self) -> Record:
+        """Returns the settings that have changed between starts of the run, the newest changes first."""
+        rows: list[Record] = []
+        with self._noting(run_files.CONFIG_FILE):
+            earlier = sorted(path.name for path in self.path.iterdir() if run_files.EARLIER_CONFIG.fullmatch(path.name))
+            known = [self._read(name, _settings) or {} for name in [*earlier, run_files.CONFIG_FILE]]
+            for number in range(len(earlier), 0, -1):
+                for change in config_changes.compare(known[number - 1], known[number]):
+                    before, now = change.shortened()
+                    rows.append({"start": number, "path": change.path, "before": before, "now": now})
+        return {"rows": rows[:_MOST_CHANGES], "left_out": max(0, len(rows) - _MOST_CHANGES)}
+
+    def _warnings(self) -> Record:
+        kinds: dict[tuple[str, ...], run_logs.Warned] = {}
+        for path in self._entries(run_files.LOGS, ".log"):
+            with self._noting(f"{run_files.LOGS}/{path.name}"):
+                found, is_cut = self._of_file(path, _warnings_in, path)
+                run_logs.add(found, kinds)
+                if is_cut:
+                    self.notes.append(f"{run_files.LOGS}/{path.name} is long; only its end was read for warnings")
+        ordered = sorted(kinds.values(), key=lambda kind: kind["last"], reverse=True)
+        return {"rows": ordered[: run_logs.MOST_KINDS], "left_out": max(0, len(ordered) - run_logs.MOST_KINDS)}
+
+    def _samples(self) -> Record:
+        groups: Record = {}
+        with self._noting("decode_out"):
+            for group, steps in run_samples.groups_below(self.path).items():
+                shown = []
+                for step in run_samples.chosen_steps(list(steps)):
+                    path = steps[step]
+                    with self._noting(f"{group}/{path.name}"):
+                        examples = self._of_file(path, run_samples.read_examples, path)
+                        shown.append(run_samples.StepSamples(step=step, examples=examples))
+                groups[group] = {"steps": shown, "left_out": len(steps) - len(shown)}
+        return groups
+
+    def _entries(self, folder: str, ending: str) -> list[epath.Path]:
+        """Returns the files of a folder, also of one in an object store, where growing files are in parts."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = {path.name for path in (self.path / folder).iterdir()}
+            whole = {name.partition(f"{ending}.part-")[0] + ending if ".part-" in name else name for name in names}
+            return [self.path / folder / name for name in sorted(whole) if name.endswith(ending)]
+        return []
+
+    def _read(self, name: str, parse: Callable[[str], _T]) -> _T | None:
+        """Returns what `parse` makes of a file's text; None if it is missing, or, with a note, can't be read."""
+        path = self.path / name
+        with self._noting(name):
+            try:
+                return self._of_file(path, lambda: parse(path.read_text(encoding="utf-8")))
+            except FileNotFoundError:
+                pass
+        return None
+
+    def _of_file(self, path: epath.Path, read: Callable[..., _T], *args: object) -> _T:
+        """Returns what `read` returns, or what it has returned before if the file has not changed since."""
+        if is_remote(path):
+            return read(*args)
+        stat = path.stat()
+        version = (stat.length, stat.mtime)
+        kept = self._kept.get(str(path))
+        if kept is None or kept[0] != version:
+            kept = self._kept[str(path)] = (version, read(*args))
+        found: _T = kept[1]
+        return found
+
+    @contextlib.contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Turns an error of a file into a note."""
+        try:
+            yield
+        except _UNREADABLE as error:
+            self.notes.append(f"{name} can't be read: {type(error).__name__}: {error}"[:400])
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {text[:40]!r}, no object")
+    return found
+
+
+def _list(found: object) -> list[object]:
+    return found if isinstance(found, list) else []
+
+
+def _settings(text: str) -> Mapping[str, str]:
+    return config_changes.settings(text.splitlines())
+
+
+def _warnings_in(path: epath.Path) -> tuple[list[tuple[str, str, str, str]], bool]:
+    text, is_cut = run_logs.read_text(path)
+    return list(run_logs.warnings_of(text)), is_cut
+
+
+def _report(text: str) -> Record:
+    """Returns what the page shows of a sharding report: the mesh, the totals and the largest variables."""
+    report = _object(text)
+    variables = sorted(report["variables"], key=lambda v: -int(v["bytes_per_device"]))
+    ids = report["mesh"]["device_ids"]
+    return {
+        "axes": [[str(axis["name"]), int(axis["size"])] for axis in report["mesh"]["axes"]],
+        "device_ids": ids and [int(number) for number in ids[:_MOST_DEVICES]],
+        "totals": {name: int(value) for name, value in report["totals"].items()},
+        "by_kind": {
+            str(kind): [int(totals["num_variables"]), int(totals["logical_bytes"]), int(totals["bytes_per_device"])]
+            for kind, totals in report["totals_by_kind"].items()
+        },
+        "variables": [
+            {
+                "path": str(v["path"]),
+                "kind": str(v["kind"]),
+                "dtype": str(v["dtype"]),
+                "shape": [int(n) for n in v["logical_shape"]],
+                "padded": [int(n) for n in v["padded_shape"]],
+                "spec": str(v["spec_text"]),
+                "bytes": int(v["bytes_per_device"]),
+                "reason": str(v["reason"]),
+            }
+            for v in variables[:_MOST_VARIABLES]
+        ],
+        "left_out": max(0, len(variables) - _MOST_VARIABLES),
+    }

@@ -1,0 +1,139 @@
+"""Takes a training step twice from the same state now and then, and compares the bits (--check_repeat_every).
+
+A sound device gives the same bits for the same program and the same numbers. So a difference means that a device, a link or the
+memory is broken, or that the program is not deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.sharding import NamedSharding
+
+from spmd_trainer.callbacks.base import Run
+from spmd_trainer.metrics.packing import Packed
+from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.watch.replica_check import ReplicaError
+from spmd_trainer.watch.replicas import DeviceChecksum, device_checksums, device_text
+
+_NAMED = 5
+_Checksums = Mapping[str, Mapping[jax.Device, DeviceChecksum]]
+
+
+class RepeatError(ReplicaError):
+    """The same step from the same state gave other bits; the message names the devices and the variables."""
+
+
+class RepeatCheck:
+    """Takes training steps; every `every` steps, takes one twice.
+
+    Both times the step's own compiled program runs, the first time on a copy of the state, the second time as in every other
+    step: training goes on as without the check. At such a step the devices need memory for one more state.
+    """
+
+    def __init__(self, every: int):
+        """Keeps the interval.
+
+        Args:
+          every: steps between two checks; 0 checks none.
+        """
+        self._every = every
+
+    def take(
+        self,
+        fn: Callable[[TrainState, jax.Array, PyTree], tuple[TrainState, Packed]],
+        run: Run,
+        prng_key: jax.Array,
+        batch: PyTree,
+    ) -> tuple[TrainState, Packed]:
+        """Takes the step after `run.step`. Every process calls it.
+
+        Args:
+          fn: the compiled train step; donates the state.
+          run: gives the state and the step.
+          prng_key: the run's key.
+          batch: the step's batch, on the devices.
+
+        Returns:
+          The new state and the packed scalars.
+
+        Raises:
+          RepeatError: the step was taken twice and gave other bits, on all processes.
+        """
+        step = run.step + 1
+        if not self._every or step % self._every:
+            return fn(run.state, prng_key, batch)
+        run.begin(f"training step {step}, for the first of two times", "other")
+        first = _sums(fn(jax.tree.map(jnp.copy, run.state), prng_key, batch))
+        run.begin(f"training step {step}, for the second time", "step")
+        result = fn(run.state, prng_key, batch)
+        _compare(first, _sums(result), step)
+        return result
+
+
+def _sums(result: tuple[TrainState, Packed]) -> _Checksums:
+    """Returns the checksums of a step's results; waits for the devices."""
+    state, (scalars, _) = result
+    arrays = {"the step's scalars": scalars} | {
+        path: x for path, x in named_leaves(state) if isinstance(x.sharding, NamedSharding)
+    }
+    with jax.transfer_guard_device_to_host("allow"):
+        return device_checksums(arrays)
+
+
+def _compare(first: _Checksums, second: _Checksums, step: int) -> None:
+    """Raises RepeatError if a checksum differs."""
+    differing = {
+        path: [device for device, value in by_device.items() if second[path][device] != value]
+        for path, by_device in first.items()
+    }
+    differing = {path: devices for path, devices in differing.items() if devices}
+    if not differing:
+        return
+    if not jax.process_index():
+        logging.error("step %d was taken twice, and gave other values of %d variables", step, len(differing))
+    lines = [
+        f"\n  {path}: on {_devices_text(devices, first[path])}" for path, devices in list(differing.items())[:_NAMED]
+    ]
+    more = f"\n  and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    raise RepeatError(
+        f"step {step}, taken twice from the same state and batch, gave other bits:{''.join(lines)}{more}\n"
+        f"{_advice(differing, first)}. The state is not saved; the run continues from its last checkpoint"
+    )
+
+
+def _devices_text(devices: list[jax.Device], of: Mapping[jax.Device, Any]) -> str:
+    if len(devices) == len(of) > 1:
+        return f"all {len(of)} devices"
+    return f"device{'s' * (len(devices) > 1)} {', '.join(map(device_text, devices))}"
+
+
+def _advice(differing: Mapping[str, list[jax.Device]], first: _Checksums) -> str:
+    """Returns what to do: take out the device that is surely wrong, or find out which one it is.
+
+    Collectives bring a difference to devices that are sound. So only a device that is alone with it is surely wrong.
+    """
+    (all_devices, *_) = (list(of) for of in first.values())
+    named = [device for device in all_devices if any(device in devices for devices in differing.values())]
+    if len(named) == 1 < len(all_devices):
+        return f"Device {device_text(named[0])} computed or stored wrong numbers: start again without"
+    uneven = (
+        "It is no device if the program itself is not deterministic, e.g. a host callback, or on GPUs a step without "
+        "xla_gpu_deterministic_ops (the experiment's XLA_FLAGS)"
+    )
+    if len(all_devices) == 1:
+        return f"There is one device: it computed or stored wrong numbers. {uneven}"
+    if len(named) < len(all_devices):
+        return (
+            f"One of the devices {', '.join(map(device_text, named))} computed or stored wrong numbers, and collectives of the "
+            f"step have brought the difference to the others: start again without them, or on parts of them. {uneven}"
+        )
+    return (
+        "The collectives of the step have brought the difference to all devices, so none can be named: start again on parts of "
+        f"the devices to find the one. {uneven}"
+    )

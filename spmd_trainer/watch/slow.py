@@ -1,0 +1,192 @@
+"""Which process of a run is slow, and in which part of a step.
+
+A process's own time of a step is its input, its dispatch, and what its devices take. The last is an estimate, because devices
+wait for each other: the least time that any process's devices took for a step, times this process's time of a small program over
+the median's (see `device_watch.py`). The window is one of 20 steps, and a process is slow if
+
+- 15 of its 20 own times are over 1.2 times the median of all processes' medians: it is slow by so much;
+- 17 of its 20 own times are over what 17 of 20 times of the median process are below: noise doesn't look like that;
+- and the median is 1 ms over that of the others: on less a script's line of Python would be named.
+
+Of two processes no median is robust, so each is compared with the other one: then the slower one is named, and it may as well be
+that the other one is fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from spmd_trainer.watch.step_parts import WINDOW
+
+# How much slower than the median a process must be, and how near to it it counts as fast again.
+SLOW, FAST = 1.2, 1.1
+_LEAST_SECONDS = 0.001
+PARTS = ("input", "dispatch", "device")
+_LOW, _QUARTER, _MEDIAN, _HIGH = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What one window says of one process.
+
+    Attributes:
+      process: its index.
+      host: its host.
+      part: the part with most excess over the others, one of `PARTS`.
+      seconds: the median of that part.
+      others: the same of the others: the median of their medians.
+      ratio: its own time over the median of the processes.
+      is_slow: whether it is slow; see the top of the file.
+      steps: the first and the last step of the window.
+      processes: how many were compared.
+      is_hidden: whether the part is the host's, and the devices had work of the step before meanwhile: no step waited for it.
+    """
+
+    process: int
+    host: str
+    part: str
+    seconds: float
+    others: float
+    ratio: float
+    is_slow: bool
+    steps: tuple[int, int]
+    processes: int
+    is_hidden: bool
+
+    @property
+    def text(self) -> str:
+        """One line for the log."""
+        than = f"median of {self.processes} processes" if self.processes > 2 else "the other process"
+        estimated = ", estimated by a small program" if self.part == "device" else ""
+        hidden = "; the devices have work meanwhile, so no step waits for it yet" if self.is_hidden else ""
+        return (
+            f"process {self.process} (host {self.host}) is slow: {self.part} takes {_ms(self.seconds)} of a step, others "
+            f"{_ms(self.others)} ({than}{estimated}), over steps {self.steps[0]} to {self.steps[1]}{hidden}"
+        )
+
+    @property
+    def text_when_fast(self) -> str:
+        """The line for when it was slow and is not any more."""
+        return (
+            f"process {self.process} (host {self.host}) is as fast as the others again, over steps {self.steps[0]} to "
+            f"{self.steps[1]}"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
+
+
+def judge(told: Mapping[int, Mapping[str, Any] | None], newer_than: int = 0) -> list[Verdict]:
+    """Compares all processes over the newest window of steps that all of them have told.
+
+    Args:
+      told: what `StepParts.window` returned, by process.
+      newer_than: the window must end after this step.
+
+    Returns:
+      A verdict on each process; none if there is only one, or no common window that is new enough.
+    """
+    by_step = {p: {one["step"]: one for one in window["windows"]} for p, window in told.items() if window}
+    if len(by_step) < len(told) or len(told) < 2:
+        return []
+    common = set.intersection(*(set(windows) for windows in by_step.values()))
+    end = max(common, default=0)
+    if end <= newer_than:
+        return []
+    whole = {p: window for p, window in told.items() if window is not None}
+    device = min((window["device"][_MEDIAN] for window in whole.values() if window["device"]), default=0.0)
+    devices = _device_times(device, {p: window["probe"] for p, window in whole.items()})
+    times = {p: {**windows[end], "device": devices[p]} for p, windows in by_step.items()}
+    return [_verdict(p, whole[p], times, end) for p in sorted(times)]
+
+
+def _device_times(device: float, probes: Mapping[int, Sequence[float] | None]) -> dict[int, list[float]]:
+    """Returns what each process's devices take for a step, as `spread` does: `device`, or more where its probe is slow."""
+    found = {p: [device] * 4 for p in probes}
+    known = {p: probe for p, probe in probes.items() if probe is not None}
+    if len(known) < len(probes):
+        return found
+    for p, probe in known.items():
+        if probe[_LOW] > _typical(known, p, _HIGH):
+            usual = max(_typical(known, p, _MEDIAN), 1e-9)
+            found[p] = [device * max(1.0, value / usual) for value in probe]
+    return found
+
+
+def _typical(spreads: Mapping[int, Sequence[float]], process: int, which: int) -> float:
+    """Returns the median over the processes, or of two the other's."""
+    values = {p: spread[which] for p, spread in spreads.items()}
+    if len(values) == 2:
+        del values[process]
+    return statistics.median(values.values())
+
+
+def _verdict(process: int, told: Mapping[str, Any], times: Mapping[int, Mapping[str, Any]], end: int) -> Verdict:
+    total = {
+        p: [own + device for own, device in zip(one["own"], one["device"], strict=True)] for p, one in times.items()
+    }
+    usual = _typical(total, process, _MEDIAN)
+    mine = total[process]
+    is_slow = (
+        mine[_QUARTER] > SLOW * usual
+        and mine[_LOW] > _typical(total, process, _HIGH)
+        and mine[_MEDIAN] > usual + _LEAST_SECONDS
+    )
+    others = {part: statistics.median(one[part][_MEDIAN] for p, one in times.items() if p != process) for part in PARTS}
+    part = max(PARTS, key=lambda name: times[process][name][_MEDIAN] - others[name])
+    return Verdict(
+        process=process,
+        host=told["host"],
+        part=part,
+        seconds=times[process][part][_MEDIAN],
+        others=others[part],
+        ratio=mine[_MEDIAN] / max(usual, 1e-9),
+        is_slow=is_slow,
+        steps=(end - WINDOW + 1, end),
+        processes=len(times),
+        is_hidden=part != "device" and told["dry"] is not None and told["dry"] < 0.5,
+    )
+
+
+class SlowProcesses:
+    """Names a process when it becomes slow, when another part of it does, and when it is as fast as the others again."""
+
+    def __init__(self) -> None:
+        self._judged = 0
+        # By process: the part that was named, and the last step of the window that it was slow in.
+        self._named: dict[int, tuple[str, int]] = {}
+
+    def update(self, told: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
+        """Judges the newest window that all processes have told, once.
+
+        Args:
+          told: what `StepParts.window` returned, by process.
+
+        Returns:
+          Lines for the log; most often none.
+        """
+        lines = []
+        for verdict in judge(told, self._judged):
+            self._judged = verdict.steps[1]
+            part, since = self._named.get(verdict.process, ("", 0))
+            # Windows overlap; a change is told of the first that has nothing in common with the one before the change.
+            is_new = not part or verdict.steps[0] > since
+            if verdict.is_slow and (not part or (verdict.part != part and is_new)):
+                lines.append(verdict.text)
+            if verdict.is_slow and (is_new or verdict.part == part):
+                self._named[verdict.process] = (verdict.part, verdict.steps[1])
+            elif part and is_new and verdict.ratio < FAST:
+                lines.append(verdict.text_when_fast)
+                del self._named[verdict.process]
+        return lines
+
+    def log(self, told: Mapping[int, Mapping[str, Any] | None]) -> None:
+        """Logs the lines of `update` as warnings."""
+        for line in self.update(told):
+            logging.warning("%s", line)

@@ -1,0 +1,209 @@
+"""What each part of a training step takes on this process: input, dispatch, and what its devices take.
+
+All processes of a synchronous job take equally long for a step, so a step's time doesn't say who is slow. The parts do: input is
+how long the loop waited for its own next batch, dispatch what the host did itself, from callbacks to the call of the compiled
+step. What the loop waited for the devices, or for the input of other processes, belongs to none of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from spmd_trainer.watch.device_watch import Clock, DeviceWatch
+
+# Steps of a window.
+WINDOW = 20
+# A window ends at every fifth step. Processes tell their windows at different moments, perhaps hundreds of steps apart. So the
+# last two windows that end at multiples of each of these are told: then all processes have one in common.
+STRIDES = (5, 20, 80, 320)
+_KEPT = 2 * STRIDES[-1] + WINDOW
+
+
+class Parts(NamedTuple):
+    """One training step on this process, in seconds.
+
+    Attributes:
+      step: its number.
+      input: what the loop waited for this process's own batch.
+      dispatch: what the host did itself.
+      whole: from the beginning of one step to that of the next.
+    """
+
+    step: int
+    input: float
+    dispatch: float
+    whole: float
+
+
+def spread(values: Iterable[float]) -> list[float]:
+    """Returns values below which lie 15%, 25%, 50% and 85% of the given ones, rounded to microseconds.
+
+    Of 20 values, 17 are as large as the first or larger. A slow garbage collection, or a burst of load, changes none of them.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    found = (
+        ordered[int(0.15 * count)],
+        ordered[int(0.25 * count)],
+        statistics.median(ordered),
+        ordered[count - 1 - int(0.15 * count)],
+    )
+    return [round(value, 6) for value in found]
+
+
+class StepParts:
+    """Takes the times of the training loop. Each method reads a clock once or twice.
+
+    The loop calls `begin`, `took_input`, `dispatching`, `dispatched` and `waits` in this order for each step, and hands
+    out scalars through what `reports` returns.
+    """
+
+    def __init__(
+        self,
+        watch: DeviceWatch | None = None,
+        clock: Clock = time.monotonic,
+        cpu_clock: Clock = time.thread_time,
+    ):
+        """Begins with no step.
+
+        Args:
+          watch: looks at the devices; None for none. Closed by `close`.
+          clock: returns the time in seconds, as `time.monotonic`.
+          cpu_clock: returns the CPU seconds of the calling thread, as `time.thread_time`.
+        """
+        self._watch = watch
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._steps: collections.deque[Parts] = collections.deque(maxlen=_KEPT)
+        self._host = socket.gethostname()
+        self._began: float | None = None
+        self._step = 0
+        self._for_others = self._own_input = self._waited = 0.0
+        self._mark = self._cpu_mark = 0.0
+        self._packed: Any = None
+        self._step_seconds = 0.0
+
+    def begin(self, began: float, for_others: float) -> None:
+        """Notes that the step before has ended, and that the loop asks for the next batch.
+
+        Args:
+          began: when, by the clock.
+          for_others: how long this process's input has waited for other processes' since the run began, in seconds.
+        """
+        self.end(began)
+        self._began, self._for_others, self._waited = began, for_others, 0.0
+        self._step = 0
+
+    def took_input(self, now: float, for_others: float) -> None:
+        """Notes that the batch is there. Arguments as in `begin`."""
+        if self._began is not None:
+            wait = now - self._began
+            own = max(0.0, wait - (for_others - self._for_others))
+            self._own_input, self._waited = own, wait - own
+
+    def dispatching(self) -> None:
+        """Notes that the compiled step is about to be called."""
+        self._mark, self._cpu_mark = self._clock(), self._cpu_clock()
+
+    def dispatched(self, step: int, packed: Any) -> None:
+        """Notes that the call has returned.
+
+        Args:
+          step: the number of the step.
+          packed: an output of the step that isn't donated to the next one, a tree of arrays.
+        """
+        called = self._mark
+        taken = self._clock() - called
+        # Host devices let the call wait for the step before, without a word. What the thread computed in it is the host's own.
+        self._waited += max(0.0, taken - (self._cpu_clock() - self._cpu_mark))
+        self._step = step
+        if self._watch is not None:
+            if self._packed is not None and self._step_seconds:
+                self._watch.after_dispatch(called, self._packed, packed, self._step_seconds)
+            self._packed = packed
+
+    def waits(self) -> None:
+        """Notes that the loop is about to wait for the scalars of an older step."""
+        self._mark = self._clock()
+
+    def reports(self, report: Callable[[int, Any], object]) -> Callable[[int, Any], None]:
+        """Returns `report`, which takes a step's scalars when the wait for them has ended; what it does is the host's own."""
+
+        def timed(step: int, scalars: Any) -> None:
+            self._waited += self._clock() - self._mark
+            report(step, scalars)
+            self._mark = self._clock()
+
+        return timed
+
+    def end(self, now: float | None = None) -> None:
+        """Notes that the step has ended, before a pause for instance. What follows until `begin` belongs to no step.
+
+        Args:
+          now: when, by the clock; None for now.
+        """
+        if self._began is None or not self._step:  # there was no batch
+            return
+        whole = (self._clock() if now is None else now) - self._began
+        self._began = None
+        dispatch = max(0.0, whole - self._own_input - self._waited)
+        self._steps.append(Parts(self._step, self._own_input, dispatch, whole))
+        self._step_seconds = whole if not self._step_seconds else min(whole, 1.1 * self._step_seconds)
+
+    def steps(self) -> list[Parts]:
+        """Returns the last steps, the oldest first. Any thread may ask."""
+        return list(self._steps)
+
+    def window(self) -> dict[str, object] | None:
+        """Returns the last windows of 20 steps for `slow.judge`; None before the first is full. Any thread may ask.
+
+        Returns:
+          JSON: 'host'; 'device' and 'probe', what `DeviceWatch` has seen, each None or as `spread`; 'dry', the share of its looks
+          that found devices without work; 'windows', for each {'step': the last one, 'input', 'dispatch', 'own' (both of a step
+          together) and 'whole', each as `spread`}. Times are in seconds.
+        """
+        steps = self.steps()
+        windows = [_window(steps[end - WINDOW : end]) for end in _ends(steps)]
+        if not windows:
+            return None
+        watch = self._watch
+        return {
+            "host": self._host,
+            "device": _spread_of(watch.steps) if watch else None,
+            "probe": _spread_of(watch.probes) if watch else None,
+            "dry": round(statistics.fmean(list(watch.dry)), 3) if watch and watch.dry else None,
+            "windows": windows,
+        }
+
+    def close(self) -> None:
+        """Ends the watch."""
+        if self._watch is not None:
+            self._watch.close()
+
+
+def _ends(steps: Sequence[Parts]) -> list[int]:
+    """Returns where windows of consecutive steps end that are told: the indices after their last steps, in order."""
+    found = set()
+    for stride in STRIDES:
+        at = [i + 1 for i in range(len(steps) - 1, WINDOW - 2, -1) if steps[i].step % stride == 0]
+        found |= {end for end in at[:2] if steps[end - 1].step - steps[end - WINDOW].step == WINDOW - 1}
+    return sorted(found)
+
+
+def _window(steps: Sequence[Parts]) -> dict[str, object]:
+    return {
+        "step": steps[-1].step,
+        "input": spread(one.input for one in steps),
+        "dispatch": spread(one.dispatch for one in steps),
+        "own": spread(one.input + one.dispatch for one in steps),
+        "whole": spread(one.whole for one in steps),
+    }
+
+
+def _spread_of(kept: Iterable[float]) -> list[float] | None:
+    values = list(kept)
+    return spread(values) if values else None

@@ -1,0 +1,149 @@
+"""Who is behind the others when a run makes no progress. Pure functions of the processes' beats.
+
+All processes of a run take the same steps in the same order, and most of what they do needs all of them. So when one stops, the
+others stop too, a little later: whoever has got the least far is the one that they wait for.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.watch.beats import DEVICES, Beat
+
+# Parts in which a process waits for nothing but itself.
+_ALONE = frozenset({"input", "other"})
+# Processes, and places, that a text names.
+_NAMED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A process as another one sees it.
+
+    Attributes:
+      beat: its last beat.
+      still: seconds since something has changed in its beats.
+      silent: seconds since its last beat came.
+    """
+
+    beat: Beat
+    still: float
+    silent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Who is behind.
+
+    Attributes:
+      behind: their indices, ascending; empty if nobody can be named.
+      text: a clause that names them and says where they and the others are.
+    """
+
+    behind: tuple[int, ...]
+    text: str
+
+
+def standing_still(seen: Sequence[Seen]) -> float:
+    """Returns the seconds since any process has made progress; 0 for no processes."""
+    return min((one.still for one in seen), default=0.0)
+
+
+def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
+    """Says who is behind. The first of these rules that names some processes, but not all of them, decides.
+
+    Behind are those whose beats have stopped; those that have dispatched the fewest steps; those that have finished the fewest;
+    those with the fewest batches of the activity that all are in; those that do something alone, such as reading input,
+    while others are where processes wait for each other; those that are elsewhere than more than half of all.
+
+    Args:
+      seen: all processes.
+      silent_after: a process that has not beaten for this many seconds has stopped, or its interpreter is held.
+
+    Returns:
+      The verdict. Of a single process it says where it is, and names it only if it is silent.
+    """
+    rules: tuple[Callable[[Sequence[Seen]], Sequence[Seen]], ...] = (
+        lambda all_: [one for one in all_ if one.silent > silent_after],
+        lambda all_: _least(all_, lambda beat: beat.step),
+        lambda all_: _least(all_, lambda beat: beat.finished),
+        _fewest_batches,
+        _alone,
+        _minority,
+    )
+    for rule in rules:
+        behind = rule(seen)
+        if behind and (len(behind) < len(seen) or rule is rules[0]):
+            return Verdict(tuple(sorted(one.beat.process for one in behind)), _named(seen, behind, silent_after))
+    return Verdict((), _nobody(seen))
+
+
+def _least(seen: Sequence[Seen], key: Callable[[Beat], int]) -> Sequence[Seen]:
+    least = min((key(one.beat) for one in seen), default=0)
+    return [one for one in seen if key(one.beat) == least]
+
+
+def _fewest_batches(seen: Sequence[Seen]) -> Sequence[Seen]:
+    if len({(one.beat.activity, one.beat.phase) for one in seen}) > 1:
+        return []
+    return _least(seen, lambda beat: beat.batches)
+
+
+def _alone(seen: Sequence[Seen]) -> Sequence[Seen]:
+    return [one for one in seen if one.beat.part in _ALONE]
+
+
+def _minority(seen: Sequence[Seen]) -> Sequence[Seen]:
+    places = collections.Counter(one.beat.where for one in seen)
+    most, count = places.most_common(1)[0] if places else ("", 0)
+    return [one for one in seen if one.beat.where != most] if 2 * count > len(seen) else []
+
+
+def _named(seen: Sequence[Seen], behind: Sequence[Seen], silent_after: float) -> str:
+    """Returns 'process 1 is behind: training step 12, input, for 10m; processes 0, 2 are in training step 13'."""
+    listed = [_about(one, silent_after) for one in sorted(behind, key=lambda one: one.beat.process)]
+    more = f", and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    text = f"behind: {'; '.join(listed[:_NAMED])}{more}"
+    others = [one for one in seen if one not in behind]
+    return f"{text}. {_places(others)}" if others else text
+
+
+def _about(one: Seen, silent_after: float) -> str:
+    beat = one.beat
+    if one.silent > silent_after:
+        why = "it is stopped or lost, or its interpreter is held by C code"
+        return (
+            f"process {beat.process}, whose last beat came {format_duration(one.silent)} ago from {beat.where} ({why})"
+        )
+    return f"process {beat.process} in {beat.where}, for {format_duration(beat.seconds + one.silent)}"
+
+
+def _nobody(seen: Sequence[Seen]) -> str:
+    if len(seen) == 1:
+        (one,) = seen
+        return f"{one.beat.where}, for {format_duration(one.beat.seconds)}"
+    if seen and {(one.beat.activity, one.beat.part) for one in seen} == {(seen[0].beat.activity, DEVICES)}:
+        return f"nobody is behind: all {len(seen)} processes wait for the devices in {seen[0].beat.activity}"
+    return f"nobody is behind. {_places(seen)}"
+
+
+def _places(seen: Sequence[Seen]) -> str:
+    """Returns 'process 0 is in training step 13, step; processes 2, 3 are in training step 14, step'."""
+    places: dict[str, list[int]] = {}
+    for one in sorted(seen, key=lambda one: one.beat.process):
+        places.setdefault(one.beat.where, []).append(one.beat.process)
+    listed = [f"{_processes(numbers)} in {where}" for where, numbers in places.items()]
+    more = f"; {len(listed) - _NAMED} more places" if len(listed) > _NAMED else ""
+    text = "; ".join(listed[:_NAMED]) + more
+    return text[:1].upper() + text[1:]
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    """Returns 'process 1 is', or 'processes 0, 2 are'."""
+    if len(numbers) == 1:
+        return f"process {numbers[0]} is"
+    named = ", ".join(map(str, numbers[:_NAMED])) + (f" and {len(numbers) - _NAMED} more" * (len(numbers) > _NAMED))
+    return f"processes {named} are"

@@ -1,0 +1,263 @@
+"""Reports a run that makes no progress: who is behind, in which phase, with stacks. Ends it after --hang_seconds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from absl import logging
+from etils import epath
+
+from spmd_trainer import multihost
+from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.bounded import within
+from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.live_status import live
+from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.storage.append import open_append
+from spmd_trainer.storage.run_files import LOGS
+from spmd_trainer.watch import link
+from spmd_trainer.watch.beats import DEVICES, OTHERS_INPUT, Beat
+from spmd_trainer.watch.board import Board, Digest
+from spmd_trainer.watch.stacks import LONGEST, HeldInterpreter, stacks
+
+# A process that has not beaten for this long is stopped, or its interpreter is held. Less than half of --heartbeat_seconds (30),
+# so that the warning of half that time can say where it was.
+_SILENT_SECONDS = 10.0
+# A beat a second up to so many processes; with more of them a beat is rarer, so that process 0 has as much to read.
+_BEATS_A_SECOND = 128
+# The checks within the shortest limit.
+_CHECKS = 10
+# Until the first step is done, --hang_seconds counts so many times: that step is compiled, and files are read for the first time.
+_FIRST_STEP = 4
+# How long the whole of a hanging process's last work may take.
+_LAST_SECONDS = 90.0
+_LOGS_SECONDS = 10.0
+# All processes have heard of the same digest after so many beats.
+_TURNS = 4
+
+
+class HangError(UserError):
+    """No process of the run has made progress for --hang_seconds."""
+
+    exit_status = link.STATUS_HANG
+
+
+class Watchdog(Callback):
+    """Beats, and watches the beats of all processes, from threads of its own, from `on_open` to the end of the run."""
+
+    def __init__(
+        self,
+        seconds: float = 600.0,
+        *,
+        hang_seconds: float = 0.0,
+        fail: Callable[[HangError], object] = lambda error: None,
+        report: Callable[[str], object] = logging.error,
+        job: link.JobLink = link.job,
+    ):
+        """Watches nothing yet.
+
+        Args:
+          seconds: if no process makes progress for longer, that is reported, and again after twice, four times, ... as long. 0
+            reports none.
+          hang_seconds: after so long the process ends with `link.STATUS_HANG`; 0 for never. Before its first step the time is
+            `_FIRST_STEP` times as long.
+          fail: does what is to be done for a run that has failed. It may take `_LAST_SECONDS`.
+          report: takes the text of a report.
+          job: how this process leaves its job.
+
+        Raises:
+          ValueError: `seconds` or `hang_seconds` is negative.
+        """
+        for name, value in (("watchdog_seconds", seconds), ("hang_seconds", hang_seconds)):
+            if value < 0:
+                raise ValueError(f"{name}={value}; give a number of seconds, or 0 to switch it off")
+        self._seconds, self._hang_seconds = seconds, hang_seconds
+        self._fail, self._report, self._job = fail, report, job
+        self._next = seconds
+        self._count, self._index = 1, 0
+        self._finished = 0
+        self._period = 0.0
+        # Seconds until this process ends itself.
+        self._left = hang_seconds or math.inf
+        self._numbers = itertools.count(1)
+        self._board: Board | None = None
+        self._held: HeldInterpreter | None = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_open(self, run: Run) -> None:
+        """Starts the threads."""
+        limits = [limit for limit in (self._seconds, self._hang_seconds) if limit]
+        if not limits:
+            return
+        self._count, self._index = multihost.joined()
+        self._period = period = min(max(1.0, self._count / _BEATS_A_SECOND), min(limits) / _CHECKS)
+        self._board = Board(
+            multihost.client(),
+            self._index,
+            self._count,
+            lambda: self._beat(run),
+            period=period,
+            silent_after=max(_SILENT_SECONDS, 5 * period),
+        )
+        self._job.last_beat = self._board.last_beat
+        self._thread = threading.Thread(target=self._watch, args=(run, self._board), name="watchdog", daemon=True)
+        self._board.start()
+        self._thread.start()
+
+    def on_start(self, run: Run) -> None:
+        """From now on, as the directory is the run's own, stacks are written even while C code holds the interpreter."""
+        if self._board is None:
+            return
+        try:
+            self._held = HeldInterpreter(_file(run, self._index), _SILENT_SECONDS)
+        except OSError as error:
+            logging.warning("stacks of a held interpreter can't be written: %s", error)
+
+    def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
+        """Notes the step for the next beat."""
+        del run, scalars
+        self._finished = step
+
+    def on_failure(self, run: Run, error: BaseException) -> None:
+        """Ends the threads, unless the run is about to be ended because of a hang.
+
+        The first process that leaves breaks the others' steps. That is not the reason that they are to give.
+        """
+        if isinstance(error, HangError):
+            return
+        while self._thread is not None and self._thread.is_alive() and self._left < _TURNS * self._period:
+            self._thread.join(self._period)
+        self.on_end(run)
+
+    def on_end(self, run: Run) -> None:
+        """Ends the threads."""
+        del run
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._board is not None:
+            self._board.close()
+            self._job.forget_run()
+        if self._held is not None:
+            self._held.close()
+
+    def check(self, digest: Digest, run: Run) -> None:
+        """Reports if it is time to. The thread calls this.
+
+        Args:
+          digest: what is concluded of all beats.
+          run: the run.
+        """
+        if digest.still <= self._seconds:
+            if self._next > self._seconds:
+                logging.warning("the run makes progress again")
+            self._next = self._seconds
+        elif digest.still > self._next:
+            while self._next < digest.still:
+                self._next *= 2
+            then = f"at --hang_seconds={self._hang_seconds:g} it ends" if self._hang_seconds else "it goes on"
+            self._say(digest, run, f"--watchdog_seconds={self._seconds:g}; {then}")
+
+    def _watch(self, run: Run, board: Board) -> None:
+        has_failed = False
+        while not self._closed.wait(self._period):
+            try:
+                self._turn(run, board)
+            except Exception:  # else nobody would watch any more
+                if not has_failed:
+                    logging.exception("the watchdog failed; it goes on, and says no more of this")
+                has_failed = True
+
+    def _turn(self, run: Run, board: Board) -> None:
+        if self._held is not None:
+            self._held.alive()
+        digest = board.conclusion()
+        if digest is None:
+            return
+        if self._seconds:
+            self.check(digest, run)
+        if self._hang_seconds:
+            self._left = self._hang_seconds * (1 if self._finished else _FIRST_STEP) - digest.still
+            if self._left < 0:
+                self._end(digest, run)
+
+    def _beat(self, run: Run) -> Beat:
+        """Returns where this process is. Any thread may ask."""
+        part, since = run.times.current
+        if part == "input" and run.input is not None and run.input.waits_for_others:
+            part = OTHERS_INPUT
+        if run.waits_for_devices():
+            part = DEVICES
+        phases = list(live.phases())
+        return Beat(
+            process=self._index,
+            number=next(self._numbers),
+            step=run.step,
+            finished=self._finished,
+            activity=run.activity[0],
+            part=part,
+            seconds=round(time.monotonic() - since, 3),
+            phase="; ".join(phase.what for phase in phases),
+            batches=sum(phase.batches or 0 for phase in phases),
+            input_seconds=round(run.times.seconds()["input"], 3),
+            window=run.window(),
+            stacks=self._stacks_if_behind(),
+        )
+
+    def _stacks_if_behind(self) -> str:
+        """Returns the stacks of this process if it has been the one that is behind for half of the shortest limit."""
+        latest = None if self._board is None else self._board.latest()
+        limit = min(limit for limit in (self._seconds, self._hang_seconds) if limit)
+        if self._count == 1 or latest is None or self._index not in latest.behind or latest.still < limit / 2:
+            return ""
+        return stacks(LONGEST)
+
+    def _say(self, digest: Digest, run: Run, why: str) -> None:
+        """Reports on the log, and in a file of the run's directory."""
+        first = f"no progress for {format_duration(digest.still)} ({why}): {digest.text}"
+        lines = [first]
+        for process in digest.behind:
+            if process in digest.stacks:
+                lines.append(f"Stacks of process {process}:\n{digest.stacks[process]}")
+            else:
+                lines.append(
+                    f"Process {process} has told no stacks; if it can write, they are in {_file(run, process)}"
+                )
+        own = f"Stacks of this process:\n{stacks()}"
+        if not digest.behind:
+            lines.append(own)
+        self._report("\n".join(lines))
+        if digest.behind:
+            lines.append(own)
+        text = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} process {self._index}: " + "\n".join(lines) + "\n\n"
+        # A file system that hangs may be why nothing moves.
+        within(_LOGS_SECONDS, "writing the report of a hang", lambda: _append(run, self._index, text))
+
+    def _end(self, digest: Digest, run: Run) -> None:
+        """Ends this process with what can still be written. Returns only if ending fails."""
+        self._job.begin_to_leave()
+        limit = f"--hang_seconds={self._hang_seconds:g}"
+        if not self._finished:
+            limit += f", {_FIRST_STEP} times before the first step"
+        self._say(digest, run, f"{limit}; this process ends")
+        why = f"no progress for {digest.still:.0f} s ({limit}): {digest.text}"
+        within(_LAST_SECONDS, "the last work of a run that hangs", lambda: self._fail(HangError(why)))
+        time.sleep(_TURNS * self._period)
+        self._job.leave(why, is_behind=not digest.behind or self._index in digest.behind)
+
+
+def _file(run: Run, process: int) -> epath.Path:
+    """Returns the file of a process for its reports and stacks."""
+    return run.job_log_dir / LOGS / f"stuck.process_{process}.txt"
+
+
+def _append(run: Run, process: int, text: str) -> None:
+    file = open_append(_file(run, process), attempts=1)
+    file.write(text.encode())
+    file.flush()
