@@ -46,7 +46,7 @@ test-planted: setup
 
 # Plans for NVIDIA topologies, with the compiler alone: a tenth of the extra cuda12, half a minute.
 GPU_COMPILER := .gpu-compiler
-GPU_COMPILER_TESTS := tests/programs/test_plan.py tests/analysis/test_nvidia.py
+GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py
 test-gpu-compiler: setup $(GPU_COMPILER)/.synced
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) python -c "import jax_plugins.xla_cuda12"
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)
@@ -80,7 +80,7 @@ INTEROP_DIR := .venv-interop
 INTEROP_TESTS ?= tests/interop_live tests/interop/test_finetune_runs.py tests/test_mesh_equivalence.py
 # These need the extra lm-eval, which `make test` does not install; elsewhere they are skipped.
 LM_EVAL_DIR := .venv-lm-eval
-LM_EVAL_TESTS := tests/interop_live/test_live_lm_eval.py tests/programs/test_lm_eval.py
+LM_EVAL_TESTS := tests/interop_live/test_live_lm_eval.py tests/lm_evaluation/test_lm_eval.py
 interop: setup $(INTEROP_DIR)/.synced
 	SPMD_INTEROP_PYTHON=$(INTEROP_DIR)/bin/python $(RUN) pytest -m slow $(INTEROP_TESTS)
 	SPMD_INTEROP_PYTHON=$(INTEROP_DIR)/bin/python UV_PROJECT_ENVIRONMENT=$(LM_EVAL_DIR) $(UV) run --frozen --extra lm-eval pytest \

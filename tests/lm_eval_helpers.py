@@ -1,4 +1,4 @@
-"""The three local tasks of lm-eval in programs/lm_eval_tasks, a folder to judge, and what lm-eval's `hf` backend answered."""
+"""Three local tasks for lm-eval (`lm_evaluation/lm_eval_tasks`), a folder to judge, and the answers of lm-eval's `hf` backend."""
 
 import atexit
 import json
@@ -8,7 +8,7 @@ import shutil
 import tempfile
 
 TESTS = pathlib.Path(__file__).parent
-TASKS = TESTS / "programs" / "lm_eval_tasks"
+TASKS = TESTS / "lm_evaluation" / "lm_eval_tasks"
 FOLDER = TESTS / "interop" / "data" / "hf" / "llama_tokenizer"
 NAMES = ("tiny_choice", "tiny_perplexity", "tiny_generate")
 # How the tasks are run: {name: arguments of lm-eval's simple_evaluate}.

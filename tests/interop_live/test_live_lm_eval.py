@@ -1,6 +1,6 @@
 """Answers of `--mode=lm_eval`, live against lm-eval's own `hf` backend: request by request, on meshes that divide nothing.
 
-It needs lm-eval in both environments; without it here, tests/programs/test_lm_eval.py compares with recorded answers.
+It needs lm-eval in both environments; without it here, tests/lm_evaluation/test_lm_eval.py compares with recorded answers.
 """
 
 from __future__ import annotations
@@ -52,6 +52,6 @@ def test_every_answer_is_that_of_the_hf_backend(mesh, answered, tmp_path):
 
 
 def test_the_recorded_answers_are_those_of_now(answered):
-    """lm_eval_tasks/answers.json, with which tests/programs/test_lm_eval.py compares."""
+    """lm_eval_tasks/answers.json, with which tests/lm_evaluation/test_lm_eval.py compares."""
     variant, _, _, expected = answered
     helpers.compare(json.loads((helpers.TASKS / "answers.json").read_text())[variant], expected)

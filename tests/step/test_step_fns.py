@@ -6,7 +6,7 @@ import pytest
 from spmd_trainer.inputs import batches
 from spmd_trainer.step import initialization, step_fns
 from spmd_trainer.step.step_fns import Padded
-from tests.partitioning.test_partitioning import KEY, LENGTH, make_partitioner, make_task
+from tests.step.test_partitioning import KEY, LENGTH, make_partitioner, make_task
 
 ROWS = 2
 SHAPES = batches.lm_input_specs(ROWS, LENGTH)

@@ -17,7 +17,7 @@ from spmd_trainer.inputs import batches
 from spmd_trainer.step import pjit, step_fns
 from spmd_trainer.step.gathered_on_use import without_keeping_gathered
 from spmd_trainer.step.shard_map import ShardMapPartitioner
-from tests.partitioning.test_partitioning import KEY, LENGTH, make_batch, make_task
+from tests.step.test_partitioning import KEY, LENGTH, make_batch, make_task
 
 # One pytest worker, so that the shared fixtures are compiled once.
 pytestmark = pytest.mark.xdist_group("shard_map")

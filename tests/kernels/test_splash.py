@@ -22,7 +22,7 @@ from spmd_trainer.kernels.pattern import Pattern
 from spmd_trainer.kernels.splash import Splash
 from spmd_trainer.kernels.target import Target
 from spmd_trainer.planner.topologies import topology_devices
-from tests.attention.hlo_checks import arrays_over_queries_and_keys, custom_call_targets, splash_kernels
+from tests.kernels.hlo_checks import arrays_over_queries_and_keys, custom_call_targets, splash_kernels
 
 V5E = Target("tpu", "TPU v5 lite")
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.attention.hlo_checks import arrays_over_queries_and_keys, custom_call_targets, splash_kernels
+from tests.kernels.hlo_checks import arrays_over_queries_and_keys, custom_call_targets, splash_kernels
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from spmd_trainer.inputs import batches
 from spmd_trainer.step import pjit, step_fns
 from spmd_trainer.step.partitioner import PartitionedStep
 from spmd_trainer.step.shard_map import ShardMapPartitioner
-from tests.partitioning.test_partitioning import KEY, LENGTH, ROWS, make_batch, make_partitioner, make_task, run_steps
+from tests.step.test_partitioning import KEY, LENGTH, ROWS, make_batch, make_partitioner, make_task, run_steps
 
 # One worker: the partitioner of one device is compiled once for these and those of test_partitioning.py.
 pytestmark = pytest.mark.xdist_group("partitioning")
