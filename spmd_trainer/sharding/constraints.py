@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,46 +13,76 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer.sharding.specs import AnyMesh, entry_axes, mesh_shape_of
 
+# Two sets of axes that split two dimensions of one array, such as {{'data'}, {'mdl'}} of a weight.
+AxesPair: TypeAlias = frozenset[frozenset[str]]
 
-def computable(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
+
+def axes_pairs(specs: Iterable[PartitionSpec]) -> frozenset[AxesPair]:
+    """Returns the pairs of axes that split two dimensions of the same array, for all arrays with these specs."""
+    return frozenset(
+        frozenset(map(frozenset, pair))
+        for spec in specs
+        for pair in itertools.combinations(filter(None, map(entry_axes, _known(spec))), 2)
+    )
+
+
+def computable(
+    spec: PartitionSpec, sizes: Mapping[str, int], pairs: Collection[AxesPair] | None = None
+) -> PartitionSpec:
     """Returns the spec of an activation with its axes in an order for which XLA computes right products.
 
-    XLA's partitioner (seen in jaxlib 0.10.2, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all of this is so:
-    the rows of x and y are split over several axes, such as ('replica', 'data'); both are also split over 'mdl' along their last
-    dimension; w is split over 'mdl' and 'data'; and 'data' and 'mdl' have the same size. It compares the numbers of pieces, and
-    takes those of 'data' for those of 'mdl'. With 'data' first, as in ('data', 'replica'), it does not.
+    XLA's partitioner (seen in jaxlib 0.10.2 and 0.12.0.1, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all
+    of this is so: the rows of x and y are split over several axes, the last of which is 'data'; their last dimension is split
+    over 'mdl'; w is split over 'mdl' and 'data', in either order; and 'data' and 'mdl' have the same size. It compares the
+    numbers of pieces, and takes those of 'data' for those of 'mdl'. With 'data' first, as in ('data', 'replica'), it does not.
+
+    If axes of other sizes can come last, they do. Otherwise the order is the mesh's reversed, so that its outermost axis, which
+    seldom splits weights, comes last; or, if `pairs` has that axis, the next order of which `pairs` has no end.
 
     Args:
       spec: the spec.
-      sizes: {axis: size} of the mesh.
+      sizes: {axis: size} of the mesh, outermost axis first.
+      pairs: `axes_pairs` of the program's other arrays; None if they are not known.
 
     Returns:
-      The spec, in which an entry of several axes has its last axes first if XLA would take them for another axis. The number of
-      pieces stays; other devices hold them.
+      The spec. Other devices hold its pieces, and their number stays; only if `pairs` forbids every order, a dimension is split
+      over fewer axes.
     """
-    return PartitionSpec(*(_in_order(entry, sizes) for entry in spec))
+    return PartitionSpec(*(_in_order(entry, sizes, pairs) for entry in spec))
 
 
-def _in_order(entry: Any, sizes: Mapping[str, int]) -> Any:
-    if not isinstance(entry, tuple):
+def _known(spec: PartitionSpec) -> list[Any]:
+    return [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+
+
+def _in_order(entry: Any, sizes: Mapping[str, int], pairs: Collection[AxesPair] | None) -> Any:
+    if not isinstance(entry, tuple) or any(axis not in sizes for axis in entry):
+        return entry  # JAX says what is wrong with an axis that doesn't exist
+    others = {size for axis, size in sizes.items() if axis not in entry and size > 1}
+    real = tuple(axis for axis in entry if sizes[axis] > 1)
+
+    def pieces(axes: Iterable[str]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    def ends(order: tuple[str, ...]) -> list[frozenset[str]]:
+        return [frozenset(order[-n:]) for n in range(1, len(order))]
+
+    def confused(order: tuple[str, ...]) -> bool:
+        return any(pieces(end) in others for end in ends(order))
+
+    def forbidden(order: tuple[str, ...]) -> bool:
+        partners = [
+            (end, other) for end in ends(order) for pair in pairs or () if end in pair for other in pair - {end}
+        ]
+        return any(not other & set(real) and pieces(other) == pieces(end) for end, other in partners)
+
+    if not confused(real) and not forbidden(real):
         return entry
-    axes = tuple(axis for axis in entry if axis in sizes)
-    if len(axes) < len(entry):
-        return entry  # JAX says what is wrong with it
-    others = {size for axis, size in sizes.items() if axis not in axes and size > 1}
-    real = tuple(axis for axis in axes if sizes[axis] > 1)
-
-    def confused(order: tuple[str, ...]) -> int:
-        """How many of the last axes XLA would take for another axis; 0 if none."""
-        ends = range(1, len(order))
-        return next((n for n in ends if math.prod(sizes[axis] for axis in order[-n:]) in others), 0)
-
-    count = confused(real)
-    if not count:
-        return entry
-    # If every order can be confused, the last axes, which are those that split weights, come first.
-    orders = itertools.permutations(real)
-    return next((order for order in orders if not confused(order)), (*real[-count:], *real[:-count]))
+    outermost_last = [axis for axis in reversed(list(sizes)) if axis in real]
+    orders = [order for order in itertools.permutations(real) if not confused(order)]
+    for count in range(len(real), 0, -1):
+        orders += itertools.permutations(outermost_last, count)
+    return next(order for order in orders if not forbidden(order))
 
 
 def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) -> jax.Array:

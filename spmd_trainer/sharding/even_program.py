@@ -31,7 +31,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding.constraints import computable
+from spmd_trainer.sharding.constraints import AxesPair, axes_pairs, computable
 from spmd_trainer.sharding.even_indexing import gather, scatter
 from spmd_trainer.sharding.even_rules import RULES, Rule, bind, without_padding
 from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, DimAxes, Pins, Shape, Value, padded_sizes
@@ -46,7 +46,10 @@ _RULES: dict[str, Rule] = {**RULES, "gather": gather, **dict.fromkeys(_SCATTERS,
 
 
 def evenly(
-    fn: Callable[..., PyTree], mesh: Mesh, report: Callable[[list[str], list[str]], None] | None = None
+    fn: Callable[..., PyTree],
+    mesh: Mesh,
+    report: Callable[[list[str], list[str]], None] | None = None,
+    specs: Sequence[PartitionSpec] = (),
 ) -> Callable[..., PyTree]:
     """Returns `fn` as a program of which XLA sees only arrays that divide; see the module. Call it under `jax.jit`.
 
@@ -61,7 +64,7 @@ def evenly(
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
-        program = EvenProgram(Pins(mesh))
+        program = EvenProgram(Pins(mesh), axes_pairs([*specs, *_constraints(closed.jaxpr)]))
         if report is not None:
             own = own_constraints(closed.jaxpr)
             report(list(own), [note for notes in own.values() for note in notes])
@@ -81,9 +84,11 @@ class EvenProgram:
 
     Attributes:
       pins: makes values, and keeps dimensions whole.
+      pairs: see `constraints.computable`.
     """
 
     pins: Pins
+    pairs: frozenset[AxesPair] = frozenset()
 
     def changes(self, jaxpr: Any) -> bool:
         """Returns True if an operation of a program without padding must not be left to XLA as it is."""
@@ -94,12 +99,20 @@ class EvenProgram:
         if _mark_of(eqn):
             return True
         if name == "sharding_constraint":
-            return bool(_place_of(eqn)) or _must_change(params["sharding"], eqn.invars[0].aval.shape)
+            return bool(_place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
         if self.pins.mesh is not None and self.pins.mesh.size > 1 and _is_unsafe(name, params):
             return True
         if name == "shard_map":  # each device's own program, which XLA does not divide
             return False
         return any(self.changes(inner) for inner in jax.extend.core.jaxprs_in_params(params))
+
+    def _must_change(self, sharding: Any, shape: Shape) -> bool:
+        """Returns True for a constraint on a dimension that its axes don't divide, or with axes in an order that XLA confuses."""
+        if not isinstance(sharding, NamedSharding):
+            return False
+        sizes, spec = mesh_shape_of(sharding.mesh), sharding.spec
+        uneven = padded_sizes(shape, shape, _split_axes(spec, len(shape)), sizes) != shape
+        return uneven or computable(spec, sizes, self.pairs) != spec
 
     def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
         """Returns the results of a jaxpr."""
@@ -153,7 +166,7 @@ class EvenProgram:
             return without_padding(self.pins, eqn, [value])[0]
         rank, sizes = len(value.shape), mesh_shape_of(sharding.mesh)
         free = {dim for dim, entry in enumerate(sharding.spec) if entry is PartitionSpec.UNCONSTRAINED}
-        spec = computable(sharding.spec, sizes)
+        spec = computable(sharding.spec, sizes, self.pairs)
         axes = _split_axes(spec, rank)
         physical = padded_sizes(value.shape, value.physical, axes, sizes)
         physical = tuple(value.physical[dim] if dim in free else size for dim, size in enumerate(physical))
@@ -173,7 +186,7 @@ class EvenProgram:
                 for size, over in zip(x.shape, axes, strict=True)
             )
         )
-        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, computable(spec, sizes)))
+        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, computable(spec, sizes, self.pairs)))
         return split
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
@@ -334,6 +347,16 @@ def own_constraints(jaxpr: Any) -> dict[str, list[str]]:
     return found
 
 
+def _constraints(jaxpr: Any) -> Iterator[PartitionSpec]:
+    """Yields the specs of all sharding constraints of a program."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
+            yield eqn.params["sharding"].spec
+        elif eqn.primitive.name != "shard_map":
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from _constraints(inner)
+
+
 def _uneven(sharding: Any, shape: Shape) -> list[str]:
     if not isinstance(sharding, NamedSharding):
         return []
@@ -378,15 +401,6 @@ def _mark_of(eqn: Any) -> str | None:
         return None
     last = eqn.params["jaxpr"].eqns[-1].primitive.name if eqn.params["jaxpr"].eqns else ""
     return str(name) if last == {SLICE_OFF: "slice", PUT_BACK: "pad"}[name] else None
-
-
-def _must_change(sharding: Any, shape: Shape) -> bool:
-    """Returns True for a constraint on a dimension that its axes don't divide, or with axes in an order that XLA confuses."""
-    if not isinstance(sharding, NamedSharding):
-        return False
-    sizes = mesh_shape_of(sharding.mesh)
-    axes = _split_axes(sharding.spec, len(shape))
-    return padded_sizes(shape, shape, axes, sizes) != shape or computable(sharding.spec, sizes) != sharding.spec
 
 
 def _takes_axes_elsewhere(axes: DimAxes, suggested: DimAxes, summed: frozenset[str]) -> bool:

@@ -158,7 +158,12 @@ class MeshSteps:
         specs = self.inputs_partition_spec(padded)
         replicated = NamedSharding(self.mesh, PartitionSpec())
         jitted = jax.jit(
-            evenly(step, self.mesh, None if is_eval else _recommend_verify),
+            evenly(
+                step,
+                self.mesh,
+                None if is_eval else _recommend_verify,
+                [x.spec for x in jax.tree.leaves(view.logical.shardings)],
+            ),
             in_shardings=(view.logical.shardings, replicated, self._shardings(specs)),
             out_shardings=(None if is_eval else view.logical.shardings, replicated),
             donate_argnums=() if is_eval else (0,),

@@ -1,4 +1,6 @@
-"""Small arrays of a batch move to their layout in one collective."""
+"""Small arrays of a batch move to their layout in one collective; axes in an order for which XLA multiplies rightly."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer.planner import hlo_collectives
 from spmd_trainer.sharding import create_device_mesh
-from spmd_trainer.sharding.constraints import computable, constrain, constrain_together
+from spmd_trainer.sharding.constraints import axes_pairs, computable, constrain, constrain_together
+from spmd_trainer.sharding.even_program import evenly
 
 ROWS = 8
 
@@ -89,7 +92,7 @@ def test_axes_that_xla_would_confuse_come_first(spec, expected):
         ((4, 2, 2, 2), ("d", "f", "r")),
         ((4, 2, 3, 6), ("d", "r", "f")),
         ((2, 4, 2, 4), ("r", "d", "f")),
-        ((2, 2, 2, 2), ("f", "r", "d")),  # every order ends in an axis of m's size
+        ((2, 2, 2, 2), ("f", "d", "r")),  # every order ends in an axis of m's size: the outermost one comes last
     ],
 )
 def test_three_axes_of_a_batch(sizes, expected):
@@ -129,3 +132,60 @@ def test_products_and_their_gradients_are_right(sizes, rows):
     ]
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
+
+
+def product_is_right(rows, features, *weights):
+    """x @ w for each weight's axes in one program, with the gradients: on (2, 2, 2), as NumPy computes them."""
+    mesh = create_device_mesh([("r", 2), ("d", 2), ("m", 2)])
+    rng = np.random.default_rng(0)
+    x, *ws = rng.standard_normal((1 + len(weights), 8, 8)).astype(np.float32)
+
+    def split(value, *axes):
+        return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def run(x, *ws):
+        def products(x, *ws):
+            ws = [split(w, *axes) for w, axes in zip(ws, weights, strict=True)]
+            return [split(split(x, rows, features) @ w, rows, features) for w in ws]
+
+        ys, backward = jax.vjp(products, x, *ws)
+        return *ys, *backward(ys)
+
+    found = jax.jit(evenly(run, mesh), out_shardings=NamedSharding(mesh, PartitionSpec()))(x, *ws)
+    ys = [x @ w for w in ws]
+    wanted = [*ys, sum(y @ w.T for y, w in zip(ys, ws, strict=True)), *(x.T @ y for y in ys)]
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+PRODUCTS = [
+    (tuple(axis for axis in order if axis != features), features, weight)
+    for features in "rdm"
+    for order in itertools.permutations("rdm")
+    if order[2] == features
+    for weight in itertools.permutations("rdm", 2)
+]
+# The order of the rows is the one that XLA computes rightly with this weight, and not the mesh's reversed one.
+TELLING = [(("r", "d"), "m", ("m", "r")), (("d", "m"), "r", ("d", "r"))]
+
+
+@pytest.mark.parametrize(
+    "product", [pytest.param(one, marks=() if one in TELLING else pytest.mark.full) for one in PRODUCTS], ids=str
+)
+def test_products_are_right_whatever_the_order_of_axes(product):
+    product_is_right(*product)
+
+
+@pytest.mark.parametrize(("rows", "features"), [(("r", "d"), "m"), (("d", "r"), "m")])
+def test_where_no_order_suits_all_weights_rows_are_split_over_fewer_axes(rows, features):
+    product_is_right(rows, features, ("m", "r"), ("d", "m"))
+    pairs = axes_pairs([PartitionSpec("m", "r"), PartitionSpec("d", "m")])
+    assert computable(PartitionSpec(rows, "m"), {"r": 2, "d": 2, "m": 2}, pairs)[0] == "d"
+
+
+@pytest.mark.parametrize("rows", list(itertools.permutations("rdm", 2)))
+def test_an_order_that_was_chosen_is_kept(rows):
+    sizes = {"r": 2, "d": 2, "m": 2}
+    for pairs in (None, axes_pairs([PartitionSpec("m", "d")]), axes_pairs([PartitionSpec("r", None, "m")])):
+        once = computable(PartitionSpec(rows, None), sizes, pairs)
+        assert computable(once, sizes, pairs) == once

@@ -88,10 +88,11 @@ def test_the_table_on_sixteen_devices():
         "for y in (reshard(x, layout(*target)), reshard_with_intermediate_sharding(x, x.sharding, layout(*target))):\n"
         "    np.testing.assert_array_equal(y, values)\n"
     )
+    folders = [str(ROOT / folder) for folder in ("", "tests", "tests/sharding")]
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=16",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/sharding"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

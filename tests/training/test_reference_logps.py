@@ -78,7 +78,7 @@ def losses(directory):
 def test_a_run_computes_its_reference_and_later_starts_read_it(tmp_path, pairs):
     whole = train.train(make_job(tmp_path / "whole", pairs))
     assert losses(tmp_path / "whole")[0] == pytest.approx(np.log(2), rel=1e-6)
-    assert len(set(losses(tmp_path / "whole"))) == 3  # the first step's learning rate is 0
+    assert len({round(loss, 5) for loss in losses(tmp_path / "whole")}) == 3  # the first step's learning rate is 0
     assert whole.metrics["heldout/rewards/margins"] > 0
     found, _ = values(tmp_path / "whole")
     assert found.shape == (10, 2)
