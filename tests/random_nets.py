@@ -274,8 +274,23 @@ def _constraint(net: Net, rng: random.Random, number: int) -> None:
     net.layers.append((f"constraint {spec}", layer))
 
 
+def _constrained_product(net: Net, rng: random.Random, number: int) -> None:
+    """Rows over several axes in any order, features over another one, and a weight over two: XLA confuses axes of one size."""
+    features, *rows = rng.sample(net.names, len(net.names))
+    spec, weight = PartitionSpec(tuple(rows) or None, None, features), _spec(rng, net.names, 2)
+    w = _parameter(net, f"c{number}", net.width, net.width)
+
+    def layer(p: Params, h: jax.Array) -> jax.Array:
+        if jax.sharding.get_abstract_mesh().empty:
+            return h + jnp.tanh(h @ p[w])
+        split = lax.with_sharding_constraint
+        return h + jnp.tanh(split(split(h, spec) @ split(p[w], weight), spec))
+
+    net.layers.append((f"product {spec} {weight}", layer))
+
+
 # Minibatches, and `ShardMapPartitioner`, compute these over their own rows; and that has no constraints.
-OVER_ROWS = ("norm_over_rows", "roll_rows", "sort_rows", "cumsum_rows", "constraint")
+OVER_ROWS = ("norm_over_rows", "roll_rows", "sort_rows", "cumsum_rows", "constraint", "constrained_product")
 LAYERS: dict[str, Callable[[Net, random.Random, int], None]] = {
     "linear": _linear,
     "tied": _tied,
@@ -294,6 +309,7 @@ LAYERS: dict[str, Callable[[Net, random.Random, int], None]] = {
     "sort_rows": _over_rows("sort rows", lambda h: jnp.sort(h, 0)),
     "cumsum_rows": _over_rows("mean of the rows so far", lambda h: jnp.cumsum(h, 0) / len(h)),
     "constraint": _constraint,
+    "constrained_product": _constrained_product,
 }
 
 
