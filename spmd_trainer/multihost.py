@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.messages import named_text, shortened
 
 _Value = TypeVar("_Value")
 
@@ -194,7 +195,7 @@ def _numbers(entries: Sequence[tuple[str, str]]) -> set[int]:
 
 def _processes(numbers: Sequence[int]) -> str:
     """Returns 'process 1' or 'processes 1, 2'; nothing for none."""
-    return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else ""
+    return named_text(numbers, "process", "processes") if numbers else ""
 
 
 def _by_value(values: Sequence[object]) -> str:
@@ -203,13 +204,9 @@ def _by_value(values: Sequence[object]) -> str:
     for process, value in enumerate(values):
         processes.setdefault(json.dumps(value, sort_keys=True), []).append(process)
     return "; ".join(
-        f"{_processes(numbers)} ha{'ve' if len(numbers) > 1 else 's'} {_shortened(text)}"
+        f"{_processes(numbers)} ha{'ve' if len(numbers) > 1 else 's'} {shortened(text, _LONGEST_SHOWN)}"
         for text, numbers in processes.items()
     )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _count() -> int:

@@ -17,7 +17,6 @@ digits, half 0 first. It finds accidental differences; it is no protection again
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmd_trainer.sharding.host_devices import finish_on_host_devices
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 from spmd_trainer.train_states import PyTree
 
@@ -58,7 +58,7 @@ def checksums(arrays: Mapping[str, jax.Array], specs: Mapping[str, VariableSpec]
 def checksum(tree: PyTree) -> str:
     """Returns one checksum of all arrays of a tree and of their paths, 16 hexadecimal digits; as `checksums` without specs."""
     parts = checksums({path: jnp.asarray(leaf) for path, leaf in named_leaves(tree)})
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return short_hash(json.dumps(parts, sort_keys=True))
 
 
 def bits_checksum(x: jax.Array) -> jax.Array:

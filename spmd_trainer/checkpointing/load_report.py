@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from spmd_trainer.sharding.messages import table_lines
+
 LOADED, SKIPPED, LEFT = "loaded", "skipped", "left at init"
 _OPT = "opt_states/"
 
@@ -43,9 +45,8 @@ class LoadReport:
         counts = collections.Counter(row.status for row in self.rows)
         shown = [row for row in self.rows if row.note or not (row.path.startswith(_OPT) and row.status == LEFT)]
         unshown = len(self.rows) - len(shown)
-        width = max((len(row.path) for row in shown), default=0)
         lines = [", ".join(f"{counts[status]} {status}" for status in (LOADED, SKIPPED, LEFT))]
-        lines += [f"  {row.path:<{width}}  {row.status:<12}  {row.note}".rstrip() for row in shown]
+        lines += table_lines([(f"  {row.path}", row.status, row.note) for row in shown])
         if unshown:
             lines.append(f"  and {unshown} optimizer states left at init")
         lines += [f"warning: {warning}" for warning in self.warnings]

@@ -30,7 +30,6 @@ page. Its manifests can still be read.
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import json
 import os
 import zlib
@@ -43,6 +42,7 @@ import numpy.typing as npt
 from etils import epath
 
 from spmd_trainer.checkpointing import step_files
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.files import sizes_below
 
@@ -306,7 +306,7 @@ def _check_number(value: object) -> None:
 def _digest(sizes: Mapping[str, int]) -> str:
     """Returns the name of the object that stands for these names and sizes."""
     text = json.dumps(sorted(sizes.items()))
-    return f"{_SIZES_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return f"{_SIZES_PREFIX}{short_hash(text, 32)}"
 
 
 def _checksum(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from etils import epath
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.paths import file_or_pattern
 
@@ -46,7 +47,7 @@ class TextFiles:
     @property
     def size_text(self) -> str:
         """The number of files and bytes, for messages: '3 files of 15,000 bytes'."""
-        return f"{len(self.sizes)} file{'s' if len(self.sizes) > 1 else ''} of {self.total_bytes:,} bytes"
+        return f"{count_text(len(self.sizes), 'file')} of {self.total_bytes:,} bytes"
 
     def read(self, index: int, limit: int | None = None) -> bytes:
         """Returns the content of a file, or its first `limit` bytes.

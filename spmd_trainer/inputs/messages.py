@@ -7,6 +7,7 @@ from typing import Any
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.chat_template import ChatTemplate
+from spmd_trainer.sharding.messages import shortened
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # Entries that an assistant's message may have instead of content.
@@ -16,8 +17,7 @@ _SHOWN = 80
 
 def shown(value: object) -> str:
     """Returns the beginning of a JSON value, for errors."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return shortened(json.dumps(value, ensure_ascii=False, default=str), _SHOWN)
 
 
 def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:

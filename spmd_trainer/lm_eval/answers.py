@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from etils import epath
 
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 
 ANSWERS_FILE = "answers.jsonl"
@@ -16,7 +16,7 @@ ANSWERS_FILE = "answers.jsonl"
 
 def request_key(*parts: Any) -> str:
     """Returns the key of a request: a checksum of JSON values that its answer depends on, the model included."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return short_hash(json.dumps(parts, sort_keys=True), 32)
 
 
 class Answers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -22,7 +21,7 @@ from etils import epath
 
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.checkpointing.checksums import checksum
-from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.answers import Answers, request_key
 from spmd_trainer.lm_eval.requests import Progress, Requests, Source
@@ -31,6 +30,7 @@ from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.models.config_lines import lines_of
 from spmd_trainer.models.vocabulary import vocabulary_size
+from spmd_trainer.sharding.messages import nearest_names, suggestion_text
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
@@ -125,10 +125,10 @@ class Tasks:
         if given.endswith(_YAML):
             return UserError(f"--tasks: there is no file {given}")
         # Of thousands of names, only similar ones: a list of all would hide them.
-        similar = difflib.get_close_matches(given, self._manager.all_tasks, n=5, cutoff=0.6)
+        similar = suggestion_text(nearest_names(given, self._manager.all_tasks, count=5))
         where = "" if self._include is None else f" and {self._include}"
         return UserError(
-            f"--tasks: lm-eval{where} has no task {given!r}{did_you_mean(given, similar) if similar else ''}; `lm-eval ls tasks` "
+            f"--tasks: lm-eval{where} has no task {given!r}{similar}; `lm-eval ls tasks` "
             "lists its own, and --include_path=DIR adds a directory with tasks as YAML files"
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from spmd_trainer.kernels import chips
 from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.planner import links, plan
 from spmd_trainer.planner.plan_candidates import Candidate, quoted
-from spmd_trainer.sharding.messages import bytes_text, count_text
+from spmd_trainer.sharding.messages import bytes_text, count_text, short_hash
 from spmd_trainer.storage import files
 from spmd_trainer.training.job import Job, make_partitioner
 from spmd_trainer.training.run_directory import report_directory
@@ -140,7 +139,7 @@ class Store:
             sorted(config.experiment.experiment.XLA_FLAGS.items()),
             [str(jax.config.values[name]) for name in JAX_OPTIONS],
         ]
-        self.key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+        self.key = short_hash(json.dumps(settings))
 
     def read(self, outcomes: Sequence[Outcome]) -> None:
         """Fills in what earlier searches with the same settings, topology, compiler flags and versions found out."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 
 import jax
 from jax.extend import core
 
 from spmd_trainer.planner import jaxpr_costs, plan_prediction
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.partitioner import StepFn
 from spmd_trainer.training.job import Job
@@ -34,7 +34,7 @@ def program(job: Job, text: str) -> str:
     """
     inputs = jax.tree.leaves_with_path(job.partitioner.inputs_partition_spec(job.inputs_shape_dtype))
     layout = [(v.path, v.padded_shape, v.dtype, v.spec) for v in job.partitioner.metadata.records()]
-    return hashlib.sha256(f"{text}\n{layout}\n{inputs}".encode()).hexdigest()[:16]
+    return short_hash(f"{text}\n{layout}\n{inputs}")
 
 
 def _jaxpr(job: Job, fn: StepFn, *, is_eval: bool) -> core.ClosedJaxpr:

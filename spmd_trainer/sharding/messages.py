@@ -6,7 +6,8 @@ Standard library only: `spmd_trainer.errors` imports this module, and a mistyped
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def mesh_text(mesh_shape: Mapping[str, int]) -> str:
@@ -22,9 +23,9 @@ def spec_text(spec: Iterable[object] | None) -> str:
     return f"P({', '.join(repr(entry) for entry in spec or ())})"
 
 
-def nearest_names(name: object, known: Iterable[object], *, count: int = 3) -> list[str]:
-    """Returns at most `count` of the known names that are spelled like `name`, the nearest first."""
-    return difflib.get_close_matches(str(name), [str(k) for k in known], n=count, cutoff=0.6)
+def nearest_names(name: object, known: Iterable[object], *, count: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Returns at most `count` of the known names that are spelled like `name`, the nearest first; `cutoff`: how alike, 0 to 1."""
+    return difflib.get_close_matches(str(name), [str(k) for k in known], n=count, cutoff=cutoff)
 
 
 def suggestion_text(near: Iterable[str]) -> str:
@@ -51,7 +52,41 @@ def did_you_mean(name: object, known: Iterable[object], *, otherwise: str | None
 
 def count_text(number: int, singular: str, plural: str | None = None) -> str:
     """Returns `1 device` or `8 devices`."""
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def named_text(names: Sequence[object], singular: str, plural: str | None = None) -> str:
+    """Returns `device 3` or `devices 3, 4`."""
+    return f"{singular if len(names) == 1 else plural or singular + 's'} {', '.join(map(str, names))}"
+
+
+def shortened(text: str, most: int, end: str = "...") -> str:
+    """Returns the text; of a longer one, the first `most` characters and `end`."""
+    return text if len(text) <= most else text[:most] + end
+
+
+def short_hash(text: str, digits: int = 16) -> str:
+    """Returns the first hexadecimal digits of a text's SHA-256: for keys, which only equal texts share."""
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), ruled: bool = False) -> list[str]:
+    """Returns the rows as lines, with aligned columns.
+
+    Args:
+      rows: texts, as many in each row; a header is the first row.
+      right: indices of the right-aligned columns.
+      ruled: draw a line below the first row.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = [["-" * width for width in widths]] if ruled else []
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in [*rows[:1], *rule, *rows[1:]]
+    ]
 
 
 def bytes_text(number: float) -> str:

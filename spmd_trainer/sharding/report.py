@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from spmd_trainer.sharding import report_html
-from spmd_trainer.sharding.messages import bytes_text, count_text, did_you_mean, mesh_text
+from spmd_trainer.sharding.messages import bytes_text, count_text, did_you_mean, mesh_text, table_lines
 from spmd_trainer.sharding.report_data import ReportData, report_data, report_records, waste_text
 from spmd_trainer.sharding.report_inputs import HEADER, InputLayout, input_rows
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, mesh_shape_of
@@ -129,9 +129,9 @@ def _text(data: ReportData) -> str:
         *(f"{name}: {value}" for name, value in data["about"].items()),
         f"Mesh {mesh_text(sizes)}: {count_text(math.prod(sizes.values()), 'device')}",
         "",
-        *_table(header, rows, right={5, 6}),
+        *table_lines([header, *rows], right={5, 6}, ruled=True),
         "",
-        *([*_table(HEADER, input_rows(data["inputs"]), right=set()), ""] if data["inputs"] else []),
+        *([*table_lines([HEADER, *input_rows(data["inputs"])], ruled=True), ""] if data["inputs"] else []),
         *_totals_lines(data),
         "",
         f"{count_text(totals['num_variables'], 'variable')} ({totals['num_split']} split, {totals['num_replicated']} "
@@ -158,16 +158,4 @@ def _totals_lines(data: ReportData) -> list[str]:
         for name, totals in {**by_kind, "sum": data["totals"]}.items()
     ]
     header = ("totals", "variables", "elements", "one copy", "per device", "padding")
-    return _table(header, rows, right={1, 2, 3, 4, 5})
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Returns the lines of a table; `right` has the indices of the right-aligned columns."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in [header, ["-" * width for width in widths], *rows]
-    ]
+    return table_lines([header, *rows], right={1, 2, 3, 4, 5}, ruled=True)

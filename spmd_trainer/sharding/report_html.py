@@ -10,7 +10,7 @@ import json
 import math
 import re
 
-from spmd_trainer.sharding.messages import bytes_text, mesh_text
+from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 from spmd_trainer.sharding.report_data import (
     KINDS,
     ReportData,
@@ -75,12 +75,8 @@ def notebook(data: ReportData) -> str:
 
 def _mesh_line(data: ReportData) -> str:
     axes = data["mesh"]["axes"]
-    devices = _count(math.prod(axis["size"] for axis in axes), "device")
+    devices = count_text(math.prod(axis["size"] for axis in axes), "device")
     return f"mesh {mesh_text({axis['name']: axis['size'] for axis in axes})} · {devices}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _about_line(data: ReportData) -> str:
@@ -110,7 +106,7 @@ def _headline(data: ReportData) -> str:
         for kind in KINDS
         if by_kind[kind]["bytes_per_device"]
     )
-    replicated = _count(totals["num_replicated"], "replicated variable")
+    replicated = count_text(totals["num_replicated"], "replicated variable")
     return (
         f'<div class="headline"><b>{bytes_text(all_bytes)}</b><span>per device, '
         f"{bytes_text(totals['replicated_bytes_per_device'])} of it in {replicated}</span>"
@@ -130,7 +126,7 @@ def _totals_table(data: ReportData) -> str:
 
 def _totals_row(kind: str, totals: dict[str, int]) -> str:
     logical, padding = totals["logical_bytes"], totals["padding_bytes"]
-    size = f"{_count(totals['num_variables'], 'variable')}, {_count(totals['num_elements'], 'element')}"
+    size = f"{count_text(totals['num_variables'], 'variable')}, {count_text(totals['num_elements'], 'element')}"
     return (
         f'<tr class="{kind}"><th scope="row"><i class="{kind}"></i>{kind.replace("_", " ")} <small>{size}</small></th>'
         f"<td>{bytes_text(logical)}</td><td>{bytes_text(totals['bytes_per_device'])}</td>"

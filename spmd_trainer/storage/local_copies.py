@@ -6,7 +6,6 @@ The folder is `$SPMD_TRAINER_CACHE`, or `spmd-trainer` in the user's cache folde
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import pathlib
 import tempfile
@@ -16,6 +15,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import is_remote
 
 VARIABLE = "SPMD_TRAINER_CACHE"
@@ -110,4 +110,4 @@ def _key(path: str) -> str:
     else:
         status = os.stat(path)
         stamp = f"{os.path.abspath(path)}:{status.st_size}:{status.st_mtime_ns}"
-    return hashlib.sha256(stamp.encode()).hexdigest()[:24]
+    return short_hash(stamp, 24)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import urllib.parse
@@ -10,6 +9,7 @@ import urllib.parse
 from etils import epath
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.messages import nearest_names, shortened
 from spmd_trainer.storage import backends
 
 _SCHEMES = ("gs", "s3", "file")
@@ -149,8 +149,8 @@ def _unknown_scheme(name: str, given: str, scheme: str, rest: str) -> str:
     host, _, key = rest.partition("/")
     if scheme.lower() in ("http", "https") and host == "storage.googleapis.com":
         return f"{name}={_shown(given)} is a web address; did you mean gs://{key}?"
-    # Names of two letters: errors.did_you_mean finds none of them near.
-    near = difflib.get_close_matches(scheme.lower(), [*_SCHEMES, *_OTHER_NAMES], n=1, cutoff=0.5)
+    # Names of two letters: fewer letters must agree than in longer ones.
+    near = nearest_names(scheme.lower(), [*_SCHEMES, *_OTHER_NAMES], count=1, cutoff=0.5)
     if near:
         hint = f"did you mean {_OTHER_NAMES.get(near[0], near[0])}://{_shown(rest)}?"
     else:
@@ -163,4 +163,4 @@ def _shown(text: str | os.PathLike[str]) -> str:
     shown = os.fspath(text)
     if not shown.isprintable():
         shown = repr(shown)[1:-1]
-    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
+    return shortened(shown, _SHOWN_CHARACTERS)

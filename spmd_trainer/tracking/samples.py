@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from spmd_trainer.sharding.messages import shortened
+
 Row = Mapping[str, object]
 # What a language model's record is read by; its other fields are about all samples of the prompt.
 _OF_TEXTS = ("index", "prompt", "output", "score")
@@ -92,7 +94,7 @@ def _cell(value: object, whole: str) -> object:
     if value is None or isinstance(value, bool | int | float):
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _CELL else f"{text[:_CELL]} ... ({len(text)} characters, all of them in {whole})"
+    return shortened(text, _CELL, f" ... ({len(text)} characters, all of them in {whole})")
 
 
 def _escaped(cell: object) -> str:

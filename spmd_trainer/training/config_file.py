@@ -9,7 +9,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.models.config_changes import Change, changes
-from spmd_trainer.sharding.messages import mesh_text
+from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.storage.run_files import CONFIG_FILE, EARLIER_CONFIG
 
@@ -64,8 +64,10 @@ def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
 def _message(changed: Sequence[Change], kept: epath.Path, path: epath.Path) -> str:
     told = "\n".join(f"  {change}" for change in changed[:_MAX_TOLD])
     more = f"\n  and {len(changed) - _MAX_TOLD} more" if len(changed) > _MAX_TOLD else ""
-    what = "1 setting has" if len(changed) == 1 else f"{len(changed)} settings have"
-    return f"{what} changed since the last run in this directory:\n{told}{more}\nto see all changes: diff {kept} {path}"
+    return (
+        f"{count_text(len(changed), 'setting has', 'settings have')} changed since the last run in this directory:\n"
+        f"{told}{more}\nto see all changes: diff {kept} {path}"
+    )
 
 
 def _read(path: epath.Path) -> list[str] | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
-from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.sharding.messages import count_text, table_lines
 
 # Reading ends after this many batches, or seconds.
 _BATCHES, _SECONDS = 200, 10.0
@@ -120,7 +119,7 @@ def lines(found: CorpusSummary) -> Iterator[str]:
         f"{found.tokens / max(1, found.segments):.0f} tokens on average"
     )
     all_tokens = sum(one.tokens for one in found.sources) or 1
-    header: tuple[Any, ...] = (
+    header = (
         "source",
         "share",
         "of tokens",
@@ -130,7 +129,7 @@ def lines(found: CorpusSummary) -> Iterator[str]:
         "left out",
         "files",
     )
-    cells = [header] + [
+    cells = [
         (
             one.name,
             f"{one.wanted:.2%}",
@@ -143,7 +142,4 @@ def lines(found: CorpusSummary) -> Iterator[str]:
         )
         for one in found.sources
     ]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    for first, *middle, last in cells:
-        numbers = (cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True))
-        yield "  ".join([first.ljust(widths[0]), *numbers, last])
+    yield from table_lines([header, *cells], right=range(1, len(header) - 1))

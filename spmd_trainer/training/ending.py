@@ -14,6 +14,7 @@ from etils import epath
 from spmd_trainer import experiment_registry
 from spmd_trainer.checkpointing import steps
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
+from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.step.mesh_choice import mesh_flag
 from spmd_trainer.storage.run_files import PAGE
 from spmd_trainer.training.run_config import RunConfig
@@ -181,7 +182,7 @@ def next_commands(config: RunConfig) -> Iterator[str]:
 def _steps_text(saved: list[int]) -> str:
     if len(saved) > _LISTED:
         return f"{len(saved)} steps, the newest {saved[-1]}"
-    return f"step{'s' * (len(saved) > 1)} {', '.join(map(str, saved))}"
+    return named_text(saved, "step")
 
 
 def _command(config: RunConfig, mode: str) -> str:

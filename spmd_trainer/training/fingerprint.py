@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.models import config_lines
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training.run_config import RunConfig
 
@@ -34,7 +34,7 @@ def fingerprint(config: RunConfig, kind: str, index: int, data: Any, state: Trai
         f"step {int(state.step)}",
         f"variables {checksum(state.mdl_vars)}",
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return short_hash(json.dumps(parts))
 
 
 def _state_of(data: Any) -> str:

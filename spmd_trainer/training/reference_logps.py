@@ -6,7 +6,6 @@ it on every pair of the datasets with `reference='file'`, and keeps the values i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from typing import Any
@@ -22,7 +21,7 @@ from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.models import config_lines
-from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.sharding.messages import count_text, short_hash
 from spmd_trainer.step import step_fns
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedJTensor, TrainState
@@ -146,4 +145,4 @@ def _model_text(job: Job, state: TrainState) -> str:
     """Identifies a model: its settings and the bits of its variables, on any mesh."""
     lines = config_lines.lines_of(job.config.experiment.lines(), _MODEL)
     text = json.dumps([*lines, checksum(state.mdl_vars)])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return short_hash(text, 32)

@@ -16,7 +16,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.packed_text import PackedRows
-from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.sharding.messages import count_text, table_lines
 from spmd_trainer.storage import files
 from spmd_trainer.training import corpus_summary, data_page, reference_files
 from spmd_trainer.training.job import Job
@@ -155,7 +155,7 @@ def _rows(batch: Any) -> Iterator[_Row]:
             yield _Row(ids, labels, weights, numbers)
 
 
-def _table(rows: list[_Row]) -> Iterator[str]:
+def _table(rows: list[_Row]) -> list[str]:
     columns = ("row", "labels", "count", "share", "padding", "segments", "lengths")
     cells = [
         (
@@ -169,10 +169,7 @@ def _table(rows: list[_Row]) -> Iterator[str]:
         )
         for number, row in enumerate(rows)
     ]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    for line in (columns, *cells):
-        *first, last = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        yield "  ".join([*first, last.strip()])
+    return table_lines([columns, *cells], right=range(len(columns) - 1))
 
 
 def _texts(row: _Row, source: Any, style: Style) -> Iterator[str]:

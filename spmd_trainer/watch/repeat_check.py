@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from spmd_trainer.callbacks.base import Run
 from spmd_trainer.metrics.packing import Packed
+from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.watch.replica_check import ReplicaError
@@ -110,7 +111,7 @@ def _compare(first: _Checksums, second: _Checksums, step: int) -> None:
 def _devices_text(devices: list[jax.Device], of: Mapping[jax.Device, Any]) -> str:
     if len(devices) == len(of) > 1:
         return f"all {len(of)} devices"
-    return f"device{'s' * (len(devices) > 1)} {', '.join(map(device_text, devices))}"
+    return named_text([device_text(device) for device in devices], "device")
 
 
 def _advice(differing: Mapping[str, list[jax.Device]], first: _Checksums) -> str:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd_trainer.checkpointing.checksums import bits_checksum
+from spmd_trainer.sharding.messages import named_text
 
 # The two halves of `bits_checksum`.
 DeviceChecksum: TypeAlias = tuple[int, ...]
@@ -39,11 +40,10 @@ class Difference:
     others: Sequence[jax.Device]
 
     def __str__(self) -> str:
-        named = ", ".join(map(device_text, self.devices))
+        named = named_text([device_text(device) for device in self.devices], "device")
         if not self.others:
-            return f"{self.path}: the copies on devices {named} differ from each other"
-        plural = "s" * (len(self.devices) > 1)
-        return f"{self.path}: the copy on device{plural} {named} differs from that on {', '.join(map(device_text, self.others))}"
+            return f"{self.path}: the copies on {named} differ from each other"
+        return f"{self.path}: the copy on {named} differs from that on {', '.join(map(device_text, self.others))}"
 
 
 def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:

@@ -15,6 +15,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Record, Source
 from spmd_trainer.inputs.corpus.open_files import changed
 from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import reading
 
 # Files that a saved position names with their sizes; of more files it has a checksum only.
@@ -56,7 +57,7 @@ class FileSource(Source):
 
     @property
     def size_text(self) -> str:
-        return f"{len(self.paths)} file{'s' if len(self.paths) > 1 else ''} of {self.num_bytes:,} bytes"
+        return f"{count_text(len(self.paths), 'file')} of {self.num_bytes:,} bytes"
 
     def chunk_sizes(self) -> np.ndarray | None:
         return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -31,7 +30,7 @@ from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, S
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, FORMAT, Description
 from spmd_trainer.inputs.corpus.tokenise import RAISE, SKIP, Encoder
-from spmd_trainer.sharding.messages import count_text, format_seconds
+from spmd_trainer.sharding.messages import count_text, format_seconds, short_hash
 from spmd_trainer.storage import files, is_remote, reading
 from spmd_trainer.storage.paths import directory
 
@@ -300,7 +299,7 @@ def _key(preparation: Preparation, source: Source, tokenizer: tokenizers.Tokeniz
         [documents.column, documents.kind, documents.separator],
         [preparation.bad_records, preparation.documents_per_part],
     ]
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return short_hash(json.dumps(settings, sort_keys=True, default=str))
 
 
 def _finished(folder: epath.Path, number: int, total: int, key: str) -> dict[str, Any] | None:

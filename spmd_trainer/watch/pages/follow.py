@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.server
 import json
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from absl import logging
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.watch.pages.run_charts import Record
 from spmd_trainer.watch.pages.run_page import page_text
 
@@ -76,7 +76,7 @@ class PageServer:
                 data = self._read()
                 # The time of reading alone makes no new data.
                 content = {name: value for name, value in data.items() if name != "written"}
-                tag = f'"{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]}"'
+                tag = f'"{short_hash(json.dumps(content), 32)}"'
                 if tag != self._tag:
                     self._data, self._tag = data, tag
                     self._body = json.dumps({**data, "follow": True}, allow_nan=False).encode()

@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from etils import epath
 
+from spmd_trainer.sharding.messages import shortened
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import read_joined
 
@@ -74,9 +75,7 @@ def add(found: Iterable[tuple[str, str, str, str]], kinds: dict[tuple[str, ...],
             kind["count"] += 1
             kind["first"], kind["last"] = min(kind["first"], time), max(kind["last"], time)
         else:
-            kinds[key] = Warned(level=level, where=where, text=_shortened(text), count=1, first=time, last=time)
-
-
-def _shortened(text: str) -> str:
-    left_out = len(text) - _MOST_CHARACTERS
-    return text if left_out <= 0 else f"{text[:_MOST_CHARACTERS]} … ({left_out:,} more characters in the log)"
+            text = shortened(
+                text, _MOST_CHARACTERS, f" … ({len(text) - _MOST_CHARACTERS:,} more characters in the log)"
+            )
+            kinds[key] = Warned(level=level, where=where, text=text, count=1, first=time, last=time)

@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from etils import epath
 
+from spmd_trainer.sharding.messages import shortened
 from spmd_trainer.storage import is_remote
 
 _STEP = re.compile(r"step_(\d+)\.jsonl")
@@ -84,14 +85,13 @@ def _example(record: dict[str, object], number: int) -> Example:
         output = json.dumps({name: value for name, value in record.items() if name != "index"}, ensure_ascii=False)
     return Example(
         index=index if isinstance(index, int) else number,
-        prompt=_shortened(str(record.get("prompt", ""))),
-        output=_shortened(output),
+        prompt=_beginning(str(record.get("prompt", ""))),
+        output=_beginning(output),
     )
 
 
-def _shortened(text: str) -> str:
-    left_out = len(text) - _MOST_CHARACTERS
-    return text if left_out <= 0 else f"{text[:_MOST_CHARACTERS]} … ({left_out:,} more characters in the file)"
+def _beginning(text: str) -> str:
+    return shortened(text, _MOST_CHARACTERS, f" … ({len(text) - _MOST_CHARACTERS:,} more characters in the file)")
 
 
 def _entries(directory: epath.Path) -> list[epath.Path]:
