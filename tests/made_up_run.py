@@ -66,9 +66,9 @@ def make_run(
 ) -> pathlib.Path:
     """A run of 100 steps that was killed at step 60, began again at step 50, and has two invalid steps at 80."""
     directory.mkdir(parents=True)
-    (directory / "experiment.json").write_text(json.dumps({"experiment": EXPERIMENT}) + "\n")
     about = {
-        "experiment": EXPERIMENT, "overrides": ["task.train.num_train_steps=100", f"NAME='{EVIL}'"], "parameters": 25799,
+        "experiment": EXPERIMENT, "status": "running",
+        "overrides": ["task.train.num_train_steps=100", f"NAME='{EVIL}'"], "parameters": 25799,
         "devices": {"count": 8, "kind": "cpu", "processes": 1}, "versions": {"python": "3.11.7", "jax": "0.10.2"},
     }  # fmt: skip
     (directory / "run.json").write_text(json.dumps(about))

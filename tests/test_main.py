@@ -95,7 +95,7 @@ def test_a_foreign_directory_is_left_alone(tmp_path: pathlib.Path):
 
 @pytest.mark.full
 def test_another_experiments_directory_is_refused(tmp_path: pathlib.Path):
-    (tmp_path / "experiment.json").write_text('{"experiment": "spmd_trainer.experiments.lm.stdlib.StdlibBytes"}')
+    (tmp_path / "run.json").write_text('{"experiment": "spmd_trainer.experiments.lm.stdlib.StdlibBytes"}')
     message = refused(f"--exp={TINY}", f"--job_log_dir={tmp_path}")
     assert "spmd_trainer.experiments.lm.stdlib.StdlibBytes," in message
 

@@ -1,19 +1,17 @@
-"""Names of files in a run's directory that several rooms read."""
+"""Files in a run's directory that several rooms read: their names, and the record of how the run stands."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
-# Says which experiment a job_log_dir belongs to.
-MARKER = "experiment.json"
-# What the newest start of the run is: its experiment, overrides, versions and devices.
-ABOUT = "run.json"
+from etils import epath
+
+# Whose the directory is, how the run stands, and the overrides, versions and devices of its newest start.
+RUN = "run.json"
 # Full logs of the processes that worked in a job_log_dir.
 LOGS = "logs"
-# The step with which training has ended, which may be earlier than num_train_steps.
-END_OF_TRAINING = "end_of_training.json"
-# Why the last training process failed.
-FAILURE = "failure.json"
 # The settings of the newest start, and those of earlier ones that had others.
 CONFIG_FILE = "config.txt"
 EARLIER_CONFIG = re.compile(r"config\.(\d{4,})\.txt")
@@ -23,3 +21,42 @@ SHARDING_REPORT = "sharding_report.json"
 PAGE = "run.html"
 # The page that compares it with other runs.
 COMPARISON = "compare.html"
+# What runs wrote that began before `run.json` had a status.
+OLD_MARKER, _OLD_END, _OLD_FAILURE = "experiment.json", "end_of_training.json", "failure.json"
+
+
+def read_record(directory: epath.Path) -> dict[str, Any]:
+    """Returns the content of a run's `run.json`; {} if there is none.
+
+    Its keys: 'experiment'; 'status', which is 'running', 'stopped', 'finished' or 'failed'; 'last_step', only once training
+    has ended; 'failure', only after one: step, process and reason; 'overrides', 'parameters', 'devices' and 'versions'.
+
+    Raises:
+      ValueError: it can't be read.
+    """
+    record = _object(directory / RUN)
+    if "status" in record:
+        return record
+    record = {**record, **_object(directory / OLD_MARKER)}
+    if end := _object(directory / _OLD_END):
+        record |= {"status": "finished", "last_step": end.get("step")}
+    if failure := _object(directory / _OLD_FAILURE):
+        record |= {"status": "failed", "failure": failure}
+    return record
+
+
+def has_run(directory: epath.Path) -> bool:
+    """Returns True if a training run has begun in a directory."""
+    return any((directory / name).exists() for name in (RUN, OLD_MARKER))
+
+
+def _object(path: epath.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} can't be read: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds {str(found)[:40]!r}, no object")
+    return found

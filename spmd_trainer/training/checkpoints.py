@@ -29,6 +29,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.hf import peft
 from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.pax import foreign
+from spmd_trainer.storage.run_files import has_run
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import adapter_checkpoints, run_directory
 from spmd_trainer.training.adapter_checkpoints import Restorer
@@ -239,7 +240,7 @@ def require_run(directory: epath.Path) -> None:
         or peft.is_folder(directory)
         or pax.find(directory) is not None
         or any(directory.glob("[0-9]*"))
-        or (directory.parent / run_directory.MARKER).exists()
+        or has_run(directory.parent)
     ):
         return
     raise UserError(

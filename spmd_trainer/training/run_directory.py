@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from absl import logging
@@ -13,12 +14,10 @@ from etils import epath
 
 from spmd_trainer import pax, sharding
 from spmd_trainer.errors import UserError
-from spmd_trainer.storage.files import UNFINISHED_SUFFIX, write_atomically, write_if_changed
-from spmd_trainer.storage.run_files import ABOUT, END_OF_TRAINING, FAILURE, LOGS, MARKER
+from spmd_trainer.storage.files import UNFINISHED_SUFFIX, write_if_changed
+from spmd_trainer.storage.run_files import LOGS, OLD_MARKER, RUN, has_run, read_record
 from spmd_trainer.training import config_file
 
-# What reading a file that is cut short, or no file of ours, raises.
-_UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 # What the modes that only look may have written here before the run began: inspect, plan, data.
 _OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|data\.html")
 # Holds the lock of the training process.
@@ -36,7 +35,8 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
     Raises:
       UserError: the directory holds something else, or another experiment's run.
     """
-    owner = _owner(directory / MARKER)
+    record = _record(directory)
+    owner = record.get("experiment")
     # Shipped experiments were once registered without the package that they are in.
     if owner not in (None, experiment, experiment.removeprefix("spmd_trainer.")):
         raise UserError(
@@ -46,7 +46,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
     if owner is not None or not (names := _names_in(directory)):
         return
     _refuse_pax_run(directory)
-    if trains and not _may_be_ours(names):
+    if trains and not _may_be_ours(names, record):
         raise UserError(
             f"--job_log_dir={directory} is not empty and no run of this trainer; give a new or an empty directory"
         )
@@ -64,20 +64,23 @@ def _refuse_pax_run(directory: epath.Path) -> None:
     )
 
 
-def _owner(marker: epath.Path) -> str | None:
-    """The experiment that a directory belongs to; None if nothing that can be read says so."""
+def _record(directory: epath.Path) -> dict[str, Any]:
+    """Returns what the directory says of its run; {} if nothing that can be read says anything."""
     try:
-        return str(json.loads(marker.read_text())["experiment"])
-    except FileNotFoundError:
-        return None
-    except _UNREADABLE as error:
-        # A process was killed while it wrote the marker, or the disk was full. Whatever is beside it is whole.
+        return read_record(directory)
+    except ValueError as error:
+        # The disk was full, or someone has edited the file. Whatever is beside it is whole.
         logging.warning(
-            "%s can't be read (%s), so it is not known which experiment this directory belongs to; training writes it again",
-            marker,
+            "%s: %s; so it is not known whose run this is, and it is taken as if it had neither ended nor failed. Training "
+            "writes the file again",
+            directory,
             error,
         )
-        return None
+        return {}
+
+
+def _write(directory: epath.Path, record: Mapping[str, object]) -> None:
+    write_if_changed(directory / RUN, json.dumps(record, indent=1).splitlines())
 
 
 def _names_in(directory: epath.Path) -> set[str]:
@@ -88,15 +91,17 @@ def _names_in(directory: epath.Path) -> set[str]:
         return set()
 
 
-def _may_be_ours(names: set[str]) -> bool:
-    """Returns True if a directory has a marker, be it unreadable, or nothing but what a killed start or a look leaves."""
-    return MARKER in names or all(
+def _may_be_ours(names: set[str], record: Mapping[str, object]) -> bool:
+    """Returns True if a directory has a record, be it unreadable, or nothing but what a killed start or a look leaves."""
+    if {RUN, OLD_MARKER} & names:
+        return not record or "status" in record
+    return all(
         name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) or _OF_LOOKING.fullmatch(name) for name in names
     )
 
 
-def describe(directory: epath.Path, experiment: str, settings: Sequence[str]) -> None:
-    """Writes what a training run is into its directory: marker and settings. A new run has not failed yet.
+def describe(directory: epath.Path, about: Mapping[str, object], settings: Sequence[str]) -> None:
+    """Writes what a start of a training run is into its directory: record and settings. It has not failed yet.
 
     Process 0 does.
 
@@ -104,26 +109,16 @@ def describe(directory: epath.Path, experiment: str, settings: Sequence[str]) ->
 
     Args:
       directory: the `job_log_dir`.
-      experiment: the experiment's full name.
+      about: facts by name, JSON; 'experiment' is the experiment's full name.
       settings: 'path: value' each; see `config_file.write_config`.
     """
     if jax.process_index():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / FAILURE).unlink(missing_ok=True)
-    write_if_changed(directory / MARKER, [json.dumps({"experiment": experiment})])
+    before = _record(directory)
+    ended = {"status": "finished", "last_step": before["last_step"]} if "last_step" in before else {"status": "running"}
+    _write(directory, {**about, **ended})
     config_file.write_config(directory, settings)
-
-
-def write_about(directory: epath.Path, about: Mapping[str, object]) -> None:
-    """Writes what this start of a training run is, for the run's page. Process 0 does.
-
-    Args:
-      directory: the `job_log_dir`.
-      about: facts by name; JSON.
-    """
-    if jax.process_index() == 0:
-        write_if_changed(directory / ABOUT, json.dumps(about, indent=1).splitlines())
 
 
 def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list[epath.Path]:
@@ -137,37 +132,42 @@ def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list
 
 def report_directory(job_log_dir: epath.Path) -> epath.Path:
     """Returns where reports go: `job_log_dir`, or `inspect/` in it if a training run has its own reports there."""
-    directory = job_log_dir / "inspect" if (job_log_dir / MARKER).exists() else job_log_dir
+    directory = job_log_dir / "inspect" if has_run(job_log_dir) else job_log_dir
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
 def mark_begin_of_training(directory: epath.Path) -> None:
-    """Takes back that an earlier start of the run has ended. Process 0 does."""
-    if jax.process_index() == 0:
-        (directory / END_OF_TRAINING).unlink(missing_ok=True)
+    """Clears that an earlier start of the run has ended. Process 0 does."""
+    if jax.process_index() == 0 and (record := _record(directory)).pop("last_step", None) is not None:
+        _write(directory, {**record, "status": "running"})
 
 
-def mark_end_of_training(directory: epath.Path, step: int) -> None:
-    """Says in a run's directory that training has ended with the checkpoint of `step`. Process 0 does."""
+def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) -> None:
+    """Writes into a run's directory that training has left with the checkpoint of `step`. Process 0 does.
+
+    Args:
+      directory: the run's `job_log_dir`.
+      step: the number of steps that it has taken.
+      complete: whether training has ended. False: a signal has stopped it.
+    """
     if jax.process_index() == 0:
-        write_if_changed(directory / END_OF_TRAINING, [json.dumps({"step": step})])
+        _write(
+            directory,
+            _record(directory) | ({"status": "finished", "last_step": step} if complete else {"status": "stopped"}),
+        )
 
 
 def end_of_training(directory: epath.Path) -> int | None:
     """Returns the step with which a run's training has ended, or None while it goes on.
 
+    The step may be less than num_train_steps.
+
     Args:
       directory: the run's `job_log_dir`.
     """
-    path = directory / END_OF_TRAINING
-    try:
-        return int(json.loads(path.read_text())["step"])
-    except FileNotFoundError:
-        return None
-    except _UNREADABLE as error:
-        logging.warning("%s can't be read (%s); taken as if training had not ended", path, error)
-        return None
+    step = _record(directory).get("last_step")
+    return step if isinstance(step, int) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +189,8 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
     """Leaves the reason of a failure in a run's directory, so that jobs that follow the run stop waiting for it."""
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     failure = Failure(step, jax.process_index(), reason)
-    if directory.exists():
-        write_atomically(directory / FAILURE, [json.dumps(dataclasses.asdict(failure))])
+    if has_run(directory):
+        _write(directory, {**_record(directory), "status": "failed", "failure": dataclasses.asdict(failure)})
 
 
 def failure(directory: epath.Path) -> Failure | None:
@@ -199,11 +199,8 @@ def failure(directory: epath.Path) -> Failure | None:
     Args:
       directory: the run's `job_log_dir`.
     """
-    path = directory / FAILURE
+    failure = _record(directory).get("failure")
     try:
-        return Failure(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except _UNREADABLE as error:
-        logging.warning("%s can't be read (%s); taken as if training had not failed", path, error)
+        return None if failure is None else Failure(**failure)
+    except TypeError:  # another version's, or edited
         return None

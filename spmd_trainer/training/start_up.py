@@ -67,8 +67,7 @@ def start(
       CheckpointError: see `first_state`.
     """
     config = job.config
-    run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines())
-    run_directory.write_about(config.job_log_dir, _about(job))
+    run_directory.describe(config.job_log_dir, _about(job), job.settings_lines())
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
     compiling = None if _seems_finished(job, checkpointer) else pool.submit(compile_train_step, job)
     # Not waited for: an error in the checkpoint or the input is reported before the compiler is done.

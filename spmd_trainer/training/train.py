@@ -247,8 +247,8 @@ def _end(
     with Phase("waiting for the last save to be on disk", announce_after=2.0):
         checkpoints.checkpointer.wait_until_finished()
         _report_saved(run, callbacks, checkpoints)
-    if complete:  # at once: trackers may take a minute, and a run that is killed meanwhile must not train on
-        run_directory.mark_end_of_training(run.job_log_dir, run.step)
+    # At once: trackers may take a minute, and a run that is killed meanwhile must not train on.
+    run_directory.mark_end_of_training(run.job_log_dir, run.step, complete=complete)
     run.begin("the end of the run")
     callbacks.call("on_end", run)
     how, then = _how_it_ended(run, work.interrupted, complete=complete)

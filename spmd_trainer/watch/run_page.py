@@ -6,7 +6,7 @@ import jax
 from absl import logging
 
 from spmd_trainer.callbacks.base import Callback, Run
-from spmd_trainer.storage.run_files import MARKER, PAGE
+from spmd_trainer.storage.run_files import PAGE, has_run
 from spmd_trainer.watch.pages import run_page
 
 
@@ -24,7 +24,7 @@ class RunPage(Callback):
         if jax.process_index():
             return
         try:
-            if (run.job_log_dir / MARKER).exists():
+            if has_run(run.job_log_dir):
                 run_page.write_page([run.job_log_dir], run.job_log_dir / PAGE)
         except Exception:
             logging.warning("the page %s could not be written", run.job_log_dir / PAGE, exc_info=True)

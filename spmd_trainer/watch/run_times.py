@@ -9,7 +9,7 @@ import jax
 from spmd_trainer.callbacks.base import Callback, Run
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.run_times import RunTimesFile
-from spmd_trainer.storage.run_files import MARKER
+from spmd_trainer.storage.run_files import has_run
 
 # Summaries may be written at every step. The times are not: a kill may cost the record this many seconds, or this share of all.
 _SECONDS_BETWEEN_LINES = 2.0
@@ -39,7 +39,7 @@ class TimeRecord(Callback):
             began = time.time() - (time.monotonic() - run.began)
             self._file = RunTimesFile(run.job_log_dir, round(began, 3))
             # In a new directory there is nothing to contradict, and a start that is refused must leave nothing there.
-            if (run.job_log_dir / MARKER).exists():
+            if has_run(run.job_log_dir):
                 self._write(run)
 
     def on_start(self, run: Run) -> None:

@@ -43,7 +43,7 @@ def run_directory(tmp_path):
 
 
 def end_training(directory: pathlib.Path) -> None:
-    (directory / "end_of_training.json").write_text('{"step": 3}')
+    (directory / "run.json").write_text('{"status": "finished", "last_step": 3}')
 
 
 def pod(run_directory: pathlib.Path) -> subprocess.Popen[bytes]:

@@ -8,8 +8,8 @@ from tiny_steps import restored, save
 
 from spmd_trainer.checkpointing import Checkpointer
 
-# What begins the training loop deletes this file; everything before is the start.
-LAST_OF_START = "end_of_training.json"
+# Written just before the training loop begins; everything before is the start.
+LAST_OF_START = "sharding_report.html"
 MOST_AT_START, MOST_AT_RESUME = 20, 70
 # Taking the lock. Heartbeats and the log take some every few seconds, however long a start takes.
 LOCK = 2
@@ -19,7 +19,7 @@ def requests_of_start(proxy, *args, **kwargs):
     proxy.requests.clear()
     succeed(*args, **kwargs)
     requests = list(proxy.requests)
-    end = next(n for n, (method, path) in enumerate(requests, 1) if method == "DELETE" and LAST_OF_START in path)
+    end = next(n for n, (method, path) in enumerate(requests, 1) if method in ("PUT", "POST") and LAST_OF_START in path)
     return [
         path
         for _, path in requests[:end]

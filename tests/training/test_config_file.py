@@ -137,7 +137,7 @@ def test_the_mesh_the_processes_and_the_batch_are_told_as_such(tmp_path, warning
 def describe(job):
     """Writes what a training run writes into its directory when it starts."""
     config = job.config
-    run_directory.describe(config.job_log_dir, config.experiment.name, job.settings_lines())
+    run_directory.describe(config.job_log_dir, {"experiment": config.experiment.name}, job.settings_lines())
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """How a run begins and ends: what it says, what it evaluates when no interval ends there, and what it gives back."""
 
+import json
 import os
 import re
 import signal
@@ -198,7 +199,7 @@ def test_a_signal_interrupts_what_is_done_at_the_end_and_the_same_command_makes_
         result, lines = trained_lines(caplog, tmp_path, fields)
     place(lines, rf"^finished: step 5 of 5 in .*, loss .*; .*final {what} .*interrupted, .*same command")
     place(lines, "^saved step 5 in ")
-    assert (tmp_path / "end_of_training.json").exists()
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
     decoded = tmp_path / "decode_out" / "heldout_prompts" / "step_5.jsonl"
     assert not decoded.exists()
     assert (tmp_path / "summaries" / "eval_heldout").exists() == (what == "decode")

@@ -144,7 +144,8 @@ def test_following_ends_where_training_ended_early(tmp_path):
 
 
 def test_training_says_where_it_ended():
-    assert json.loads((trained() / "end_of_training.json").read_text()) == {"step": STEPS}
+    record = json.loads((trained() / "run.json").read_text())
+    assert (record["status"], record["last_step"]) == ("finished", STEPS)
 
 
 def stopping_job(directory, *, patience, steps=10, fields=()):
@@ -166,7 +167,7 @@ def test_early_stopping_keeps_the_best_checkpoint_and_survives_a_restart(tmp_pat
     best = int(np.argmin(losses)) + 1
     assert len(losses) == best + 2 < 10
     assert [path.name for path in (tmp_path / "best").iterdir() if path.name.isdigit()] == [str(best)]
-    assert json.loads((tmp_path / "end_of_training.json").read_text()) == {"step": best + 2}
+    assert json.loads((tmp_path / "run.json").read_text())["last_step"] == best + 2
 
     train.train(stopping_job(tmp_path, patience=2))
     assert len(read_metrics(tmp_path, "eval_heldout")) == best + 2

@@ -87,7 +87,7 @@ class AtTheEnd(Tracking):
 
     def on_end(self, run):
         assert phases._current.get() is None, "nothing else is said to be waited for"
-        assert (run.job_log_dir / "end_of_training.json").exists()
+        assert json.loads((run.job_log_dir / "run.json").read_text())["status"] == "finished"
         (self.before,) = [one for one in read_run_times(run.job_log_dir) if one.ended][-1:]
         time.sleep(0.05)
         if self.interrupts:

@@ -1,5 +1,6 @@
 """What a run's directory says of the run, also when a process was killed, or a disk full, while it was written."""
 
+import json
 import pathlib
 
 import pytest
@@ -13,7 +14,7 @@ EXPERIMENT = "my.experiments.Exp"
 
 
 def describe(directory):
-    run_directory.describe(directory, EXPERIMENT, ["a: 1"])
+    run_directory.describe(directory, {"experiment": EXPERIMENT, "versions": {"jax": "1"}}, ["a: 1"])
 
 
 def cut_short(text, keep):
@@ -28,23 +29,23 @@ def directory(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
-def test_an_unreadable_marker_is_written_again(directory, keep, caplog):
-    marker = directory / run_directory.MARKER
-    whole = marker.read_text()
-    marker.write_text(cut_short(whole, keep))
+def test_an_unreadable_record_is_written_again(directory, keep, caplog):
+    record = directory / "run.json"
+    whole = record.read_text()
+    record.write_text(cut_short(whole, keep))
     (directory / "checkpoints").mkdir()
     for trains in (False, True):
         run_directory.check_directory(directory, EXPERIMENT, trains=trains)
-    assert_names(caplog.text, f"{marker} can't be")
+    assert_names(caplog.text, directory, "run.json can't be read", "neither ended nor failed")
     describe(directory)
-    assert marker.read_text() == whole
+    assert record.read_text() == whole
 
 
 def test_a_directory_where_a_start_was_killed_can_be_used(tmp_path):
     directory = epath.Path(tmp_path)
     for name in ("logs", "lock"):
         (directory / name).mkdir()
-    (directory / ".experiment.json.123.writing").write_text("{")
+    (directory / ".run.json.123.writing").write_text("{")
     run_directory.check_directory(directory, EXPERIMENT, trains=True)
 
 
@@ -56,6 +57,7 @@ def test_a_directory_that_was_only_looked_at_can_be_used(tmp_path):
 
 def test_what_is_no_run_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "run.json").write_text('{"laps": 12}')
     with raises_naming(UserError, f"--job_log_dir={tmp_path}", "not empty", "no run of"):
         run_directory.check_directory(epath.Path(tmp_path), EXPERIMENT, trains=True)
 
@@ -76,21 +78,53 @@ def test_nothing_is_written_again_that_has_not_changed(directory):
     assert written() == before
 
 
-@pytest.mark.parametrize("content", ["", '{"st', "{}", "[]", "null"])
-def test_an_unreadable_end_of_training_is_none(directory, content, caplog):
-    run_directory.mark_end_of_training(directory, 7)
-    assert run_directory.end_of_training(directory) == 7
-    (directory / "end_of_training.json").write_text(content)
-    assert run_directory.end_of_training(directory) is None
-    assert_names(caplog.text, directory / "end_of_training.json", "not ended")
-    run_directory.mark_end_of_training(directory, 8)
-    assert run_directory.end_of_training(directory) == 8
+def status_in(directory):
+    return json.loads((directory / "run.json").read_text())["status"]
 
 
-@pytest.mark.parametrize("content", ["", '{"st', "{}", "[]"])
-def test_an_unreadable_failure_is_none(directory, content, caplog):
+def test_the_record_follows_the_run(directory):
+    assert status_in(directory) == "running"
+    run_directory.mark_end_of_training(directory, 7, complete=False)
+    assert (status_in(directory), run_directory.end_of_training(directory)) == ("stopped", None)
+    run_directory.mark_end_of_training(directory, 7, complete=True)
+    assert (status_in(directory), run_directory.end_of_training(directory)) == ("finished", 7)
+    # What fails after the end, such as a tracker, doesn't make training go on.
     run_directory.mark_failure(directory, 7, ValueError("x"))
-    assert run_directory.failure(directory).reason == "ValueError: x"
-    (directory / "failure.json").write_text(content)
+    assert (status_in(directory), run_directory.end_of_training(directory)) == ("failed", 7)
+    assert run_directory.failure(directory) == run_directory.Failure(7, 0, "ValueError: x")
+    describe(directory)
+    assert (status_in(directory), run_directory.end_of_training(directory)) == ("finished", 7)
     assert run_directory.failure(directory) is None
-    assert_names(caplog.text, directory / "failure.json", "not failed")
+    run_directory.mark_begin_of_training(directory)
+    assert (status_in(directory), run_directory.end_of_training(directory)) == ("running", None)
+    assert json.loads((directory / "run.json").read_text())["versions"] == {"jax": "1"}
+
+
+def test_runs_of_earlier_versions_have_a_status(tmp_path):
+    directory = epath.Path(tmp_path)
+    (directory / "experiment.json").write_text(json.dumps({"experiment": EXPERIMENT}))
+    (directory / "run.json").write_text(json.dumps({"experiment": EXPERIMENT, "parameters": 3}))
+    run_directory.check_directory(directory, EXPERIMENT, trains=True)
+    with raises_naming(UserError, "run of my.experiments.Exp"):
+        run_directory.check_directory(directory, "my.experiments.Other", trains=True)
+    (directory / "end_of_training.json").write_text('{"step": 8}')
+    assert run_directory.end_of_training(directory) == 8
+    (directory / "failure.json").write_text('{"step": 9, "process": 1, "reason": "disk full"}')
+    assert run_directory.failure(directory) == run_directory.Failure(9, 1, "disk full")
+    describe(directory)
+    assert (status_in(directory), run_directory.end_of_training(directory)) == ("finished", 8)
+    run_directory.mark_begin_of_training(directory)
+    assert (run_directory.end_of_training(directory), run_directory.failure(directory)) == (None, None)
+
+
+UNREADABLE = ["", '{"st', "{}", "[]", "null", '{"status": "failed", "last_step": "x", "failure": 5}']
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_an_unreadable_record_says_neither_end_nor_failure(directory, content):
+    run_directory.mark_end_of_training(directory, 7, complete=True)
+    run_directory.mark_failure(directory, 7, ValueError("x"))
+    (directory / "run.json").write_text(content)
+    assert (run_directory.end_of_training(directory), run_directory.failure(directory)) == (None, None)
+    run_directory.mark_end_of_training(directory, 8, complete=True)
+    assert run_directory.end_of_training(directory) == 8

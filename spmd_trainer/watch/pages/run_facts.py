@@ -18,19 +18,6 @@ _SILENT_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends:
-    """What the run's directory says of its end.
-
-    Attributes:
-      failure: `failure.json`: step, process and reason; None if it has not failed.
-      end: `end_of_training.json`: the last step; None while it goes on.
-    """
-
-    failure: Mapping[str, Any] | None
-    end: Mapping[str, Any] | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Found:
     """What was read of a run.
 
@@ -39,14 +26,12 @@ class Found:
       about: `run.json`.
       times: its starts.
       scalars: its scalars.
-      ends: how it ended.
     """
 
     settings: Mapping[str, str]
     about: Mapping[str, Any]
     times: Sequence[StartTimes]
     scalars: RunScalars
-    ends: Ends
 
     @property
     def step(self) -> int:
@@ -73,16 +58,15 @@ def state(found: Found) -> Record:
     last = found.times[-1] if found.times else None
     of = f" of {found.num_steps:,}" if found.num_steps is not None else ""
     where = f"step {found.step:,}{of}"
-    if found.ends.failure is not None:
-        reason = str(found.ends.failure.get("reason", ""))
-        return {"text": f"failed at {where}", "note": reason[:2000], "tone": "bad"}
+    if isinstance(failure := found.about.get("failure"), Mapping):
+        return {"text": f"failed at {where}", "note": str(failure.get("reason", ""))[:2000], "tone": "bad"}
     if last and last.starting and not last.ended:
         return {
             "text": f"at {where}",
             "note": _silence(last) or "a new start has begun: it restores and compiles",
             "tone": "",
         }
-    if found.ends.end is not None or (last and last.ended == "finished"):
+    if "last_step" in found.about or (last and last.ended == "finished"):
         return {"text": f"finished at {where}", "note": "", "tone": "good"}
     if last and last.ended == "failed":
         return {"text": f"failed at {where}", "note": "", "tone": "bad"}

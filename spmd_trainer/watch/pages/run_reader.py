@@ -49,7 +49,9 @@ class RunReader:
 
     def is_run(self) -> bool:
         """Returns whether the directory has something of a run in it."""
-        return any((self.path / name).exists() for name in (run_files.MARKER, run_files.CONFIG_FILE, "summaries"))
+        return run_files.has_run(self.path) or any(
+            (self.path / name).exists() for name in (run_files.CONFIG_FILE, "summaries")
+        )
 
     def read(self, name: str) -> Record:
         """Returns the run for the page's script, without its curves.
@@ -59,13 +61,11 @@ class RunReader:
         """
         self.notes = list(self.scalars.update())
         self.settings = self._read(run_files.CONFIG_FILE, _settings) or {}
-        about = self._read(run_files.ABOUT, _object) or {}
-        marker = self._read(run_files.MARKER, _object) or {}
+        about: Mapping[str, Any] = {}
+        with self._noting(run_files.RUN):
+            about = run_files.read_record(self.path)
         times = self._times()
-        ends = run_facts.Ends(
-            failure=self._read(run_files.FAILURE, _object), end=self._read(run_files.END_OF_TRAINING, _object)
-        )
-        found = run_facts.Found(self.settings, about, times, self.scalars, ends)
+        found = run_facts.Found(self.settings, about, times, self.scalars)
         train = self.scalars.files.get(TRAIN)
         back = train.back if train else []
         restarts = [record.first_step for record in times if record.steps][1:]
@@ -73,7 +73,7 @@ class RunReader:
         return {
             "name": name,
             "path": str(self.path),
-            "experiment": str(about.get("experiment") or marker.get("experiment") or "unknown experiment"),
+            "experiment": str(about.get("experiment") or "unknown experiment"),
             "state": run_facts.state(found),
             "facts": run_facts.facts(found),
             "about": self._about(found),
@@ -91,7 +91,7 @@ class RunReader:
         }
 
     def _about(self, found: run_facts.Found) -> list[list[str]]:
-        with self._noting(run_files.ABOUT):
+        with self._noting(run_files.RUN):
             return run_facts.about(found)
         return []
 
@@ -175,13 +175,6 @@ class RunReader:
             self.notes.append(f"{name} can't be read: {type(error).__name__}: {error}"[:400])
 
 
-def _object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds {text[:40]!r}, no object")
-    return found
-
-
 def _list(found: object) -> list[object]:
     return found if isinstance(found, list) else []
 
@@ -197,7 +190,7 @@ def _warnings_in(path: epath.Path) -> tuple[list[tuple[str, str, str, str]], boo
 
 def _report(text: str) -> Record:
     """Returns what the page shows of a sharding report: the mesh, the totals and the largest variables."""
-    report = _object(text)
+    report = json.loads(text)
     variables = sorted(report["variables"], key=lambda v: -int(v["bytes_per_device"]))
     ids = report["mesh"]["device_ids"]
     return {
