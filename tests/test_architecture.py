@@ -26,7 +26,7 @@ LAYERS = [
     ["metrics", "checkpointing"],
     ["pax", "hf", "tracking"],
     ["callbacks"],
-    ["lm_eval", "tracking/tracking", "tracking/variable_histograms", "planner/nvidia", "planner/topologies"],
+    ["lm_eval", "tracking/tracking", "tracking/variable_histograms", "planner/topologies"],
     ["watch"],
     ["training"],
     ["planner", "pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "lm_eval/judging"],

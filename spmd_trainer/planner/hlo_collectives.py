@@ -20,8 +20,8 @@ _COLLECTIVE = re.compile(
 )
 # Groups of device positions: either a list of lists, or the shape of an array and how to compute it from all positions.
 _GROUPS = re.compile(r"replica_groups=(?:\{(\{[\d,{}]*\})\}|\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?)")
-# The same in terms of a mesh: its axes, the order of the devices on it if not row-major, and the axes of each group, each a
-# whole axis or, as 'axis':(N)SIZE, the part of size SIZE that has N devices before it.
+# The same groups in terms of a mesh: its axes, the order of the devices on it if not row-major, and the axes of each group,
+# each a whole axis or, as 'axis':(N)SIZE, the part of size SIZE that has N devices before it.
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
 )
@@ -47,7 +47,7 @@ class CollectiveTotals:
     largest: int = 0
 
     def add(self, times: int, num_bytes: int) -> None:
-        """Adds a collective of `num_bytes` that is executed `times` times."""
+        """Adds `times` executions of a collective of `num_bytes`."""
         self.count += times
         self.num_bytes += times * num_bytes
         self.largest = max(self.largest, num_bytes)
@@ -116,7 +116,7 @@ def collectives_text(hlo: str) -> str:
 
 
 def _result(kind: str, shape: str, *, is_start: bool) -> str:
-    """Returns the shape of a collective's result; that of most asynchronous starts is (operands, results, ...)."""
+    """Returns the shape of a collective's result. Most asynchronous starts have the shape (operands, results, ...)."""
     if not is_start or (kind == "all-reduce" and not shape.startswith("((")):
         return shape
     elements = hlo_text.tuple_elements(shape)
@@ -124,7 +124,7 @@ def _result(kind: str, shape: str, *, is_start: bool) -> str:
 
 
 def _groups(line: str) -> np.ndarray:
-    """Returns a collective's groups or a permutation's pairs, [number of groups, members]; empty if there are none."""
+    """Returns a collective's groups or a permutation's pairs, [number of groups, members]; empty if the text has neither."""
     found = _GROUPS.search(line)
     if found and found[2]:
         shape = [int(n) for n in found[4].split(",")]
@@ -140,7 +140,6 @@ def _groups(line: str) -> np.ndarray:
 
 
 def _order(shape: Sequence[int], permutation: str | None) -> np.ndarray:
-    """Returns all positions, counted in an array of this shape whose dimensions are then permuted."""
     order = np.arange(math.prod(shape)).reshape(shape)
     return order.transpose([int(n) for n in permutation.split(",")]) if permutation else order
 

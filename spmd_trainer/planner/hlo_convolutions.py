@@ -11,7 +11,8 @@ from spmd_trainer.planner.hlo_text import Instruction
 
 
 def flops(convolution: Instruction, image_shape: str, kernel_shape: str, output_shape: str) -> float:
-    """Returns a convolution's FLOPs. Products with padding don't count: TPU programs write batched products so.
+    """Returns a convolution's FLOPs. Products with padding don't count, because TPU programs write batched matrix
+    products as padded convolutions.
 
     Args:
       convolution: the instruction, for its window and the meaning of its dimensions.

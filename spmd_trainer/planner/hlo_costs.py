@@ -1,8 +1,9 @@
-"""Work of a compiled program on one device: FLOPs of its matrix products and bytes moved in main memory, by instruction.
+"""Work of a compiled program on one device: FLOPs of its matrix products and bytes moved in main memory, by
+instruction.
 
-Loops are multiplied out. FLOPs are those of dots, convolutions and kernels that contain matrix products (cuBLAS, cuDNN, Pallas).
-Additions and other element-wise operations are counted separately. Bytes are those that an instruction reads and writes outside
-the chip's own memories: of a slice, an update or a gather the part that it touches.
+Loops are multiplied out. FLOPs count dots, convolutions and kernels with matrix products (cuBLAS, cuDNN, Pallas).
+Additions and other element-wise operations are counted separately. Bytes count reads and writes of main memory; a slice, an
+update or a gather counts only the part that it touches.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _FREE = frozenset(
         "while",
     }
 )
-# Their time is that of the links (`analysis.links`).
+# `links.py` estimates their time.
 _COMMUNICATION = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send|recv|async)"
     r"(-start|-update|-done)?$"
 )
-# Operations on each element of the result, or for a reduction on each of its operand.
+# Operations per element of the result; for a reduction, per element of the operand.
 _VECTOR = re.compile(
     r"abs|add|and|atan2|ceil|clamp|compare|convert|cosine|divide|erf|exponential(-minus-one)?|floor|is-finite|log(-plus-one)?|"
     r"logistic|maximum|minimum|multiply|negate|not|or|power|reduce|remainder|round-nearest-(afz|even)|rsqrt|select|"
@@ -78,7 +79,9 @@ class InstructionCost:
 
 
 def instruction_costs(hlo: str) -> list[InstructionCost]:
-    """Returns the work of each instruction that does any, of a compiled program (`jax.stages.Compiled.as_text()`)."""
+    """Returns the cost of each instruction of a compiled program (`jax.stages.Compiled.as_text()`). Instructions
+    without work are left out.
+    """
     bodies, entry = hlo_text.computations(hlo)
     program = _Program({name: list(hlo_text.instructions(body)) for name, body in bodies.items()})
     costs = []
@@ -98,8 +101,6 @@ def total_flops(hlo: str) -> float:
 
 
 class _Program:
-    """A program's computations by name."""
-
     def __init__(self, computations: Mapping[str, Sequence[Instruction]]):
         self.computations = computations
 
@@ -116,12 +117,10 @@ class _Program:
         return users
 
     def _shapes(self, instruction: Instruction, computation: str) -> list[str]:
-        """Returns the shapes of an instruction's operands."""
         known = self._by_name(computation)
         return [known[name].shape for name in instruction.operands if name in known]
 
     def cost(self, instruction: Instruction, computation: str, times: int) -> InstructionCost:
-        """Returns the work of an instruction that runs `times` times."""
         attention = None
         if instruction.opcode == "custom-call":
             attention = hlo_kernels.attention(instruction, self._shapes(instruction, computation))
@@ -137,7 +136,6 @@ class _Program:
         )
 
     def vector_ops(self, instruction: Instruction, computation: str) -> float:
-        """Returns the element-wise operations and reductions of one execution."""
         if instruction.opcode == "fusion":
             inner = instruction.called
             return sum(self.vector_ops(i, inner) for i in self.computations.get(inner, ())) if inner else 0.0
@@ -149,7 +147,7 @@ class _Program:
         return float(math.prod(hlo_text.dimensions(shape)))
 
     def flops(self, instruction: Instruction, computation: str, *, of_float32: bool = False) -> float:
-        """Returns the FLOPs of one execution; with `of_float32` only those with float32 operands."""
+        """With `of_float32`, counts only products with float32 operands."""
         if instruction.opcode == "fusion":
             inner = instruction.called
             within = self.computations.get(inner, ()) if inner else ()
@@ -166,7 +164,6 @@ class _Program:
         return 0.0
 
     def num_bytes(self, instruction: Instruction, computation: str) -> int:
-        """Returns the bytes in main memory that one execution reads and writes."""
         opcode = instruction.opcode
         if opcode in _FREE or _COMMUNICATION.match(opcode) or opcode.endswith("-done"):
             return 0
@@ -208,7 +205,7 @@ class _Program:
         return read + written
 
     def _read_of(self, value: Instruction, computation: str) -> int:
-        """Returns how many bytes of a value in a fused computation are read."""
+        """Returns the bytes of a value that a fused computation reads."""
         whole, read = hlo_text.array_bytes(value.shape), 0
         for user in self._users(computation).get(value.name, []):
             if user.opcode in _VIEWS:
@@ -237,7 +234,7 @@ class _Program:
         )
 
     def _written_by(self, result: Instruction, computation: str) -> int:
-        """Returns how many bytes a result of a fused computation writes."""
+        """Returns the bytes that a fused computation writes for one result."""
         known = self._by_name(computation)
         while result.opcode in _VIEWS and result.operands[0] in known:
             result = known[result.operands[0]]
@@ -253,12 +250,12 @@ class _Program:
 
 
 def _main_memory(shape: str) -> int:
-    """Returns the bytes of a shape's arrays that lie in main memory."""
+    """Returns the bytes of a shape's arrays in main memory."""
     return sum(hlo_text.array_bytes(array) for array in hlo_text.arrays(shape) if hlo_text.is_in_main_memory(array))
 
 
 def _as_large_as(part: str, shapes: Sequence[str]) -> int:
-    """Returns the bytes of `part` if the array that it belongs to lies in main memory, else 0."""
+    """Returns the bytes of `part` if its array is in main memory, else 0."""
     return hlo_text.array_bytes(part) if any(_main_memory(shape) for shape in shapes) else 0
 
 

@@ -11,7 +11,7 @@ from spmd_trainer.planner import hlo_convolutions, hlo_text
 from spmd_trainer.planner.hlo_text import Instruction
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
-# They reserve memory, or mark where something begins or ends.
+# Custom calls that reserve memory, or mark the start or end of another operation.
 _NOTHING = frozenset(
     {
         "AllocateBuffer",
@@ -34,7 +34,6 @@ _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
 def target(instruction: Instruction) -> str:
-    """Returns the name of the kernel that a custom call runs."""
     found = _TARGET.search(instruction.rest)
     return found[1] if found else ""
 
@@ -62,11 +61,8 @@ class Attention:
 
 
 def attention(instruction: Instruction, shapes: Sequence[str]) -> Attention | None:
-    """Returns the work of a custom call that is an attention kernel of cuDNN or splash attention; None for others.
-
-    Args:
-      instruction: the custom call.
-      shapes: shapes of its operands, in XLA's notation.
+    """Returns the work of a custom call (`shapes`: its operands in XLA's notation) that is an attention kernel of
+    cuDNN or splash attention; None for others.
     """
     name = target(instruction)
     if _ATTENTION.match(name):
@@ -75,12 +71,7 @@ def attention(instruction: Instruction, shapes: Sequence[str]) -> Attention | No
 
 
 def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
-    """Returns the FLOPs of a custom call's matrix products; 0 if it has none, or is unknown.
-
-    Args:
-      instruction: the custom call.
-      shapes: shapes of its operands, in XLA's notation.
-    """
+    """Returns the FLOPs of a custom call's matrix products (`shapes`: its operands in XLA's notation); 0 for unknown kernels."""
     name = target(instruction)
     if found := attention(instruction, shapes):
         return found.flops
@@ -95,7 +86,6 @@ def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
 
 
 def _numbers(field: str, text: str) -> list[int]:
-    """Returns the integers of the first JSON list with this name."""
     found = re.search(rf'"{field}":\s*\[([^\]]*)\]', text)
     return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
@@ -130,10 +120,10 @@ def _cudnn_attention(instruction: Instruction, shapes: Sequence[str], *, is_back
 
 
 def seen_pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -> float:
-    """Returns how many pairs of a query and a key attention has to compute.
+    """Returns the number of (query, key) pairs that attention computes.
 
     Args:
-      queries, keys: how many there are. The first query is at the position of the first key.
+      queries, keys: their numbers. The first query is at the position of the first key.
       causal: a query sees the keys up to its own position.
       window: a query sees itself and the window - 1 keys before it; None or 0 for no window. Only with `causal`.
     """
@@ -144,7 +134,6 @@ def seen_pairs(queries: int, keys: int, *, causal: bool, window: int | None = No
 
 
 def _causal_pairs(queries: int, keys: int) -> int:
-    """Returns how many keys all queries see together if each sees those up to its own position."""
     growing = max(0, min(queries, keys))
     return growing * (growing + 1) // 2 + max(0, queries - keys) * keys
 
@@ -161,7 +150,7 @@ _SPLASH = {
     "splash_mha_dq": ("block_q_dq", "block_kv_dq", 3, 10),
     "splash_mqa_dq": ("block_q_dq", "block_kv_dq", 3, 10),
 }
-# The kernel for keys and values also computes the gradient of the queries, if it is told to.
+# Optionally, the kernel for keys and values also computes the gradient of the queries.
 _SPLASH_FUSED_PRODUCTS = 5
 
 
@@ -183,7 +172,8 @@ def _splash_work(
     """Returns the work of the pairs of blocks that a splash attention kernel computes.
 
     Its first operand is a table [1, query blocks, key blocks]. With a window, the last dimension (for keys and values the one
-    before) is only as large as the most blocks that are computed for one block. Queries, keys and values follow the tables.
+    before) is only as large as the most blocks that are computed for one block. The tables are followed by queries, keys and
+    values.
     """
     settings = {name: int(size) for name, size in re.findall(r'\\"(\w+)\\": (\d+)', instruction.rest)}
     arrays = [hlo_text.dimensions(array) for array in operands]

@@ -44,9 +44,9 @@ _NEEDS_OWN = frozenset(
         "triangular-solve",
     }
 )
-# Where XLA merges operations, one name lists those of all of them: 'scope/(a/mul:b/add)'.
+# XLA gives a merged operation one name that lists all of them: 'scope/(a/mul:b/add)'.
 _MERGED = re.compile(r"\(([^():]*):.*")
-# Rows of the largest arrays.
+# Most rows in the table of the largest arrays.
 _LARGEST = 8
 # Positions before the first instruction and after the last one.
 _BEFORE, _AT_THE_END = -1, 2**62
@@ -87,13 +87,13 @@ def live_at_peak(hlo: str) -> list[LiveArray]:
 
 
 def largest(arrays: Iterable[tuple[LiveArray, str]]) -> list[tuple[LiveArray, str, int]]:
-    """Returns the arrays that take the most bytes together with those equal to them, largest first. Arguments are left out.
+    """Groups equal arrays and returns the groups with the most bytes, largest first, without arguments.
 
     Args:
-      arrays: each with a label. Arrays with different labels are not equal.
+      arrays: (array, label) pairs. Arrays with different labels are not equal.
 
     Returns:
-      At most 8 arrays, each with its label and how many of them there are.
+      At most 8 triples (array, label, count).
     """
     counts = collections.Counter(pair for pair in arrays if not pair[0].is_argument)
     ranked = sorted(counts.items(), key=lambda item: -item[0][0].num_bytes * item[1])
@@ -101,18 +101,18 @@ def largest(arrays: Iterable[tuple[LiveArray, str]]) -> list[tuple[LiveArray, st
 
 
 def first_operation(made_by: str) -> str:
-    """Returns the name of an operation; of operations that XLA has merged, that of the first."""
+    """Returns an operation's name. Of several operations that XLA has merged, it returns the first."""
     return _MERGED.sub(r"\1", made_by)
 
 
 def aliased_outputs(hlo: str) -> set[int]:
-    """Returns the numbers of the program's outputs that reuse the buffer of an argument."""
+    """Returns the indices of the program's outputs that reuse the buffer of an argument."""
     header = hlo.partition("\n")[0]
     return {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
 
 
 def called(instruction: Instruction) -> list[str]:
-    """Returns the names of the computations that a loop, a call or a conditional runs; none for another instruction."""
+    """Returns the names of the computations that a loop, a call or a conditional runs; () for other instructions."""
     if instruction.opcode not in ("while", "call", "conditional"):
         return []
     return [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
@@ -129,7 +129,7 @@ class Buffer:
 
     @property
     def key(self) -> tuple[str, bool]:
-        """What two arrays must have in common to use the same buffer."""
+        """Arrays with equal keys can use the same buffer."""
         return self.array.array, hlo_text.is_in_main_memory(self.leaf)
 
 
@@ -149,11 +149,10 @@ class _Peaks:
         self._known: dict[str, list[LiveArray]] = {}
 
     def of_entry(self, name: str, aliased: set[int]) -> list[LiveArray]:
-        """Returns those of the whole program, which holds its arguments from beginning to end."""
+        """Returns the arrays at the peak of the whole program, which holds its arguments from beginning to end."""
         return self._scan(self._computations[name], buffers_of(self._computations[name], aliased, is_entry=True))
 
     def _of(self, name: str) -> list[LiveArray]:
-        """Returns those of a called computation; its caller holds the arguments."""
         if name not in self._known:
             instructions = self._computations[name]
             self._known[name] = self._scan(instructions, buffers_of(instructions, set(), is_entry=False))
@@ -265,7 +264,6 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
 
 
 def _element(instruction: Instruction, operand: _Value) -> Sequence[int]:
-    """Returns the indices of the buffers of one element of a tuple."""
     found = re.search(r"\bindex=(\d+)", instruction.rest)
     sizes = [len(hlo_text.arrays(element)) for element in hlo_text.tuple_elements(operand.shape)]
     index = int(found[1]) if found else 0

@@ -1,6 +1,8 @@
-"""Memory of a compiled program over its schedule: which arrays are live at each instruction, from the program's text.
+"""Memory of a compiled program over its schedule: the arrays live at each instruction, read from the program's
+text.
 
-Instructions of loops and calls stand in the schedule where they run, each once. `hlo_liveness` says how accurate the arrays are.
+Instructions of loops and calls stand in the schedule where they run, each once. `hlo_liveness` says how accurate the arrays
+are.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class LiveRange:
     Attributes:
       array: the array.
       begin, end: first and last position.
-      filled_by: the model's operation of the loop that fills the array, one entry of its first dimension per iteration: residuals
-        that layers save for the backward pass, or the gradients of repeated layers. '' for other arrays.
+      filled_by: the model's operation of the loop that fills the array, one entry of its first dimension per iteration:
+        residuals that layers save for the backward pass, or the gradients of repeated layers. '' for other arrays.
     """
 
     array: LiveArray
@@ -56,7 +58,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A compiled program's instructions in execution order, and the arrays that are live meanwhile.
+    """A compiled program's instructions in execution order, and its live arrays.
 
     Attributes:
       made_by: the model's operation at each position; '' for instructions that the compiler added.
@@ -75,7 +77,8 @@ class Schedule:
     def thinned(self, most: int) -> np.ndarray:
         """Returns at most `most` positions for a chart, int[n].
 
-        They are the first position with the most bytes in each of equal parts of the schedule, so the peak is among them.
+        The schedule is cut into equal parts, and each part gives its first position with the most bytes. So the peak is
+        included.
         """
         totals = self.totals()
         parts = np.array_split(np.arange(len(totals)), min(most, len(totals)))
@@ -117,7 +120,6 @@ class _Schedules:
         self._known: dict[str, Schedule] = {}
 
     def of(self, name: str, aliased_outputs: set[int], *, is_entry: bool = False) -> Schedule:
-        """Returns the schedule of one computation and all that it calls."""
         instructions = list(hlo_text.instructions(self._bodies[name]))
         # Each instruction's own position, and the last position of what it calls.
         starts, ends = list[int](), list[int]()

@@ -94,9 +94,10 @@ def instructions(body: str) -> Iterator[Instruction]:
 
 
 def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Execution]:
-    """Yields the entry computation and all that it runs: loops as often as they run, and of a conditional the last branch.
+    """Yields the entry computation and every computation that it runs. Loop bodies count once per iteration; a
+    conditional runs its last branch.
 
-    A computation that several instructions call comes up several times.
+    A computation with several callers is yielded once for each of them.
 
     Args:
       bodies: see `computations`.
@@ -117,7 +118,7 @@ def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Executi
 
 
 def trip_count(line: str, bodies: Mapping[str, str]) -> int:
-    """Returns a loop's trip count: XLA's annotation, else that of a counter which its condition compares with a constant, else 1.
+    """Returns a loop's trip count from XLA's annotation, else from the constant in its condition, else 1.
 
     Args:
       line: the `while` instruction.
@@ -166,7 +167,7 @@ def array_bytes(result: str) -> int:
 
 
 def is_in_main_memory(array: str) -> bool:
-    """Returns whether an array, written with its layout, lies in the device's main memory."""
+    """Returns True if an array, written with its layout, lies in the device's main memory."""
     return not _ELSEWHERE.search(array)
 
 
@@ -188,7 +189,6 @@ def _item_bits(kind: str) -> int:
 
 
 def _split_shape(text: str) -> tuple[str, str]:
-    """Splits '(f32[2], s32[]) while(...' into the shape and the rest."""
     if not text.startswith("("):
         shape, _, rest = text.partition(" ")
         return shape, rest
@@ -206,5 +206,4 @@ def _closing(text: str, begin: int) -> int:
 
 
 def _arguments(after: str) -> str:
-    """Returns the text within an instruction's parentheses."""
     return after[: _closing("(" + after, 0) - 1]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 
 from absl import logging
 
-from spmd_trainer.planner import plan
+from spmd_trainer.errors import UserError
+from spmd_trainer.planner import plan, plan_page
+from spmd_trainer.storage import files
 from spmd_trainer.training import attention_kernels, input_layouts
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_directory import report_directory, write_report
@@ -20,13 +24,44 @@ def inspect_job(job: Job) -> None:
         for path in write_report(report, report_directory(job.config.job_log_dir)):
             logging.info("wrote %s", path)
     if job.config.plan or job.config.topology:
-        plan.write_plan(job)
+        write_plan(job)
 
 
 def _attention_lines(job: Job) -> list[str]:
-    """Returns the lines of the attention kernels; none if the forward pass can't be traced. The report doesn't need them."""
+    """Returns the lines about attention kernels. They are optional: a forward pass that can't be traced only logs a warning."""
     try:
         return attention_kernels.of_forward_pass(job)
     except Exception as error:  # an experiment's own code may raise anything
         logging.warning("the report doesn't name the attention kernels: %s: %s", type(error).__name__, error)
         return []
+
+
+def write_plan(job: Job) -> None:
+    """Prints the plan, and writes it to `plan.json` and `plan.html` if a directory was given.
+
+    Raises:
+      UserError: the step doesn't fit the chips of the topology, or can't be compiled for them.
+    """
+    logging.info("compiling the train step for %d chips", job.partitioner.mesh.size)
+    result = plan.plan(job)
+    sys.stdout.write(plan.plan_text(result))
+    if job.config.writes_reports:
+        _write_record(job, result)
+        plan_page.write_plan_page(job, result, result.memory_over_time)
+    if (problem := plan.misfit(result, job.config.topology)) is not None:
+        raise UserError(problem)
+
+
+def _write_record(job: Job, result: plan.Plan) -> None:
+    path = report_directory(job.config.job_log_dir) / "plan.json"
+    estimate = result.estimate.record() if result.estimate else None
+    record = {
+        **dataclasses.asdict(result),
+        "total": result.total,
+        "fits": result.fits,
+        "topology": job.config.topology,
+        "estimate": estimate,
+    }
+    del record["memory_over_time"]  # plan.html has it
+    files.write_atomically(path, json.dumps(record, indent=1).splitlines())
+    logging.info("wrote %s", path)

@@ -13,14 +13,15 @@ from jax.extend import core
 
 @dataclasses.dataclass(frozen=True)
 class DotCosts:
-    """Costs of all dots of a function, and of what its loops keep, on all devices; loops are multiplied out.
+    """Costs on all devices of a function's dots and of the values that its loops stack. Loop bodies count once per
+    iteration.
 
     Attributes:
       flops: FLOPs of all dots.
-      batched_flops: those of dots with batch dimensions, such as attention's logits.
+      batched_flops: FLOPs of dots with batch dimensions, such as attention's logits.
       batched_bytes: bytes of the operands and results of dots with batch dimensions.
-      kernel_flops: FLOPs of the dots in Pallas kernels, which the others don't count; also of blocks that a mask leaves out.
-      stacked_bytes: bytes of what loops stack, such as the activations that each layer saves for the backward pass.
+      kernel_flops: FLOPs of the dots in Pallas kernels, not in the other fields. Masked blocks count too.
+      stacked_bytes: bytes of the values that loops stack, such as each layer's activations saved for the backward pass.
     """
 
     flops: float = 0.0
@@ -34,12 +35,11 @@ class DotCosts:
         return DotCosts(*(mine + theirs for mine, theirs in pairs))
 
     def times(self, count: int) -> DotCosts:
-        """Returns the costs of `count` executions."""
         return DotCosts(*(count * cost for cost in dataclasses.astuple(self)))
 
 
 def dot_flops(jaxpr: core.Jaxpr) -> float:
-    """Returns the FLOPs of all dots of a function, without those of Pallas kernels; see `dot_costs`."""
+    """Returns the FLOPs of all dots of a function except in Pallas kernels; see `dot_costs`."""
     return dot_costs(jaxpr).flops
 
 
@@ -89,7 +89,7 @@ def _bytes(arrays: list[Any]) -> float:
 
 
 def _times(equation: core.JaxprEqn) -> int:
-    """Returns how often an equation runs the functions in it; in a shard_map, on how many parts of its mesh."""
+    """Returns how often an equation runs its inner functions; for a shard_map, the number of parts of its mesh."""
     if equation.primitive.name == "scan":
         return int(equation.params["length"])
     if equation.primitive.name == "shard_map":
@@ -100,7 +100,6 @@ def _times(equation: core.JaxprEqn) -> int:
 
 
 def _inside(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """Yields the functions that an equation calls."""
     leaves = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
     for value in leaves:
         found: Any = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value

@@ -1,6 +1,6 @@
-"""The links between chips: how long a collective takes on them, from its bytes and the places of its devices.
+"""The links between chips: the time of a collective on them, from its bytes and the coordinates of its devices.
 
-Times are those of bandwidth alone, for ring algorithms. Latency is separate; contention between collectives is left out.
+Times count bandwidth alone, for ring algorithms. Latency is separate. Contention between collectives is ignored.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from spmd_trainer.kernels.chips import chip
-from spmd_trainer.planner import achieved
-from spmd_trainer.planner.achieved import Achieved
+from spmd_trainer.planner import measured_rates
 from spmd_trainer.planner.hlo_collectives import Collective
+from spmd_trainer.planner.measured_rates import MeasuredRates
 
 # Larger NVLink domains connect several hosts.
 _GPUS_OF_HOST = 8
@@ -31,12 +31,13 @@ class Machine:
       network: in one direction, per chip, between TPU slices or NVLink domains.
       inside: name of the links within a slice or an NVLink domain.
       outside: name of the network.
-      achieved: the rates that were measured.
+      measured: measured rates.
       wraps_at: TPU: smallest size of a torus dimension whose ends are linked; 0 for GPUs, which have no torus.
       cubes: TPU: True if a dimension's ends are only linked in slices of whole cubes of `wraps_at` chips in each dimension.
-      domain_devices: the most GPUs of an NVLink domain; 0 for TPUs. Up to 8 are those of one host.
+      domain_devices: most GPUs in an NVLink domain, which is one host if there are at most 8; 0 for TPUs.
       matrix_side: TPU: rows and columns of a matrix unit; 0 for GPUs.
-      vector_ops: TPU: float32 operations per second of the vector units; 0 in `MACHINES` for GPUs, whose cores `chips.CHIPS` has.
+      vector_ops: TPU: float32 operations per second of the vector units; 0 in `MACHINES` for GPUs, whose cores `chips.CHIPS`
+        has.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Machine:
     network: float
     inside: str
     outside: str
-    achieved: Achieved
+    measured: MeasuredRates
     wraps_at: int = 0
     cubes: bool = False
     domain_devices: int = 0
@@ -66,17 +67,25 @@ class Machine:
 # H200 900, B200 and GB200 1,800 GB/s. Network: one port per GPU, of 200 Gbit/s in DGX A100 and of 400 Gbit/s in DGX H100, H200,
 # B200 and GB200 (their data sheets). 18 hosts of 4 GPUs are one NVLink domain in GB200 NVL72.
 MACHINES = (
-    # kind, memory, link, network, their names, achieved, wraps_at, cubes, domain_devices, matrix_side, vector_ops
-    Machine("TPU v4", 1228e9, 50e9, 6.25e9, "ICI", "DCN", achieved.TPU_V4, 4, True, 0, 128, 2 * 2 * 1024 * 1.05e9),
-    Machine("TPU v5 lite", 819e9, 50e9, 3.125e9, "ICI", "DCN", achieved.TPU_V5E, 16, False, 0, 128, 4 * 1024 * 1.5e9),
-    Machine("TPU v5e", 819e9, 50e9, 3.125e9, "ICI", "DCN", achieved.TPU_V5E, 16, False, 0, 128, 4 * 1024 * 1.5e9),
-    Machine("TPU v5", 2765e9, 100e9, 6.25e9, "ICI", "DCN", achieved.TPU_V5P, 4, True, 0, 128, 2 * 4 * 1024 * 1.75e9),
-    Machine("TPU v6", 1638e9, 100e9, 12.5e9, "ICI", "DCN", achieved.TPU_V6E, 16, False, 0, 256, 4 * 1024 * 1.75e9),
-    Machine("NVIDIA A100-SXM4-80GB", 0, 300e9, 25e9, "NVLink", "network", achieved.A100, domain_devices=8),
-    Machine("NVIDIA H100 80GB HBM3", 0, 450e9, 50e9, "NVLink", "network", achieved.H100, domain_devices=8),
-    Machine("NVIDIA H200", 0, 450e9, 50e9, "NVLink", "network", achieved.H200, domain_devices=8),
-    Machine("NVIDIA B200", 0, 900e9, 50e9, "NVLink", "network", achieved.B200, domain_devices=8),
-    Machine("NVIDIA GB200", 0, 900e9, 50e9, "NVLink", "network", achieved.GB200, domain_devices=72),
+    # kind, memory, link, network, their names, measured, wraps_at, cubes, domain_devices, matrix_side, vector_ops
+    Machine(
+        "TPU v4", 1228e9, 50e9, 6.25e9, "ICI", "DCN", measured_rates.TPU_V4, 4, True, 0, 128, 2 * 2 * 1024 * 1.05e9
+    ),
+    Machine(
+        "TPU v5 lite", 819e9, 50e9, 3.125e9, "ICI", "DCN", measured_rates.TPU_V5E, 16, False, 0, 128, 4 * 1024 * 1.5e9
+    ),
+    Machine("TPU v5e", 819e9, 50e9, 3.125e9, "ICI", "DCN", measured_rates.TPU_V5E, 16, False, 0, 128, 4 * 1024 * 1.5e9),
+    Machine(
+        "TPU v5", 2765e9, 100e9, 6.25e9, "ICI", "DCN", measured_rates.TPU_V5P, 4, True, 0, 128, 2 * 4 * 1024 * 1.75e9
+    ),
+    Machine(
+        "TPU v6", 1638e9, 100e9, 12.5e9, "ICI", "DCN", measured_rates.TPU_V6E, 16, False, 0, 256, 4 * 1024 * 1.75e9
+    ),
+    Machine("NVIDIA A100-SXM4-80GB", 0, 300e9, 25e9, "NVLink", "network", measured_rates.A100, domain_devices=8),
+    Machine("NVIDIA H100 80GB HBM3", 0, 450e9, 50e9, "NVLink", "network", measured_rates.H100, domain_devices=8),
+    Machine("NVIDIA H200", 0, 450e9, 50e9, "NVLink", "network", measured_rates.H200, domain_devices=8),
+    Machine("NVIDIA B200", 0, 900e9, 50e9, "NVLink", "network", measured_rates.B200, domain_devices=8),
+    Machine("NVIDIA GB200", 0, 900e9, 50e9, "NVLink", "network", measured_rates.GB200, domain_devices=72),
 )
 
 
@@ -93,12 +102,13 @@ def machine(device_kind: str) -> Machine | None:
 
 
 def _nvlink_domains(hosts: np.ndarray, slices: np.ndarray, most: int) -> np.ndarray:
-    """Returns the NVLink domain of each device, as a number. A domain is in one slice, and a small one in one host.
+    """Returns the number of each device's NVLink domain. A domain lies in one slice; one of at most 8 devices lies
+    in one host.
 
     Args:
       hosts: [devices], each device's host.
       slices: [devices], each device's slice.
-      most: devices of a domain.
+      most: most devices of a domain.
     """
     places = np.empty_like(hosts)  # within the slice, host by host
     for number in np.unique(slices):
@@ -111,22 +121,16 @@ def _nvlink_domains(hosts: np.ndarray, slices: np.ndarray, most: int) -> np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class LinkTime:
-    """Seconds that one execution of a collective takes on the links inside of slices or domains, and on those outside."""
+    """Seconds that one execution of a collective spends on links inside slices or domains, and outside of them."""
 
     inside: float
     outside: float
 
 
 class Links:
-    """The links of a mesh's devices."""
+    """The links of a mesh's devices, in row-major order. A collective's groups are positions in this order."""
 
     def __init__(self, devices: Sequence[jax.Device], found: Machine):
-        """Finds where the devices are.
-
-        Args:
-          devices: the mesh's devices in row-major order; a collective's groups are positions in it.
-          found: their bandwidths.
-        """
         self._machine = found
         if found.domain_devices:
             hosts = np.array([device.process_index for device in devices])
@@ -143,19 +147,19 @@ class Links:
             self._wraps = self._sizes >= found.wraps_at
 
     def seconds(self, collective: Collective) -> LinkTime:
-        """Returns how long one execution of a collective takes."""
+        """Returns the bandwidth time of one execution of a collective."""
         if collective.kind == "collective-permute":
             return self._permute(collective)
         groups = collective.groups
         if not groups.size:
             groups = np.arange(len(self._domains))[None]
-        # Groups usually take equally long. The first, middle and last are checked in case they don't.
+        # Groups usually take equally long. Check the first, middle and last in case they don't.
         times = [self._of_group(collective, groups[n]) for n in sorted({0, len(groups) // 2, len(groups) - 1})]
         return max(times, key=lambda time: time.inside + time.outside)
 
     def latency(self, collective: Collective) -> float:
-        """Returns the seconds that one execution takes besides those of its bytes: of a ring's hops, or of NCCL."""
-        reached = self._machine.achieved
+        """Returns the latency of one execution in seconds: of a ring's hops on TPUs, of NCCL on GPUs."""
+        reached = self._machine.measured
         if collective.kind == "collective-permute" and collective.groups.size:
             pairs = self._domains[collective.groups]
             crosses = bool((pairs[:, 0] != pairs[:, 1]).any())
@@ -181,28 +185,28 @@ class Links:
         if collective.kind in ("all-to-all", "ragged-all-to-all"):
             inside = self._exchange(near, size * len(near) / total)
             return LinkTime(inside, size * (total - inner) / total / self._machine.network if outer > 1 else 0.0)
-        # First within each domain, then each device its part of the array with those of the other domains; or in reverse order.
+        # Devices of a domain exchange first, then each device exchanges its part with the other domains (or in reverse order).
         passes = 2 if collective.kind == "all-reduce" else 1
         inside = size * (inner - 1) / inner / self._bandwidth(near) if inner > 1 else 0.0
         outside = size / inner * (outer - 1) / outer / self._machine.network
         return LinkTime(passes * inside, passes * outside)
 
     def _rings(self, members: np.ndarray) -> list[tuple[int, float, int]]:
-        """Returns size, bandwidth and hops of each torus dimension that a group of devices of one slice extends over."""
+        """Returns (size, bandwidth, hops) of each torus dimension that a group of devices of one slice extends over."""
         places = self._coordinates[members]
         rings = []
         for dim, whole in enumerate(self._sizes):
             values = np.unique(places[:, dim])
             if len(values) == 1:
                 continue
-            stride = int(np.diff(values).min())  # as many groups share the dimension's links
+            stride = int(np.diff(values).min())  # `stride` groups share the dimension's links
             wraps = self._wraps[dim] and len(values) * stride == whole
             hops = len(values) // 2 if wraps else len(values) - 1
             rings.append((len(values), self._machine.link * (2 if wraps else 1) / stride, hops * stride))
         return rings
 
     def _bandwidth(self, members: np.ndarray) -> float:
-        """Returns the bandwidth at which a device receives an array that is spread over a group within one domain."""
+        """Returns the rate at which a device receives an array that is spread over a group within one domain."""
         if self._machine.domain_devices:
             return self._machine.link
         rings = self._rings(members)
@@ -211,7 +215,9 @@ class Links:
         return sum(bandwidths) if is_box else min(bandwidths)
 
     def _exchange(self, members: np.ndarray, size: float) -> float:
-        """Returns the seconds of an all-to-all of `size` bytes per device within one domain: those of the slowest dimension."""
+        """Returns the seconds of an all-to-all of `size` bytes per device within one domain, limited by its slowest
+        dimension.
+        """
         if len(members) == 1:
             return 0.0
         if self._machine.domain_devices:
@@ -231,5 +237,5 @@ class Links:
             return LinkTime(size / self._machine.link, outside)
         distance = np.abs(self._coordinates[pairs[:, 0]] - self._coordinates[pairs[:, 1]])[~crosses]
         hops = np.where(self._wraps, np.minimum(distance, self._sizes - distance), distance)
-        # On average each link of a dimension carries as many arrays as a pair makes hops there.
+        # On average, a link of a dimension carries one array for each hop of a pair along it.
         return LinkTime(size * max(1.0, float(hops.mean(0).max())) / self._machine.link, outside)

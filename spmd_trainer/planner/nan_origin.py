@@ -1,6 +1,7 @@
-"""Finds where the NaN or infinity of a value came from: from the value back through the program to the operations that made it.
+"""Finds where a NaN or infinity came from: follows it back through the program to the operations that produced
+it.
 
-Only what reaches the value counts. A NaN that `jnp.where` drops is none of its causes, and neither is an infinity in a mask.
+Only causes that reach the value count: a NaN that `jnp.where` drops, or an infinity in a mask, does not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _BACKWARD = "transpose("
 
 
 class Value(NamedTuple):
-    """A value of one execution.
+    """A value of one execution: its frame, and its id in the frame.
 
     Attributes:
       place: the frame that it is in.
@@ -40,12 +41,12 @@ class Found:
       operation: the operation; None for an argument or a constant of the program.
       argument: the argument's position; None for an operation or a constant.
       layer: the layer that it belongs to, with the iterations of loops: 'lm/transformer/repeat[1]/sub/ff_layer'; may be ''.
-      backward: whether the backward pass executes it.
-      recomputed: whether it is a part of the forward pass that the backward pass computes again.
+      backward: True if the backward pass executes it.
+      recomputed: True if the backward pass recomputes it (rematerialisation).
       flag: `INFINITE` or `NAN`.
-      from_infinity: whether it made a NaN of an infinity.
+      from_infinity: True if it turned an infinity into a NaN.
       order: sorts by the time of execution.
-      index: its position among the operations of the program, those of loops being at that of the loop; -1 for an argument.
+      index: its position among the program's operations; inside a loop, the loop's position; -1 for an argument.
     """
 
     operation: Operation | None
@@ -60,15 +61,9 @@ class Found:
 
 
 class Flags:
-    """The flags of one execution of a program."""
+    """The flags of one execution of a program: the frame and the flags (numpy arrays) from `run_with_flags`."""
 
     def __init__(self, frame: Frame, flags: Any):
-        """Keeps them.
-
-        Args:
-          frame: the program, from `run_with_flags`.
-          flags: its flags, as numpy arrays.
-        """
         self.frame = frame
         self._flags = flags
 
@@ -83,14 +78,14 @@ class Flags:
         return FINITE if position is None else int(flags["own"][(*iterations, position)])
 
     def causes(self, starts: Iterable[Value]) -> tuple[list[Found], list[Found]]:
-        """Follows values that are not finite back to what made them so.
+        """Traces non-finite values back to their origins.
 
         Args:
-          starts: the values; those that are finite have no causes.
+          starts: the values. Finite ones have no causes.
 
         Returns:
-          The operations and arguments where it began, and all that it went through, both in the order of execution. A NaN that
-          was made of an infinity has two beginnings, that of the infinity and its own.
+          The operations and arguments where it began, and everything on the way, both in execution order. A NaN that came
+        from an infinity has two origins: the infinity's and its own.
         """
         begun, passed = list[Found](), list[Found]()
         waiting = [value for value in starts if self.flag(value) != FINITE]
@@ -119,7 +114,6 @@ class Flags:
         return frame
 
     def _sources(self, value: Value) -> Iterator[Value]:
-        """Yields the values that a value was made of."""
         frame = self._frame(value.place)
         if value.number in frame.producers:
             index, position = frame.producers[value.number]
@@ -135,7 +129,7 @@ class Flags:
         return (source for source in sources if source.number != LITERAL)
 
     def _of_result(self, place: Place, index: int, operation: Operation, position: int) -> Iterator[Value]:
-        """Yields the value in a loop's body that is a result of the loop; of a stacked one, that of the first bad iteration."""
+        """Yields the value in a loop's body behind a result of the loop; for a stacked result, from its first bad iteration."""
         number = _body(operation).results[position]
         iterations = _in_order(operation)
         if operation.length and position < operation.num_carry:
@@ -145,7 +139,7 @@ class Flags:
             yield max(values, key=self.flag)  # the first of the largest
 
     def _of_argument(self, place: Place, position: int) -> Value:
-        """Returns where the argument of a loop's body comes from: the iteration before, or outside of the loop."""
+        """Returns the source of a loop body's argument: the previous iteration, or a value outside of the loop."""
         *outer, (index, iteration) = place
         operation = self._frame(tuple(outer)).operations[index]
         carried = position - operation.num_consts
@@ -156,7 +150,7 @@ class Flags:
         return Value(tuple(outer), operation.inputs[position])
 
     def _describe(self, value: Value, flag: int, *, from_infinity: bool) -> Found | None:
-        """Returns the operation that made a value, or the argument or constant that it is; None for what only hands it on."""
+        """Returns the operation, argument or constant that produced a value; None for operations that only pass a value on."""
         frame = self._frame(value.place)
         if value.number not in frame.producers:
             if value.number not in frame.arguments:
@@ -187,11 +181,11 @@ class Flags:
 
 
 def layer_of(scope: Iterable[str], iterations: Iterable[int] = ()) -> str:
-    """Returns the layer that a name stack says, e.g. 'lm/transformer/repeat[1]/sub/x_layers_0/ff_layer'.
+    """Returns the layer in a name stack, e.g. 'lm/transformer/repeat[1]/sub/x_layers_0/ff_layer'.
 
     Args:
       scope: the components of the name stack.
-      iterations: the iterations of the loops around it, the outermost first.
+      iterations: the iteration of each loop around it, outermost first.
     """
     numbers, names = iter(iterations), list[str]()
     for component in scope:

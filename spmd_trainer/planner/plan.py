@@ -9,27 +9,22 @@ from __future__ import annotations
 import collections
 import dataclasses
 import html
-import json
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from absl import logging
 
 from spmd_trainer.errors import UserError, first_line
 from spmd_trainer.kernels.chips import BY_TOPOLOGY, GIB, chip, model_flops
 from spmd_trainer.planner import hlo_collectives, hlo_liveness, plan_memory, roofline
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 from spmd_trainer.step.state_layout import StateMetadata
-from spmd_trainer.storage import files
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_directory import report_directory
 
 # Share of a GPU's memory that JAX takes if nothing else is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
 _GPU_SHARE = 0.75
-# The largest share that is advised: CUDA, cuDNN and NCCL need the rest.
+# Largest share to advise: CUDA, cuDNN and NCCL need the remaining memory.
 _MOST_OF_GPU = 0.95
 
 
@@ -41,9 +36,8 @@ class ChipBytes:
       arguments: state and batch.
       temporaries: activations, gradients and gathered variables at their peak.
       outputs: new state and scalars, except what reuses donated arguments.
-      peak: the most bytes that are live at the same time, arguments included. Less than `total`, which includes the gaps between
-        buffers; if memory is tight, the compiler packs buffers to get closer to `peak`. None without a topology, because the
-        compiler doesn't report it for host devices.
+      peak: most bytes live at the same time, arguments included. `total` is larger by the gaps between buffers; if memory
+        is tight, the compiler closes gaps. None without a topology: the compiler doesn't report it for host devices.
     """
 
     arguments: int
@@ -70,11 +64,11 @@ def chip_bytes(compiled: Any, topology: str | None) -> ChipBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(ChipBytes):
-    """What the compiled train step needs on one chip. Sizes are in bytes.
+    """Resources that the compiled train step needs on one chip. Sizes are in bytes.
 
     Attributes:
       chips: number of chips.
-      kind: their `jax.Device.device_kind`.
+      kind: `jax.Device.device_kind` of the chips.
       mesh: mesh axis sizes by name.
       padding: bytes of the state that are padding.
       memory: memory of one chip, or None if unknown.
@@ -83,12 +77,12 @@ class Plan(ChipBytes):
         al. 2020). None for models whose batch has no tokens.
       compiler_flops: the compiler's estimate per chip, which counts loop bodies once; None if it gives none.
       collectives: rows of kind, axes, count and bytes per step.
-      estimate: how long the step takes; None if the chip's bandwidths are unknown.
-      attention: the kernels of the attention layers and why others can't be used, a line for each choice.
+      estimate: estimated step time; None if the chip's bandwidths are unknown.
+      attention: a line for each attention kernel chosen, with the reasons against other kernels.
       xla_flags: the flags that the experiment asks for; see `xla_flags`.
       least_chips: number of chips whose memory the state alone would fill, divided evenly; None if the memory is unknown.
-      largest: the largest arrays live at the peak, without arguments, each with its count and the operation that makes it. These
-        are what to shrink if the step doesn't fit. `hlo_liveness` says how accurate they are.
+      largest: the largest arrays live at the peak, without arguments, each with its count and the operation that makes it.
+        Shrink these if the step doesn't fit. `hlo_liveness` says how accurate they are.
       memory_over_time: live bytes over the program's schedule; None if its instructions are not in execution order.
       seconds: compile time.
     """
@@ -112,7 +106,7 @@ class Plan(ChipBytes):
 
     @property
     def fits(self) -> bool | None:
-        """True if `total` is within the memory that JAX can take of a chip; None if the memory is unknown."""
+        """True if `total` is within the memory of a chip that JAX can use; None if the memory is unknown."""
         return None if self.memory is None else self.total <= usable_memory(self.kind, self.memory)
 
     def __str__(self) -> str:
@@ -123,12 +117,7 @@ class Plan(ChipBytes):
 
 
 def usable_memory(kind: str, memory: int) -> int:
-    """Returns the bytes of a chip's memory that JAX can take: not quite all of a GPU's.
-
-    Args:
-      kind: the chip's `jax.Device.device_kind`.
-      memory: its memory in bytes.
-    """
+    """Returns the bytes of a chip's memory that JAX can use (95% on GPUs)."""
     known = chip(kind)
     return memory if known is None or known.gpu is None else int(_MOST_OF_GPU * memory)
 
@@ -273,7 +262,8 @@ def plan_text(result: Plan) -> str:
 
 
 def memory_setting(kind: str, total: int, memory: int | None) -> str:
-    """Returns the environment setting that gives a step its memory, and why; '' if the default suffices or nothing does.
+    """Returns the environment setting that makes enough GPU memory available, with a reason; '' if the default
+    suffices or no setting would.
 
     Args:
       kind: the chip's `jax.Device.device_kind`.
@@ -300,38 +290,12 @@ def _advice(result: Plan) -> str:
     return "most of it is temporaries: use a smaller batch per chip, rematerialisation (checkpoint_policy) or repeated layers"
 
 
-def write_plan(job: Job) -> None:
-    """Prints the plan, and writes it to `plan.json` and `plan.html` if a directory was given.
-
-    Raises:
-      UserError: the step doesn't fit the chips of the topology, or can't be compiled for them.
-    """
-    logging.info("compiling the train step for %d chips", job.partitioner.mesh.size)
-    result = plan(job)
-    sys.stdout.write(plan_text(result))
-    if job.config.writes_reports:
-        from spmd_trainer.planner import plan_page  # it imports this module
-
-        _write_record(job, result)
-        plan_page.write_plan_page(job, result, result.memory_over_time)
-    if result.fits is False:
-        least = _least_text(result.least_chips) if result.least_chips else "use more chips"
-        raise UserError(
-            f"the train step doesn't fit {job.config.topology}: it needs {bytes_text(result.total)} per chip, "
-            f"{_fits(result).partition('in ')[2]}; {least}"
-        )
-
-
-def _write_record(job: Job, result: Plan) -> None:
-    path = report_directory(job.config.job_log_dir) / "plan.json"
-    estimate = result.estimate.record() if result.estimate else None
-    record = {
-        **dataclasses.asdict(result),
-        "total": result.total,
-        "fits": result.fits,
-        "topology": job.config.topology,
-        "estimate": estimate,
-    }
-    del record["memory_over_time"]  # plan.html has it
-    files.write_atomically(path, json.dumps(record, indent=1).splitlines())
-    logging.info("wrote %s", path)
+def misfit(result: Plan, topology: str | None) -> str | None:
+    """Returns the error message for a step that doesn't fit its chips; None if it fits or the memory is unknown."""
+    if result.fits is not False:
+        return None
+    least = _least_text(result.least_chips) if result.least_chips else "use more chips"
+    return (
+        f"the train step doesn't fit {topology}: it needs {bytes_text(result.total)} per chip, "
+        f"{_fits(result).partition('in ')[2]}; {least}"
+    )

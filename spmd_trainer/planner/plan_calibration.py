@@ -1,13 +1,10 @@
-"""Corrects the predictions of a search by what compiled candidates really take.
+"""Corrects the predictions of a search by the estimates of compiled candidates.
 
-Predictions of candidates that share a setting are wrong in a similar way: one that splits activations over a large axis, say,
-moves more than the prediction counts with every policy. So the logarithm of estimate / prediction is a Gaussian process: a sum
-of one part for the mesh, one for the policy, one for the number of minibatches and one for the batch, each of which differs
-little between similar settings. So results with the same mesh, and others with the same policy, together say much about a
-candidate that has both.
+Predictions of candidates that share a setting are wrong in a similar way: e.g. splitting activations over a large axis
+moves more bytes than predicted under every policy. So log(estimate / prediction) is modelled as a Gaussian process, a
+sum of parts for mesh, policy, number of minibatches and batch. Each part changes little between similar settings.
 
-The mean and the spread of the process are those of the candidates compiled so far. `_LENGTH` and `_OWN` are round numbers that
-were chosen by hand, not measured.
+Mean and spread come from the candidates compiled so far. `_LENGTH` and `_OWN` are round numbers chosen by hand.
 """
 
 from __future__ import annotations
@@ -25,20 +22,20 @@ _SPREAD, _COUNTS = math.log(2), 1
 # Distance of two settings (see `_settings`) at which the covariance has fallen to 1 / e. The farthest meshes of 64 chips are 6
 # apart.
 _LENGTH = 5.0
-# Share of the variance that is a candidate's own: no other one explains it.
+# Share of the variance that no other candidate explains.
 _OWN = 0.05
 # In one case out of 40, a candidate takes less time than is expected minus this many standard deviations.
 _DEVIATIONS = 2.0
 
 
 def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Returns a time in seconds for each candidate that its step is unlikely to beat.
+    """Returns a lower limit in seconds that each candidate's step is unlikely to beat.
 
     Args:
-      outcomes: candidates with a prediction; those with `estimated` seconds are what is known.
+      outcomes: candidates with a prediction. The compiled ones have `estimated` seconds.
 
     Returns:
-      {`id` of the outcome: seconds}, for the candidates that aren't compiled.
+      {`id` of the outcome: seconds} of the candidates that aren't compiled.
     """
     known = [outcome for outcome in outcomes if outcome.estimated]
     waiting = [outcome for outcome in outcomes if not outcome.estimated]

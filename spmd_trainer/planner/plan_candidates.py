@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def settings(self) -> tuple[str | None, int | None]:
-        """What the experiment's config must be changed for: policy and rows."""
+        """Changes to the experiment's config: policy and rows."""
         return self.remat, self.rows
 
     def overrides(self, experiment: ResolvedExperiment) -> tuple[str, ...]:
@@ -75,12 +75,11 @@ def quoted(override: str) -> str:
 
 
 def policy_fields(experiment: ResolvedExperiment) -> list[str]:
-    """Returns the paths of the model's checkpoint policies."""
     return _POLICY_FIELD.findall("\n".join(experiment.lines()))
 
 
 def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
-    """Returns path and value of the training input's global batch size.
+    """Returns the path and the value of the training input's global batch size.
 
     Raises:
       UserError: the input's `batch_size` is not a number in the config.
@@ -112,7 +111,7 @@ def parse_budget(text: str) -> float:
     """Returns the seconds of '90s', '20m' or '1.5h'.
 
     Raises:
-      UserError: not of that form, or no time at all.
+      UserError: the text has another form, or the time is 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if not found:
@@ -123,13 +122,7 @@ def parse_budget(text: str) -> float:
 
 
 def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields all meshes over the axes: each way to write the number of devices as a product.
-
-    Args:
-      axes: names, outermost first.
-      num_devices: number of devices.
-      num_slices: number of slices. Only the outermost axis that is larger than 1 crosses them, so its size must be a multiple.
-    """
+    """Yields all meshes over the axes: each way to write the number of devices as a product."""
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     for sizes in itertools.product(divisors, repeat=len(axes) - 1):
         last, rest = divmod(num_devices, math.prod(sizes))

@@ -1,4 +1,4 @@
-"""The memory chart of a plan: live bytes of a chip over the program's schedule, by what made the arrays."""
+"""The memory chart of a plan: live bytes of a chip over the program's schedule, grouped by the layer that made the arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 Kind = Literal["variables", "optimizer", "batch", "saved", "gradients", "layer", "rest"]
 
 _MOST_POINTS = 400
-# Groups of layers; the chart has a colour for each.
+# Most groups of layers; the chart has this many colours.
 _MOST_LAYERS = 5
 # Share of the peak below which a group is part of the rest.
 _LEAST_SHARE = 0.02
@@ -50,7 +50,7 @@ class Group:
     """Arrays that the chart shows as one area.
 
     Attributes:
-      kind: what they are; 'layer' for temporaries that a layer's operations make.
+      kind: kind of the arrays; 'layer' for temporaries made by a layer's operations.
       name: the text in the chart; for a layer its path, e.g. 'repeat/sub/x_layers_*/self_attention'.
       num_bytes: live bytes at each point of the chart.
     """
@@ -106,7 +106,7 @@ class MemoryOverTime:
       peak: index of the point with the most bytes.
       operations: the operation at each point, as index in `operation_names`.
       operation_names: their texts, e.g. 'lm/softmax, backward'.
-      loops: those that are in no other one.
+      loops: the outermost loops.
       largest: the largest temporaries at the peak, largest first.
     """
 
@@ -190,7 +190,7 @@ def operation_text(operation: str) -> str:
 
 
 def _operation_texts(operations: Sequence[str]) -> list[str]:
-    """Returns the text of each position. The text of a compiler's operation names the model's operation before it."""
+    """Returns the text of each position. Operations added by the compiler get the text of the model's operation before them."""
     texts, before = list[str](), ""
     for operation in operations:
         text = operation_text(operation)
@@ -218,7 +218,6 @@ def _kind(live: LiveRange) -> Kind:
 
 
 def _named_ranges(schedule: Schedule) -> list[tuple[Kind, str, list[LiveRange]]]:
-    """Returns kind, name and arrays of each group, in the order of the chart."""
     by_kind: dict[Kind, list[LiveRange]] = collections.defaultdict(list)
     for live in schedule.ranges:
         by_kind[_kind(live)].append(live)
@@ -234,7 +233,6 @@ def _named_ranges(schedule: Schedule) -> list[tuple[Kind, str, list[LiveRange]]]
 
 
 def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) -> list[PeakArray]:
-    """Returns the largest temporaries that are live at a position of the schedule."""
     live_there = (
         (live.array, name) for _, name, ranges in named for live in ranges if live.begin <= position <= live.end
     )
@@ -251,12 +249,12 @@ def _divided(
 ) -> tuple[dict[str, list[LiveRange]], list[LiveRange]]:
     """Divides temporaries by the layers that make them.
 
-    Each group, beginning with the largest, is divided by the next layer of its paths, unless that gives too many groups.
+    Divides each group by the next layer of its paths, largest group first, unless there would be too many groups.
 
     Args:
       ranges: the temporaries.
       length: number of positions of the schedule.
-      least: bytes that a group has at some position; smaller ones are part of the rest.
+      least: groups that never reach this many bytes are added to the rest.
 
     Returns:
       The groups by the layers' path, and the rest.
@@ -289,12 +287,11 @@ def _divided(
 
 
 def _most(ranges: Sequence[LiveRange], length: int) -> int:
-    """Returns the most bytes of the arrays at one position."""
     return int(hlo_memory_over_time.live_bytes(ranges, length).max(initial=0))
 
 
 def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
-    """Returns the whole path of each; the compiler shortens some operations' names to their inner scopes."""
+    """Returns the complete path of each; the compiler shortens some operations' names to their inner scopes."""
     counts = collections.Counter(path[0] for path in paths if path)
     root = counts.most_common(1)[0][0] if counts else ""
     before: dict[str, Path] = {}
@@ -306,7 +303,7 @@ def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _layer_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """Returns names for the groups: their paths without what they have in common."""
+    """Returns names for the groups: their paths without the common prefix."""
     levels = zip(*(path[:-1] for path in paths), strict=False)
     common = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
     names = {}

@@ -5,18 +5,20 @@ Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.j
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
 from spmd_trainer.errors.plan_versions import library_versions
-from spmd_trainer.planner import plan_page_data
-from spmd_trainer.planner.plan import Plan
+from spmd_trainer.planner import plan_report
+from spmd_trainer.planner.plan import Plan, usable_memory
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_memory import MemoryOverTime
-from spmd_trainer.planner.plan_page_data import Record
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 from spmd_trainer.storage import files
@@ -25,7 +27,12 @@ from spmd_trainer.training.run_directory import report_directory
 from spmd_trainer.watch.pages import page
 
 FILE = "plan.html"
-# Texts of the candidates' statuses.
+# A JSON object.
+Record = dict[str, Any]
+# The most candidates and compiled programs that a page shows, so that it stays below 500 KB. plan_search.json has all candidates.
+MOST_CANDIDATES = 800
+MOST_PLANS = 8
+# Text of each status of a candidate.
 _STATUS = {
     "fits": "fit",
     "too large": "don't fit",
@@ -49,7 +56,7 @@ def write_plan_page(job: Job, plan: Plan, memory: MemoryOverTime | None) -> None
         **({"attention": "; ".join(plan.attention)} if plan.attention else {}),
         **({"XLA flags": flags} if flags else {}),
     }
-    _write(job, plan_page(about, plan_page_data.plan_record(plan, memory)))
+    _write(job, plan_page(about, plan_record(plan, memory)))
 
 
 def write_search_page(
@@ -65,33 +72,23 @@ def write_search_page(
     Args:
       job: the search's job.
       outcomes: all candidates.
-      plans: `plan_page_data.plan_record`s of the candidates that are shown in full; see `plan_page_data.worth_showing`.
+      plans: `plan_record`s of the candidates that are shown in full; see `worth_showing`.
       chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
       flags: returns the command line's flags that run a candidate.
     """
-    record = plan_page_data.search_record(outcomes, plans, chip_memory=chip_memory, flags=flags)
+    record = search_record(outcomes, plans, chip_memory=chip_memory, flags=flags)
     _write(job, search_page({**_about(job), "searched": ", ".join(job.config.search)}, record))
 
 
 def plan_page(about: Mapping[str, str], plan: Record) -> str:
-    """Returns the page of one plan.
-
-    Args:
-      about: facts for the head by name; 'experiment' is the title.
-      plan: the plan; see `plan_page_data.plan_record`.
-    """
+    """Returns the HTML page of one plan. `about`: facts for the head; 'experiment' is the title. `plan`: a `plan_record`."""
     facts = [_fits_fact(plan), _step_fact(plan["seconds"])]
     facts.append(("Padding of the state", bytes_text(plan["padding"]), "per chip", ""))
     return _page("Plan", about, [fact for fact in facts if fact], {"plan": plan, "search": None}, "")
 
 
 def search_page(about: Mapping[str, str], search: Record) -> str:
-    """Returns the page of a search.
-
-    Args:
-      about: facts for the head by name; 'experiment' is the title.
-      search: the search; see `plan_page_data.search_record`.
-    """
+    """Returns the HTML page of a search. `about`: facts for the head; 'experiment' is the title. `search`: a `search_record`."""
     counts = search["counts"]
     total = count_text(sum(counts.values()), "candidate")
     facts = [("Candidates", total, ", ".join(f"{counts[s]} {text}" for s, text in _STATUS.items() if counts[s]), "")]
@@ -114,7 +111,7 @@ def _write(job: Job, text: str) -> None:
 
 
 def _about(job: Job, mesh: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Returns the facts of the head that plans and searches have; a search has no mesh of its own."""
+    """Returns the head's facts for plans and searches. A search has no single mesh."""
     config, devices = job.config, job.partitioner.mesh.devices
     chips = f"{count_text(devices.size, 'chip')} ({devices.flat[0].device_kind})"
     slices = f", {config.num_slices} slices" if config.num_slices > 1 else ""
@@ -174,7 +171,6 @@ def _step_fact(seconds: Mapping[str, float] | None) -> tuple[str, str, str, str]
 
 
 def _range_text(seconds: Mapping[str, float]) -> str:
-    """Returns e.g. '0.66 to 1.5 s'."""
     scale, unit = _unit(seconds["longest"])
     return f"{seconds['shortest'] / scale:.3g} to {seconds['longest'] / scale:.3g} {unit}"
 
@@ -229,3 +225,141 @@ def _front_row(number: int, shown: Record, per_row: bool) -> str:
 
 def _asset(name: str) -> str:
     return page.asset(__package__, name)
+
+
+def plan_record(plan: Plan, memory: MemoryOverTime | None) -> Record:
+    """Returns the page's data of a compiled plan."""
+    estimate = plan.estimate
+    return {
+        "mesh": mesh_text(plan.mesh),
+        "arguments": plan.arguments,
+        "temporaries": plan.temporaries,
+        "outputs": plan.outputs,
+        "total": plan.total,
+        "padding": plan.padding,
+        "chip_memory": plan.memory,
+        "usable_memory": None if plan.memory is None else usable_memory(plan.kind, plan.memory),
+        "fits": plan.fits,
+        "seconds": estimate and {"shortest": estimate.shortest, "longest": estimate.longest},
+        "collectives": _collectives(plan),
+        "memory": None if memory is None else _memory(memory),
+    }
+
+
+def _memory(memory: MemoryOverTime) -> Record:
+    """Returns the chart with each group's bytes run-length encoded, [points, bytes], which is ten times smaller."""
+    groups = [
+        {
+            "kind": group.kind,
+            "name": group.name,
+            "runs": [[len(list(points)), num_bytes] for num_bytes, points in itertools.groupby(group.num_bytes)],
+        }
+        for group in memory.groups
+    ]
+    return {**dataclasses.asdict(memory), "groups": groups}
+
+
+def _collectives(plan: Plan) -> list[Record]:
+    """Returns the collectives by kind and axes with bytes and seconds, longest first; seconds are None without an estimate."""
+    times = {(time.kind, tuple(time.axes)): time for time in (plan.estimate.collectives if plan.estimate else ())}
+    rows = []
+    for row in plan.collectives:
+        time = times.get((row["kind"], tuple(row["axes"])))
+        rows.append({**row, "seconds": time.seconds if time else None, "links": time.links if time else ""})
+    return sorted(rows, key=lambda row: (-(row["seconds"] or 0), -row["bytes"]))
+
+
+def worth_showing(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Returns the candidates shown in full, at most `MOST_PLANS`."""
+    return _table(outcomes)[:MOST_PLANS]
+
+
+def _table(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Returns the Pareto front, fastest first; if nothing fits, the smallest compiled candidate."""
+    compiled = [outcome for outcome in outcomes if outcome.bytes is not None]
+    return plan_report.pareto_front(outcomes) or sorted(compiled, key=lambda outcome: outcome.bytes or 0)[:1]
+
+
+def search_record(
+    outcomes: Sequence[Outcome],
+    plans: Mapping[Candidate, Record],
+    *,
+    chip_memory: int | None,
+    flags: Callable[[Candidate], str],
+) -> Record:
+    """Returns the page's data of a search.
+
+    Args:
+      outcomes: all candidates.
+      plans: `plan_record`s of the candidates from `worth_showing`, or of some of them.
+      chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
+      flags: returns the command line's flags that run a candidate.
+    """
+    front = {id(outcome) for outcome in plan_report.pareto_front(outcomes)}
+    points = [_point(outcome, id(outcome) in front) for outcome in outcomes]
+    points.sort(key=lambda point: (point["status"] not in ("fits", "too large"), _order(point)))
+    # Many candidates share a long reason.
+    reasons: dict[str, int] = {}
+    kept = [
+        {**point, "reason": reasons.setdefault(point["reason"], len(reasons))} for point in points[:MOST_CANDIDATES]
+    ]
+    return {
+        "points": kept,
+        "reasons": list(reasons),
+        "left_out": max(0, len(points) - MOST_CANDIDATES),
+        # The rows of a candidate that can't be built are unknown.
+        "per_row": len({point["rows"] for point in points if point["seconds"] is not None}) > 1,
+        "chip_memory": chip_memory,
+        "counts": {
+            status: sum(p["status"] == status for p in points)
+            for status in ("fits", "too large", "failed", "out", "waiting")
+        },
+        "shown": [
+            {
+                "name": str(outcome.candidate),
+                "rows": outcome.rows,
+                "seconds": outcome.seconds,
+                "shortest": outcome.shortest,
+                "longest": outcome.longest,
+                "bytes": outcome.bytes,
+                "padding": outcome.padding,
+                "dominant": outcome.dominant,
+                "reason": outcome.reason,
+                "flags": flags(outcome.candidate),
+                "plan": plans.get(outcome.candidate),
+            }
+            for outcome in _table(outcomes)
+        ],
+    }
+
+
+def _point(outcome: Outcome, is_front: bool) -> Record:
+    """Returns a candidate for the scatter plot. Seconds and bytes come from the compiled program, else from the
+    prediction, else None.
+    """
+    compiled = outcome.bytes is not None
+    if outcome.seconds is not None:
+        status = "fits"
+    elif compiled:
+        status = "too large"
+    elif outcome.compiled_in:
+        status = "failed"
+    else:
+        status = "out" if outcome.reason else "waiting"
+    return {
+        "name": str(outcome.candidate),
+        "status": status,
+        "front": is_front,
+        "rows": outcome.rows,
+        "seconds": _rounded(outcome.estimated if compiled else outcome.predicted or None),
+        "bytes": outcome.bytes if compiled else outcome.state_bytes,
+        "reason": outcome.reason or outcome.not_reached,
+    }
+
+
+def _order(point: Record) -> float:
+    return float("inf") if point["seconds"] is None else point["seconds"] / point["rows"]
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else float(f"{seconds:.4g}")

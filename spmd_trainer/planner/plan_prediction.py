@@ -1,13 +1,13 @@
-"""Predicts a candidate's step from the layout of its variables, to choose what to compile first. Nothing is compiled here.
+"""Predicts a candidate's step time from the layout of its variables, to choose which candidates to compile
+first.
 
-A pass is the forward pass or as much work: a step without rematerialisation has three. In each pass,
+A pass is the work of one forward pass: a step without rematerialisation has three. In each pass,
 
-- each weight is multiplied with the tokens of a device, which reads or writes the activations on both of its sides; what a layer
-  saves for the backward pass is written and read once;
-- a weight that is split over axes of the batch is gathered over them, once forward and once backward in each minibatch, and its
-  gradient is summed over them;
-- a weight that is split over other axes has one side of its activations whole: they are gathered, or summed and scattered, over
-  these axes. Weights of one layer that read the same activations share this.
+- each weight is multiplied with the tokens of a device, which reads or writes the activations on both of its sides; what a
+  layer saves for the backward pass is written and read once; - a weight that is split over axes of the batch is gathered over
+  them, once forward and once backward in each minibatch, and its gradient is summed over them; - a weight that is split over
+  other axes has one side of its activations whole: they are gathered, or summed and scattered, over these axes. Weights of
+  one layer that read the same activations share this.
 
 Left out are elementwise operations, the exchange of keys and values between parts of a row, and routing to experts.
 """
@@ -16,42 +16,47 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.sharding import PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer.kernels.chips import Chip
 from spmd_trainer.optim import masks
-from spmd_trainer.planner import links
+from spmd_trainer.planner import jaxpr_costs, links
 from spmd_trainer.planner.hlo_collectives import Collective
 from spmd_trainer.planner.jaxpr_costs import DotCosts
 from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.step import step_fns
+from spmd_trainer.step.partitioner import StepFn
 from spmd_trainer.training.job import Job
 
+_STEPS: tuple[tuple[StepFn, bool], ...] = ((step_fns.train_step, False), (step_fns.eval_step, True))
+# Parts that differ in the text of equal programs: the rematerialisation policy, and memory addresses.
+_POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
 # Bytes of an element of a weight, an activation or a gradient in the computation.
 _ELEMENT = 2
-# Once for the forward and once for the backward pass.
+# Weights are gathered in the forward pass and in the backward pass.
 _GATHERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The chip and its links."""
-
     chip: Chip
     machine: links.Machine
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step computes on all devices, from its trace.
+    """The computation of a step on all devices, from its trace.
 
     Attributes:
       step: the train step's dots.
-      forward: those of the forward pass alone.
+      forward: dots of the forward pass alone.
     """
 
     step: DotCosts
@@ -59,13 +64,13 @@ class Work:
 
     @property
     def passes(self) -> float:
-        """How often a step does the work of its forward pass: 3, or up to 4 with rematerialisation."""
+        """FLOPs of the step / FLOPs of the forward pass: 3, or up to 4 with rematerialisation."""
         return self.step.flops / self.forward.flops if self.forward.flops else 3.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a step, as a range like that of `roofline.Estimate`.
+    """Predicted seconds of a step, as a range like `roofline.Estimate`.
 
     Attributes:
       shortest: the step if its parts overlap.
@@ -82,7 +87,7 @@ class Prediction:
 
 
 def state_bytes(job: Job) -> tuple[int, int]:
-    """Returns the bytes of the train state on one device, and how many of them are padding."""
+    """Returns the bytes of the train state on one device, and the bytes of its padding."""
     mesh = job.partitioner.mesh_shape()
     records = job.partitioner.metadata.records()
     whole = sum(v.bytes_per_device(mesh) for v in records)
@@ -90,25 +95,18 @@ def state_bytes(job: Job) -> tuple[int, int]:
 
 
 def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -> Prediction:
-    """Predicts a step.
-
-    Args:
-      job: the candidate's job.
-      hardware: its chips.
-      work: what the step computes.
-      minibatches: parts of the batch; each gathers the weights.
-    """
+    """Predicts a step's time. Each of the batch's `minibatches` gathers the weights again."""
     mesh, devices = job.partitioner.mesh_shape(), job.partitioner.mesh.size
     of_rows, of_batch = _batch_axes(job)
     weights = list(_weights(job, of_batch))
     tokens_of_row = _tokens_of_row(job, work, weights)
     rows = minibatches * -(-job.num_rows // (minibatches * _size(mesh, of_rows)))
     tokens = rows * tokens_of_row * _size(mesh, of_rows) / _size(mesh, of_batch)
-    # Padding of weights and rows makes products larger than an equal part of all.
+    # Padding of weights and rows makes a device's products larger than total / devices.
     equal = job.num_rows * tokens_of_row * sum(weight.logical_elements for weight in weights) / devices
     growth = max(1.0, tokens * sum(w.layers * w.elements for w in weights) / equal) if equal else 1.0
     network = _Network(job, hardware.machine)
-    # What layers save is written once and read once, and so is the state.
+    # Saved activations and the state are each written once and read once.
     num_bytes = 2.0 * state_bytes(job)[0] + growth * (work.step.batched_bytes + 2.0 * work.step.stacked_bytes) / devices
     for weight in weights:
         size = weight.layers * weight.elements * _ELEMENT
@@ -125,18 +123,18 @@ def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -
         network.add("all-gather", weight.others, activations, work.passes * weight.layers * minibatches)
         num_bytes += activations
     flops = growth * (work.step.flops + work.step.kernel_flops) / devices
-    machine, achieved = hardware.machine, hardware.machine.achieved
+    machine, measured = hardware.machine, hardware.machine.measured
     products, memory = flops / hardware.chip.peak_flops, num_bytes / machine.memory
-    links_seconds = network.inside / achieved.links + network.outside + network.latency
+    links_seconds = network.inside / measured.links + network.outside + network.latency
     return Prediction(
         shortest=max(products, memory, network.inside, network.outside),
-        longest=flops / achieved.products + memory / achieved.memory + links_seconds,
+        longest=flops / measured.products + memory / measured.memory + links_seconds,
     )
 
 
 def lower_bound(job: Job, hardware: Hardware, flops: float) -> float:
-    """Returns the least seconds that a step can take: for its products on all devices, or for reading its state and writing all
-    of it but frozen variables.
+    """Returns a lower limit for a step's seconds: the time for its products on all devices, or for reading the state
+    and writing all variables that aren't frozen.
 
     Args:
       job: the candidate's job.
@@ -149,13 +147,11 @@ def lower_bound(job: Job, hardware: Hardware, flops: float) -> float:
 
 
 def _frozen_bytes(job: Job) -> int:
-    """Returns the bytes of the frozen variables on one device."""
     mesh = job.partitioner.mesh_shape()
     return sum(variable.bytes_per_device(mesh) for variable, hparam in _params(job) if masks.is_frozen(hparam))
 
 
 def _params(job: Job) -> list[tuple[VariableSpec, base_layer.WeightHParams]]:
-    """Returns the parameters with their WeightHParams."""
     metadata = job.partitioner.metadata
     trees = (metadata.variables.mdl_vars, metadata.var_weight_hparams)
     return list(zip(*(jax.tree.leaves(tree.get(base_layer.PARAMS, {})) for tree in trees), strict=True))
@@ -168,7 +164,7 @@ def _size(mesh: Mapping[str, int], axes: Sequence[str]) -> int:
 def _batch_axes(job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the mesh axes that the rows of the batch are split over, and those of its rows and tokens.
 
-    They are all axes if the task doesn't say.
+    Both are all mesh axes if the task has no split mapping.
     """
     mesh = job.partitioner.mesh_shape()
     mapping = job.task.train.inputs_split_mapping
@@ -181,7 +177,6 @@ def _batch_axes(job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _entries(split: PartitionSpec | Sequence[str | Sequence[str] | None], rank: int) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each dimension."""
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in split]
     return entries + [()] * (rank - len(entries))
 
@@ -214,7 +209,6 @@ class _Weight:
 
 
 def _weights(job: Job, of_batch: Sequence[str]) -> Iterator[_Weight]:
-    """Yields the parameters of at least two dimensions."""
     mesh = job.partitioner.mesh_shape()
     for variable, hparam in _params(job):
         stacked = len(hparam.repeat_prefix or ())
@@ -239,7 +233,7 @@ def _weights(job: Job, of_batch: Sequence[str]) -> Iterator[_Weight]:
 
 
 def _tokens_of_row(job: Job, work: Work, weights: Sequence[_Weight]) -> float:
-    """Returns the tokens of a row; those that the FLOPs of the weights imply if the batch has none, e.g. an image's patches."""
+    """Returns the tokens of a row. Without token ids, e.g. for images, it is derived from the FLOPs of the weights."""
     shapes = job.inputs_shape_dtype
     if "ids" in shapes:
         return float(np.prod(shapes.ids.shape[1:]))
@@ -285,3 +279,24 @@ class _Network:
             self.latency += times * latency
         if combined:
             self._combined.add((kind, axes, times))
+
+
+def traced(job: Job) -> tuple[str, Work]:
+    """Returns the traced train step as text, without parts that differ between equal programs, and its dot costs."""
+    step, forward = (_jaxpr(job, fn, is_eval=is_eval) for fn, is_eval in _STEPS)
+    work = Work(jaxpr_costs.dot_costs(step.jaxpr), jaxpr_costs.dot_costs(forward.jaxpr))
+    return _POLICY.sub("", str(step)), work
+
+
+def program(job: Job, text: str) -> str:
+    """Returns a hash of the compiler's input: the traced step (`text` from `traced`), and where its arguments live."""
+    inputs = jax.tree.leaves_with_path(job.partitioner.inputs_partition_spec(job.inputs_shape_dtype))
+    layout = [(v.path, v.padded_shape, v.dtype, v.spec) for v in job.partitioner.metadata.records()]
+    return short_hash(f"{text}\n{layout}\n{inputs}")
+
+
+def _jaxpr(job: Job, fn: StepFn, *, is_eval: bool) -> core.ClosedJaxpr:
+    partitioner = job.partitioner
+    step = partitioner.partition(fn, job.inputs_shape_dtype, is_eval=is_eval)
+    state = partitioner.abstract_state(with_opt_states=not is_eval)
+    return step.fn.trace(state, job.abstract_prng_key, partitioner.abstract_inputs(step)).jaxpr

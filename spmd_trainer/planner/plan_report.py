@@ -1,4 +1,4 @@
-"""What a plan's search found: each candidate's outcome, the Pareto front as text, and `plan_search.json`, its cache."""
+"""Results of a plan's search: each candidate's outcome, the Pareto front as text, and the cache `plan_search.json`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spmd_trainer.training.same_settings import JAX_OPTIONS
 
 FILE = "plan_search.json"
 _SHOWN = 10
-# Candidates whose reasons an error names.
+# Most candidates whose reasons an error names.
 _REASONS = 3
 # Variables of the environment that change a compiled program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -33,25 +33,26 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 @dataclasses.dataclass
 class Outcome:
-    """What is known about a candidate.
+    """The facts known about a candidate.
 
     Attributes:
       candidate: the candidate.
       seconds: middle of the estimated range of a step; None if it was not compiled or doesn't fit.
       shortest, longest: the range.
       bytes: bytes that the compiled step needs on one chip.
-      state_bytes: those of the train state, from its layout.
-      padding: those of the state that are padding.
+      state_bytes: bytes of the train state on one chip, from its layout.
+      padding: bytes of the state that are padding.
       rows: global batch.
       dominant: the collective that takes longest, and its axes.
       predicted: seconds predicted before the compilation.
-      bound: the least seconds that a step of this candidate can take.
-      reason: why it is out; '' if it is not.
-      not_reached: why it was not compiled in this search, although it may be a good one.
-      compiled_in: seconds of its compilation.
-      too_large: whether it was compiled and doesn't fit.
-      program: a hash of the traced step and of the layout of its arguments, before the mesh is changed; '' if it was not traced.
-      details: what a page shows of its compiled program, see `plan_page_data.plan_record`; None if no page shows it.
+      bound: lower limit for a step's seconds.
+      reason: why it was ruled out; '' if it wasn't.
+      not_reached: why the search ended before compiling it.
+      compiled_in: compile time in seconds.
+      too_large: True if it was compiled and doesn't fit.
+      program: a hash of the traced step and of the layout of its arguments, before the mesh is changed; '' if it was not
+        traced.
+      details: page data of its compiled program (`plan_page.plan_record`); None if the page doesn't show it.
     """
 
     candidate: Candidate
@@ -74,7 +75,7 @@ class Outcome:
 
     @property
     def is_known(self) -> bool:
-        """True if it was compiled or is out."""
+        """True if it was compiled or ruled out."""
         return self.seconds is not None or bool(self.reason)
 
     @property
@@ -93,7 +94,6 @@ class Outcome:
             setattr(self, name, value)
 
     def line(self) -> str:
-        """Returns the outcome in one line."""
         if self.seconds is None:
             return f"{self.candidate}: {self.reason or self.not_reached}"
         return (
@@ -102,32 +102,25 @@ class Outcome:
         )
 
     def record(self) -> dict[str, Any]:
-        """Returns all fields for a JSON file."""
         fields = dataclasses.asdict(self)
         return {**fields, "candidate": dataclasses.asdict(self.candidate), "name": str(self.candidate)}
 
 
 class Store:
-    """`plan_search.json` in the run's directory; without a directory nothing is kept.
+    """The cache `plan_search.json` in the run's directory. Without a directory, nothing is kept.
 
     Attributes:
-      key: a hash of all that a compiled step and its estimate depend on, besides the program; see `Outcome.program`.
+      key: hash of everything else that a compiled step and its estimate depend on; `Outcome.program` hashes the program.
     """
 
     def __init__(self, job: Job, searched: Sequence[str]):
-        """Finds the file.
-
-        Args:
-          job: the search's job.
-          searched: names of the dimensions that are searched.
-        """
         config = job.config
         self._job = job
         self._path = report_directory(config.job_log_dir) / FILE if config.writes_reports else None
         self._searched = list(searched)
         self._versions = library_versions()
         settings = [
-            # A default that is a plain object is printed with its address, which differs between processes.
+            # Plain objects print their address, which differs between processes.
             *map(without_addresses, config.experiment.lines()),
             config.topology,
             config.num_slices,
@@ -142,7 +135,7 @@ class Store:
         self.key = short_hash(json.dumps(settings))
 
     def read(self, outcomes: Sequence[Outcome]) -> None:
-        """Fills in what earlier searches with the same settings, topology, compiler flags and versions found out."""
+        """Fills in the results of earlier searches with the same settings, topology, compiler flags and versions."""
         if self._path is None or not self._path.exists():
             return
         fields = [field.name for field in dataclasses.fields(Outcome) if field.name not in ("candidate", "not_reached")]
@@ -157,7 +150,7 @@ class Store:
             return
         for outcome in outcomes:
             record = known.get(str(outcome.candidate))
-            # Only what was compiled: other reasons are cheap, and depend on what was found so far.
+            # Keep compiled candidates only. Other results are cheap, and depend on the search's progress.
             if record and record["compiled_in"]:
                 for name, value in record.items():
                     setattr(outcome, name, value)
@@ -181,7 +174,7 @@ class Store:
 
 
 def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Returns the candidates that fit and of which none is both faster per row and smaller, fastest first."""
+    """Returns the candidates that fit, without those for which another one is both faster per row and smaller; fastest first."""
     front: list[Outcome] = []
     for outcome in sorted((o for o in outcomes if o.seconds is not None), key=lambda o: (o.per_row, o.bytes)):
         if not front or (outcome.bytes or 0) < (front[-1].bytes or 0):
@@ -224,7 +217,7 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
 
 
 def run_flags(job: Job, candidate: Candidate) -> str:
-    """Returns all flags that the candidate's run needs, those of this search's command line included."""
+    """Returns all flags of the candidate's run, including the flags of this search's command line."""
     config = job.config
     given = [f"--fdl.set={quoted(override)}" for override in config.experiment.overrides]
     if config.num_minibatches is not None and candidate.minibatches is None:
@@ -233,7 +226,7 @@ def run_flags(job: Job, candidate: Candidate) -> str:
 
 
 def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
-    """Returns the message for a search without a candidate that fits; `memory` is what JAX can take of a chip, in bytes."""
+    """Returns the message for a search in which no candidate fits. `memory`: usable bytes of a chip."""
     waiting = [o.not_reached for o in outcomes if o.not_reached]
     if waiting and not any(o.compiled_in for o in outcomes):
         longer = "; use a longer --budget" if "budget" in waiting[0] else ""
@@ -248,7 +241,7 @@ def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
 
 
 def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
-    """Returns a sentence with the least number of chips: for the state split over all of them, and the smallest temporaries."""
+    """Returns a sentence with the least number of chips, assuming a state split over all chips and the smallest temporaries."""
     state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
     rest = [o.bytes - o.state_bytes for o in outcomes if o.bytes is not None and o.state_bytes is not None]
     needs = f"The state takes {bytes_text(state)} in all"
@@ -262,7 +255,6 @@ def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
 
 
 def _partitioner_settings(job: Job) -> str:
-    """Returns the partitioner's class and its settings, as the experiment sets them."""
     partitioner = make_partitioner(job.config.experiment.experiment)
     settings = sorted(vars(partitioner).items())
     return without_addresses(f"{type(partitioner).__module__}.{type(partitioner).__qualname__}: {settings}")

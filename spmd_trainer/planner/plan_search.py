@@ -1,9 +1,9 @@
 """`--mode=plan`: searches the meshes, rematerialisation policies, minibatches and batches of an experiment for a topology.
 
-Nothing is run. A candidate is left out if its state doesn't fit, if even its fastest possible step is too slow, or if another
-candidate has the same program. The others are compiled, most promising first, until the budget runs out or none of those that
-are left is likely to be among the fastest five. `plan_search.json` has the result of each candidate, or the reason why it was
-left out; a later search with the same settings starts from there.
+Nothing is run. A candidate is ruled out if its state doesn't fit, if even its fastest possible step is too slow, or if
+another candidate has the same program. The others are compiled, most promising first, until the budget runs out or no
+remaining candidate is likely to be among the fastest five. `plan_search.json` has each candidate's result or the reason
+why it was ruled out; a later search with the same settings starts from there.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from spmd_trainer.planner import (
     plan_calibration,
     plan_candidates,
     plan_page,
-    plan_page_data,
     plan_prediction,
     plan_report,
-    plan_trace,
 )
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_report import Outcome
@@ -43,7 +41,7 @@ from spmd_trainer.training.job import BatchSettings, Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import RunConfig
 
-# The search ends when no other candidate is likely to be among this many fastest ones.
+# The search ends when no other candidate is likely to be among this many fastest.
 _BEST = 5
 # Errors of the libraries when a candidate is traced or compiled. `UserError` is a ValueError.
 _ERRORS = (ValueError, TypeError, AssertionError, NotImplementedError, jax.errors.JaxRuntimeError)
@@ -83,7 +81,7 @@ def search(job: Job) -> None:
 
 
 def build_job(config: RunConfig) -> Job:
-    """Builds the job of a search: on the mesh that it has without a search, or on another one if the topology doesn't allow it.
+    """Builds the job of a search on the experiment's own mesh, or on another one if the topology doesn't allow it.
 
     Raises:
       UserError: see `Job.build`.
@@ -107,15 +105,9 @@ def build_job(config: RunConfig) -> Job:
 
 
 class Search:
-    """One search: its candidates and what is known about them."""
+    """One search: its candidates and their outcomes."""
 
     def __init__(self, job: Job, searched: Sequence[str]):
-        """Enumerates the candidates.
-
-        Args:
-          job: the experiment on the mesh that it has without a search.
-          searched: names of `plan_candidates.DIMENSIONS`.
-        """
         kind = job.partitioner.mesh.devices.flat[0].device_kind
         known, machine = chip(kind), links.machine(kind)
         if known is None or machine is None:
@@ -138,11 +130,11 @@ class Search:
 
     @property
     def memory(self) -> int:
-        """Bytes that JAX can take of a chip's memory."""
+        """Bytes of a chip's memory that JAX can use."""
         return plan.usable_memory(self._devices[0].device_kind, self._hardware.chip.memory_bytes)
 
     def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
-        """Compiles the promising candidates until no other is likely to be among the best, or the budget runs out.
+        """Compiles promising candidates until no other is likely to be among the best, or the budget runs out.
 
         Args:
           budget: seconds. At most half of them go to tracing and predicting.
@@ -170,11 +162,6 @@ class Search:
         return self.outcomes
 
     def _job_of(self, candidate: Candidate) -> Job:
-        """Returns the candidate's job.
-
-        Raises:
-          UserError: the mesh can't be made, or doesn't fit the experiment.
-        """
         if candidate.settings not in self._jobs:
             base = self._job
             if candidate.settings != (None, None):
@@ -220,8 +207,8 @@ class Search:
     def _trace_all(self, ends: float) -> None:
         """Traces each policy and batch once.
 
-        A policy that saves something the model doesn't have gives the same program as another one. What an earlier search
-        compiled is traced too, even after `ends`: its results count only if the program is still the same.
+        Two policies give the same program if the model lacks the values that one of them saves. Candidates compiled by an
+        earlier search are traced even after `ends`, because their results only count if the program is still the same.
         """
         seen: dict[tuple[int | None, str], str | None] = {}
         all_settings = dict.fromkeys(o.candidate.settings for o in self.outcomes)
@@ -234,19 +221,19 @@ class Search:
                 logging.info("tracing %s: %d of %d", _settings_text(settings), number + 1, len(all_settings))
             try:
                 job = self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh))
-                text, work = plan_trace.traced(job)
+                text, work = plan_prediction.traced(job)
             except _ERRORS as error:
                 _of_program(same, "")
                 _leave_out(same, first_line(error))
                 continue
-            _of_program(same, plan_trace.program(job, text))
+            _of_program(same, plan_prediction.program(job, text))
             first = seen.setdefault((rows, text), policy)
             if first != policy:
                 _leave_out(same, f"the same program as {first}")
             self._work[settings] = work
 
     def _predict(self, outcome: Outcome) -> None:
-        """Predicts a candidate's step, or gives the reason why it can't be the best."""
+        """Predicts a candidate's step, or rules it out with a reason."""
         candidate = outcome.candidate
         try:
             # Policy and number of minibatches don't change the layout, and 1 divides every batch.
@@ -266,9 +253,10 @@ class Search:
         outcome.predicted = plan_prediction.predict(job, self._hardware, work, minibatches=number).seconds
 
     def _next(self) -> Outcome | None:
-        """Returns the most promising candidate that isn't compiled; None if no other is likely to be among the best.
+        """Returns the most promising candidate that isn't compiled. If none is likely to be among the best, rules out
+        all others and returns None.
 
-        In that case the others are given this as their reason.
+
         """
         fastest = sorted(o.per_row for o in self.outcomes if o.seconds is not None)
         limit = fastest[_BEST - 1] if len(fastest) >= _BEST else math.inf
@@ -301,7 +289,7 @@ class Search:
         return plan.plan(self._job_of(candidate))
 
     def compile(self, outcome: Outcome) -> None:
-        """Compiles a candidate's step, and fills in what it needs or the reason why it can't be compiled."""
+        """Compiles a candidate's step and records its needs, or the reason why it can't be compiled."""
         started = time.monotonic()
         try:
             result = self.plan_of(outcome.candidate)
@@ -314,7 +302,7 @@ class Search:
             return
         outcome.compiled_in = time.monotonic() - started
         outcome.bytes, outcome.padding = result.total, result.padding
-        outcome.details = plan_page_data.plan_record(result, result.memory_over_time)
+        outcome.details = plan_page.plan_record(result, result.memory_over_time)
         estimate = result.estimate
         assert estimate is not None  # the chip is known
         outcome.shortest, outcome.longest = estimate.shortest, estimate.longest
@@ -332,9 +320,10 @@ class Search:
         outcome.seconds = estimate.middle
 
     def _leave_out_larger(self, too_large: Outcome) -> None:
-        """Leaves out the candidates that have more rows at a time on the same mesh than one that doesn't fit.
+        """Rules out the candidates with more rows at a time on the same mesh than one that doesn't fit.
 
-        A candidate with one minibatch is never left out because of one with several: that one also holds accumulated gradients.
+        A candidate with several minibatches says nothing about one with a single minibatch: it also holds accumulated
+          gradients.
         """
         known, default = too_large.candidate, self._job.partitioner.num_minibatches
         number = known.minibatches or default
@@ -354,22 +343,22 @@ def _settings_text(settings: tuple[str | None, int | None]) -> str:
 
 
 def _leave_out(outcomes: Sequence[Outcome], reason: str | Callable[[Outcome], str]) -> None:
-    """Gives each candidate that isn't known a reason to be left out."""
+    """Rules out each candidate whose outcome isn't known, with this reason."""
     for outcome in outcomes:
         if not outcome.is_known:
             outcome.reason = reason if isinstance(reason, str) else reason(outcome)
 
 
 def _drop_details(outcomes: Sequence[Outcome]) -> None:
-    """Keeps only the details that a page shows, so that `plan_search.json` stays small."""
-    shown = {id(outcome) for outcome in plan_page_data.worth_showing(outcomes)}
+    """Keeps only the details that the page shows, so that `plan_search.json` stays small."""
+    shown = {id(outcome) for outcome in plan_page.worth_showing(outcomes)}
     for outcome in outcomes:
         if id(outcome) not in shown:
             outcome.details = None
 
 
 def _of_program(outcomes: Sequence[Outcome], program: str) -> None:
-    """Sets the program of candidates, and forgets what an earlier search found with another one."""
+    """Sets the program of candidates, and forgets earlier results of other programs."""
     for outcome in outcomes:
         if outcome.compiled_in and outcome.program != program:
             outcome.forget()

@@ -1,14 +1,12 @@
-"""`--mode=replay --step=N`: takes one step of a run again, alone, and says where its first NaN or infinity came from.
+"""`--mode=replay --step=N`: repeats one step of a run and reports where its first NaN or infinity came from.
 
-The newest whole checkpoint before the step is restored, and the steps in between are taken as training took them: the same
-batches, the same key, the same compiled step. Then the step is evaluated with a flag on each of its values
-(`analysis.value_flags`), and taken once more as training takes it. Nothing is written but the log, and no lock is taken: the run
-may go on meanwhile.
+Restores the newest complete checkpoint before the step and repeats the steps in between as in training: same batches, same
+key, same compiled step. Then it evaluates the step with a flag on each value (`value_flags`), and runs it once more as in
+training. It writes only the log and takes no lock, so the run may continue meanwhile.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +25,7 @@ from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.planner import replay_report
 from spmd_trainer.planner.nan_origin import Flags, Value
+from spmd_trainer.planner.replay_report import Observed
 from spmd_trainer.planner.value_flags import Frame, run_with_flags
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.sharding.variables import named_leaves
@@ -39,44 +38,20 @@ from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.watch import invalid_batches
 
-# Losses of a step that is taken again differ by less from what the run wrote, unless it is another run's step.
+# A repeated step's loss differs from the written one by less than this, unless the steps are of different runs.
 _SAME_LOSS = 1e-3
 _NOT_WRITTEN = "not written"
 # How a gradient is named in the step's program, before the variable's path.
 _GRADIENT = "gradient of "
 
 
-@dataclasses.dataclass(frozen=True)
-class Observed:
-    """One step with a flag on each value.
-
-    Attributes:
-      flags: the flags.
-      arguments: names of the step's arguments: 'mdl_vars/params/...', 'batch/ids', ...
-      results: {name: value} of the loss, the summaries and the new state.
-      gradients: {variable: value}.
-      first_update: operations of the program before the learner begins.
-    """
-
-    flags: Flags
-    arguments: list[str]
-    results: dict[str, Value]
-    gradients: dict[str, Value]
-    first_update: int
-
-    def is_of_update(self) -> bool:
-        """Returns True if loss and gradients are finite, and what the learner made of them is not."""
-        before = [self.results["loss"], *self.gradients.values()]
-        return not any(map(self.flags.flag, before)) and any(map(self.flags.flag, self.results.values()))
-
-
 def replay(job: Job) -> None:
-    """Takes step `job.config.replay_step` again, and prints where its first NaN or infinity came from.
+    """Repeats step `job.config.replay_step`, and prints where its first NaN or infinity came from.
 
     Called by every process; process 0 prints.
 
     Raises:
-      UserError: the run has no such step, no whole checkpoint before it, or its input can't be brought to it.
+      UserError: the run lacks this step or a complete checkpoint before it, or its input can't be moved to the step.
       CheckpointError: the checkpoint can't be read.
     """
     step = job.config.replay_step
@@ -107,14 +82,13 @@ def replay(job: Job) -> None:
 
 
 def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, update: bool = False) -> Observed:
-    """Takes a step and flags each of its values. The state is not donated.
+    """Runs a step with a flag on each of its values. The state is not donated.
 
     Args:
-      job: the job.
-      state: the train state before the step, at padded shapes on the mesh.
+      state: the train state before the step, padded, on the mesh.
       key: the run's key.
       batch: the batch on the mesh.
-      update: also flag what the learner computes, not only its results.
+      update: also flag the values inside the learner, not only its results.
     """
     partitioner = job.partitioner
     partitioned = partitioner.partition(_named_step, job.inputs_shape_dtype, is_eval=False)
@@ -167,7 +141,6 @@ def _named_step(
 
 
 def _check_step(job: Job, step: int) -> None:
-    """Raises UserError for a step that the run doesn't have."""
     last = run_directory.end_of_training(job.config.job_log_dir)
     planned = int(job.task.train.num_train_steps)
     if last is not None and step > last:
@@ -176,7 +149,7 @@ def _check_step(job: Job, step: int) -> None:
         raise UserError(f"--step={step}: task.train.num_train_steps is {planned}; give 1 to {planned}")
     if last is None:
         written = decided_by_process_0(lambda: _newest_written(job))
-        # Summaries come at intervals: the run may be so much further.
+        # Summaries come at intervals, so the run may be one interval further.
         if written is not None and step > written + int(job.task.train.summary_interval_steps):
             raise UserError(
                 f"--step={step}: the run in {job.config.job_log_dir} has written up to step {written}; give 1 to {written}"
@@ -184,7 +157,7 @@ def _check_step(job: Job, step: int) -> None:
 
 
 def _newest_written(job: Job) -> int | None:
-    """Returns the newest step that the run has written or saved; None for none."""
+    """Returns the newest step that the run has written or saved; None if there is none."""
     try:
         records = list(read_metrics(job.config.job_log_dir, "train"))
     except FileNotFoundError:
@@ -221,7 +194,8 @@ def _restore(job: Job, step: int) -> Restored:
 
 
 class _Batches:
-    """The batches of the steps after a checkpoint: from the input, and for the last one the batch that the run has written.
+    """The batches after a checkpoint, from the input. For the last step, the batch that the run has written takes
+    precedence.
 
     Attributes:
       notes: lines about the batch, for the report.
@@ -250,7 +224,7 @@ class _Batches:
         """Returns the batch of a step, on the devices.
 
         Raises:
-          UserError: neither the input nor the run's directory has it.
+          UserError: neither the input nor the run's directory has the batch.
         """
         prefetched = None if self._input is None else next(self._input, None)
         batch = None if prefetched is None else prefetched.batch
@@ -274,7 +248,7 @@ class _Batches:
         return written
 
     def _written(self) -> PyTree | None:
-        """Returns the batch that training wrote, on the devices; None if not all processes have their rows of it."""
+        """Returns the batch that training wrote, on the devices; None unless every process has its rows."""
         job, partitioner = self._job, self._job.partitioner
         padded = partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
         rows, problem = None, ""
@@ -286,7 +260,7 @@ class _Batches:
         problems = multihost.gather("the batch of a replayed step", problem)
         if not any(problems):
             return partitioner.preprocess_inputs(rows, partitioner.inputs_partition_spec(padded))
-        if any(one != _NOT_WRITTEN for one in problems):  # an incomplete one is none, but it was written
+        if any(one != _NOT_WRITTEN for one in problems):  # the batch was written, but is incomplete
             process, why = next((n, one) for n, one in enumerate(problems) if one)
             self._unusable = f"process {process}: {why}"
             logging.warning("the batch that the run wrote is not used: %s", self._unusable)
@@ -305,7 +279,7 @@ class _Batches:
 
 
 def _comparison(written: PyTree, own: PyTree | None) -> str:
-    """Returns how the batch that the run wrote and the input's own batch compare."""
+    """Compares the batch that the run wrote with the batch from the input."""
     if own is None:
         return "the one that the run wrote down; the input can't give it again"
     pairs = zip(named_leaves(written), named_leaves(own), strict=True)
@@ -336,7 +310,7 @@ def _written_losses(job: Job) -> Mapping[int, float]:
 
 
 def _compare(step: int, scalars: Scalars, written: Mapping[int, float]) -> None:
-    """Warns if a step that is taken again has another loss than the run wrote."""
+    """Warns if a repeated step has another loss than the run wrote."""
     then, now = written.get(step), scalars.loss
     if then is None or now is None or np.isclose(then, now, rtol=_SAME_LOSS, atol=0, equal_nan=True):
         return

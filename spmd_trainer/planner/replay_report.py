@@ -1,33 +1,47 @@
-"""What `--mode=replay` prints: where the first NaN or infinity of a step came from, and through which layers it went."""
+"""The report of `--mode=replay`: where the first NaN or infinity of a step came from, and which layers it went through."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from spmd_trainer.callbacks.invalid_steps import GRAD_NORM, is_finite, is_valid
 from spmd_trainer.metrics.packing import Scalars, summary_name
-from spmd_trainer.planner.nan_origin import Found, Value
+from spmd_trainer.planner.nan_origin import Flags, Found, Value
 from spmd_trainer.planner.value_flags import FINITE, INFINITE
 from spmd_trainer.tasks_lib import SingleTask
 
-if TYPE_CHECKING:
-    from spmd_trainer.planner.replay import Observed
-
-# Lines of each list.
+# Most lines of each list.
 _LISTED = 12
 _WORDS = {INFINITE: "an infinity", 2: "NaN"}
 
 
-def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> list[str]:
-    """Returns the report.
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """One step with a flag on each value.
 
-    Args:
-      observed: the step with flags.
-      scalars: the step's scalars, as training takes it.
-      step: its number.
-      task: the task.
+    Attributes:
+      flags: the flags.
+      arguments: names of the step's arguments: 'mdl_vars/params/...', 'batch/ids', ...
+      results: {name: value} of the loss, the summaries and the new state.
+      gradients: {variable: value}.
+      first_update: operations of the program before the learner begins.
     """
+
+    flags: Flags
+    arguments: list[str]
+    results: dict[str, Value]
+    gradients: dict[str, Value]
+    first_update: int
+
+    def is_of_update(self) -> bool:
+        """Returns True if loss and gradients are finite, and what the learner made of them is not."""
+        before = [self.results["loss"], *self.gradients.values()]
+        return not any(map(self.flags.flag, before)) and any(map(self.flags.flag, self.results.values()))
+
+
+def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> list[str]:
+    """Returns the report's lines. `scalars`: the step's scalars as in training."""
     norms = ", ".join(f"gradient norm {norm:g}" for norm in scalars.summaries_called(GRAD_NORM))
     numbers = f"loss {scalars.loss:g}" + (f", {norms}" if norms else "")
     start = _start(observed)
@@ -71,7 +85,7 @@ def _bad(observed: Observed, values: Mapping[str, Value]) -> list[str]:
 
 
 def _origin(found: Found, observed: Observed) -> str:
-    """Returns where something began: the pass, the layer, the operation and its line."""
+    """Returns the pass, layer, operation and source line of an origin."""
     if found.operation is None:
         if found.argument is None:
             return "a constant of the program holds it: an array of NumPy or JAX that the model's code made"
@@ -127,7 +141,7 @@ def _of_gradients(observed: Observed) -> list[str]:
 
 
 def _of_update(observed: Observed) -> list[str]:
-    """Returns which variables and optimizer states hold NaN or infinities after the step."""
+    """Returns the variables and optimizer states that hold NaN or infinities after the step."""
     state = {name: value for name, value in observed.results.items() if name.startswith("new ")}
     bad = _bad(observed, state)
     if not bad:

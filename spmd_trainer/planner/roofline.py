@@ -1,11 +1,11 @@
-"""Estimates how long a compiled train step takes on its chips: a range between what its parts take if they overlap, or don't.
+"""Estimates the time of a compiled train step: a range from full overlap of its parts to no overlap.
 
 Three parts take time on a chip: computation (matrix products, and operations of the vector units), main memory and collectives.
 At best, every part runs at the rate of the data sheet, all collectives and asynchronous copies run while the chip computes, and
 each instruction takes as long as the slowest of its products, operations and bytes. At worst, nothing overlaps: the times of
-all parts are added up, with the latency of each collective. Products, main memory, and ICI or NVLink then run at rates that were
-measured separately (`achieved.py`). The vector units and the network between slices or NVLink domains run at the rates of the
-data sheet at this end too: no measurement of them was found.
+all parts are added up, with the latency of each collective. Products, main memory, and ICI or NVLink then run at rates that
+were measured separately (`measured_rates.py`). The vector units and the network between slices or NVLink domains run at the
+rates of the data sheet at this end too: no measurement of them was found.
 
 Two limits of the hardware count at both ends: a TPU's matrix units are partly idle if the heads of an attention kernel don't
 fill them, and float32 products take twice as long as bfloat16 ones on GPUs (TF32).
@@ -27,19 +27,19 @@ import jax
 from spmd_trainer.kernels.chips import Chip, chip
 from spmd_trainer.planner import hlo_collectives, hlo_costs, links
 
-# Collectives in a plan's text.
+# Most collectives in a plan's text.
 _SHOWN = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTime:
-    """All collectives of one kind over the same mesh axes.
+    """Total of all collectives of one kind over the same mesh axes.
 
     Attributes:
       kind: 'all-gather', ...
-      axes: the mesh axes that they cross.
-      seconds: their time in one step.
-      links: the links that they use, e.g. 'ICI' or 'NVLink, network'.
+      axes: the mesh axes crossed.
+      seconds: total time in one step.
+      links: the links used, e.g. 'ICI' or 'NVLink, network'.
     """
 
     kind: str
@@ -56,16 +56,17 @@ class Estimate:
       matrix_flops: FLOPs of the matrix products, with those of rematerialisation and attention.
       memory_bytes: bytes read and written in main memory.
       matrix_seconds: of the matrix products at the chip's peak.
-      achieved_matrix_seconds: of the matrix products at measured rates; see `achieved.py`, also for the next ones.
+      achieved_matrix_seconds: of the matrix products at measured rates; see `measured_rates.py`, also for the next ones.
       vector_seconds: of element-wise operations and reductions at the rate of the data sheet.
       memory_seconds: of `memory_bytes` at the memory's bandwidth.
       achieved_memory_seconds: of `memory_bytes` at a bandwidth that was measured.
-      computing_seconds: sum over the instructions of the longest of products, operations and bytes; without asynchronous copies.
+      computing_seconds: sum over the instructions of the longest of products, operations and bytes; without asynchronous
+        copies.
       inside_seconds, outside_seconds: of the collectives, on the links inside of slices (or NVLink domains) and between them.
       achieved_inside_seconds: of the collectives inside, at a bandwidth that was measured.
       latency_seconds: of all executions of collectives; not in the other times.
-      permute_seconds: those of `inside_seconds` that are of permutations. A permutation uses its links in one direction; two of
-        opposite directions can run at the same time.
+      permute_seconds: part of `inside_seconds` spent on permutations. A permutation uses its links in one direction, so two
+        of opposite directions can run at the same time.
       collectives: the collectives by kind and mesh axes, longest first.
     """
 
@@ -86,28 +87,26 @@ class Estimate:
 
     @property
     def shortest(self) -> float:
-        """The step if all that can overlap does."""
+        """Step time if everything overlaps that can."""
         inside = self.inside_seconds - self.permute_seconds / 2
         return max(self.computing_seconds, self.memory_seconds, inside, self.outside_seconds)
 
     @property
     def achieved_links_seconds(self) -> float:
-        """The collectives at measured rates, with their latency."""
+        """Time of the collectives at measured rates, with their latency."""
         return self.achieved_inside_seconds + self.outside_seconds + self.latency_seconds
 
     @property
     def longest(self) -> float:
-        """The step if nothing overlaps."""
+        """Step time if nothing overlaps."""
         computing = self.achieved_matrix_seconds + self.vector_seconds + self.achieved_memory_seconds
         return computing + self.achieved_links_seconds
 
     @property
     def middle(self) -> float:
-        """The middle of the range."""
         return (self.shortest + self.longest) / 2
 
     def record(self) -> dict[str, Any]:
-        """Returns all fields and the range, for a JSON file."""
         return {
             **dataclasses.asdict(self),
             "shortest": self.shortest,
@@ -123,16 +122,9 @@ def estimate(
     *,
     machine: links.Machine | None = None,
 ) -> Estimate | None:
-    """Estimates the time of a compiled step.
+    """Estimates the time of a compiled step (`hlo`: `jax.stages.Compiled.as_text()`) on devices in row-major order;
+    None if the chip is unknown.
 
-    Args:
-      hlo: the program's text (`jax.stages.Compiled.as_text()`).
-      devices: the mesh's devices in row-major order.
-      mesh_shape: sizes of its axes by name, in order.
-      machine: bandwidths; None for those of the devices' kind.
-
-    Returns:
-      The estimate; None if the chip is unknown.
     """
     known = chip(devices[0].device_kind)
     machine = machine or links.machine(devices[0].device_kind)
@@ -159,11 +151,11 @@ def estimate(
         achieved_matrix_seconds=achieved,
         vector_seconds=vector,
         memory_seconds=num_bytes / machine.memory,
-        achieved_memory_seconds=num_bytes / machine.memory / machine.achieved.memory,
+        achieved_memory_seconds=num_bytes / machine.memory / machine.measured.memory,
         computing_seconds=computing,
         inside_seconds=inside,
         outside_seconds=sum(time.outside for time in rows.values()),
-        achieved_inside_seconds=inside / machine.achieved.links,
+        achieved_inside_seconds=inside / machine.measured.links,
         latency_seconds=latency,
         permute_seconds=sum(time.inside for (kind, _), time in rows.items() if kind == "collective-permute"),
         collectives=sorted(
@@ -177,21 +169,21 @@ def estimate(
 
 
 def _matrix_seconds(cost: hlo_costs.InstructionCost, known: Chip, machine: links.Machine) -> tuple[float, float]:
-    """Returns the seconds of one execution's matrix products at the chip's peak, and at measured rates."""
+    """Returns the seconds of one execution's matrix products at peak and at measured rates."""
     # Matrix units take float32 operands as bfloat16 on TPUs, and as TF32 on GPUs.
     work = cost.flops + (cost.float32_flops if known.gpu else 0.0)
-    rate, found = machine.achieved.products, cost.attention
+    rate, found = machine.measured.products, cost.attention
     if found is not None and machine.matrix_side:
         work *= -(-found.width // machine.matrix_side) * machine.matrix_side / found.width
-    if found is not None and machine.achieved.attention:
-        rate = machine.achieved.attention[found.is_backward]
+    if found is not None and machine.measured.attention:
+        rate = machine.measured.attention[found.is_backward]
     return work / known.peak_flops, work / rate
 
 
 def _collectives(
     hlo: str, network: links.Links, mesh_shape: Mapping[str, int]
 ) -> tuple[dict[tuple[str, tuple[str, ...]], links.LinkTime], float]:
-    """Returns the seconds per step of the collectives by kind and mesh axes, and the latency of all of them."""
+    """Returns the seconds per step of the collectives by kind and mesh axes, and their total latency."""
     rows: dict[tuple[str, tuple[str, ...]], links.LinkTime] = collections.defaultdict(lambda: links.LinkTime(0.0, 0.0))
     latency = 0.0
     for found in hlo_collectives.find_collectives(hlo):

@@ -1,7 +1,8 @@
-"""Devices of TPU and GPU topologies that are not here: programs can be compiled for them, but not run."""
+"""Compile-only devices of TPU and GPU topologies: programs can be compiled for them, but not run."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Sequence
@@ -9,8 +10,7 @@ from collections.abc import Sequence
 import jax
 
 from spmd_trainer.errors import MissingCompilerError, UserError, did_you_mean
-from spmd_trainer.kernels.chips import BY_TOPOLOGY
-from spmd_trainer.planner.nvidia import gpu_devices
+from spmd_trainer.kernels.chips import BY_TOPOLOGY, Gpu
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -20,12 +20,15 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 _SHAPE, _GPU_SHAPE = re.compile(r"\d+(x\d+)+"), re.compile(r"[1-9]\d*x[1-9]\d*")
+# JAX's plugins for CUDA, by the extra that installs them.
+_PLUGINS = {"cuda12": "jax_plugins.xla_cuda12", "cuda13": "jax_plugins.xla_cuda13"}
 
 
 def run_on_host() -> None:
-    """Lets JAX run on the CPU in this process, which only compiles: it takes no memory of an accelerator, nor waits for one.
+    """Makes JAX run on the CPU in this process, which only compiles: it neither takes an accelerator's memory nor
+    waits for one.
 
-    Call it before any device is touched.
+    Call it before JAX initialises any device.
     """
     jax.config.update("jax_platforms", "cpu")
 
@@ -57,7 +60,7 @@ def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]
                 f"--topology={topology}: {gpus} GPUs per host; a host has at most {chip.gpu.per_host}. The form is HOSTSxGPUS, "
                 f"e.g. {name}:{max(1, hosts * gpus // chip.gpu.per_host)}x{chip.gpu.per_host}"
             )
-        return gpu_devices(chip.gpu, num_slices, hosts, gpus)
+        return _gpu_devices(chip.gpu, num_slices, hosts, gpus)
     return _tpu_devices(topology, num_slices)
 
 
@@ -82,3 +85,73 @@ def _tpu_devices(topology: str, num_slices: int) -> Sequence[jax.Device]:
             f"--topology={topology}: the TPU compiler does not support this topology ({text.splitlines()[0]})"
         ) from error
     return devices
+
+
+def _gpu_devices(gpu: Gpu, num_slices: int, hosts: int, gpus: int) -> Sequence[jax.Device]:
+    """Returns `num_slices` groups of `hosts` hosts with `gpus` GPUs each."""
+    from jax.experimental import topologies
+
+    # When registered, the plugin looks for GPUs and checks their driver. The compiler needs neither.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+    def description() -> Sequence[jax.Device]:
+        devices: Sequence[jax.Device] = topologies.get_topology_desc(
+            "", "cuda", target_config=target_config(gpu), topology=f"{num_slices}x{hosts}x{gpus}"
+        ).devices
+        return devices
+
+    try:
+        return description()
+    except NotImplementedError:
+        # There is no plugin, or JAX was in use before and skipped the plugin because no driver answered.
+        _register_plugin()
+        return description()
+
+
+def _register_plugin() -> None:
+    for module in _PLUGINS.values():
+        try:
+            plugin = importlib.import_module(module)
+        except ImportError:
+            continue
+        plugin.initialize()
+        return
+    raise MissingCompilerError(
+        "--topology needs the GPU compiler: install it with `uv sync --extra cuda12` (or cuda13), or use --plan to plan for "
+        "the available devices"
+    )
+
+
+def target_config(gpu: Gpu) -> str:
+    """Returns XLA's description of a GPU, a `GpuTargetConfigProto` as text.
+
+    Limits shared by all GPUs from compute capability 8.0 on are constants in the text.
+    """
+    major, minor = gpu.compute_capability
+    # From Hopper on, code for exactly this capability (sm_90a) may use instructions that others don't have, as on the GPU itself.
+    extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_bytes}
+  shared_memory_per_block_optin: {gpu.shared_bytes - 1024}
+  threads_per_core_limit: 2048
+  core_count: {gpu.multiprocessors}
+  fpus_per_core: {gpu.lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.l2_bytes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory_bytes}
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+device_description_str: "{gpu.name}"
+"""

@@ -1,9 +1,8 @@
-"""Evaluates a jaxpr and notes for each of its values whether it holds a NaN or an infinity.
+"""Evaluates a jaxpr and flags each of its values that holds a NaN or an infinity.
 
-The program computes what the jaxpr computes, from the same operations; each floating-point or complex result gets one more
-reduction, to 0 (finite), 1 (an infinity) or 2 (a NaN). Loops (`lax.scan`) and `shard_map` are followed and keep their form: the
-flags of each iteration are stacked, as its other results are. Nothing calls back to the host, so collectives wait for nothing but
-each other. `nan_origin.py` reads the flags.
+The program has the jaxpr's operations, plus one reduction per floating-point or complex result, to 0 (finite),
+1 (an infinity) or 2 (a NaN). Loops (`lax.scan`) and `shard_map` are followed and keep their form: the flags of the iterations
+are stacked like a loop's other results. There are no callbacks to the host. `nan_origin.py` reads the flags.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec
 PyTree: TypeAlias = Any
 # The flags of a value.
 FINITE, INFINITE, NAN = 0, 1, 2
-# The id of a literal, which is not followed.
+# The id of every literal.
 LITERAL = -1
 # In the scope of an operation: the iteration of a loop around it.
 ITERATION = "[*]"
@@ -45,13 +44,13 @@ class Operation:
     Attributes:
       primitive: its name in JAX.
       scope: its name stack, a component each; `ITERATION` stands for the iteration of a loop.
-      where: the line of Python that it comes from.
+      where: its line of Python source.
       inputs: ids of its operands; `LITERAL` for literals.
       body: the program inside of a scan or a `shard_map`.
       num_consts: of a scan.
       num_carry: of a scan.
       length: number of iterations of a scan; 0 for other operations.
-      reverse: whether the scan begins with its last iteration.
+      reverse: True if the scan begins with its last iteration.
     """
 
     primitive: str
@@ -96,8 +95,8 @@ def run_with_flags(
     Args:
       closed: the program.
       args: its arguments, flat.
-      until: operations after the first `checkpoint_name` that begins with this get no flags, but the results do. Each flag takes
-        the compiler time.
+      until: operations after the first `checkpoint_name` that begins with this get no flags, but the results do. Each flag
+        takes the compiler time.
 
     Returns:
       The results; the flags, {'own': int32 [n], 'bodies': {index of the operation: flags of its body}}, in which a loop's
@@ -123,7 +122,6 @@ class _Recorder:
         self.bodies: dict[str, PyTree] = {}
 
     def value(self, x: Any) -> int:
-        """Notes a value; returns its id."""
         number = self.frame.num_values
         self.frame.num_values += 1
         if self._flagging:
@@ -131,7 +129,7 @@ class _Recorder:
         return number
 
     def flag(self, number: int, x: Any) -> None:
-        """Computes the flag of a value, unless it is there or the value has none."""
+        """Computes the flag of a value, unless it exists or the value can't have one."""
         if number in self.frame.flagged or number == LITERAL:
             return
         if jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.inexact) and jnp.size(x):
@@ -139,18 +137,15 @@ class _Recorder:
             self._flags.append(_flag(x))
 
     def tag(self, name: str, number: int) -> None:
-        """Notes the name of a value."""
         self.frame.tags[name] = (number, len(self.frame.operations))
         if self._until is not None and name.startswith(self._until):
             self._flagging = False
 
     def arguments(self, args: Sequence[Any]) -> list[int]:
-        """Notes the arguments of the frame."""
         self.frame.arguments = [self.value(x) for x in args]
         return self.frame.arguments
 
     def operation(self, operation: Operation, results: Sequence[Any]) -> list[int]:
-        """Notes an operation and its results."""
         index = len(self.frame.operations)
         self.frame.operations.append(operation)
         ids = [self.value(x) for x in results]
@@ -158,7 +153,6 @@ class _Recorder:
         return ids
 
     def flags(self) -> PyTree:
-        """Returns the flags of the frame."""
         own = jnp.stack(self._flags) if self._flags else jnp.zeros((0,), jnp.int32)
         return {"own": own, "bodies": self.bodies}
 
@@ -197,7 +191,6 @@ def _run(
 def _one(
     eqn: Any, values: list[Any], ids: list[int], recorder: _Recorder, scope: tuple[str, ...]
 ) -> tuple[list[Any], list[int]]:
-    """Evaluates one operation; returns its results and their ids."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         inner = params.get("jaxpr") or params["call_jaxpr"]
@@ -305,7 +298,7 @@ def _shard_map(
 
 @contextlib.contextmanager
 def _source_of(eqn: Any) -> Iterator[None]:
-    """Keeps the names and the source lines in the new program."""
+    """Keeps the operation's name stack and source line in the new program."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield

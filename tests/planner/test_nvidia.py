@@ -6,16 +6,16 @@ import pytest
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.chips import BY_TOPOLOGY
-from spmd_trainer.planner import nvidia
+from spmd_trainer.planner import topologies
 from spmd_trainer.planner.topologies import topology_devices
 
 INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(module) for module in nvidia._PLUGINS.values()
+    importlib.util.find_spec(module) for module in topologies._PLUGINS.values()
 )
 
 
 def test_the_compiler_is_told_of_an_h100():
-    text = nvidia.target_config(BY_TOPOLOGY["h100"].gpu)
+    text = topologies.target_config(BY_TOPOLOGY["h100"].gpu)
     for fact in (
         "core_count: 132",
         "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }",
@@ -27,7 +27,7 @@ def test_the_compiler_is_told_of_an_h100():
     ):
         assert fact in text
     assert text.count("{") == text.count("}")
-    assert "feature_extension" not in nvidia.target_config(BY_TOPOLOGY["a100"].gpu)
+    assert "feature_extension" not in topologies.target_config(BY_TOPOLOGY["a100"].gpu)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ ENTRY main (a: f32[8]) -> f32[8] {{
 
 @pytest.mark.full
 def test_the_plan_is_printed_and_written(job, capsys):
-    plan.write_plan(job)
+    inspect_sharding.write_plan(job)
     assert "bytes per chip" in capsys.readouterr().out
     record = json.loads((job.config.job_log_dir / "plan.json").read_text())
     assert record["chips"] == 8
@@ -130,7 +130,7 @@ def test_a_plan_that_does_not_fit_is_printed_and_then_refused(job, result, monke
     small = dataclasses.replace(result, kind="NVIDIA H100 80GB HBM3", memory=result.total, least_chips=3)
     monkeypatch.setattr(plan, "plan", lambda job: small)
     with raises_naming(UserError, "doesn't fit h100:1x8", "per chip", "memory of 3 chips"):
-        plan.write_plan(dataclasses.replace(job, config=config))
+        inspect_sharding.write_plan(dataclasses.replace(job, config=config))
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
 

@@ -10,7 +10,7 @@ from browser_helpers import chromium, needs_chromium
 from etils import epath
 from facts import assert_names
 
-from spmd_trainer.planner import plan_memory, plan_page, plan_page_data
+from spmd_trainer.planner import plan_memory, plan_page
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_memory import ChartLoop, Group, MemoryOverTime, PeakArray
 from spmd_trainer.planner.plan_report import Outcome
@@ -104,10 +104,10 @@ def flags(found: Candidate) -> str:
 
 def search_record(outcomes=OUTCOMES, **settings):
     plans = {
-        outcome.candidate: plan_page_data.plan_record(make_plan(), chart(scale))
-        for outcome, scale in zip(plan_page_data.worth_showing(outcomes), (1.0, 0.5), strict=False)
+        outcome.candidate: plan_page.plan_record(make_plan(), chart(scale))
+        for outcome, scale in zip(plan_page.worth_showing(outcomes), (1.0, 0.5), strict=False)
     }
-    return plan_page_data.search_record(outcomes, plans, **{"chip_memory": 16 * GIB, "flags": flags, **settings})
+    return plan_page.search_record(outcomes, plans, **{"chip_memory": 16 * GIB, "flags": flags, **settings})
 
 
 def data_of(page: str) -> dict:
@@ -115,12 +115,12 @@ def data_of(page: str) -> dict:
 
 
 def test_collectives_have_bytes_and_seconds_by_kind_and_axes():
-    rows = plan_page_data.plan_record(make_plan(), chart())["collectives"]
+    rows = plan_page.plan_record(make_plan(), chart())["collectives"]
     assert [(r["kind"], r["axes"], r["count"], r["bytes"], r["seconds"], r["links"]) for r in rows] == [
         ("all-gather", ["data", "mdl"], 40, GIB, 0.5, "ICI, DCN"),
         ("all-reduce", ["data"], 12, 3 * GIB, 0.02, "ICI"),
     ]
-    without = plan_page_data.plan_record(make_plan(estimate=False), None)["collectives"]
+    without = plan_page.plan_record(make_plan(estimate=False), None)["collectives"]
     assert [(r["kind"], r["seconds"]) for r in without] == [("all-reduce", None), ("all-gather", None)]
 
 
@@ -154,8 +154,8 @@ def test_a_candidate_that_the_compiler_refused_is_no_other_one_that_is_out():
 
 def test_if_nothing_fits_the_smallest_is_shown():
     large = [compiled(2, 1.0, 40 * GIB, fits=False), compiled(1, 1.0, 20 * GIB, fits=False), OUTCOMES[4]]
-    assert plan_page_data.worth_showing(large) == [large[1]]
-    assert plan_page_data.worth_showing([OUTCOMES[4]]) == []
+    assert plan_page.worth_showing(large) == [large[1]]
+    assert plan_page.worth_showing([OUTCOMES[4]]) == []
     page = plan_page.search_page(ABOUT, search_record(large))
     assert "nothing fits" in page
     assert "does not fit" in page
@@ -174,14 +174,14 @@ def test_a_page_with_thousands_of_candidates_stays_small_and_says_what_it_leaves
     ]
     front = [compiled(1, 0.1 + n, (100 - n) * GIB) for n in range(30)]
     record = search_record([*several, *front])
-    assert len(record["points"]) == plan_page_data.MOST_CANDIDATES
-    assert record["left_out"] == 3030 - plan_page_data.MOST_CANDIDATES
+    assert len(record["points"]) == plan_page.MOST_CANDIDATES
+    assert record["left_out"] == 3030 - plan_page.MOST_CANDIDATES
     assert sum(p["status"] == "fits" for p in record["points"]) == 30, "what was compiled stays"
     assert len(record["shown"]) == 30, "the whole front is in the table"
-    assert len(plan_page_data.worth_showing([*several, *front])) == plan_page_data.MOST_PLANS
+    assert len(plan_page.worth_showing([*several, *front])) == plan_page.MOST_PLANS
     long = memory_with_points(400)
-    for shown in record["shown"][: plan_page_data.MOST_PLANS]:
-        shown["plan"] = plan_page_data.plan_record(make_plan(), long)
+    for shown in record["shown"][: plan_page.MOST_PLANS]:
+        shown["plan"] = plan_page.plan_record(make_plan(), long)
     assert len(plan_page.search_page(ABOUT, record)) < 500_000
 
 
@@ -195,7 +195,7 @@ def memory_with_points(count: int) -> MemoryOverTime:
 
 def test_all_text_is_escaped_and_all_marks_of_the_template_are_replaced():
     pages = [
-        plan_page.plan_page(ABOUT, plan_page_data.plan_record(make_plan(), chart())),
+        plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(), chart())),
         plan_page.search_page(ABOUT, search_record()),
     ]
     for page in pages:
@@ -212,14 +212,14 @@ def test_all_text_is_escaped_and_all_marks_of_the_template_are_replaced():
     ("memory", "text"), [(16 * GIB, "fits: 81%"), (12 * GIB, "does not fit: 108%"), (None, "on host devices")]
 )
 def test_the_head_says_whether_it_fits(memory, text):
-    page = plan_page.plan_page(ABOUT, plan_page_data.plan_record(make_plan(memory=memory), chart()))
+    page = plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(memory=memory), chart()))
     assert text in page
     assert "0.6 to 1.4 s" in page
     assert "3.0 MiB" in page
 
 
 def test_of_a_gpu_s_memory_only_a_part_can_be_taken():
-    record = plan_page_data.plan_record(make_plan(kind="NVIDIA H100 80GB HBM3", memory=20 * GIB), chart())
+    record = plan_page.plan_record(make_plan(kind="NVIDIA H100 80GB HBM3", memory=20 * GIB), chart())
     assert record["usable_memory"] < record["chip_memory"]
     assert_names(plan_page.plan_page(ABOUT, record), "fits: 65% of 20.0 GiB", "JAX can take 95%")
 
@@ -304,7 +304,7 @@ def here(page) -> list[str]:
 
 @needs_chromium
 def test_the_memory_chart_in_a_browser(opened):
-    page = opened(plan_page.plan_page(ABOUT, plan_page_data.plan_record(make_plan(), chart())))
+    page = opened(plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(), chart())))
     assert page.count("#memory-chart path.area") == 3
     assert page.texts("#memory-table tbody th") == [
         f"attn {EVIL}",
@@ -432,7 +432,7 @@ def test_a_phone_scrolls_in_one_direction_only(opened, dark):
     about = {**ABOUT, "versions": "jax-0.10.2-" * 40}
     for text in (
         plan_page.search_page(about, search_record()),
-        plan_page.plan_page(about, plan_page_data.plan_record(make_plan(), chart())),
+        plan_page.plan_page(about, plan_page.plan_record(make_plan(), chart())),
     ):
         page = opened(text, width=390, height=844, dark=dark)
         page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
