@@ -23,7 +23,7 @@ PADDING = -1
 
 @dataclasses.dataclass
 class Context:
-    """What all layers of a forward pass share.
+    """Inputs shared by all layers of a forward pass.
 
     Attributes:
       rotary: kind of layer -> (sine, cosine), float32 [batch, time, head_dims / 2]; empty without rotary embeddings.
@@ -50,14 +50,13 @@ class HeadsIn(SpecLayer):
 
     Attributes:
       num_heads: number of heads.
-      heads_axis: their logical axis.
+      heads_axis: logical axis of the heads.
     """
 
     num_heads: int = 0
     heads_axis: str = "heads"
 
     def setup(self) -> None:
-        """Creates the variables."""
         shape = (self.num_heads, self.spec.head_dims)
         self.add_weight("w", (self.spec.model_dims, *shape), ("embed", self.heads_axis, "head_dims"))
         if self.spec.qkv_bias:
@@ -75,7 +74,6 @@ class HeadsOut(SpecLayer):
     """Projection from the heads to the residual stream."""
 
     def setup(self) -> None:
-        """Creates the variables."""
         spec = self.spec
         self.add_weight("w", (spec.num_heads, spec.head_dims, spec.model_dims), ("heads", "head_dims", "embed"))
         if spec.output_bias:
@@ -99,7 +97,6 @@ class Attention(SpecLayer):
     layer_kind: str = "global"
 
     def setup(self) -> None:
-        """Creates the child layers."""
         spec = self.spec
         self.child("query", HeadsIn, num_heads=spec.num_heads)
         self.child("key", HeadsIn, num_heads=spec.num_kv_heads, heads_axis="kv_heads")
@@ -113,11 +110,10 @@ class Attention(SpecLayer):
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends over a whole row, and keeps its keys and values if the decode cache can be written.
+        """Attends over a whole row, and stores its keys and values if the decode cache is mutable.
 
         Args:
-          x: [batch, time, model_dims], in the order that `context` says.
-          context: see `Context`.
+          x: [batch, time, model_dims], in the order of `context.order`.
 
         Returns:
           [batch, time, model_dims].
@@ -141,17 +137,17 @@ class Attention(SpecLayer):
         return self._project(heads)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends from new tokens over the cache and themselves, and adds them to the cache.
+        """Attends from new tokens to the cache and to each other, and adds them to the cache.
 
         Args:
           x: [batch, new tokens, model_dims].
-          context: see `Context`.
+
 
         Returns:
           [batch, new tokens, model_dims].
         """
         query, new_key, new_value = self._heads(x, context)
-        assert context.cache_index is not None  # set in every decode step, as the next
+        assert context.cache_index is not None  # always set in decode steps, like the next one
         assert context.first_index is not None
         layout = self._cache_layout
         key, value = (
@@ -182,8 +178,8 @@ class Attention(SpecLayer):
         )
 
     def _fill_cache(self, key: jax.Array, value: jax.Array, context: Context) -> None:
-        """Keeps the keys and values of whole rows, in the order of the rows."""
-        assert context.order is not None  # only decode steps lack it
+        """Stores the keys and values of whole rows, in row order."""
+        assert context.order is not None  # None only in decode steps
         for name, heads in (("key_state", key), ("value_state", value)):
             in_order = context.order.undo(heads)
             self._keep(name, self._cache_layout.padded(in_order, context.cache_length or in_order.shape[1]))

@@ -1,4 +1,4 @@
-"""How the decoder's variables and activations are split: logical axes, and the base layer that maps them to mesh axes."""
+"""Sharding of the decoder's variables and activations: logical axes, and the base layer that maps them to mesh axes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[st
 
 
 def renamed_axes(names: Mapping[str, str], mesh_axis_names: Sequence[str]) -> dict[str, MeshAxes]:
-    """Returns `DEFAULT_AXES` with other names of the mesh axes, where that changes them; without axes that the mesh lacks."""
+    """Returns changes to `DEFAULT_AXES` for a mesh with other axis names; axes missing from the mesh are dropped."""
     changed: dict[str, MeshAxes] = {}
     for key, axes in DEFAULT_AXES.items():
         renamed = tuple(names.get(axis, axis) for axis in _as_tuple(axes))
@@ -89,25 +89,24 @@ class SpecLayer(base_layer.BaseLayer):
 
     Attributes:
       spec: description of the model.
-      axes: mesh axes of the logical axes, where they differ from `DEFAULT_AXES`.
+      axes: mesh axes of logical axes that differ from `DEFAULT_AXES`.
     """
 
     spec: DecoderSpec = pax_fiddle.instance_field(DecoderSpec)
     axes: Any = None
 
     def child(self, name: str, cls: type[base_layer.BaseLayer], **fields: Any) -> None:
-        """Creates a child layer with this layer's spec and axes."""
         self.create_child(name, pax_fiddle.Config(cls, spec=self.spec, axes=self.axes, **fields))
 
     def add_weight(self, name: str, shape: Sequence[int], axes: Sequence[str], init: float | None = None) -> None:
         """Creates a variable.
 
         Args:
-          name: its name.
-          shape: its shape.
+          shape: logical shape.
+
           axes: a logical axis for each dimension.
-          init: constant initial value, of norms and biases, which weight decay then leaves out. None draws from a normal
-            distribution with `spec.initializer_range`.
+          init: constant initial value, for norms and biases, which weight decay then skips. None draws from a normal
+        distribution with `spec.initializer_range`.
         """
         if init is None:
             initial, collections = base_layer.WeightInit.Gaussian(self.spec.initializer_range), []
@@ -131,9 +130,9 @@ class SpecLayer(base_layer.BaseLayer):
     def split(self, x: jax.Array, *axes: str) -> jax.Array:
         """Splits an activation over the mesh: one logical axis per dimension.
 
-        The residual stream ('activation_embed') is split in training only, where it is what the backward pass needs. Elsewhere
-        gathering it for each layer would gain nothing. A 'length' that its mesh axes don't divide is that of the new tokens of a
-        decode step, and stays whole; rows are padded at the model's entry.
+            The residual stream ('activation_embed') is split in training only, where the backward pass stores it. A 'length' that
+            its
+        mesh axes don't divide belongs to a decode step's new tokens and stays whole; rows are padded at the model's entry.
         """
 
         def stays_whole(axis: str, size: int) -> bool:
@@ -152,12 +151,12 @@ class SpecLayer(base_layer.BaseLayer):
         return _as_tuple(resolve_axes(self.axes, self.mesh_axis_names)[axis])
 
     def dropped(self, x: jax.Array, probability: float, order: SequenceOrder | None = None) -> jax.Array:
-        """Returns x with each element set to 0 with this probability and the others scaled up; x itself in evaluation.
+        """Applies dropout in training; returns x unchanged in evaluation.
 
-        Args:
-          x: the array; [batch, time, ...] if there is an order.
-          probability: the probability.
-          order: how rows lie on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
+          Args:
+            x: the array; [batch, time, ...] with an order.
+        probability: of setting an element to 0; the others are scaled up.
+        order: token order on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
         """
         if not probability or self.do_eval:
             return x

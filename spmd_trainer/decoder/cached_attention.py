@@ -1,6 +1,6 @@
 """Attention of new tokens over a cache of keys and values, and how the cache is laid out on the mesh.
 
-The cache is split over heads, or over its tokens, or both. Its heads and tokens are padded where the mesh doesn't divide them:
+The cache is split over heads, or over its tokens, or both. Its heads and tokens are padded to divide by the mesh, because
 XLA would otherwise keep all heads on every device.
 """
 
@@ -17,7 +17,7 @@ from spmd_trainer.kernels.sequence_order import num_shards
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Sizes of the cache, and how heads are placed in it.
+    """Sizes of the cache, and the placement of heads in it.
 
     K key heads with G query heads each become `num_heads` cached heads: each key head is stored `copies` times, each copy for
     some of its query heads, and then zeros fill the rest.
@@ -48,7 +48,7 @@ class CacheLayout:
 
     @property
     def copies(self) -> int:
-        """How often each key head is stored: once for each device, if there are a multiple of K devices."""
+        """Number of times each key head is stored: once per device, if the number of devices is a multiple of K."""
         return self.head_shards // self.num_kv_heads if self.head_shards % self.num_kv_heads == 0 else 1
 
     @property
@@ -58,24 +58,23 @@ class CacheLayout:
 
     @property
     def queries_per_head(self) -> int:
-        """Query heads of a cached head."""
         return -(-self.group_size // self.copies)
 
     def padded(self, heads: jax.Array, length: int) -> jax.Array:
-        """Returns a cache of at least `length` tokens that begins with these.
+        """Returns a cache with space for `length` tokens, filled with `heads` from its beginning.
 
-        Args:
-          heads: keys or values in the order of the row, [batch, time, K, H].
-          length: number of tokens that the cache must hold.
+          Args:
+            heads: keys or values in row order, [batch, time, K, H].
+        length: least number of tokens of the cache.
 
-        Returns:
-          [batch, length or a little more, num_heads, H].
+          Returns:
+            [batch, length or a little more, num_heads, H].
         """
         missing = _rounded_up(length, self.length_shards) - heads.shape[1]
         return jnp.pad(self._stored(heads), ((0, 0), (0, missing), (0, 0), (0, 0)))
 
     def write(self, cache: jax.Array, heads: jax.Array, index: jax.Array) -> jax.Array:
-        """Returns the cache with new tokens.
+        """Returns the cache with new tokens written to it.
 
         Args:
           cache: [batch, tokens, num_heads, H].
@@ -115,14 +114,14 @@ def attend(
     query_index: jax.Array,
     first_index: jax.Array,
 ) -> jax.Array:
-    """Computes attention of new tokens over the cache, which holds them too; logits and probabilities are float32.
+    """Computes attention of new tokens over the cache, which already holds them; logits and probabilities are float32.
 
     Args:
       query: [batch, new tokens, N, H].
       key, value: the cache, [batch, tokens, layout.num_heads, H].
       pattern: which keys a query sees.
       layout: the layout of the cache.
-      query_index: int32 [new tokens], where the new tokens are in the cache.
+      query_index: int32 [new tokens], indices of the new tokens in the cache.
       first_index: int32 [batch], index of each row's first token in the cache.
 
     Returns:

@@ -13,14 +13,13 @@ class Embedding(SpecLayer):
 
     Attributes:
       num_rows: number of ids.
-      rows_axis: their logical axis.
+      rows_axis: logical axis of the ids.
     """
 
     num_rows: int = 0
     rows_axis: str = "vocab"
 
     def setup(self) -> None:
-        """Creates the variable."""
         self.add_weight("w", (self.num_rows, self.spec.model_dims), (self.rows_axis, "embed"))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -30,7 +29,7 @@ class Embedding(SpecLayer):
         return self.split(jnp.take(rows, ids, axis=0, mode="clip"), "batch", "length", "activation_embed")
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Returns the products of x [batch, time, model_dims] with all rows, float32 [batch, time, num_rows]."""
+        """Returns x [batch, time, model_dims] times all rows, float32 [batch, time, num_rows]."""
         return jnp.einsum("btd,vd->btv", x, self.read("w"), preferred_element_type=jnp.float32)
 
 
@@ -38,7 +37,6 @@ class Logits(SpecLayer):
     """Projection to the vocabulary."""
 
     def setup(self) -> None:
-        """Creates the variable."""
         self.add_weight("w", (self.spec.model_dims, self.spec.vocab_size), ("embed", "vocab"))
 
     def logits(self, x: jax.Array) -> jax.Array:

@@ -26,14 +26,14 @@ class DecoderExperiment(base_experiment.BaseExperiment):
     Attributes:
       MESH_AXIS_NAMES: names of the mesh axes. With 'seq', as in ('replica', 'data', 'seq', 'mdl'), rows are split over it.
       ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of these axes, within a slice and across slices.
-      TRAINING_OPTIMIZED_SHARDING: also split the residual stream, and so what is saved for the backward pass, over mdl.
-      AXES: mesh axes of logical axes, where they differ from `axes.DEFAULT_AXES`.
+      TRAINING_OPTIMIZED_SHARDING: also split the residual stream, and with it the saved activations, over mdl.
+      AXES: mesh axes of logical axes that differ from `axes.DEFAULT_AXES`.
       ATTENTION_KERNEL: name of the attention kernel; None for the first that suits the device and the layer.
-      CONTEXT_PARALLEL: how attention is computed if the rows are split: 'ring' (also None) or 'all_to_all'.
+      CONTEXT_PARALLEL: form of attention for rows split over the mesh: 'ring' (also None) or 'all_to_all'.
       FPROP_DTYPE: dtype of the computation; variables are float32.
-      CHECKPOINT_POLICY: what the forward pass saves for the backward pass.
+      CHECKPOINT_POLICY: rematerialisation policy.
       LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS, NUM_TRAIN_STEPS: of AdamW (0.9, 0.95), clipped to gradient norm 1, with linear
-        warm-up and cosine decay to a tenth. Norms and biases don't decay.
+        warm-up and cosine decay to a tenth. No weight decay for norms and biases.
       ADAM_EPSILON: added to the root of the second moment.
       EVAL_INTERVAL_STEPS, CHECKPOINT_EVERY_N_STEPS: of `task.train`.
     """
@@ -56,7 +56,6 @@ class DecoderExperiment(base_experiment.BaseExperiment):
     CHECKPOINT_EVERY_N_STEPS = 1000
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Returns the task's config."""
         task_p = Config(tasks_lib.SingleTask, name="decoder", model=self.model())
         self._set_mesh(task_p)
         train_p = task_p.train
@@ -77,7 +76,6 @@ class DecoderExperiment(base_experiment.BaseExperiment):
         return task_p
 
     def model(self) -> Config[DecoderLanguageModel]:
-        """Returns the model's config."""
         lm_p = Config(
             DecoderLm,
             spec=self.spec(),
@@ -89,17 +87,16 @@ class DecoderExperiment(base_experiment.BaseExperiment):
         return Config(DecoderLanguageModel, name="lm", lm_tpl=lm_p, fprop_dtype=self.FPROP_DTYPE)
 
     def spec(self) -> Config[DecoderSpec]:
-        """Returns the description of the model that the class attributes give."""
+        """Returns the model's `DecoderSpec`, from the class attributes."""
         fields = {}
         for field in dataclasses.fields(DecoderSpec):
             if hasattr(self, field.name.upper()):
                 value = getattr(self, field.name.upper())
-                # As a config, so that overrides can reach its fields.
+                # A config, so that overrides can reach its fields.
                 fields[field.name] = Config(type(value), **vars(value)) if dataclasses.is_dataclass(value) else value
         return Config(DecoderSpec, **fields)
 
     def _set_mesh(self, task_p: Any) -> None:
-        """Sets the mesh, and splits inputs, variables and activations over it."""
         model_p, names = task_p.model, tuple(self.MESH_AXIS_NAMES)
         for field in ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE"):
             task_defaults.check_mesh_shape(field, getattr(self, field), names)

@@ -25,7 +25,7 @@ class Linear(SpecLayer):
 
     Attributes:
       input_dims, output_dims: the two widths.
-      split_axes: their logical axes.
+      split_axes: logical axes of the two widths.
       activation_axis: logical axis of the output's last dimension.
     """
 
@@ -35,7 +35,6 @@ class Linear(SpecLayer):
     activation_axis: str = "activation_mlp"
 
     def setup(self) -> None:
-        """Creates the variables."""
         self.add_weight("w", (self.input_dims, self.output_dims), self.split_axes)
         if self.spec.mlp_bias:
             self.add_weight("b", (self.output_dims,), ("norm",), init=0.0)
@@ -52,7 +51,6 @@ class FeedForward(SpecLayer):
     """down(activation(gate(x)) * up(x)) if the spec is gated, otherwise down(activation(up(x)))."""
 
     def setup(self) -> None:
-        """Creates the child layers."""
         outer, inner = self.spec.model_dims, self.spec.hidden_dims
         if self.spec.gated:
             self.child("gate", Linear, input_dims=outer, output_dims=inner)
@@ -79,7 +77,6 @@ class Router(SpecLayer):
     """Chooses each token's experts."""
 
     def setup(self) -> None:
-        """Creates the variable."""
         moe = moe_of(self)
         self.add_weight("w", (self.spec.model_dims, moe.num_experts), ("embed", "router"))
 
@@ -116,7 +113,6 @@ class Experts(SpecLayer):
     split_axes: tuple[str, str] = ("embed", "expert_mlp")
 
     def setup(self) -> None:
-        """Creates the variable."""
         shape = (moe_of(self).num_experts, self.input_dims, self.output_dims)
         self.add_weight("w", shape, ("experts", *self.split_axes))
 
@@ -126,14 +122,13 @@ class Experts(SpecLayer):
 
 
 class MixtureOfExperts(SpecLayer):
-    """Gated feed-forward layers (experts). The router chooses a few of them for each token. No token is dropped.
+    """Gated feed-forward layers (experts). The router chooses some experts for each token, and drops no token.
 
-    Every expert computes every token, and its output is multiplied by the router's weight, which is 0 if the expert was not
-    chosen. This form partitions over any mesh without moving tokens, but costs E / num_experts_per_token times the arithmetic.
+    Every expert computes every token, and its output is multiplied by the router's weight (0 if not chosen). This partitions
+    over any mesh without moving tokens, but costs E / num_experts_per_token times the arithmetic.
     """
 
     def setup(self) -> None:
-        """Creates the child layers."""
         outer, inner = self.spec.model_dims, moe_of(self).hidden_dims
         self.child("router", Router)
         self.child("gate", Experts, input_dims=outer, output_dims=inner)
@@ -145,7 +140,7 @@ class MixtureOfExperts(SpecLayer):
 
         Args:
           x: [batch, time, model_dims].
-          real: bool [batch, time], False for padding, which does not count for the load.
+          real: bool [batch, time], False for padding, which is left out of the load.
 
         Returns:
           The shape of x.
@@ -172,7 +167,7 @@ class MixtureOfExperts(SpecLayer):
 
 
 def moe_of(layer: SpecLayer) -> MoeSpec:
-    """Returns the settings of the experts."""
+    """Returns the settings of the experts, which must be set."""
     moe = layer.spec.moe
     assert moe is not None  # only specs with experts build the layers that ask
     return moe

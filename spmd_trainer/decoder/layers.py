@@ -12,7 +12,7 @@ from spmd_trainer.decoder.norms import Norm
 
 
 class DecoderLayer(SpecLayer):
-    """Attention and a feed-forward layer, each beside a residual connection.
+    """Attention and a feed-forward layer, each with a residual connection.
 
     Attributes:
       layer_kind: 'global' or 'local'.
@@ -21,7 +21,6 @@ class DecoderLayer(SpecLayer):
     layer_kind: str = "global"
 
     def setup(self) -> None:
-        """Creates the child layers."""
         shape = (self.spec.model_dims,)
         self.child("attention", Attention, layer_kind=self.layer_kind)
         if self.spec.moe is None:
@@ -40,7 +39,7 @@ class DecoderLayer(SpecLayer):
         return self._feed_forward(self._residual("attention", x, attended, context), context)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Does the same for new tokens only, with the keys and values of earlier ones from the cache."""
+        """Computes new tokens only, with the keys and values of earlier ones from the cache."""
         attended = self.attention.extend_step(self._normed("attention", x), context)
         return self._feed_forward(self._residual("attention", x, attended, context), context)
 
@@ -70,7 +69,6 @@ class DecoderBlock(SpecLayer):
     """One layer of each entry of `spec.layer_pattern`, in order: `layer_0`, `layer_1`, ..."""
 
     def setup(self) -> None:
-        """Creates the layers."""
         for index, kind in enumerate(self.spec.layer_pattern):
             self.child(f"layer_{index}", DecoderLayer, layer_kind=kind)
 
@@ -81,7 +79,7 @@ class DecoderBlock(SpecLayer):
         return x
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Does the same for new tokens only, with the keys and values of earlier ones from the cache."""
+        """Computes new tokens only, with the keys and values of earlier ones from the cache."""
         for layer in self._layers():
             x = layer.extend_step(x, context)
         return x

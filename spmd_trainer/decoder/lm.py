@@ -3,17 +3,17 @@
     task_p.model = Config(lm.DecoderLanguageModel, name="lm")
     task_p.model.lm_tpl.spec = Config(spec.DecoderSpec, vocab_size=32000, model_dims=4096, ...)
 
-`DecoderLanguageModel` trains and evaluates like praxis' `LanguageModel`, and generates text as its field `generation` says. For
-praxis' own decoders, use a praxis `LanguageModel` with a `DecoderLm` as its `lm_tpl`. A decode loop runs in a method of the
-model, with the collection `base_layer.DECODE_CACHE` mutable:
+`DecoderLanguageModel` trains and evaluates like praxis' `LanguageModel`, and generates text by the settings in its field
+`generation`. For praxis' own decoders, use a praxis `LanguageModel` with a `DecoderLm` as its `lm_tpl`. A decode loop runs in
+a method of the model, with the collection `base_layer.DECODE_CACHE` mutable:
 
     logits = self.lm.prefill(ids, lengths, cache_length)   # ids int32 [B, T], prompts at the left, any right padding
     ...                                                    # logits float32 [B, V], of the token after each prompt
     logits = self.lm.extend_step(token).logits             # token int32 [B]; logits float32 [B, V], of the next token
 
-The rows' prompts may have different lengths. `prefill` moves them to the right end of [0, T), so that the tokens of all rows at a
-step have the same index in the cache, T + step. Variables of the collection, below `lm`: `time_step`, int32, the next index to
-write; `first_index`, int32 [B], the index of each row's first token; and for each layer `attention/key_state` and
+The rows' prompts may have different lengths. `prefill` moves them to the right end of [0, T), so that the tokens of all rows
+at a step have the same index in the cache, T + step. Variables of the collection, below `lm`: `time_step`, int32, the next
+index to write; `first_index`, int32 [B], the index of each row's first token; and for each layer `attention/key_state` and
 `attention/value_state`, [B, cache_length, K, H] (with a leading dimension of R for stacked layers; with `unroll_in_decode`,
 separate variables below `layer{r}`).
 """
@@ -44,23 +44,23 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import kernels, sequence_order
 from spmd_trainer.kernels.sequence_order import SequenceOrder
 
-# Outputs of `compute_loss` that have the dimensions batch and time.
+# Outputs of `compute_loss` with dimensions batch and time.
 _PER_TOKEN = ("logits", "log_probs", "probs", "per_example_xent", "per_example_argmax", "per_token_xent")
 
 
 class DecoderLm(SpecLayer):
-    """A decoder-only transformer in the place of praxis' `TransformerLm`.
+    """A decoder-only transformer that replaces praxis' `TransformerLm`.
 
     Attributes:
       packed_input: rows hold several texts, told apart by segment_ids.
       model_type: only CAUSAL is supported. praxis' LanguageModel sets it.
-      checkpoint_policy: what the forward pass saves for the backward pass, for each block of layers.
-      unroll_in_decode: decode steps have no loop over the layers, and the cache has variables for each layer, which are updated
-        in place. Compiles longer.
+      checkpoint_policy: rematerialisation policy of each block of layers.
+      unroll_in_decode: unroll the loop over layers in decode steps. The cache then has variables per layer, updated in place.
+        Compiles longer.
       attention_kernel: name of the attention kernel, see `spmd_trainer.kernels.kernels`. None: the first one that suits the
         device and the layer.
-      context_parallel: how attention is computed if the rows are split over the mesh (`axes` maps 'length' to mesh axes): 'ring'
-        or 'all_to_all'. None: 'ring'.
+      context_parallel: form of attention for rows split over the mesh (`axes` maps 'length' to mesh axes): 'ring' or
+        'all_to_all'. None: 'ring'.
     """
 
     packed_input: bool = True
@@ -86,7 +86,7 @@ class DecoderLm(SpecLayer):
         """Sets the mesh, and splits variables and activations over axes with these names, as `DEFAULT_AXES` does.
 
         Args:
-          lm_p: config of this class, changed in place. What its `axes` already say stays.
+          lm_p: config of this class, changed in place. Entries already in its `axes` stay.
           replica_axis, data_axis, mdl_axis: names of the mesh axes.
           ici_mesh_shape, dcn_mesh_shape: sizes of all axes, within a slice and across slices.
           mesh_axis_names: names of all axes.
@@ -104,10 +104,10 @@ class DecoderLm(SpecLayer):
         return lm_p
 
     def setup(self) -> None:
-        """Creates the child layers.
+        """Checks the settings and creates the child layers.
 
         Raises:
-          UserError: the spec or `context_parallel` is wrong, or model_type is not CAUSAL.
+          UserError: the spec or `context_parallel` is invalid, or model_type is not CAUSAL.
         """
         spec = self.spec
         spec.check("task.model.lm_tpl.spec")
@@ -188,9 +188,9 @@ class DecoderLm(SpecLayer):
           labels: class_ids int32 [batch, time] and class_weights [batch, time]; None: no loss.
 
         Returns:
-          As of praxis' `TransformerLm`: logits and log_probs, float32 [batch, time, vocab_size]. With labels also, [batch, time]:
-          per_example_argmax, per_example_xent, per_token_xent (weighted); per_sequence_xent [batch]; and scalars: total_xent,
-          total_weight, avg_xent, aux_loss, total_loss. Without labels: probs.
+          As of praxis' `TransformerLm`: logits and log_probs, float32 [batch, time, vocab_size]. With labels also, [batch,
+          time]: per_example_argmax, per_example_xent, per_token_xent (weighted); per_sequence_xent [batch]; and scalars:
+          total_xent, total_weight, avg_xent, aux_loss, total_loss. Without labels: probs.
         """
         logits = self.split(self._logits(activations), "batch", "length", "activation_vocab")
         log_probs = jax.nn.log_softmax(logits)
@@ -283,7 +283,7 @@ class DecoderLm(SpecLayer):
             layer.transform_decode_state(transform_fn)
 
     def lazy_broadcast_prefix(self, num_suffix_samples: int, suffix_length: int) -> None:
-        """Refuses praxis' lazily broadcast prefixes.
+        """Not supported.
 
         Raises:
           UserError: always.
@@ -301,7 +301,7 @@ class DecoderLm(SpecLayer):
         order: SequenceOrder,
         cache_length: int | None = None,
     ) -> jax.Array:
-        """Returns the output of the final norm, [batch, order.padded_length, model_dims], for rows that are not yet in order."""
+        """Returns the final norm's output, [batch, order.padded_length, model_dims], for rows in their own order."""
         self._check_positions(ids.shape[1])
         ids, positions, segment_ids = order.apply(ids), order.apply(positions), order.apply(segment_ids, fill=PADDING)
         context = Context(
@@ -389,7 +389,7 @@ class DecoderLanguageModel(layers.LanguageModel):
         """Continues the prompts of a batch as `generation` says; see `spmd_trainer.decoder.generation.decode.decode`.
 
         Raises:
-          UserError: a setting is wrong, or one of praxis' options for results is given.
+          UserError: a setting is invalid, or one of praxis' options for results is given.
         """
         if result_callback is not None or return_result_for_suffix_score:
             raise UserError(

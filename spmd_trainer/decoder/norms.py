@@ -12,11 +12,11 @@ from spmd_trainer.decoder.axes import SpecLayer
 
 
 class Norm(SpecLayer):
-    """RMS norm (arXiv:1910.07467) or layer norm (arXiv:1607.06450) over as many last dimensions as `shape` has.
+    """RMS norm (arXiv:1910.07467) or layer norm (arXiv:1607.06450) over the last len(shape) dimensions.
 
     Attributes:
       shape: the dimensions to normalise, which is also the shape of the scale.
-      split_axes: a logical axis for each of them.
+      split_axes: logical axes of `shape`.
       kind: 'rms' or 'layer'; None for `spec.norm`.
     """
 
@@ -25,7 +25,6 @@ class Norm(SpecLayer):
     kind: str | None = None
 
     def setup(self) -> None:
-        """Creates the variables."""
         self.add_weight("scale", self.shape, self.split_axes, init=1.0 - self.spec.norm_scale_offset)
         if self._kind == "layer":
             self.add_weight("bias", self.shape, self.split_axes, init=0.0)

@@ -15,12 +15,7 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 
 def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
-    """Returns the angle per position of each pair of dimensions, float32 [head_dims / 2], and the factor of sine and cosine.
-
-    Args:
-      spec: the model.
-      kind: 'global' or 'local', the kind of layer.
-    """
+    """Returns the angle per position of each pair of dimensions, float32 [head_dims / 2], and the factor of sine and cosine."""
     base, scaling = spec.rotary_base, spec.rotary_scaling
     if kind == "local" and spec.local_rotary_base is not None:
         base, scaling = spec.local_rotary_base, None
@@ -44,7 +39,7 @@ def _llama3(plain: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, base: float, scaling: RotaryScaling) -> tuple[np.ndarray, float]:
-    """Divides frequencies by the factor, except those that rotate often, and returns them with the embedding's scale."""
+    """Divides frequencies by the factor, except high ones; also returns the embedding's scale."""
     dims = 2 * len(plain)
 
     def dimension_of(rotations: float) -> float:
@@ -61,7 +56,7 @@ def _yarn(plain: np.ndarray, base: float, scaling: RotaryScaling) -> tuple[np.nd
 
 
 def yarn_attention_factor(scaling: RotaryScaling) -> float:
-    """Returns the factor of sine and cosine."""
+    """Returns YaRN's factor of sine and cosine."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 

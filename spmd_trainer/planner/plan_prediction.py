@@ -30,6 +30,7 @@ from spmd_trainer.optim import masks
 from spmd_trainer.planner import jaxpr_costs, links
 from spmd_trainer.planner.hlo_collectives import Collective
 from spmd_trainer.planner.jaxpr_costs import DotCosts
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.partitioner import StepFn

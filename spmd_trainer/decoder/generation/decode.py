@@ -1,4 +1,4 @@
-"""Decoding of a batch of prompts, as a decode program runs it: arguments and results of praxis' `LanguageModel.decode`."""
+"""Decodes a batch of prompts; arguments and results as for praxis' `LanguageModel.decode`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _tokenizer: contextvars.ContextVar[Tokenizer | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def tokenizer_of_texts(tokenizer: Tokenizer | None) -> Iterator[None]:
-    """Gives decodes in this context the tokenizer of their prompts, which stop strings and the default end-of-text need.
+    """In this context, decodes use this tokenizer, which stop strings and the default end-of-text need.
 
-    A decode reads it when it is traced.
+    A decode reads it while it is traced.
     """
     token = _tokenizer.set(tokenizer)
     try:
@@ -62,9 +62,9 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
 
     Returns:
       Scalars (value, weight): num_decoded, and generated_tokens per row. The batch with the results: output_ids int32
-      [B, S, P + N], prompts and their continuations; decode_lengths int32 [B, S]; logprobs float32 [B, S, P + N], 0 for prompts;
-      prefix_ids int32 [B, S, P]; prefix_lengths int32 [B]; original_lengths int32 [B, S]. The samples of a prompt are sorted by
-      the sum of their logprobs, the largest first. And no further metrics.
+      [B, S, P + N], prompts and their continuations; decode_lengths int32 [B, S]; logprobs float32 [B, S, P + N], 0 for
+      prompts; prefix_ids int32 [B, S, P]; prefix_lengths int32 [B]; original_lengths int32 [B, S]. The samples of a prompt
+      are sorted by the sum of their logprobs, the largest first. And no further metrics.
 
     Raises:
       UserError: a setting is wrong, or stop strings have no tokenizer.
@@ -102,10 +102,10 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
 
 
 def refuse_decoder_tpl(given: Any) -> None:
-    """Checks that praxis' own decode settings are at their defaults, because they have no effect here.
+    """Checks that praxis' own decode settings, which have no effect here, are at their defaults.
 
     Raises:
-      UserError: they are not; names what to set instead.
+      UserError: a setting was changed; names the one to set instead.
     """
     if type(given) is decoder_hparams.GreedyDecoderHParams:
         changed = {
@@ -131,7 +131,7 @@ def refuse_decoder_tpl(given: Any) -> None:
 
 
 def text_before_stops(model: Any, tokenizer: Tokenizer | None) -> Callable[[np.ndarray], str] | None:
-    """Returns a function that gives the text of ids [n] before the first stop string; None for a model without stop strings."""
+    """Returns a function from ids [n] to the text before the first stop string; None for a model without stop strings."""
     stops = tuple(getattr(getattr(model, "generation", None), "stop", ()))
     if not stops or tokenizer is None:
         return None
@@ -158,7 +158,7 @@ def _stops(settings: GenerationSettings, vocab_size: int) -> StopTable | None:
 
 
 def _keys(key: jax.Array, batch: NestedMap, samples: int) -> jax.Array:
-    """Returns a key for each continuation, [B * S, ...]."""
+    """Returns a key per continuation, [B * S, ...]."""
     rows = batch.get("prompt_index", jnp.arange(len(batch.ids)))
     keys = jax.vmap(lambda row: sampling.row_keys(row, jnp.arange(samples)))(sampling.row_keys(key, rows))
     return keys.reshape(-1, *keys.shape[2:])

@@ -29,7 +29,7 @@ class Generated(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What the loop carries, besides the cache.
+    """The loop's carry, besides the cache.
 
     Attributes:
       step: number of tokens generated.
@@ -62,18 +62,18 @@ def generate(
     Each row ends at one of `eos_ids`, at a stop string, or after `max_tokens`. The loop ends with the last row.
 
     Args:
-      model: the model. `model.lm` has prefill(ids, lengths, cache_length) and extend_step(tokens), which return the next token's
-        logits (see `spmd_trainer.decoder.lm`), and transform_decode_state.
+      model: the model. `model.lm` has prefill(ids, lengths, cache_length) and extend_step(tokens), which return the next
+        token's logits (see `spmd_trainer.decoder.lm`), and transform_decode_state.
       ids: int32 [B, T], prompts at the left.
       lengths: int32 [B], tokens of each prompt, 1 or more.
       settings: the settings; S is their `num_samples`.
       eos_ids: tokens that end a row.
       stops: the stop strings' table; None without any.
       keys: random keys of the continuations [B * S, ...]; greedy decoding needs none.
-      ended: bool [B]: rows that only fill the batch and are not continued.
+      ended: bool [B]: True for rows that only fill the batch and are not continued.
 
     Returns:
-      B * S continuations; those of a prompt are neighbours.
+      B * S continuations; continuations of one prompt are adjacent.
     """
     samples, steps = settings.num_samples, settings.max_tokens
     logits = model.lm.prefill(ids, lengths, ids.shape[1] + steps)

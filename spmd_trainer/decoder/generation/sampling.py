@@ -1,7 +1,7 @@
 """Chooses the next token of each row from its logits.
 
-A row's token is a function of its own logits and its own key. It does not depend on the other rows of the batch. Random
-numbers are drawn for the model's vocabulary without padding, so it does not depend on the mesh either.
+A row's token depends only on the row's logits and key, not on other rows. Random numbers are drawn for the vocabulary
+without padding, so tokens don't depend on the mesh either.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def next_tokens(
 def most_likely(logits: jax.Array) -> jax.Array:
     """Returns the index of the first of the largest logits [..., V], int32 [...].
 
-    For a vocabulary that is split over devices, XLA makes one reduction each of the maximum (which the log-probability needs
-    too) and of the minimum. For argmax, it gathers values and indices.
+    If the vocabulary is split over devices, XLA computes this as two reductions, a maximum (also needed for the
+    log-probability) and a minimum. For argmax it would gather values and indices.
     """
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     last = logits.shape[-1] - 1
@@ -67,7 +67,7 @@ def log_probs_of(logits: jax.Array, tokens: jax.Array, *, largest: bool) -> jax.
     Args:
       logits: float32 [B, V].
       tokens: int32 [B].
-      largest: the tokens have the largest logits, which are then not looked up.
+      largest: True if the tokens have the largest logits, which saves the lookup.
     """
     own = jnp.max(logits, axis=-1) if largest else jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return own - jax.nn.logsumexp(logits, axis=-1)
@@ -81,7 +81,7 @@ def warp(logits: jax.Array, settings: GenerationSettings) -> jax.Array:
       settings: temperature (above 0), top_k and top_p.
 
     Returns:
-      float32 [B, V]: logits divided by the temperature; minus infinity for the tokens that are not kept.
+      float32 [B, V]: logits / temperature; minus infinity for removed tokens.
     """
     warped = logits.astype(jnp.float32) / settings.temperature
     if 0 < settings.top_k < warped.shape[-1]:
@@ -100,9 +100,9 @@ def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
 def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
     """Keeps the most likely tokens until their probabilities sum to more than p.
 
-    As in transformers: sorted from the least likely, tokens are removed as long as their cumulative probability is at most
-    1 - p. The most likely token stays. Of equal logits those with lower ids are removed first, by a stable sort; torch's sort
-    leaves their order open, so transformers may keep as many other ones.
+    As in transformers: tokens are removed from the least likely on while their cumulative probability is at most 1 - p. The
+    most likely token always stays. Among equal logits, lower ids are removed first (a stable sort); transformers may keep
+    others of them, because torch's sort is not stable.
 
     Args:
       logits: float32 [B, V].

@@ -15,9 +15,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.storage import reading
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-# What transformers uses where generation_config.json samples and has no top_k.
+# transformers' default if generation_config.json samples without top_k.
 _USUAL_TOP_K = 50
-# Options of generation_config.json that change the tokens and have no counterpart here, with the values that have no effect.
+# Unsupported options of generation_config.json that change the tokens, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "bad_words_ids": (),
@@ -53,21 +53,20 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass
 class GenerationSettings:
-    """How a language model continues prompts.
+    """Settings for continuing prompts.
 
     The logits of a step are changed in this order, as in transformers: `repetition_penalty`, `temperature`, `top_k`, `top_p`.
 
     Attributes:
-      max_tokens: maximum number of tokens that a row generates, without its prompt.
+      max_tokens: most tokens to generate per row, without the prompt.
       temperature: the logits are divided by it; 0 takes the most likely token (greedy).
       top_k: keep the k most likely tokens, and tokens as likely as the k-th; 0 keeps all.
-      top_p: keep the fewest tokens whose probabilities, after `top_k`, sum to more than top_p; 1 keeps all. Of equally likely
-        tokens, the one with the highest id is kept first. At least one token is kept.
+      top_p: keep the fewest tokens (at least one) whose probabilities, after `top_k`, sum to more than top_p; 1 keeps all.
+        Among equally likely tokens, the one with the highest id is kept first.
       repetition_penalty: divides the positive logits of tokens in the prompt or in the generated text, and multiplies their
         negative logits; 1 changes nothing.
       num_samples: continuations of each prompt.
-      stop: texts that end a row as soon as its generated text contains one of them. The decoded text is cut before the first
-        one. The prompt does not count.
+      stop: stop strings. A row ends once its generated text (without the prompt) contains one; the text is cut before it.
       eos_ids: tokens that end a row; None takes the end-of-text of the decode dataset's tokenizer.
       pad_id: token after the end of a row.
     """
@@ -86,7 +85,7 @@ class GenerationSettings:
         """Checks every field.
 
         Raises:
-          UserError: a field has a value that can't be used; names the field, the value and what is allowed.
+          UserError: a field has an invalid value; names the field, the value and the valid ones.
         """
         for name, least in (("max_tokens", 1), ("top_k", 0), ("num_samples", 1)):
             value = getattr(self, name)
@@ -116,7 +115,7 @@ class GenerationSettings:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken, so that no random numbers are needed."""
+        """True if decoding always takes the most likely token and needs no random numbers."""
         return self.temperature == 0
 
 
@@ -165,7 +164,7 @@ def from_generation_config(config: Mapping[str, Any], path: str, **changes: Any)
 
 
 def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of GenerationSettings that options of transformers give."""
+    """Returns the fields of GenerationSettings set by options of transformers."""
     fields: dict[str, Any] = {}
     if "eos_token_id" in given:
         eos = given["eos_token_id"]
@@ -174,7 +173,7 @@ def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
         fields["repetition_penalty"] = float(given["repetition_penalty"])
     if "max_new_tokens" in given:
         fields["max_tokens"] = given["max_new_tokens"]
-    # transformers pads with the first end-of-text where no padding is named.
+    # Without pad_token_id, transformers pads with the first end-of-text.
     pad = given.get("pad_token_id", -1)
     fields["pad_id"] = pad if pad != -1 else next(iter(fields.get("eos_ids", ())), 0)
     if given.get("do_sample", False):

@@ -1,9 +1,9 @@
-"""Stop strings: found inside the jitted loop by a table, and cut off the text afterwards.
+"""Stop strings: a table finds them inside the jitted loop; the text is cut before them afterwards.
 
-The stop strings make an Aho-Corasick automaton over bytes (Aho and Corasick, 1975). A token moves it by all of its bytes at once,
-so that the table has one row per state and one entry per token. Tokens that move every state alike share a column: most tokens
-have no byte in common with the stop strings. So memory is S x C + V int32 for S states (at most the total bytes of the stop
-strings + 1), C distinct columns and V tokens: 0.6 MB for a vocabulary of 151,936 and a few words.
+The stop strings form an Aho-Corasick automaton over bytes (Aho and Corasick, 1975). A token advances it by all of its bytes
+at once. Tokens that move every state alike share a column of the table, since most tokens have no byte in common with the
+stop strings. Memory is S x C + V int32 for S states (at most the total bytes of the stop strings + 1), C distinct columns and
+V tokens: 0.6 MB for a vocabulary of 151,936 and a few words.
 
 Bytes, not characters, because a character may be split over several tokens.
 """
@@ -20,13 +20,13 @@ import numpy as np
 
 from spmd_trainer.inputs.tokenizers import Tokenizer
 
-# Tokens composed at once, which bounds the memory needed while a table is built.
+# Tokens composed at once; bounds the memory needed to build a table.
 _CHUNK = 8192
 START = 0  # the state before any byte
 
 
 class StopTable(NamedTuple):
-    """An automaton over tokens. The last state means that a stop string was found; it is never left.
+    """An automaton over tokens. Its last state, 'found', is never left.
 
     Attributes:
       next_state: int32 [S, C]: the state after a token of a column.
@@ -50,9 +50,9 @@ def stop_table(stops: Iterable[str], texts: Sequence[bytes], vocab_size: int) ->
     """Builds the table.
 
     Args:
-      stops: the stop strings; none of them is empty.
+      stops: the stop strings, none empty.
       texts: the bytes of each token, e.g. `token_bytes(tokenizer)`.
-      vocab_size: the model's vocabulary size. Tokens without a text have no bytes.
+      vocab_size: the model's vocabulary size. Tokens beyond `texts` have no bytes.
     """
     by_byte = _byte_automaton([stop.encode() for stop in stops])
     known = [*texts[:vocab_size], *[b""] * (vocab_size - len(texts))]

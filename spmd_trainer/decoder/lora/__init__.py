@@ -1,4 +1,4 @@
-"""Fine-tuning by low-rank adapters (LoRA, DoRA) beside the weights of any model.
+"""Fine-tuning by low-rank adapters (LoRA, DoRA) for the weights of any model.
 
     task_p.lora = Config(lora.Lora, targets=["attention/(query|value)/w"], rank=8, alpha=16.0)
 

@@ -1,4 +1,4 @@
-"""A weight with its adapters, and matrix products with it."""
+"""A weight with its adapters, and matrix products with both."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _OTHER_RANK = "other rank"
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDims:
-    """Which dimensions of a variable a matrix product contracts.
+    """The dimensions of a variable by their role in a matrix product.
 
     Attributes:
-      stack: dimensions that number matrices: of stacked layers, or those over which the product is a batch.
+      stack: dimensions over matrices: stacked layers, or batch dimensions of the product.
       inputs: contracted dimensions.
       outputs: dimensions of the result.
     """
@@ -43,12 +43,12 @@ class Factor:
     names: tuple[Name, ...] = dataclasses.field(metadata={"static": True})
 
     def arranged(self, names: Sequence[Name]) -> jax.Array:
-        """Returns the array with its dimensions in this order."""
+        """Returns the array with its dimensions in the order of `names`."""
         order = [self.names.index(name) for name in names]
         return self.array if order == list(range(len(order))) else lax.transpose(self.array, order)
 
     def edited(self, edit: dims_lib.Edit, starts: Sequence[Any]) -> Factor:
-        """Returns the factor after an edit of its weight's dimensions; `starts` are those of a dynamic slice."""
+        """Returns the factor after an edit of its weight's dimensions. `starts`: start indices of a dynamic slice."""
         if isinstance(edit, dims_lib.Reshape):
             return self._reshaped(edit)
         if edit.name not in self.names:
@@ -75,10 +75,10 @@ class Factor:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product with a weight, by the names of the weight's dimensions.
+    """A matrix product with a weight, described by the names of the weight's dimensions.
 
     Attributes:
-      batch, contracted, free: in the order of the product.
+      batch, contracted, free: names in the order of the product.
       transposed: True if the product contracts the weight's outputs.
     """
 
@@ -95,18 +95,18 @@ class Product:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight W with its adapters, in the place of the array W + scale * a b.
+    """A weight W with its adapters. Stands for the array W + scale * a b.
 
     Attributes:
       w: the weight.
       a: [*stack, *inputs, rank].
       b: [*stack, rank, *outputs].
       magnitude: of DoRA, [*stack, *outputs]; None without.
-      gain: of DoRA, [*stack, *outputs]: magnitude / norm of each output's weights; None if it is still to be computed.
+      gain: of DoRA, [*stack, *outputs]: magnitude / norm of each output's weights; None until computed.
       dims: the dimensions of `w`.
       path: the variable's path.
-      roles: which dimensions of the variable the model contracts.
-      scale: what the product a b is multiplied by.
+      roles: roles of the variable's dimensions in the model's products.
+      scale: factor of the product a b.
     """
 
     w: jax.Array
@@ -120,7 +120,7 @@ class AdaptedWeight:
     scale: float = dataclasses.field(metadata={"static": True})
 
     def follows(self, move: dims_lib.Move) -> bool:
-        """Returns True if each adapter can be edited by itself: no reshape joins its dimensions with others."""
+        """Returns True if a move applies to each adapter separately: no reshape joins dimensions of one with others."""
         for factor in (self.a, self.b, self.magnitude, self.gain):
             names = set(() if factor is None else factor.names)
             for edit in move.edits:
@@ -132,7 +132,7 @@ class AdaptedWeight:
         return True
 
     def moved(self, w: jax.Array, move: dims_lib.Move, starts: Sequence[Any] = ()) -> AdaptedWeight:
-        """Returns the weight after an operation that made `w` of its array and does `move` to its dimensions."""
+        """Returns the weight after an operation whose result is `w` and whose effect on the dimensions is `move`."""
         inputs = {dim.name for dim in self.dims if dim.origins & frozenset(self.roles.inputs)}
         if any(isinstance(edit, dims_lib.Slice) and edit.name in inputs for edit in move.edits):
             self = with_gain(self)  # a norm is over all inputs
@@ -145,11 +145,11 @@ class AdaptedWeight:
         return dataclasses.replace(self, w=w, dims=move.dims, **parts)
 
     def plan(self, contracted: Sequence[int], batch: Sequence[int]) -> Product | None:
-        """Returns how to multiply with the adapters in a product with W; None if they don't allow it.
+        """Plans a product with the adapters alongside a product with W; returns None if they don't allow it.
 
         Args:
           contracted: the dimensions of `w` that the product contracts.
-          batch: the dimensions of `w` over which it is a batch.
+          batch: the batch dimensions of `w` in the product.
         """
         free = [i for i in range(len(self.dims)) if i not in contracted and i not in batch]
         ends = [dims_lib.origins([self.dims[i] for i in group]) for group in (contracted, free)]
@@ -169,7 +169,7 @@ class AdaptedWeight:
 
 
 def norm(weight: AdaptedWeight) -> Factor:
-    """Returns the norm of each output's weights of W + scale * a b, float32 [*stack, *outputs], without gradient.
+    """Returns the norm of each output's weights in W + scale * a b, float32 [*stack, *outputs], without gradient.
 
     The sum W + scale * a b is not formed: the squared norm is |W|^2 + 2 scale <W, a b> + scale^2 |a b|^2 for each output.
     """
@@ -213,7 +213,7 @@ def _letters(names: Sequence[Name]) -> dict[Name, str]:
 
 
 def with_gain(weight: AdaptedWeight) -> AdaptedWeight:
-    """Returns the weight with DoRA's gain computed, if it has a magnitude."""
+    """Returns the weight with DoRA's gain computed. A weight without a magnitude is returned unchanged."""
     if weight.magnitude is None or weight.gain is not None:
         return weight
     below = norm(weight)
@@ -238,7 +238,7 @@ def merge(weight: AdaptedWeight) -> jax.Array:
     letters = _letters([RANK, *names])
     a, b = weight.a, weight.b
     equation = ",".join("".join(letters[name] for name in factor.names) for factor in (a, b))
-    # The others were added by the model, and have size 1.
+    # The model added the others; they have size 1.
     own = [name for name in names if name in a.names or name in b.names]
     equation += "->" + "".join(letters[name] for name in own)
     highest = lax.Precision.HIGHEST

@@ -1,7 +1,7 @@
-"""How operations move, cut and merge the dimensions of a weight before a matrix product reads it.
+"""Tracks how operations move, cut and merge a weight's dimensions before a matrix product reads it.
 
-The dimensions of a weight have names, which stay with them through transpositions, slices and reshapes. So it is known at the
-matrix product which dimension of the variable each dimension is, and the adapters can be cut in the same way.
+Each dimension has a name, which it keeps through transpositions, slices and reshapes. So the matrix product knows the
+variable's dimension behind each of its dimensions, and the adapters are cut in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 
 Name: TypeAlias = Hashable
-# Operations that change neither the shape nor which element is where.
+# Operations that keep the shape and the position of each element.
 _SAME_DIMENSIONS = frozenset({"copy", "copy_p", "sharding_constraint", "name", "pvary", "reshard", "mesh_cast"})
 
 
@@ -25,7 +25,7 @@ class Dim:
 
     Attributes:
       name: unique among the weight's dimensions.
-      origins: the dimensions of the variable that it consists of; none for one of size 1 that was added.
+      origins: the variable's dimensions that it consists of; () for an added dimension of size 1.
     """
 
     name: Name
@@ -37,7 +37,9 @@ Dims: TypeAlias = tuple[Dim, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """An edit: a part of the dimension `name`. A `start` of None is the operation's operand of the dimension `operand`."""
+    """An edit: takes a part of the dimension `name`. If `start` is None, the operation's operand number `operand` is the
+    start.
+    """
 
     name: Name
     start: int | None
@@ -48,14 +50,14 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """An edit: the dimension `name`, of size 1, is removed."""
+    """An edit: removes the dimension `name` of size 1."""
 
     name: Name
 
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-    """An edit: the dimensions `old`, in this order, become the dimensions `new` of these sizes."""
+    """An edit: replaces the dimensions `old`, in this order, by the dimensions `new` with these sizes."""
 
     old: tuple[Name, ...]
     new: tuple[Name, ...]
@@ -67,11 +69,11 @@ Edit: TypeAlias = Slice | Squeeze | Reshape
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """What an operation does to a weight's dimensions.
+    """The effect of an operation on a weight's dimensions.
 
     Attributes:
       dims: the dimensions of the result.
-      edits: what to do to arrays that have some of the dimensions, in order.
+      edits: the same effect on arrays with some of these dimensions, in order.
     """
 
     dims: Dims
@@ -84,17 +86,12 @@ def of_variable(rank: int) -> Dims:
 
 
 def origins(dims: Sequence[Dim]) -> frozenset[int]:
-    """Returns the variable's dimensions that these consist of."""
+    """Returns the variable's dimensions behind these."""
     return frozenset().union(*(dim.origins for dim in dims))
 
 
 def moves(eqn: Any, dims: Dims) -> list[Move] | None:
-    """Returns what an operation does to its first operand's dimensions, for each result; None if that can't be followed.
-
-    Args:
-      eqn: the operation, an equation of a jaxpr.
-      dims: the operand's dimensions.
-    """
+    """Returns an operation's effect on its first operand's dimensions, one per result; None if they can't be tracked."""
     if eqn.primitive.name == "split":
         name, ends = dims[eqn.params["axis"]].name, list(itertools.accumulate(eqn.params["sizes"]))
         return [Move(dims, (Slice(name, end - n, n),)) for n, end in zip(eqn.params["sizes"], ends, strict=True)]
@@ -134,7 +131,7 @@ def _real_cuts(cuts: Sequence[Slice], shape: Sequence[int]) -> tuple[Slice, ...]
 
 
 def _broadcast(dims: Dims, shape: Sequence[int], new: Sequence[int], places: Sequence[int]) -> Move | None:
-    """Dimensions of size 1 may be added; a weight that is repeated can't be followed."""
+    """Added dimensions must have size 1: a repeated weight can't be tracked."""
     found = dict(zip(places, range(len(dims)), strict=True))
     if any(new[place] != (shape[found[place]] if place in found else 1) for place in range(len(new))):
         return None

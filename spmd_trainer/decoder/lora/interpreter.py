@@ -1,7 +1,7 @@
-"""Evaluates a model's jaxpr with adapted weights in the place of arrays.
+"""Evaluates a model's jaxpr with adapted weights in place of arrays.
 
-Operations that no adapted weight enters are bound as they are. Loops, branches and rematerialised parts are followed where one
-enters, and keep their form: a scan stays a scan, and a `jax.checkpoint` keeps its policy.
+Operations without adapted weights are bound unchanged. Loops, branches and rematerialised parts with adapted weights are
+entered and keep their form: a scan stays a scan, and a `jax.checkpoint` keeps its policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 
 
 def is_adapted(x: Any) -> bool:
-    """Returns True for an adapted weight."""
     return isinstance(x, AdaptedWeight)
 
 
@@ -35,11 +34,11 @@ class Interpreter:
     """Evaluates jaxprs.
 
     Attributes:
-      on_merge: called with (path, operation) where a weight had to be merged with its adapters.
-      dropout: probability of an element of the adapters' input to be dropped.
-      key: of the masks; None drops nothing.
+      on_merge: called with (path, operation) when a weight had to be merged with its adapters.
+      dropout: probability of dropping an element of the adapters' input.
+      key: key of the dropout masks; None drops nothing.
       rows: int32 [rows], each row's adapter; None with one adapter.
-      multiplied: gets (path, shape of the other operand) of each matrix product with adapters, if it is a list.
+      multiplied: if a list, collects (path, shape of the other operand) of each matrix product with adapters.
     """
 
     on_merge: Callable[[str, str], None]
@@ -50,7 +49,7 @@ class Interpreter:
     _num_keys: int = 0
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Returns the results of a jaxpr. Arguments may be adapted weights, and so may results."""
+        """Returns the results of a jaxpr. Arguments and results may be adapted weights."""
         env: dict[Any, Any] = {}
 
         def read(var: Any) -> Any:
@@ -70,7 +69,7 @@ class Interpreter:
         return [read(var) for var in jaxpr.outvars]
 
     def _one(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Returns the results of an operation that adapted weights enter."""
+        """Evaluates an operation with adapted weights among its operands."""
         name, params = eqn.primitive.name, eqn.params
         if name == "dot_general":
             return [self._product(eqn, *values)]
@@ -161,7 +160,7 @@ class Interpreter:
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
         carry = self._merged(values[num_cond + num_body :], "while carry")
-        # Differentiation of a loop of unknown length is not possible, so there is no dropout to tell its iterations apart.
+        # A loop of unknown length can't be differentiated, so it needs no dropout.
         inside = self._inside(None)
 
         def cond(carry: Iterable[Any]) -> Any:
@@ -188,7 +187,7 @@ class Interpreter:
         return list(lax.switch(index, [branch(jaxpr) for jaxpr in eqn.params["branches"]], *operands))
 
     def _inside(self, key: jax.Array | None) -> Interpreter:
-        """Returns the interpreter of a part of the program, with its own key."""
+        """Returns an interpreter for a part of the program, with a separate key."""
         return dataclasses.replace(self, key=key, _num_keys=0)
 
     def _fresh_key(self) -> jax.Array | None:
@@ -211,7 +210,7 @@ class Interpreter:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Stacked:
-    """An adapted weight for a scan over dimension 0 of its array: the scanned dimension leads in all arrays.
+    """An adapted weight scanned over dimension 0: the scanned dimension is first in all its arrays.
 
     Attributes:
       weight: the weight, with the dimensions of one slice.
@@ -221,7 +220,7 @@ class _Stacked:
 
     @classmethod
     def of(cls, weight: AdaptedWeight) -> _Stacked | None:
-        """Moves the dimension to the front of the adapters; returns None if not both have it."""
+        """Moves the scanned dimension to the front of the adapters; returns None unless both have it."""
         name = weight.dims[0].name
         if name not in weight.a.names or name not in weight.b.names:
             return None
@@ -236,14 +235,14 @@ class _Stacked:
         return cls(dataclasses.replace(weight, dims=weight.dims[1:], **parts))
 
     def slice(self) -> AdaptedWeight:
-        """Returns the weight; the scan has taken its slice of the arrays."""
+        """Returns the weight of one iteration; the scan has already sliced the arrays."""
         return self.weight
 
 
 def _for_base_only(policy: Callable[..., Any] | None, jaxpr: Any) -> Callable[..., Any] | None:
-    """Returns a policy of `jax.checkpoint` that keeps no matrix product for the backward pass but those of the base.
+    """Returns a `jax.checkpoint` policy that saves the base's matrix products only, not the adapters'.
 
-    A policy that keeps matrix products would otherwise keep three for each weight.
+    Otherwise a policy that saves matrix products would save three for each weight.
     """
     if policy is None:
         return None
@@ -270,7 +269,7 @@ def _products(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_gather(eqn: Any) -> bool:
-    """Returns True for a function that gathers a split variable from all devices, with one operand and one result."""
+    """Returns True for a function that gathers a split variable from all devices (one operand, one result)."""
     if eqn.primitive.name == "all_gather":
         return bool(eqn.params["tiled"])
     if eqn.primitive.name != "custom_vjp_call" or len(eqn.invars) != 1 or len(eqn.outvars) != 1:

@@ -1,4 +1,4 @@
-"""A model with adapters, as a `Model`: the base is traced, and its weights are replaced where it multiplies with them."""
+"""A model with adapters, as a `Model`: traces the base and replaces its weights in matrix products."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spmd_trainer.models.base import DecodeResult, ForwardResult, Model, ModuleM
 from spmd_trainer.optim import masks
 from spmd_trainer.train_states import NestedJTensor, PyTree
 
-# What the forward pass of a frozen base must not change.
+# Collections that the forward pass of a frozen base must not change.
 _KEPT = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECTION)
 _PROBE_MUTABLE = (base_layer.AUX_LOSS, base_layer.SUMMARIES, *_KEPT)
 # Axis names of Flax modules' parameters: metadata, not variables.
@@ -42,7 +42,7 @@ _mesh: contextvars.ContextVar[jax.sharding.AbstractMesh | None] = contextvars.Co
 
 @contextlib.contextmanager
 def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Initialisation in this context traces the forward pass for this mesh, to see how the model uses the targets."""
+    """In this context, initialisation traces the forward pass for this mesh, to see how the model uses the targets."""
     token = _mesh.set(mesh.abstract_mesh)
     try:
         yield
@@ -68,10 +68,10 @@ class LoraModel:
     _warned: set[tuple[str, str]] = dataclasses.field(default_factory=set)
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """Returns the base's variables, marked as frozen, and the adapters below 'params/lora'. See `Model`.
+        """Returns the base's variables, marked frozen, and the adapters below 'params/lora'. See `Model`.
 
         Raises:
-          UserError: a target is wrong, or the base has variables below 'params/lora'.
+          UserError: a target is invalid, or the base has variables below 'params/lora'.
         """
         boxed = self.base.init_variables(key, inputs)
         params = boxed[base_layer.PARAMS]
@@ -101,7 +101,7 @@ class LoraModel:
     def forward(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
     ) -> ForwardResult:
-        """Runs the base with adapters. What the base writes into its own variables is dropped. See `Model`."""
+        """Runs the base with adapters. Writes to the base's own variables are dropped. See `Model`."""
         if self.settings.reference:
             inputs = self._with_reference(mdl_vars, inputs, key)
 
@@ -115,8 +115,6 @@ class LoraModel:
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
     ) -> DecodeResult:
-        """Decodes with adapters. See `Model`."""
-
         def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> DecodeResult:
             return self.base.decode(base_vars, inputs, key, mutable=mutable)
 
@@ -124,7 +122,8 @@ class LoraModel:
         return found
 
     def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the variables for the start of a run on a loaded base: with DoRA, the magnitudes are its norms.
+        """Returns the variables for a run that starts on a loaded base: sets DoRA's magnitudes to the norms of the base's
+        weights.
 
         Args:
           mdl_vars: the variables at logical shapes. Under jit.
@@ -144,7 +143,6 @@ class LoraModel:
         )
 
     def merged(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the base's variables with the adapters added; see `merged`."""
         if self.settings.adapters is not None:
             raise UserError(
                 f"task.lora.adapters are {list(self.settings.adapters)}, and a merged model has one; give a task with one adapter"
@@ -165,7 +163,7 @@ class LoraModel:
         return self.dims
 
     def _found_dims(self, values: NestedJTensor, inputs: PyTree, key: jax.Array) -> dict[str, MatrixDims]:
-        """Traces the base on variables as a step casts them, and returns how it uses the targets."""
+        """Traces the base with variables cast as in a step, and returns the roles of the targets' dimensions."""
 
         def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
             if self.settings.reference:
@@ -196,7 +194,7 @@ class LoraModel:
     def _run(
         self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, dropping: bool
     ) -> Any:
-        """Calls `fn(base variables, inputs, key)` with adapted weights in the place of the targets."""
+        """Calls `fn(base variables, inputs, key)` with adapted weights as the targets."""
         if self.settings.adapters is not None:
             self._check_rows(fn, mdl_vars, inputs, key)
         found, shapes = self._evaluated(fn, mdl_vars, inputs, key, dropping=dropping)
@@ -213,7 +211,7 @@ class LoraModel:
         dropping: bool,
         multiplied: list[tuple[str, tuple[int, ...]]] | None = None,
     ) -> tuple[list[Any], PyTree]:
-        """Returns the leaves of the results, which may be adapted weights, and the results' shapes."""
+        """Returns the leaves of the results, some of them adapted weights, and the results' shapes."""
         base_vars = variables.base_only(mdl_vars)
         args = (base_vars, inputs, key)
         jaxpr, shapes = _traced(fn, args)
@@ -228,9 +226,9 @@ class LoraModel:
         return interpreter.run(jaxpr.jaxpr, jaxpr.consts, leaves), shapes
 
     def _check_rows(self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> None:
-        """Checks that dimension 0 of what the targets are multiplied with are the batch's rows.
+        """Checks that dimension 0 of every target's other operand is the batch.
 
-        It traces the model on twice the rows too: dimension 0 must double, and no other.
+        Also traces the model with twice the rows: dimension 0 must double, and all others must stay.
 
         Raises:
           UserError: another dimension depends on the number of rows; names the target.
@@ -279,10 +277,10 @@ class LoraModel:
         return jnp.asarray(inputs[_ROWS], jnp.int32)
 
     def _with_reference(self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> PyTree:
-        """Returns the batch with the log-probabilities of the base alone, as its method `with_reference` adds them.
+        """Returns the batch with the base's log-probabilities, added by its method `with_reference`.
 
         Raises:
-          UserError: the model has no such method.
+          UserError: the model lacks this method.
         """
         model = getattr(self.base, "model", None)
         if model is None or not hasattr(model, "with_reference"):
@@ -310,9 +308,9 @@ class LoraModel:
 
 
 def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
-    """Returns a function's jaxpr without what its results don't depend on, and the shapes of its results.
+    """Returns a function's jaxpr without unused operations, and the shapes of its results.
 
-    Modules such as those of NNX return all variables from a loop over layers, although nothing reads them after it.
+    NNX modules, e.g., return all variables from a loop over layers, although nothing reads them afterwards.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     used = [True] * len(closed.jaxpr.outvars)
@@ -331,7 +329,6 @@ def _named_values(base_vars: PyTree) -> list[tuple[str, Any]]:
 
 
 def _frozen(box: Any) -> base_layer.BoxedParam:
-    """Marks a variable of the base as one that doesn't learn."""
     hparams = base_layer.unbox_meta(box)
     collections = [*hparams.collections, base_layer.WeightHParamsCollection.NON_TRAINABLE, masks.FROZEN]
     return base_layer.BoxedParam(

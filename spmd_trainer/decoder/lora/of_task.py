@@ -1,4 +1,4 @@
-"""The adapters of a task: its merged variables, the dimensions of its targets, and the layout of its adapters."""
+"""The adapters of a task: merged variables, the targets' dimensions, and the adapters' layout."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 
 class HasModel(Protocol):
-    """A task."""
-
     @property
-    def model_for_steps(self) -> Model:
-        """The model that its steps run."""
-        ...
+    def model_for_steps(self) -> Model: ...
 
 
 def merged(task: HasModel, mdl_vars: NestedJTensor) -> NestedJTensor:
@@ -30,7 +26,7 @@ def merged(task: HasModel, mdl_vars: NestedJTensor) -> NestedJTensor:
       mdl_vars: its variables at logical shapes. Under jit.
 
     Returns:
-      Variables without 'params/lora'; computed in float32, in the dtypes of the base.
+      The variables without 'params/lora'; computed in float32, returned in the base's dtypes.
 
     Raises:
       UserError: the task has several adapters.
@@ -39,9 +35,9 @@ def merged(task: HasModel, mdl_vars: NestedJTensor) -> NestedJTensor:
 
 
 def matrix_dims(task: HasModel) -> dict[str, MatrixDims]:
-    """Returns the adapters' targets, as paths such as 'params/lm/mlp/w', and the dimensions of each.
+    """Returns the adapters' targets, as paths such as 'params/lm/mlp/w', and the roles of each one's dimensions.
 
-    They are known after the model was traced, e.g. by a partitioner's `setup`.
+    The model must have been traced, e.g. by a partitioner's `setup`.
 
     Args:
       task: a task with `lora`.
@@ -52,7 +48,7 @@ def matrix_dims(task: HasModel) -> dict[str, MatrixDims]:
 def split_like_base(
     task: HasModel, hparams: NestedWeightHParams, base: NestedWeightHParams, reasons: PyTree
 ) -> tuple[NestedWeightHParams, PyTree]:
-    """Lays out the adapters like the weights that they are added to.
+    """Lays out each adapter like its weight.
 
     Args:
       task: a task with `lora`.

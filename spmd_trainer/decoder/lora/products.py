@@ -33,7 +33,7 @@ def multiply(
       rows: int32 [rows], each row's adapter; None with one adapter. Dimension 0 of `x` are the rows.
 
     Returns:
-      The product in the order of dimensions of the `dot_general`; None if the adapters don't allow the product.
+      The product with the dimensions of the `dot_general`; None if the adapters don't allow it.
     """
     contract, batch = params["dimension_numbers"]
     (xc, wc), (xb, wb) = (pair[::-1] if weight_is_left else pair for pair in (contract, batch))
@@ -99,11 +99,11 @@ def _delta(
 
 
 def _of_rows(factor: Factor, rows: jax.Array | None, x: jax.Array, *, missing: float) -> Factor:
-    """Returns each row's own adapter, with the rows as dimension ('x', 0); `missing` for rows without one."""
+    """Returns each row's adapter, with the rows as dimension ('x', 0). Rows without an adapter get `missing`."""
     if rows is None:
         return factor
     count, num_rows = x.shape[0], rows.shape[0]
-    # Several samples of a row follow each other. `LoraModel` has checked that dimension 0 are the rows.
+    # Samples of one row are adjacent. `LoraModel` has checked that dimension 0 is the batch.
     index = jnp.repeat(rows, count // num_rows, total_repeat_length=count)
     axis = factor.names.index(ADAPTER)
     array = jnp.moveaxis(factor.array, axis, 0)[jnp.maximum(index, 0)]

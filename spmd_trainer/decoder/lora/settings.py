@@ -1,4 +1,4 @@
-"""The settings of adapters."""
+"""Settings of adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[\w-][\w.-]*")
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside a model's weights: LoRA (arXiv:2106.09685) or DoRA (arXiv:2402.09353).
+    """Settings of low-rank adapters for a model's weights: LoRA (arXiv:2106.09685) or DoRA (arXiv:2402.09353).
 
         task_p.lora = Config(lora.Lora, targets=["attention/(query|value)/w"], rank=8, alpha=16.0)
 
@@ -26,20 +26,20 @@ class Lora:
 
     Attributes:
       targets: regexes; a variable gets adapters if one of them is found in its path (`re.search`, e.g. in
-        'params/lm/layers/sub/layer_0/attention/query/w'). 'all-linear': every variable that the model uses in matrix products
-        only, except lookups by one-hot vectors, and those whose products no other weight reads, such as the output layer.
+        'params/lm/layers/sub/layer_0/attention/query/w'). 'all-linear': every variable used only in matrix
+        products, except lookups by one-hot vectors and output layers (no other weight reads their products).
       rank: size of the inner dimension.
       alpha: the adapters' product is multiplied by alpha / rank.
       dropout: probability with which an element of the adapters' input is set to 0 in training.
       rslora: multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA, arXiv:2312.03732).
       dora: learn the norm of each output's weights separately from their direction.
-      rank_axis: mesh axis, or axes, that split the rank dimension, padded if it doesn't divide; None: not split. An adapter's
-        other dimensions are split as those of its weight. An axis that they use already does not split the rank too.
+      rank_axis: mesh axes that split the rank dimension, padded if needed; None: not split. An adapter's other dimensions are
+        split like its weight's, and axes used there don't split the rank.
       dtype: dtype of the adapters.
-      adapters: names of several adapters on the same targets. Each row of a batch chooses one by `adapter`, int32 [rows], an
-        index into these names; -1 is the base alone. None: one adapter, for all rows.
-      reference: the base alone, in evaluation and without gradient, is the reference of a model that learns from preferences:
-        its method `with_reference` adds the log-probabilities to each batch that has none.
+      adapters: names of several adapters on the same targets. The batch entry `adapter`, int32 [rows], gives each row's index
+        into these names; -1 is the base alone. None: one adapter for all rows.
+      reference: use the base alone, without dropout and gradient, as the reference model of preference learning. The model's
+        `with_reference` adds the log-probabilities to each batch that lacks them.
     """
 
     targets: str | Sequence[str] = ALL_LINEAR
@@ -79,7 +79,7 @@ class Lora:
         names = self.adapters
         if names is None:
             return
-        # They are names of directories too.
+        # The names are directory names too.
         valid = not isinstance(names, str) and all(isinstance(x, str) and _NAME.fullmatch(x) for x in names)
         if not (valid and names and len(set(names)) == len(names)):
             raise UserError(
@@ -89,7 +89,7 @@ class Lora:
 
     @property
     def regexes(self) -> tuple[str, ...]:
-        """The regexes of the targets; none for 'all-linear'."""
+        """The regexes of the targets; () for 'all-linear'."""
         return () if isinstance(self.targets, str) else tuple(self.targets)
 
     @property
@@ -99,5 +99,5 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the adapters' product is multiplied by."""
+        """Factor of the adapters' product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

@@ -13,7 +13,7 @@ from spmd_trainer.errors import UserError
 
 
 def choose(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, MatrixDims]:
-    """Returns the targets and their dimensions.
+    """Returns the targets and the roles of their dimensions.
 
     Args:
       settings: the settings.
@@ -25,7 +25,7 @@ def choose(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, MatrixDims]:
     fitting = [path for path, use in uses.items() if use.fits]
     if not settings.regexes:
         linear = [path for path in fitting if not uses[path].is_lookup]
-        # The only layer of a model is its output layer too.
+        # A model's only layer is also its output layer.
         chosen = [path for path in linear if uses[path].is_read_on] or linear
         if not chosen:
             raise UserError(
@@ -50,7 +50,7 @@ def _matches(regex: str, uses: Mapping[str, Uses], fitting: list[str]) -> list[s
 
 
 def _check(path: str, use: Uses, fitting: list[str]) -> None:
-    """Raises UserError if the model uses a variable in no matrix product, or in products that contradict each other."""
+    """Raises UserError if the variable is in no matrix product, or in products with contradicting roles."""
     near = f"nearest that can have adapters: {_nearest(path, fitting)}"
     if len(use.products) > 1:
         raise UserError(
@@ -65,7 +65,6 @@ def _check(path: str, use: Uses, fitting: list[str]) -> None:
 
 
 def _nearest(text: str, paths: list[str]) -> str:
-    """Returns up to three paths, the most similar first."""
     plain = re.sub(r"[\\^$.*+?()\[\]{}|]", "", text)
 
     def likeness(path: str) -> float:

@@ -1,4 +1,4 @@
-"""How a model uses its variables: which matrix products, and which other operations, read them. Nothing is computed."""
+"""Finds how a model uses its variables: the matrix products and other operations that read them. Computes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmd_trainer.decoder.lora import dims as dims_lib
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.decoder.lora.interpreter import CALLS, REMATERIALISED
 
-# Operations whose result is zeros and ones if the operand is.
+# Operations that keep zeros and ones.
 _KEEPS_MASK = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint"}
 )
@@ -20,14 +20,14 @@ _KEEPS_MASK = frozenset(
 
 @dataclasses.dataclass
 class Uses:
-    """The uses of one variable.
+    """How one variable is used.
 
     Attributes:
       rank: number of dimensions of the variable.
-      products: the dimensions of each kind of matrix product that reads it.
+      products: dimension roles in each kind of matrix product that reads it.
       others: names of the other operations that read it.
       is_lookup: True if a product is with one-hot vectors: a lookup of rows.
-      is_read_on: True if another product, or one of a later layer, reads what the products give.
+      is_read_on: True if another product, or one of a later layer, reads the products' results.
     """
 
     rank: int
@@ -38,13 +38,13 @@ class Uses:
 
     @property
     def fits(self) -> bool:
-        """True if all uses are matrix products with one choice of inputs and outputs."""
+        """True if every use is a matrix product, all with the same roles of dimensions."""
         return len(self.products) == 1 and not self.others
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """What is known of a value: the variable that it is, if any, and the variables whose products it depends on.
+    """Facts about a value: the variable that it is, if any, and the variables whose products it depends on.
 
     `is_mask` is True for zeros and ones, such as one-hot vectors.
     """
@@ -60,7 +60,7 @@ def find_uses(jaxpr: Any, variables: Mapping[int, str]) -> dict[str, Uses]:
 
     Args:
       jaxpr: a ClosedJaxpr.
-      variables: number of the argument -> path.
+      variables: argument number -> path.
     """
     invars = jaxpr.jaxpr.invars
     found = {path: Uses(len(invars[i].aval.shape)) for i, path in variables.items()}
@@ -123,7 +123,7 @@ def _is_mask(eqn: Any, values: Sequence[_Value]) -> bool:
 
 
 def _as_arrays(values: Sequence[_Value], operation: str, found: dict[str, Uses]) -> None:
-    """Notes that an operation reads variables as plain arrays."""
+    """Records that an operation reads variables as plain arrays."""
     for value in values:
         if value.path and operation not in found[value.path].others:
             found[value.path].others.append(operation)
@@ -155,7 +155,7 @@ def _product(params: Mapping[str, Any], values: Sequence[_Value], found: dict[st
 
 
 def _loop(eqn: Any, values: list[_Value], found: dict[str, Uses]) -> list[_Value]:
-    """Walks the body twice, because a product may read what the iteration before has made."""
+    """Walks the body twice, because a product may read a result of the previous iteration."""
     params = eqn.params
     if eqn.primitive.name == "scan":
         body, num_consts = params["jaxpr"].jaxpr, params["num_consts"]

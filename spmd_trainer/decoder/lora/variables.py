@@ -1,4 +1,4 @@
-"""The adapters as variables: their paths, shapes, initial values and layout."""
+"""The adapters' variables: paths, shapes, initial values and layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A, B, MAGNITUDE = "a", "b", "magnitude"
 
 
 def base_only(mdl_vars: PyTree) -> PyTree:
-    """Returns the variables of the base, without the adapters: those of a task without `lora`."""
+    """Returns the base's variables, as in a task without `lora`."""
     params = {name: tree for name, tree in mdl_vars[base_layer.PARAMS].items() if name != LORA}
     return {**mdl_vars, base_layer.PARAMS: params}
 
@@ -33,7 +33,7 @@ def adapters_of(mdl_vars: PyTree, path: str) -> Mapping[str, Any]:
 
     Args:
       mdl_vars: the variables, or a tree of their structure.
-      path: the variable's, e.g. 'params/lm/mlp/w'.
+      path: the variable's path, e.g. 'params/lm/mlp/w'.
     """
     found: Mapping[str, Any] = mdl_vars[base_layer.PARAMS][LORA]
     for part in path.split("/")[1:]:
@@ -53,14 +53,14 @@ def with_adapters(mdl_vars: PyTree, adapters: Mapping[str, Mapping[str, Any]]) -
 
 
 def factor_dims(roles: MatrixDims, name: str) -> tuple[Any, ...]:
-    """Returns the dimensions of an adapter of one weight: dimensions of the weight, and 'rank'."""
+    """Returns the names of an adapter's dimensions: dimensions of the weight, and 'rank'."""
     if name == A:
         return (*roles.stack, *roles.inputs, RANK)
     return (*roles.stack, RANK, *roles.outputs) if name == B else (*roles.stack, *roles.outputs)
 
 
 def names_of(settings: Lora) -> tuple[str, ...]:
-    """Returns the names of the adapters of each weight."""
+    """Returns the adapter names of each weight, e.g. ('a', 'b')."""
     return (A, B, MAGNITUDE) if settings.dora else (A, B)
 
 
@@ -71,7 +71,7 @@ def adapter_hparams(
 
     Args:
       settings: the settings.
-      roles: the dimensions of the base's variable.
+      roles: roles of the base variable's dimensions.
       name: 'a', 'b' or 'magnitude'.
       base: WeightHParams of the base's variable.
     """
@@ -83,7 +83,7 @@ def adapter_hparams(
     repeats = list(base.repeat_prefix or ())
     stacked = settings.adapters is None and roles.stack[: len(repeats)] == tuple(range(len(repeats)))
     repeats = repeats if stacked else []
-    # A norm is of the size of the weights; bfloat16 would change it by 0.4 %.
+    # bfloat16 would round a norm by up to 0.4 %.
     collections = [base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION] if name == MAGNITUDE else None
     return base_layer.WeightHParams(
         shape=shape[len(repeats) :],
@@ -163,7 +163,7 @@ def initial_adapters(
 
 
 def initial_magnitude(settings: Lora, roles: MatrixDims, w: jax.Array) -> jax.Array:
-    """Returns the norm of each output's weights: the magnitude with which DoRA begins."""
+    """Returns the norm of each output's weights, DoRA's initial magnitude."""
     norm = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=roles.inputs))
     kept = [i for i in range(w.ndim) if i not in roles.inputs]
     norm = lax.transpose(norm, [kept.index(dim) for dim in factor_dims(roles, MAGNITUDE)]).astype(settings.dtype)
@@ -173,7 +173,6 @@ def initial_magnitude(settings: Lora, roles: MatrixDims, w: jax.Array) -> jax.Ar
 def adapted(
     settings: Lora, roles: MatrixDims, path: str, w: jax.Array, adapters: Mapping[str, jax.Array]
 ) -> AdaptedWeight:
-    """Returns a weight with its adapters."""
     leading = () if settings.adapters is None else (ADAPTER,)
     factors = {name: Factor(adapters[name], (*leading, *factor_dims(roles, name))) for name in names_of(settings)}
     return AdaptedWeight(

@@ -1,8 +1,8 @@
 """DPO and related losses on pairs of answers to one prompt.
 
-The log-ratio of an answer is r = log p(answer | prompt) - log p_reference(answer | prompt), where p is the model that is trained.
-Log-probabilities are sums over the answer's n tokens. With c for the chosen and r for the rejected answer, b for `beta`, e for
-`label_smoothing` and L(h) = -log sigmoid(h), the loss of a pair is:
+The log-ratio of an answer is r = log p(answer | prompt) - log p_reference(answer | prompt), where p is the trained model.
+Log-probabilities are summed over the answer's n tokens. With c for the chosen and r for the rejected answer, b for `beta`, e
+for `label_smoothing` and L(h) = -log sigmoid(h), the loss of a pair is:
 
 | `loss` | of a pair | source |
 |---|---|---|
@@ -49,9 +49,9 @@ class PreferenceLoss:
 
     Attributes:
       loss: one of `LOSSES`.
-      beta: how strongly the model is held to the reference (IPO's tau); greater than 0. SimPO's authors use 2 to 2.5.
-      label_smoothing: the share of pairs assumed to be labelled the wrong way round, from 0 to below 0.5. Not for 'ipo'.
-      target_margin: the margin that SimPO's rewards should differ by (its gamma); 0 or more. Only for 'simpo'.
+      beta: strength of the pull towards the reference (IPO's tau); greater than 0. SimPO's authors use 2 to 2.5.
+      label_smoothing: share of pairs assumed to be mislabelled, from 0 to below 0.5. Not for 'ipo'.
+      target_margin: margin between SimPO's rewards (its gamma); 0 or more. Only for 'simpo'.
     """
 
     loss: str = "sigmoid"
@@ -68,7 +68,7 @@ class PreferenceLoss:
         """Checks every field.
 
         Raises:
-          UserError: a field has a value that can't be used; names the field, the value and what is allowed.
+          UserError: a field has an invalid value; names the field, the value and the valid ones.
         """
         if self.loss not in LOSSES:
             raise UserError(
@@ -95,8 +95,8 @@ class PreferenceLoss:
 
         Args:
           logps: float32 [pairs, 2], log-probabilities of the chosen and the rejected answer.
-          lengths: [pairs, 2], tokens of the answers. An answer of a row that only fills a batch may have none.
-          reference_logps: float32 [pairs, 2], those of the reference. Not used by 'simpo'.
+          lengths: [pairs, 2], tokens of the answers. Answers of rows that only fill a batch may have 0.
+          reference_logps: float32 [pairs, 2], the reference's log-probabilities. Not used by 'simpo'.
 
         Returns:
           The losses and rewards. The rewards have no gradient.
@@ -128,5 +128,4 @@ class PreferenceLoss:
 
 
 def _difference(pairs: jax.Array) -> jax.Array:
-    """Returns chosen - rejected of an array [pairs, 2]."""
     return pairs[:, 0] - pairs[:, 1]

@@ -2,17 +2,17 @@
 
     task_p.model = Config(model.PreferenceModel, name="lm", lm_tpl=..., preference=Config(loss.PreferenceLoss, beta=0.1))
 
-A pair is one entry of the batch, so that nothing that divides a batch (padding, minibatches, devices, processes) can separate the
-answers. A batch is a NestedMap with B pairs of `inputs.PreferenceInput`:
+A pair is one entry of the batch, so padding, minibatches, devices and processes never separate its answers. A batch is a
+NestedMap with B pairs of `inputs.PreferenceInput`:
 
     chosen, rejected     NestedMaps of `ids`, `labels`, `paddings`, `weights`, `segment_ids`, `segment_pos`, each [B, T]:
                          prompt and answer as a row of a language model, with weight 1 on the answer's labels and 0 on all
                          others; and `reference_logps` [B], log-probability of the answer by the reference model
     eval_sample_weights  [B], the weight of each pair; optional
-    pair_index           [B], the pair's number in its files; not read
+    pair_index           [B], the pair's number in its files; unused
 
-The model runs on the 2 B rows in the order chosen 0, rejected 0, chosen 1, ..., so that no row leaves its device. A batch without
-`chosen` is one of a language model, and gives praxis' loss and metrics.
+The model runs on the 2 B rows in the order chosen 0, rejected 0, chosen 1, ..., so that no row leaves its device. A batch
+without `chosen` is one of a language model, and gives praxis' loss and metrics.
 
 The variables are those of praxis' `LanguageModel` with the same `lm_tpl`, so that checkpoints and Hugging Face folders fit.
 """
@@ -44,10 +44,10 @@ class PreferenceLanguageModel(layers.LanguageModel):
     preference: PreferenceLoss = base_layer.instance_field(PreferenceLoss)
 
     def setup(self) -> None:
-        """Creates the child layers.
+        """Checks `preference` and creates the child layers.
 
         Raises:
-          UserError: a field of `preference` is wrong.
+          UserError: a field of `preference` is invalid.
         """
         self.preference.check()
         super().setup()
@@ -59,7 +59,7 @@ class PreferenceLanguageModel(layers.LanguageModel):
           input_batch: B pairs, see the module docstring, or a batch of a language model.
 
         Returns:
-          What praxis' `LanguageModel` returns for the 2 B rows, or for the batch of a language model.
+          The predictions of praxis' `LanguageModel` for the 2 B rows, or for the batch of a language model.
         """
         return super().compute_predictions(_rows(input_batch) if "chosen" in input_batch else input_batch)
 
@@ -69,7 +69,7 @@ class PreferenceLanguageModel(layers.LanguageModel):
         """Computes the loss, and metrics named as in TRL.
 
         Args:
-          predictions: what `compute_predictions` returned.
+          predictions: the result of `compute_predictions`.
           input_batch: the batch.
 
         Returns:
@@ -108,12 +108,12 @@ class PreferenceLanguageModel(layers.LanguageModel):
         return scalars, NestedMap(logps=logps, rewards=found.rewards, loss=found.loss)
 
     def with_reference(self, input_batch: NestedMap) -> NestedMap:
-        """Returns the batch with this model's own log-probabilities, without dropout, as those of the reference.
+        """Returns the batch with this model's own log-probabilities, without dropout, as the reference's.
 
-        Used where the step itself computes the reference, with the frozen base of adapters. Call it with the base's variables.
+        Used if the step itself computes the reference with the frozen base of adapters. Call it with the base's variables.
 
         Args:
-          input_batch: pairs. A batch of a language model, and one that has a reference, is returned as it is.
+          input_batch: pairs. A batch of a language model, or one with a reference, is returned unchanged.
 
         Returns:
           A new batch with `reference_logps` float32 [B] in `chosen` and `rejected`. They have no gradient.
@@ -150,7 +150,7 @@ class PreferenceModel(PreferenceLanguageModel, DecoderLanguageModel):
 
 
 def _rows(batch: NestedMap) -> NestedMap:
-    """Returns a batch of a language model with 2 B rows: chosen 0, rejected 0, chosen 1, ..."""
+    """Returns a language model's batch with 2 B rows: chosen 0, rejected 0, chosen 1, ..."""
     rows = NestedMap()
     for name in batch.chosen.keys() - {REFERENCE}:
         both = jnp.stack([batch.chosen[name], batch.rejected[name]], axis=1)
@@ -166,7 +166,7 @@ def _answer_logps(predictions: Any, batch: NestedMap) -> tuple[jax.Array, jax.Ar
 
 
 def _as_float32(x: jax.Array) -> jax.Array:
-    """Reads log-probabilities that are float32, or the bits of float32 in an int32."""
+    """Returns float32 log-probabilities; an int32 holds the bits of float32."""
     if x.dtype == jnp.int32:
         return jax.lax.bitcast_convert_type(x, jnp.float32)
     if x.dtype != jnp.float32:
