@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import reporting
 from benchmarks.decode import measure, rotate
 from benchmarks.generate import BATCH, Llama, norm, params_of
-from spmd_trainer.lm_eval import shapes
+from spmd_trainer.lm_eval import steps
 from spmd_trainer.lm_eval.requests import Requests, Scored, Source
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.job import Job
@@ -136,7 +136,7 @@ def main() -> int:
         print(f"the scores differ by {worst:.2g}: not comparable")
         return 1
     lengths = [len(row.tokens) - 1 for row in rows]
-    wasted = shapes.padding(lengths, shapes.batches(lengths, requests.shapes(lengths)))
+    wasted = steps.padding(lengths, steps.batches(lengths, requests.shapes(lengths)))
     seconds = measure(calls, arguments.rounds)
     report = reporting.Report("lm_eval", arguments.json)
     for name, values in seconds.items():

@@ -18,7 +18,7 @@ from spmd_trainer.callbacks import Callback
 from spmd_trainer.cli import launch, live_line, log_lines, run_flags
 from spmd_trainer.cli.run_flags import Experiment
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import quiet_tensorflow
+from spmd_trainer.inputs import tensorflow_bridge
 from spmd_trainer.planner.plan import Plan
 from spmd_trainer.step.mesh_choice import mesh_flag
 from spmd_trainer.training import host_devices
@@ -30,7 +30,7 @@ from spmd_trainer.training.train import TrainResult
 MeshSizes: TypeAlias = str | Mapping[str, int] | Sequence[tuple[str, int]]
 Directory: TypeAlias = str | os.PathLike[str]
 
-quiet_tensorflow.keep_quiet()
+tensorflow_bridge.keep_quiet()
 
 
 @dataclasses.dataclass(frozen=True)

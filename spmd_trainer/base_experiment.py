@@ -125,7 +125,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         Raises:
           ValueError: the number of training datasets is not one.
         """
-        from spmd_trainer.inputs import specs
+        from spmd_trainer.inputs import batches
 
         training = self.train_datasets()
         if not training and not self.task().train.always_use_train_for_model_init:
@@ -135,7 +135,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
                 f"{type(self).__name__} has {len(training)} training datasets, but the default input specs need exactly one; "
                 "override get_input_specs_provider_params()"
             )
-        return pax_fiddle.Config(specs.DatasetSpecsProvider, input_p=training[0])
+        return pax_fiddle.Config(batches.DatasetSpecsProvider, input_p=training[0])
 
     def validate(self) -> None:  # noqa: B027 (empty on purpose: overriding it is optional)
         """Raises ValueError if the experiment's settings contradict each other. Called before anything is built."""

@@ -12,7 +12,7 @@ from absl import app, flags
 from spmd_trainer.cli import doctor, flag_parsing, interruption, log_lines
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, installation, user_code
-from spmd_trainer.inputs import quiet_tensorflow
+from spmd_trainer.inputs import tensorflow_bridge
 from spmd_trainer.training import garbage
 
 flags.DEFINE_string("exp", None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows all.")
@@ -285,7 +285,7 @@ def _page(more_directories: Sequence[str]) -> None:
 def run() -> None:
     """Entry point of the `spmd-trainer` command."""
     garbage.rest()
-    quiet_tensorflow.keep_quiet()
+    tensorflow_bridge.keep_quiet()
     # Makes packages in the working directory importable, as `python -m` does.
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

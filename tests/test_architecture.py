@@ -29,7 +29,7 @@ LAYERS = [
     ["lm_eval", "tracking/tracking", "tracking/variable_histograms", "planner/topologies"],
     ["watch"],
     ["training"],
-    ["planner", "pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "lm_eval/judging"],
+    ["planner", "pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "lm_eval/mode"],
     ["pax/import_names"],
     ["main", "cli", "api", "__init__"],
 ]

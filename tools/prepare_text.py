@@ -18,7 +18,7 @@ from absl import logging
 
 import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import prepare, tokenise
+from spmd_trainer.inputs.corpus import encoding, prepare
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.prepared import Description
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--separator", help="text between the documents of a text file; default: a file is one document"
     )
-    parser.add_argument("--bad_records", choices=(tokenise.RAISE, tokenise.SKIP), default=tokenise.RAISE)
+    parser.add_argument("--bad_records", choices=(encoding.RAISE, encoding.SKIP), default=encoding.RAISE)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     args = parser.parse_args(argv)
     logging.set_verbosity(logging.INFO)

@@ -6,16 +6,36 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from praxis import base_layer, decoder_hparams, layers, pax_fiddle, py_utils
+from praxis import base_hyperparams, base_layer, decoder_hparams, layers, pax_fiddle, py_utils
 
 from spmd_trainer import base_experiment, experiment_registry, sharding, tasks_lib
 from spmd_trainer.inputs import stdlib_text, text
-from spmd_trainer.metrics import weighted
 from spmd_trainer.tasks.lm import layer_norm, task_defaults
 
 # 256 bytes and end-of-text. 257 is prime, so no mesh divides it and every run exercises padding.
 VOCAB_SIZE = 257
 END_OF_TEXT = 256
+
+
+class BitsPerByte(base_hyperparams.FiddleBaseParameterizable):
+    """Adds `bits_per_byte`, the cross-entropy in bits, to a byte-level language model's metrics.
+
+    Attributes:
+      source: the metric in nats per byte.
+    """
+
+    source: str = "avg_xent"
+
+    def __call__(self, weighted_scalars: Any) -> Any:
+        """Returns the same {name: (mean, weight)} with `bits_per_byte` added.
+
+        Raises:
+          ValueError: the model has no metric named `source`.
+        """
+        if self.source not in weighted_scalars:
+            raise ValueError(f"BitsPerByte reads {self.source!r}; the model's outputs are {sorted(weighted_scalars)}")
+        nats, weight = weighted_scalars[self.source]
+        return type(weighted_scalars)({**weighted_scalars, "bits_per_byte": (nats / math.log(2), weight)})
 
 
 @experiment_registry.register
@@ -91,7 +111,7 @@ class StdlibBytes(base_experiment.BaseExperiment):
         """Returns the task: a decoder-only transformer with Pax's v1 sharding, Adam, and greedy decode."""
         task_p = pax_fiddle.Config(tasks_lib.SingleTask, name="stdlib_bytes")
         task_p.model = self._model()
-        task_p.metrics = pax_fiddle.Config(weighted.BitsPerByte)
+        task_p.metrics = pax_fiddle.Config(BitsPerByte)
         train_p = task_p.train
         train_p.num_train_steps = self.NUM_TRAIN_STEPS
         train_p.save_interval_steps = self.CHECKPOINT_EVERY_N_STEPS

@@ -110,9 +110,9 @@ MODES = {
         "export",
     ),
     "lm_eval": Mode(
-        "Judge one checkpoint, the newest or --restore_checkpoint_step, on --tasks of EleutherAI's lm-eval harness.",
-        "lm_eval.judging",
-        "judge",
+        "Evaluate one checkpoint, the newest or --restore_checkpoint_step, on --tasks of EleutherAI's lm-eval harness.",
+        "lm_eval.mode",
+        "evaluate",
     ),
     "page": Mode(
         "Write a page with the curves, times, samples and settings of the run in --job_log_dir: run.html. More directories may "

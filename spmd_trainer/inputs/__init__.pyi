@@ -1,3 +1,5 @@
+from .batches import DatasetSpecsProvider as DatasetSpecsProvider
+from .batches import LmInputSpecsProvider as LmInputSpecsProvider
 from .batches import dataset_input_specs as dataset_input_specs
 from .batches import lm_input_specs as lm_input_specs
 from .batches import pad_batch as pad_batch
@@ -18,8 +20,6 @@ from .indexed import IndexedInput as IndexedInput
 from .packed_text import PackedTextInput as PackedTextInput
 from .preferences import PreferenceInput as PreferenceInput
 from .prefetch import Prefetcher as Prefetcher
-from .specs import DatasetSpecsProvider as DatasetSpecsProvider
-from .specs import LmInputSpecsProvider as LmInputSpecsProvider
 from .stdlib_text import stdlib_heldout_files as stdlib_heldout_files
 from .stdlib_text import stdlib_train_files as stdlib_train_files
 from .synthetic import SyntheticInput as SyntheticInput

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import conversations, prompts
+from spmd_trainer.inputs import messages, text
 from spmd_trainer.inputs.messages import readable_messages
 
 
-class ChatPromptInput(conversations.ConversationFiles, prompts.PromptRows):
+class ChatPromptInput(messages.ConversationFiles, text.PromptRows):
     """Conversations as prompts for `LanguageModel.decode`, written as text by a chat template.
 
     `conversations` describes the files. The template writes all special tokens, so that no others are added. Batches are those of
-    `prompts.PromptRows`; `prompt_index` counts the conversations of all files.
+    `text.PromptRows`; `prompt_index` counts the conversations of all files.
 
     Attributes:
       files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`.
       start: must stay at its default: the template writes the beginning of a text.
-      chat_template, template_variables: see `conversations.ConversationFiles`.
+      chat_template, template_variables: see `messages.ConversationFiles`.
       add_generation_prompt: end the prompt with the beginning of the assistant's answer.
       prefix_len: maximum number of tokens in a prompt, P. A longer conversation is an error.
       num_prompts: number of conversations to use, from the first; None uses all.
@@ -58,7 +58,7 @@ class ChatPromptInput(conversations.ConversationFiles, prompts.PromptRows):
             raise self.error(f"{found.where}: {error}") from error
 
     @functools.cached_property
-    def _conversations(self) -> list[conversations.Conversation]:
+    def _conversations(self) -> list[messages.Conversation]:
         return list(self.conversations())
 
     @functools.cached_property

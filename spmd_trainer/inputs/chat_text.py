@@ -25,13 +25,11 @@ import numpy as np
 from absl import logging
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs import assistant_masks, conversations, files, packed_text
+from spmd_trainer.inputs import assistant_masks, files, messages, packed_text
 from spmd_trainer.inputs.assistant_masks import ASSISTANT, TURNS
-from spmd_trainer.inputs.chat_template import Rendering
-from spmd_trainer.inputs.chat_template_field import clock_of
-from spmd_trainer.inputs.conversations import Conversation
+from spmd_trainer.inputs.chat_template import Rendering, clock_of
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
-from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, readable_messages, text_of_content
+from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, Conversation, readable_messages, text_of_content
 
 # Roles whose messages may be empty: what a tool returned.
 _RETURNED = ("tool", "function", "ipython")
@@ -55,7 +53,7 @@ class Encoded(NamedTuple):
     counted: np.ndarray
 
 
-class ChatInput(conversations.ConversationFiles, packed_text.PackedRows):
+class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
     """Language-model input over conversations, packed into rows (see the module docstring).
 
     `conversations` describes the files, and `packed_text.PackedRows` batches and epochs. A conversation that can't be used is an
@@ -66,7 +64,7 @@ class ChatInput(conversations.ConversationFiles, packed_text.PackedRows):
     Attributes:
       files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`. The tokenizer is a Hugging Face tokenizer.
       start: must stay at its default: the template writes the beginning of a text.
-      chat_template, template_variables: see `conversations.ConversationFiles`.
+      chat_template, template_variables: see `messages.ConversationFiles`.
       seq_len, shuffle: see `packed_text.PackedRows`.
       turns: 'all' counts all messages of the assistant, 'last' only the last one. A conversation may have an entry `turns` of its
         own, which takes precedence.

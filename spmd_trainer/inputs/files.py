@@ -96,7 +96,7 @@ def find_files(files: FileSource | None) -> TextFiles:
     return TextFiles(paths, sizes)
 
 
-def beside(path: str) -> str:
+def nearby_names(path: str) -> str:
     """Returns an addition to an error about a missing path: ' (did you mean b.txt?)', or what its folder holds instead."""
     folder = os.path.dirname(path) or "."
     try:
@@ -168,7 +168,7 @@ def _matches(pattern: str) -> list[str]:
     try:
         held = listed(reading.names(folder))
     except FileNotFoundError as error:
-        raise UserError(f"{pattern} matches no file: there is no folder {folder}{beside(folder)}") from error
+        raise UserError(f"{pattern} matches no file: there is no folder {folder}{nearby_names(folder)}") from error
     except OSError as error:
         raise UserError(
             f"{pattern} matches no file: {folder} can't be read: {reading.problem(folder, error)}"
@@ -183,7 +183,7 @@ def _size(path: str) -> int:
         raise UserError(_directory(path)) from None
     except OSError as error:
         fix = "Correct the path, or leave it out of `files`" if isinstance(error, FileNotFoundError) else _FIX
-        raise UserError(f"{path} can't be read: {reading.problem(path, error)}{beside(path)}. {fix}") from error
+        raise UserError(f"{path} can't be read: {reading.problem(path, error)}{nearby_names(path)}. {fix}") from error
     if is_remote(path):
         return size
     if os.path.isdir(path):

@@ -115,7 +115,7 @@ def _read_text(path: str) -> str:
         return reading.read(path).decode("utf-8-sig")
     except OSError as error:
         raise UserError(
-            f"the tokenizer {path} can't be read: {reading.problem(path, error)}{files.beside(path)}"
+            f"the tokenizer {path} can't be read: {reading.problem(path, error)}{files.nearby_names(path)}"
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a Hugging Face {TOKENIZER_FILE}: it is not UTF-8") from error

@@ -16,7 +16,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import indexed, preference_pairs
-from spmd_trainer.inputs.chat_template_field import clock_of
+from spmd_trainer.inputs.chat_template import clock_of
 from spmd_trainer.inputs.messages import readable_messages
 from spmd_trainer.inputs.preference_pairs import Messages, Pair
 from spmd_trainer.inputs.templated_files import TemplatedFiles

@@ -21,8 +21,7 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files
-from spmd_trainer.inputs.last_used import LastUsed, OpenFile
-from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
 from spmd_trainer.storage import is_remote, local_copies, reading
 
 _HEADER = struct.Struct("<QI")
@@ -53,7 +52,7 @@ class RecordFiles:
     """Records of TFRecord files, numbered from 0 in the order of the files. Several threads may read at a time.
 
     Attributes:
-      numbering: the records of each file.
+      shards: the records of each file.
     """
 
     def __init__(self, source: files.FileSource | None, *, max_open: int | None = None):
@@ -70,12 +69,12 @@ class RecordFiles:
         self._files = files.find_files(source)
         # Of each file: where each record begins, and then where the last one ends.
         self._bounds = [_bounds_of(path) for path in self._files.paths]
-        self.numbering = Numbering([len(bounds) - 1 for bounds in self._bounds])
-        self._open: LastUsed[OpenFile | mmap.mmap] = LastUsed(max_open or _MAX_OPEN)
+        self.shards = ShardIndex([len(bounds) - 1 for bounds in self._bounds])
+        self._open: LRUCache[OpenFile | mmap.mmap] = LRUCache(max_open or _MAX_OPEN)
 
     def __len__(self) -> int:
         """Returns the number of records in all files."""
-        return len(self.numbering)
+        return len(self.shards)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -85,7 +84,7 @@ class RecordFiles:
     @property
     def counts(self) -> list[int]:
         """Records in each file."""
-        return self.numbering.counts.tolist()
+        return self.shards.counts.tolist()
 
     @functools.cached_property
     def checksum(self) -> int:
@@ -104,7 +103,7 @@ class RecordFiles:
 
     def describe(self, record: int) -> str:
         """Returns where a record is, for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
-        index, number = self.numbering.locate(record)
+        index, number = self.shards.locate(record)
         return _describe(self.paths[index], number, int(self._bounds[index][number]))
 
     def read(self, record: int) -> bytes:
@@ -114,7 +113,7 @@ class RecordFiles:
           BrokenRecord: the record doesn't match its checksum; names the file and the record.
           UserError: the file can't be read, or has changed since it was found; names it.
         """
-        index, number = self.numbering.locate(record)
+        index, number = self.shards.locate(record)
         begin, end = self._bounds[index][number : number + 2].tolist()
         (frame,) = self._read(index, [(begin, end - begin)])
         return self._data(frame, end - begin, record)
@@ -127,7 +126,7 @@ class RecordFiles:
         """
         frames: list[bytes] = [b""] * len(records)
         sizes = np.zeros(len(records), np.int64)
-        for index, rows, numbers in self.numbering.split(records):
+        for index, rows, numbers in self.shards.split(records):
             begins, ends = self._bounds[index][numbers], self._bounds[index][numbers + 1]
             sizes[rows] = ends - begins
             spans = list(zip(begins.tolist(), sizes[rows].tolist(), strict=True))

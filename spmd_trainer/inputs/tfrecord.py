@@ -13,8 +13,8 @@ import numpy as np
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import example_layouts, record_files, wire_format
 from spmd_trainer.inputs import examples as examples_lib
+from spmd_trainer.inputs import record_files, wire_format
 from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed, import_tensorflow
 
 ENCODINGS = ("numbers", "raw", "image")
@@ -192,7 +192,7 @@ _tensorflow = functools.cache(import_tensorflow)
 
 
 @functools.lru_cache(maxsize=16)
-def _layouts(features: tuple[tuple[str, Feature], ...]) -> example_layouts.Layouts | None:
+def _layouts(features: tuple[tuple[str, Feature], ...]) -> wire_format.Layouts | None:
     """Returns the layouts of Examples with these features; None if one is an image: those are never alike."""
     keys = [feature.key or name for name, feature in features]
     if any(feature.encoding == "image" or 0 in feature.shape for _, feature in features) or len(set(keys)) < len(keys):
@@ -205,8 +205,8 @@ def _layouts(features: tuple[tuple[str, Feature], ...]) -> example_layouts.Layou
             kind, dtype = wire_format.FLOAT_LIST, "float32"
         else:
             kind, dtype = wire_format.INT64_LIST, "int64"
-        wanted[feature.key or name] = example_layouts.Wanted(name, kind, tuple(feature.shape), dtype)
-    return example_layouts.Layouts(wanted)
+        wanted[feature.key or name] = wire_format.Wanted(name, kind, tuple(feature.shape), dtype)
+    return wire_format.Layouts(wanted)
 
 
 @functools.lru_cache(maxsize=16)

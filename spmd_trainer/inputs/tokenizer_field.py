@@ -109,7 +109,7 @@ def _is_sentencepiece(path: str) -> bool:
     if not reading.exists(path):
         hint = "" if path.endswith((".model", ".json")) else ". Tokenizers are not downloaded"
         raise UserError(
-            f"tokenizer={path!r}: there is no such file or folder{files.beside(path)}{hint}. Give {_ALLOWED}"
+            f"tokenizer={path!r}: there is no such file or folder{files.nearby_names(path)}{hint}. Give {_ALLOWED}"
         )
     if reading.is_dir(path):
         return False

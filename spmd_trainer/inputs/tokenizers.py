@@ -128,8 +128,8 @@ class SentencePieceTokenizer:
             return reading.read(file_or_pattern("model", path))
         except OSError as error:
             raise UserError(
-                f"the SentencePiece model {path} can't be read: {reading.problem(path, error)}{files.beside(path)}. Train one "
-                "with `python tools/train_sentencepiece.py --output=NAME.model FILES`"
+                f"the SentencePiece model {path} can't be read: {reading.problem(path, error)}{files.nearby_names(path)}. Train "
+                "one with `python tools/train_sentencepiece.py --output=NAME.model FILES`"
             ) from error
 
     @functools.cached_property

@@ -5,8 +5,12 @@ See https://protobuf.dev/programming-guides/encoding/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 # Wire types.
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -117,3 +121,202 @@ def _message(field: Field) -> Field:
     if field.kind != BYTES:
         raise ValueError("a number stands where a message should be")
     return field
+
+
+# A batch with more sizes of examples than one in so many is parsed by TensorFlow: a layout would fit few examples.
+_ALIKE = 8
+# Layouts that are kept. If there are more, TensorFlow parses all batches from then on.
+_MOST_LAYOUTS = 64
+# The bit of each byte of a varint that says whether another byte follows, and those of the number.
+_GOES_ON, _DIGITS = 0x80, 0x7F
+# Bytes of the largest varint.
+_MOST_BYTES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Values to find in each example.
+
+    Attributes:
+      name: the name of the array.
+      kind: FLOAT_LIST, INT64_LIST or BYTES_LIST.
+      shape: shape of the values of one example.
+      dtype: dtype of the values: float32, int64 or, for bytes, that of the array which they are, little endian.
+    """
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Layouts:
+    """The layouts of examples seen so far."""
+
+    def __init__(self, wanted: Mapping[str, Wanted]):
+        """Knows no layout yet.
+
+        Args:
+          wanted: what to find, by key of the feature.
+        """
+        self._wanted = {key.encode(): one for key, one in wanted.items()}
+        self._known: dict[int, list[_Layout]] = collections.defaultdict(list)
+        self._count = 0
+        self._gave_up = False
+
+    def parse(self, serialized: Sequence[bytes]) -> dict[str, np.ndarray] | None:
+        """Returns arrays [B, *shape] by name for B serialized examples, or None: TensorFlow must parse them, or find the error.
+
+        Args:
+          serialized: B examples, 1 or more.
+        """
+        if self._gave_up:
+            return None
+        groups: dict[int, list[int]] = collections.defaultdict(list)
+        for row, example in enumerate(serialized):
+            groups[len(example)].append(row)
+        if len(groups) * _ALIKE > len(serialized) + _ALIKE:
+            return None
+        found = {one.name: np.empty((len(serialized), *one.shape), one.dtype) for one in self._wanted.values()}
+        for size, members in groups.items():
+            rows = np.array(members)
+            table = np.frombuffer(b"".join([serialized[row] for row in members]), np.uint8).reshape(len(rows), size)
+            for layout, fitting in self._split(table):
+                if layout is None:
+                    return None
+                chosen = table if len(fitting) == len(rows) else table[fitting]
+                for name, values in layout.values(chosen):
+                    found[name][rows[fitting]] = values
+        return found
+
+    def _split(self, table: np.ndarray) -> Iterator[tuple[_Layout | None, np.ndarray]]:
+        """Yields layouts, and the rows of a table [B, bytes] that have them; None if a row has no layout."""
+        left = np.arange(len(table))
+        known = self._known[table.shape[1]]
+        for layout in known:
+            fits = layout.fits(table[left] if len(left) < len(table) else table)
+            if fits.any():
+                yield layout, left[fits]
+                left = left[~fits]
+            if not len(left):
+                return
+        while len(left):
+            learned = self._learn(table[left[0]].tobytes())
+            if learned is None:
+                yield None, left
+                return
+            fits = learned.fits(table[left])
+            yield learned, left[fits]
+            left = left[~fits]
+
+    def _learn(self, example: bytes) -> _Layout | None:
+        self._gave_up = self._count >= _MOST_LAYOUTS
+        if self._gave_up:
+            return None
+        try:
+            layout = _layout_of(example, self._wanted)
+        except ValueError:
+            return None
+        if layout is not None:
+            self._known[len(example)].append(layout)
+            self._count += 1
+        return layout
+
+
+class _Span(NamedTuple):
+    """Where the values of a feature are in an example.
+
+    Attributes:
+      wanted: what its values are.
+      begin, end: their bytes.
+      numbers: of varints: where each begins, counted from `begin`; otherwise None.
+      shifts: of varints: by how much the bits of each byte are shifted, uint64 [bytes]; otherwise None.
+    """
+
+    wanted: Wanted
+    begin: int
+    end: int
+    numbers: np.ndarray | None = None
+    shifts: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Where the values of an example are.
+
+    Attributes:
+      example: uint8 [bytes], an example with this layout.
+      mask: uint8 [bytes], the bits that are the same in all examples with this layout.
+      spans: the wanted features.
+    """
+
+    example: np.ndarray
+    mask: np.ndarray
+    spans: tuple[_Span, ...]
+
+    def fits(self, table: np.ndarray) -> np.ndarray:
+        """Returns which rows of a table [B, bytes] have this layout, bool [B]."""
+        fitting: np.ndarray = ~((table ^ self.example) & self.mask).any(axis=1)
+        return fitting
+
+    def values(self, table: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the name and the values [B, *shape] of each wanted feature of examples with this layout."""
+        for span in self.spans:
+            cut = np.ascontiguousarray(table[:, span.begin : span.end])
+            if span.numbers is None or span.shifts is None:
+                values = cut.view(np.dtype(span.wanted.dtype).newbyteorder("<"))
+            else:
+                digits = (cut & np.uint8(_DIGITS)).astype(np.uint64) << span.shifts
+                values = np.bitwise_or.reduceat(digits, span.numbers, axis=1).view(np.int64)
+            yield span.wanted.name, values.reshape(len(table), *span.wanted.shape)
+
+
+def _layout_of(example: bytes, wanted: Mapping[bytes, Wanted]) -> _Layout | None:
+    """Returns the layout of an example; None if it lacks a feature or has one of another kind or size.
+
+    Raises:
+      ValueError: it is not a tf.train.Example.
+    """
+    table = np.frombuffer(example, np.uint8)
+    mask = np.full(len(example), 0xFF, np.uint8)
+    spans: dict[bytes, _Span] = {}
+    for feature in example_features(example):
+        parts = [
+            part
+            for part in fields(example, feature.begin, feature.end)
+            if (part.number, part.kind) == (LIST_VALUE, BYTES)
+        ]
+        for part in parts:
+            mask[part.begin : part.end] = 0
+        if feature.name not in wanted:
+            continue
+        one = wanted[feature.name]
+        if feature.name in spans or feature.kind != one.kind or len(parts) != 1:
+            return None
+        (part,) = parts
+        span = _Span(one, part.begin, part.end)
+        if one.kind == INT64_LIST:
+            mask[part.begin : part.end] = _GOES_ON
+            span = _with_numbers(span, table[part.begin : part.end])
+        count = (part.end - part.begin) / np.dtype(one.dtype).itemsize if span.numbers is None else len(span.numbers)
+        if count != np.prod(one.shape, dtype=np.int64):
+            return None
+        spans[feature.name] = span
+    return _Layout(table, mask, tuple(spans.values())) if len(spans) == len(wanted) else None
+
+
+def _with_numbers(span: _Span, varints: np.ndarray) -> _Span:
+    """Returns the span of a list of varints, uint8 [bytes].
+
+    Raises:
+      ValueError: it isn't one.
+    """
+    lasts = np.flatnonzero(varints < _GOES_ON)
+    if not len(varints) or not len(lasts) or lasts[-1] != len(varints) - 1:
+        raise ValueError("the last number of a list is cut off")
+    starts = np.concatenate([[0], lasts[:-1] + 1])
+    sizes = lasts + 1 - starts
+    if sizes.max() > _MOST_BYTES:
+        raise ValueError(f"a number of {sizes.max()} bytes")
+    shifts = 7 * (np.arange(len(varints)) - np.repeat(starts, sizes))
+    return span._replace(numbers=starts, shifts=shifts.astype(np.uint64))

@@ -2,12 +2,11 @@
 
     settings.py    what to judge with: tasks, few-shot examples, chat template
     texts.py       text <-> tokens, by the rules of lm-eval's own `hf` backend
-    shapes.py      the few shapes of the batches, and which requests share a batch
-    answers.py     finished requests on disk, so that a job that was killed goes on
-    steps.py       the steps on the devices: scores of given tokens, continuations of prompts
-    requests.py    runs requests on the mesh: scores and continuations of token sequences
+    steps.py       the compiled steps, their few batch shapes, and which requests share a batch
+    requests.py    runs requests on the mesh, and keeps finished answers on disk so that a killed job resumes
     model.py       the model as lm-eval sees it
-    judge.py       runs the harness on a train state, and writes the results
+    harness_runner.py  runs the harness on a train state, and writes the results
+    mode.py        --mode=lm_eval
 
-Only model.py and judge.py import lm-eval, where they use it.
+Only model.py and harness_runner.py import lm-eval, where they use it.
 """

@@ -11,7 +11,7 @@ from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, start_token
 from spmd_trainer.inputs.tokenizers import Tokenizer
-from spmd_trainer.lm_eval.judge import Judge, Tasks
+from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
 from spmd_trainer.optim.learner import extract_ema, has_ema
 
@@ -63,7 +63,7 @@ class LmEval(Callback):
         self._tokenizer = tokenizer
         self._start = start
         self._tasks: Tasks | None = None
-        self._judge: Judge | None = None
+        self._runner: HarnessRunner | None = None
 
     def on_open(self, run: Run) -> None:
         """Loads the tasks and the tokenizer and builds the judge, so that wrong settings end the run before it trains.
@@ -76,7 +76,7 @@ class LmEval(Callback):
         tokenizer = make_tokenizer(self._settings.model_args.tokenizer or self._tokenizer)
         start = default_start(tokenizer) if self._start is None else self._start
         self._texts: tuple[Tokenizer, int | None] = (tokenizer, start_token(tokenizer, start))
-        self._judge = self._make(run)
+        self._runner = self._make(run)
         self._tasks.load()
 
     def on_start(self, run: Run) -> None:
@@ -99,18 +99,18 @@ class LmEval(Callback):
         return step % self._every_steps == 0 or step == run.num_steps
 
     def _evaluate(self, run: Run, step: int) -> None:
-        if self._judge is None or self._partitioner is not run.partitioner:
-            self._judge = self._make(run)
+        if self._runner is None or self._partitioner is not run.partitioner:
+            self._runner = self._make(run)
         run.begin(f"lm_eval at step {step}", "evaluation")
         state = run.state.to_eval_state()
         if run.task.train.eval_use_ema_states and has_ema(run.task.learner):
             state = dataclasses.replace(state, mdl_vars=extract_ema(run.state.opt_states, run.state.mdl_vars))
-        self.metrics = self._judge.run(state, step, run.job_log_dir, run.summaries)
+        self.metrics = self._runner.run(state, step, run.job_log_dir, run.summaries)
 
-    def _make(self, run: Run) -> Judge:
+    def _make(self, run: Run) -> HarnessRunner:
         self._partitioner = run.partitioner
         tokenizer, start_id = self._texts
-        return Judge(
+        return HarnessRunner(
             self._settings,
             run.task,
             run.partitioner,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
+from etils import epath
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
@@ -22,14 +23,59 @@ from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.token_bytes import token_bytes
 from spmd_trainer.inputs.tokenizers import Tokenizer
-from spmd_trainer.lm_eval import shapes as shapes_lib
-from spmd_trainer.lm_eval.answers import Answers, request_key
-from spmd_trainer.lm_eval.shapes import Shape
-from spmd_trainer.lm_eval.steps import generate_step, score_step
+from spmd_trainer.lm_eval import steps
+from spmd_trainer.lm_eval.steps import Shape, generate_step, score_step
 from spmd_trainer.sharding.host_devices import finish_on_host_devices
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.step.partitioner import PartitionedStep, Partitioner
+from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
+
+ANSWERS_FILE = "answers.jsonl"
+
+
+def request_key(*parts: Any) -> str:
+    """Returns the key of a request: a checksum of JSON values that its answer depends on, the model included."""
+    return short_hash(json.dumps(parts, sort_keys=True), 32)
+
+
+class Answers:
+    """The answers of one model state: lines {"key": ..., "answer": ...}. Only one process may create and use this object."""
+
+    def __init__(self, directory: epath.Path):
+        """Reads what is there; a line that is incomplete because the process was killed is ignored.
+
+        Args:
+          directory: where the file is; made when the first answer is added.
+        """
+        path = directory / ANSWERS_FILE
+        text = read_joined(path)
+        self._known: dict[str, Any] = {}
+        for line in text.splitlines():
+            try:
+                record = json.loads(line)
+                self._known[record["key"]] = record["answer"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue
+        self._file: GrowingFile = open_append(path)
+        self._ends_line = not text or text.endswith("\n")
+
+    def known(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Returns the answers to those of the requests that are finished, by key."""
+        return {key: self._known[key] for key in keys if key in self._known}
+
+    def add(self, answers: Mapping[str, Any]) -> None:
+        """Adds answers, JSON values by key, to the end of the file."""
+        lines = "".join(json.dumps({"key": key, "answer": answer}) + "\n" for key, answer in answers.items())
+        self._file.write((lines if self._ends_line else "\n" + lines).encode())
+        self._ends_line = True
+        self._known.update(answers)
+
+    def flush(self) -> None:
+        """Makes all answers visible in an object store."""
+        self._file.flush()
+
 
 # Bytes of answers that process 0 sends to the others at once.
 _MESSAGE_BYTES = 2**19
@@ -186,7 +232,7 @@ class Requests:
 
     def shapes(self, lengths: Sequence[int], limit: int | None = None) -> list[Shape]:
         """Returns the shapes of the batches for rows of these lengths, at most `limit` (`max_length`) tokens each."""
-        return shapes_lib.choose_shapes(
+        return steps.choose_shapes(
             lengths,
             limit=self.max_length if limit is None else limit,
             rows_of=self._rows_of,
@@ -222,7 +268,7 @@ class Requests:
         # The shapes are those for all requests, so that a job that goes on compiles the same ones.
         shapes = self.shapes(list(run.lengths.values()), run.limit)
         todo = [key for key in run.lengths if key not in found]
-        batches = shapes_lib.batches([run.lengths[key] for key in todo], shapes)
+        batches = steps.batches([run.lengths[key] for key in todo], shapes)
         if found:
             logging.info("%s: %d of %d were already answered", run.what, len(found), len(run.lengths))
         waiting: tuple[list[str], Any] | None = None

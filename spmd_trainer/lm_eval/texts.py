@@ -10,8 +10,7 @@ import numpy as np
 from absl import logging
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.chat_template import ChatTemplate, choose
-from spmd_trainer.inputs.chat_template_field import template_of
+from spmd_trainer.inputs.chat_template import ChatTemplate, choose, template_of
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.settings import ModelArgs

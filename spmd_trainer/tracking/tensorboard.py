@@ -32,17 +32,17 @@ class TensorboardTracker(Tracker):
 
     def open(self, facts: RunFacts) -> str:
         """Writes the config and the hyperparameters."""
-        from spmd_trainer.metrics import event_summaries
+        from spmd_trainer.metrics import event_files
 
-        self._summaries = event_summaries
+        self._summaries = event_files
         self._root = facts.job_log_dir / "summaries"
         self._files: dict[str, EventFile] = {}
         self.where = f"tensorboard --logdir={self._root}"
         self._first_step = facts.first_step
         train = self._new_file("train")
-        train.add(facts.first_step, event_summaries.text("config", _as_code(facts.config_text)))
+        train.add(facts.first_step, event_files.text("config", _as_code(facts.config_text)))
         hparams = {"experiment": facts.experiment, **flat(facts.settings)}
-        train.add(0, event_summaries.hparams(hparams, trial=str(facts.job_log_dir), began=time.time()))
+        train.add(0, event_files.hparams(hparams, trial=str(facts.job_log_dir), began=time.time()))
         train.flush()
         return facts.name
 

@@ -16,8 +16,7 @@ from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.storage.run_files import PAGE
 from spmd_trainer.tracking import registry
 from spmd_trainer.tracking.base import RunFacts, Status, Tracker
-from spmd_trainer.tracking.feed import CLOSE_SECONDS, Feed
-from spmd_trainer.tracking.run_ids import RunIds
+from spmd_trainer.tracking.feed import CLOSE_SECONDS, Feed, RunIds
 from spmd_trainer.tracking.settings import Settings, nested
 from spmd_trainer.tracking.variable_histograms import VariableHistograms
 

@@ -13,7 +13,7 @@ from praxis.py_utils import NestedMap
 
 import spmd_trainer.inputs
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import batches, specs, synthetic, text
+from spmd_trainer.inputs import batches, synthetic, text
 
 
 def as_shapes(tree):
@@ -68,7 +68,7 @@ def test_specs_of_a_text_dataset_cost_no_reading(tmp_path):
     config = pax_fiddle.Config(
         text.ByteTextInput, files=write_files(tmp_path, b"hello"), seq_len=3, batch_size=2, is_training=True
     )
-    provider = base_hyperparams.instantiate(pax_fiddle.Config(specs.DatasetSpecsProvider, input_p=config))
+    provider = base_hyperparams.instantiate(pax_fiddle.Config(batches.DatasetSpecsProvider, input_p=config))
     expected = as_shapes(batches.lm_input_specs(2, 3))
     assert as_shapes(provider.get_input_specs()) == expected
     assert as_shapes(batches.dataset_input_specs(config)) == expected
@@ -87,7 +87,7 @@ class PlainInput(base_input.BaseInput):
 @pytest.mark.parametrize("settings", [{"files": "nowhere/*.txt"}, {"files": "x.txt", "tokenizer": "nowhere.json"}])
 def test_an_input_s_own_error_has_no_configuration_behind_it(settings):
     config = pax_fiddle.Config(text.TextInput, name="corpus", seq_len=4, batch_size=2, **settings)
-    provider = pax_fiddle.build(pax_fiddle.Config(specs.DatasetSpecsProvider, input_p=config))
+    provider = pax_fiddle.build(pax_fiddle.Config(batches.DatasetSpecsProvider, input_p=config))
     for get_specs in (provider.get_input_specs, lambda: batches.dataset_input_specs(config)):
         with pytest.raises(UserError, match=r"^TextInput 'corpus': .*there is no") as refused:
             get_specs()
@@ -102,13 +102,13 @@ def test_specs_of_any_other_dataset_are_measured():
 
 
 def test_lm_specs_provider():
-    provider = base_hyperparams.instantiate(pax_fiddle.Config(specs.LmInputSpecsProvider, batch_size=2, seq_len=3))
+    provider = base_hyperparams.instantiate(pax_fiddle.Config(batches.LmInputSpecsProvider, batch_size=2, seq_len=3))
     batch = synthetic.SyntheticLmInput(seq_len=3, batch_size=2).get_next()
     assert as_shapes(provider.get_input_specs()) == as_shapes(batch)
     with pytest.raises(ValueError, match=r"batch_size=2 and seq_len=0; both"):
-        specs.LmInputSpecsProvider(batch_size=2).get_input_specs()
+        batches.LmInputSpecsProvider(batch_size=2).get_input_specs()
     with pytest.raises(ValueError, match="no input_p; set it"):
-        specs.DatasetSpecsProvider().get_input_specs()
+        batches.DatasetSpecsProvider().get_input_specs()
 
 
 def test_the_package_exports_its_names():
@@ -130,7 +130,7 @@ from spmd_trainer.inputs import prefetch, stdlib_text
 assert not {"jax", "praxis", "tensorflow"} & set(sys.modules)
 from spmd_trainer.inputs import *
 assert TextInput and TfRecordInput and GrainInput
-from spmd_trainer.inputs import batches, files, indexed, specs, synthetic, text
+from spmd_trainer.inputs import batches, files, indexed, synthetic, text
 from spmd_trainer.tasks.lm import input_generator
 assert "tensorflow" not in sys.modules
 """

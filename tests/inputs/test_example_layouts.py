@@ -5,7 +5,7 @@ import pytest
 from facts import raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import example_layouts, tfrecord, wire_format
+from spmd_trainer.inputs import tfrecord, wire_format
 from spmd_trainer.inputs.tfrecord import Feature
 
 FEATURES = {
@@ -130,9 +130,9 @@ def outcome(examples, parse_all=parse):
 
 
 def test_many_layouts_are_left_to_tensorflow(monkeypatch):
-    monkeypatch.setattr(example_layouts, "_MOST_LAYOUTS", 3)
-    wanted = {"label": example_layouts.Wanted("label", wire_format.INT64_LIST, (), "int64")}
-    layouts = example_layouts.Layouts(wanted)
+    monkeypatch.setattr(wire_format, "_MOST_LAYOUTS", 3)
+    wanted = {"label": wire_format.Wanted("label", wire_format.INT64_LIST, (), "int64")}
+    layouts = wire_format.Layouts(wanted)
     rng = np.random.default_rng(4)
 
     def batch(*names):

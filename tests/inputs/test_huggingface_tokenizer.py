@@ -500,4 +500,4 @@ def test_a_sentencepiece_model_is_taken_by_its_path(corpus, tmp_path):
         make(corpus, str(tmp_path / "word.model"))
     with raises_naming(UserError, tmp_path / "word.model", "can't be read", "No such file", "words.model?"):
         tokenizers.SentencePieceTokenizer(tmp_path / "word.model")
-    assert files.beside(f"{prefix}.model") == ""
+    assert files.nearby_names(f"{prefix}.model") == ""

@@ -13,7 +13,7 @@ import pytest
 from etils import epath
 from trained_helpers import make_job
 
-from spmd_trainer.lm_eval import judging
+from spmd_trainer.lm_eval import mode
 from spmd_trainer.lm_eval.settings import LmEvalSettings
 
 pytestmark = pytest.mark.slow  # runs by `make interop`
@@ -47,7 +47,7 @@ def test_every_answer_is_that_of_the_hf_backend(mesh, answered, tmp_path):
         restore_checkpoint_dir=epath.Path(folder),
         lm_eval=settings,
     )
-    judging.judge(job)
+    mode.evaluate(job)
     helpers.compare(helpers.results_in(epath.Path(tmp_path) / "lm_eval/step_0"), expected)
 
 

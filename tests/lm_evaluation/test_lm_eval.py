@@ -23,7 +23,7 @@ from spmd_trainer import multihost
 from spmd_trainer.checkpointing.errors import CheckpointError
 from spmd_trainer.decoder.lora import Lora
 from spmd_trainer.errors import UserError
-from spmd_trainer.lm_eval import judging
+from spmd_trainer.lm_eval import mode
 from spmd_trainer.lm_eval.lm_eval import LmEval
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
@@ -76,7 +76,7 @@ def job_on_folder(
 @pytest.mark.parametrize("variant", helpers.VARIANTS)
 def test_answers_are_those_of_the_hf_backend(variant, tmp_path, capsys):
     settings = settings_of(tmp_path, variant)
-    metrics = judging.judge(job_on_folder(tmp_path, settings, variant=variant, mesh=MESHES[variant]))
+    metrics = mode.evaluate(job_on_folder(tmp_path, settings, variant=variant, mesh=MESHES[variant]))
     directory = epath.Path(tmp_path / "run/lm_eval/step_0")
     found = helpers.results_in(directory)
     helpers.compare(found, golden()[variant])
@@ -99,7 +99,7 @@ def write_pairs(tmp_path):
 def test_an_experiment_on_pairs_gives_the_same_answers(tmp_path):
     fields = (f"FILES={str(write_pairs(tmp_path))!r}",)
     job = job_on_folder(tmp_path, settings_of(tmp_path), exp="lm.finetune.DpoFromFolder", fields=fields)
-    judging.judge(job)
+    mode.evaluate(job)
     directory = epath.Path(tmp_path / "run/lm_eval/step_0")
     helpers.compare(helpers.results_in(directory), golden()["plain"])
 
@@ -110,8 +110,8 @@ def test_results_count_frozen_parameters(tmp_path):
             config.task.lora = Config(Lora, targets="all-linear", rank=rank) if rank else None
 
         job = job_on_folder(tmp_path, settings, customize=add_adapters)
-        judge = judging.judge_of(job, settings)
-        return judge._model.get_model_info()["model_num_parameters"]
+        runner = mode.make_runner(job, settings)
+        return runner._model.get_model_info()["model_num_parameters"]
 
     settings = settings_of(tmp_path)
     base, first, second = (parameters(rank) for rank in (None, 1, 2))
@@ -137,12 +137,12 @@ def test_every_process_gets_the_results_or_the_error_of_process_0(tmp_path, monk
     monkeypatch.setattr(multihost, "gather", from_gather)
     monkeypatch.setattr(multihost, "broadcast", from_broadcast)
     said["broadcast"] = [{"tiny_choice": {"acc": 0.25, "acc_stderr": 0.125}}]
-    assert judging.judge(job) == {"tiny_choice/acc": 0.25, "tiny_choice/acc_stderr": 0.125}
+    assert mode.evaluate(job) == {"tiny_choice/acc": 0.25, "tiny_choice/acc_stderr": 0.125}
     for path in results.glob("results_*.json"):
         path.unlink()
     said.update(broadcast=None, gather={"problem": None, "kind": "other", "error": "OSError: no space"})
     with raises_naming(CheckpointError, "process 0", "OSError: no space"):
-        judging.judge(job)
+        mode.evaluate(job)
 
 
 class Killed(BaseException):
@@ -163,13 +163,13 @@ def test_a_killed_evaluation_goes_on_and_runs_each_request_once(tmp_path):
             if next(left, None) is None:
                 raise Killed
 
-        judge = judging.judge_of(job, settings)
+        runner = mode.make_runner(job, settings)
         writers = SummaryWriters(tmp_path / "run")
         try:
-            judge.run(state, step, epath.Path(tmp_path / "run"), writers, between_batches)
-            return judge, True
+            runner.run(state, step, epath.Path(tmp_path / "run"), writers, between_batches)
+            return runner, True
         except Killed:
-            return judge, False
+            return runner, False
         finally:
             writers.close()
 
@@ -178,15 +178,15 @@ def test_a_killed_evaluation_goes_on_and_runs_each_request_once(tmp_path):
         if starts == 1:  # the process was killed while it wrote a line
             with (directory / "answers.jsonl").open("a") as file:
                 file.write('{"key": "5a3')
-        judge, complete = evaluate(batches=7)
-        starts, computed = starts + 1, computed + judge.requests.computed
-        shapes.add(judge.requests.compiled)
+        runner, complete = evaluate(batches=7)
+        starts, computed = starts + 1, computed + runner.requests.computed
+        shapes.add(runner.requests.compiled)
     assert starts > 2
     helpers.compare(helpers.results_in(directory), golden()["plain"])
     keys = [json.loads(line)["key"] for line in (directory / "answers.jsonl").read_text().splitlines() if "}" in line]
     assert len(keys) == len(set(keys)) == computed
-    judge, _ = evaluate(batches=0)  # nothing is left to run
-    assert judge.requests.computed == judge.requests.compiled == 0
+    runner, _ = evaluate(batches=0)  # nothing is left to run
+    assert runner.requests.computed == runner.requests.compiled == 0
 
 
 @pytest.mark.slow
@@ -219,12 +219,12 @@ def test_a_process_that_is_killed_goes_on(tmp_path):
 def test_other_variables_are_judged_anew(tmp_path):
     settings = settings_of(tmp_path, names=["tiny_choice"])
     job = job_on_folder(tmp_path, settings, mesh=(1, 1, 1))
-    judging.judge(job)
+    mode.evaluate(job)
     lines = read_lines(epath.Path(tmp_path / "run/lm_eval/step_0/answers.jsonl"))
     weights = load_file(tmp_path / "folder/model.safetensors")
     weights["model.norm.weight"] *= 2
     save_file(weights, tmp_path / "folder/model.safetensors", metadata={"format": "pt"})
-    judging.judge(job_on_folder(tmp_path, settings, mesh=(1, 1, 1)))
+    mode.evaluate(job_on_folder(tmp_path, settings, mesh=(1, 1, 1)))
     again = read_lines(epath.Path(tmp_path / "run/lm_eval/step_0/answers.jsonl"))
     assert len(again) == 2 * len(lines)
     assert len({line["key"] for line in again}) == len(again)
@@ -262,7 +262,7 @@ def test_during_training_every_n_steps(tmp_path):
         restore_checkpoint_dir=epath.Path(tmp_path / "run/checkpoints"),
         lm_eval=settings,
     )
-    metrics = judging.judge(later)
+    metrics = mode.evaluate(later)
     for metric in ("word_perplexity", "bits_per_byte"):
         np.testing.assert_allclose(metrics[f"tiny_perplexity/{metric}"], written[5][metric], rtol=1e-6)
 
@@ -291,18 +291,18 @@ def test_a_callback_with_wrong_settings_ends_the_run_before_it_trains(options, f
 
 def test_what_is_refused(tmp_path):
     with raises_naming(UserError, "--tasks", "'tiny_choise'", "tiny_choice"):
-        judging.judge(job_on_folder(tmp_path, settings_of(tmp_path, names=["tiny_choise"])))
+        mode.evaluate(job_on_folder(tmp_path, settings_of(tmp_path, names=["tiny_choise"])))
     with raises_naming(UserError, "--include_path=nowhere", "no such directory"):
-        judging.judge(job_on_folder(tmp_path, settings_of(tmp_path, include_path="nowhere")))
+        mode.evaluate(job_on_folder(tmp_path, settings_of(tmp_path, include_path="nowhere")))
     broken = tmp_path / "tasks/tiny_generate.yaml"
     helpers.write_tasks(tmp_path / "tasks")
     broken.write_text(broken.read_text().replace("prompts.jsonl", "no_such_file.jsonl"))
     settings = LmEvalSettings(("tiny_generate",), include_path=str(tmp_path / "tasks"))
     with raises_naming(UserError, "--tasks: tiny_generate", "no_such_file.jsonl"):
-        judging.judge(job_on_folder(tmp_path, settings))
+        mode.evaluate(job_on_folder(tmp_path, settings))
     text_only = make_job(tmp_path / "b", mode="lm_eval", lm_eval=settings_of(tmp_path, "chat"))
     with raises_naming(UserError, "ByteTokenizer", "no chat template"):
-        judging.judge(text_only)
+        mode.evaluate(text_only)
 
 
 def test_a_model_without_generation_settings_says_what_it_can_do(tmp_path):
@@ -313,4 +313,4 @@ def test_a_model_without_generation_settings_says_what_it_can_do(tmp_path):
     settings = settings_of(tmp_path, names=["tiny_generate"], gen_kwargs={"max_gen_toks": 4})
     job = make_job(tmp_path / "run", exp=TINY, mode="lm_eval", customize=no_steps, lm_eval=settings)
     with raises_naming(UserError, "generate_until", "LanguageModel", "no settings"):
-        judging.judge(job)
+        mode.evaluate(job)

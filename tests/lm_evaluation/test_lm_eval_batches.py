@@ -2,7 +2,7 @@
 
 from spmd_trainer.lm_eval import requests
 from spmd_trainer.lm_eval.requests import Prompt, Scored
-from spmd_trainer.lm_eval.shapes import Shape
+from spmd_trainer.lm_eval.steps import Shape
 
 
 def test_only_the_answer_has_weight():

@@ -22,9 +22,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.tokenizer_field import default_start
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
-from spmd_trainer.lm_eval import judge, judging, shapes
-from spmd_trainer.lm_eval.answers import Answers, request_key
-from spmd_trainer.lm_eval.requests import Requests, Scored, Source, _score_arrays
+from spmd_trainer.lm_eval import harness_runner, mode, steps
+from spmd_trainer.lm_eval.requests import Answers, Requests, Scored, Source, _score_arrays, request_key
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs, model_args, parse_arguments, split_names
 from spmd_trainer.lm_eval.steps import score_step
 from spmd_trainer.lm_eval.texts import Texts
@@ -36,21 +35,21 @@ FOLDER = pathlib.Path(__file__).parents[1] / "interop" / "data" / "hf" / "llama_
 
 
 def plan(lengths, *, tokens=16384, devices=8, limit=512):
-    chosen = shapes.choose_shapes(
+    chosen = steps.choose_shapes(
         lengths,
         limit=limit,
         rows_of=lambda width: max(devices, tokens // width // devices * devices),
         num_devices=devices,
     )
-    return chosen, shapes.batches(lengths, chosen)
+    return chosen, steps.batches(lengths, chosen)
 
 
 @pytest.mark.parametrize("count", [200, 1000, 10_000])
 def test_padding_of_lengths_from_10_to_500_is_under_15_percent(count):
     lengths = np.random.default_rng(count).integers(10, 501, count).tolist()
     chosen, planned = plan(lengths)
-    assert len(chosen) <= shapes.MAX_SHAPES
-    assert shapes.padding(lengths, planned) < 0.15
+    assert len(chosen) <= steps.MAX_SHAPES
+    assert steps.padding(lengths, planned) < 0.15
     assert sorted(index for batch in planned for index in batch.requests) == list(range(count))
     for batch in planned:
         assert all(lengths[index] <= batch.shape.width <= 512 for index in batch.requests)
@@ -63,16 +62,16 @@ def test_padding_of_lengths_from_10_to_500_is_under_15_percent(count):
 
 def test_shapes_fit_the_lengths():
     assert plan([]) == ([], [])
-    assert plan([7])[0] == [shapes.Shape(8, 8)]
+    assert plan([7])[0] == [steps.Shape(8, 8)]
     # One width is enough for lengths near each other, and no width is over the limit.
-    assert plan([500] * 100)[0] == [shapes.Shape(32, 504)]
-    assert plan([500] * 33)[0] == [shapes.Shape(24, 504)], "two batches of equal size, not 32 rows and one"
-    assert plan([500, 501, 499], limit=501)[0] == [shapes.Shape(8, 501)]
+    assert plan([500] * 100)[0] == [steps.Shape(32, 504)]
+    assert plan([500] * 33)[0] == [steps.Shape(24, 504)], "two batches of equal size, not 32 rows and one"
+    assert plan([500, 501, 499], limit=501)[0] == [steps.Shape(8, 501)]
     chosen, planned = plan([10] * 512 + [500] * 60)
-    assert chosen == [shapes.Shape(32, 504), shapes.Shape(512, 16)]
+    assert chosen == [steps.Shape(32, 504), steps.Shape(512, 16)]
     # What a group of long requests leaves free is filled with shorter ones.
     assert [len(batch.requests) for batch in planned] == [32, 32, 508]
-    assert shapes.padding([10] * 512 + [500] * 60, planned) < 0.15
+    assert steps.padding([10] * 512 + [500] * 60, planned) < 0.15
 
 
 def source_of(state, directory):
@@ -154,10 +153,10 @@ def test_rows_of_a_batch():
 
 def test_a_batch_of_pairs_has_two_rows_for_each_pair():
     ids = jax.ShapeDtypeStruct((6, 10), np.int32)
-    assert judge._training_rows({"ids": ids}) == (6, 10)
-    assert judge._training_rows({"chosen": {"ids": ids}, "rejected": {"ids": ids}}) == (12, 10)
+    assert harness_runner._training_rows({"ids": ids}) == (6, 10)
+    assert harness_runner._training_rows({"chosen": {"ids": ids}, "rejected": {"ids": ids}}) == (12, 10)
     with raises_naming(UserError, "`ids`", "`chosen.ids`", "has images"):
-        judge._training_rows({"images": ids})
+        harness_runner._training_rows({"images": ids})
 
 
 def test_texts_begin_as_in_training():
@@ -243,31 +242,31 @@ def test_flags(tmp_path):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(judge.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness_runner.importlib.util, "find_spec", lambda name: None)
     with raises_naming(UserError, "lm-eval", "not installed", "pip install 'spmd-trainer[lm-eval]'"):
-        judge.Tasks(LmEvalSettings(("a",)))
+        harness_runner.Tasks(LmEvalSettings(("a",)))
 
 
 def test_an_old_package_is_named(monkeypatch):
-    monkeypatch.setattr(judge.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(judge.importlib.metadata, "version", lambda name: "0.4.9.1")
+    monkeypatch.setattr(harness_runner.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(harness_runner.importlib.metadata, "version", lambda name: "0.4.9.1")
     with raises_naming(UserError, "lm-eval 0.4.9.1", "0.4.13", "pip install 'spmd-trainer[lm-eval]' --upgrade"):
-        judge.Tasks(LmEvalSettings(("a",)))
+        harness_runner.Tasks(LmEvalSettings(("a",)))
 
 
 def test_the_tokenizer_is_that_of_the_training_input(tmp_path):
     job = make_job(tmp_path)
     settings = LmEvalSettings(("a",))
-    tokenizer, start_id = judging.tokenizer_of(job.config.experiment, settings)
+    tokenizer, start_id = mode.tokenizer_of(job.config.experiment, settings)
     assert isinstance(tokenizer, ByteTokenizer)
     assert start_id == tokenizer.eos_id
     other = LmEvalSettings(("a",), model_args=ModelArgs(tokenizer=str(FOLDER)))
-    assert isinstance(judging.tokenizer_of(job.config.experiment, other)[0], HuggingFaceTokenizer)
+    assert isinstance(mode.tokenizer_of(job.config.experiment, other)[0], HuggingFaceTokenizer)
     for name in ("train_datasets", "eval_datasets", "decode_datasets"):
         setattr(job.config.experiment.config, name, [])
     with raises_naming(UserError, job.config.experiment.label, "a tokenizer", "--model_args=tokenizer=PATH"):
-        judging.tokenizer_of(job.config.experiment, settings)
-    tokenizer, start_id = judging.tokenizer_of(job.config.experiment, other)
+        mode.tokenizer_of(job.config.experiment, settings)
+    tokenizer, start_id = mode.tokenizer_of(job.config.experiment, other)
     assert start_id is None
 
 

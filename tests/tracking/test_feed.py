@@ -10,8 +10,7 @@ from tracking_helpers import TEXTS, facts, page
 
 from spmd_trainer.tracking import feed as feed_lib
 from spmd_trainer.tracking.base import Tracker
-from spmd_trainer.tracking.feed import Feed
-from spmd_trainer.tracking.run_ids import RunIds
+from spmd_trainer.tracking.feed import Feed, RunIds
 
 
 class Recorder(Tracker):

@@ -10,8 +10,7 @@ import numpy as np
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Document, Record
 from spmd_trainer.inputs.corpus.file_source import NumberedFiles
-from spmd_trainer.inputs.last_used import LastUsed
-from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage.local_copies import local_copy
 
 # The settings that the library recommends for reading by number; they start no threads.
@@ -36,20 +35,20 @@ class ArrayRecordDocuments(NumberedFiles):
           UserError: array_record isn't installed, or a file is empty, damaged or of another format; names it.
         """
         super().__init__(paths)
-        self._open: LastUsed[Any] = LastUsed(
+        self._open: LRUCache[Any] = LRUCache(
             _MAX_OPEN, size_of=lambda reader: reader.num_records(), most_size=_MAX_OPEN_RECORDS
         )
-        self.numbering = Numbering([self._reader(index).num_records() for index in range(len(self.paths))])
+        self.shards = ShardIndex([self._reader(index).num_records() for index in range(len(self.paths))])
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         found: list[Record | None] = [None] * len(numbers)
-        for index, places, inside in self.numbering.split(numbers):
+        for index, places, inside in self.shards.split(numbers):
             for place, record in zip(places.tolist(), self._records(index, inside.tolist()), strict=True):
                 found[place] = record
         return [record for record in found if record is not None]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        count = int(self.numbering.counts[chunk])
+        count = int(self.shards.counts[chunk])
         for begin in range(start, count, _BLOCK):
             yield from self._records(chunk, list(range(begin, min(begin + _BLOCK, count))))
 

@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.arrow_rows import damage, documents_of, no_column
+from spmd_trainer.inputs.corpus.columns import damage, documents_of, no_column
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record
 from spmd_trainer.inputs.corpus.file_source import NumberedFiles
-from spmd_trainer.inputs.last_used import LastUsed
-from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.local_copies import local_copy
 
@@ -68,7 +67,7 @@ class ArrowDocuments(NumberedFiles):
         """
         super().__init__(paths)
         self._column = column
-        self._open: LastUsed[Sequence[Any]] = LastUsed(_MAX_OPEN)
+        self._open: LRUCache[Sequence[Any]] = LRUCache(_MAX_OPEN)
         self._chunks: list[tuple[int, int]] = []
         counts: list[int] = []
         for index in range(len(self.paths)):
@@ -79,17 +78,17 @@ class ArrowDocuments(NumberedFiles):
             raise UserError(
                 f"{self.size_text} hold no rows, the first is {self.paths[0]}; give at least one with text in it"
             )
-        self.numbering = Numbering(counts)
+        self.shards = ShardIndex(counts)
 
     @property
     def num_chunks(self) -> int:
         return len(self._chunks)
 
     def read(self, numbers: np.ndarray) -> list[Record]:
-        return [self._record(*self.numbering.locate(number)) for number in np.asarray(numbers).tolist()]
+        return [self._record(*self.shards.locate(number)) for number in np.asarray(numbers).tolist()]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        for row in range(start, int(self.numbering.counts[chunk])):
+        for row in range(start, int(self.shards.counts[chunk])):
             yield self._record(chunk, row)
 
     def _record(self, chunk: int, row: int) -> Record:

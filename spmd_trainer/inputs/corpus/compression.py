@@ -7,7 +7,10 @@ import io
 import zlib
 from typing import Any, BinaryIO
 
+from etils import epath
+
 from spmd_trainer.errors import UserError
+from spmd_trainer.storage import is_remote
 
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 # A Zstandard file may begin with frames to skip: a byte from 0x50 to 0x5f, and these.
@@ -18,6 +21,12 @@ _HEAD_BYTES = 4
 _BLOCK = 2**16
 # What reading a damaged file raises: gzip raises EOFError, zlib.error and BadGzipFile, which is an OSError.
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """Opens a file for reading, on a disk or in an object store."""
+    file: BinaryIO = epath.Path(path).open("rb") if is_remote(path) else open(path, "rb")  # noqa: SIM115
+    return file
 
 
 def is_zstandard(head: bytes) -> bool:

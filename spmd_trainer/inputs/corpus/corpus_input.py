@@ -21,18 +21,18 @@ from praxis import base_input
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
-from spmd_trainer.inputs import batches, packed_text, tokenized
-from spmd_trainer.inputs.corpus import cursors, mixture, rows, saved_data, tokenise, windows
+from spmd_trainer.inputs import batches, packed_text, text_base
+from spmd_trainer.inputs.corpus import cursors, encoding, mixture, rows, windows
 
 # The default of `window_rows`: the first, or as many rows as hold the second number of tokens, but at least the third.
 _MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
 # Settings of the windows that a saved position must have been saved with.
 _SAVED_SETTINGS = (
-    "start_id", "seq_len", "packing", "window_rows", "shuffle", "seed", "bad_records", "weigh_by", "when_one_ends"
+    "start_id", "seq_len", "packing", "window_rows", "shuffle", "seed", "bad_records", "weigh_by", "stopping_strategy"
 )  # fmt: skip
 
 
-class CorpusInput(tokenized.TokenizedInput):
+class CorpusInput(text_base.TokenizedInput):
     """Language-model input over documents from files of many kinds, packed into rows (see the module docstring).
 
     Training: endless, unless the sources have `epochs`. Otherwise: every document once, then StopIteration until `reset()`. The
@@ -41,7 +41,7 @@ class CorpusInput(tokenized.TokenizedInput):
 
     Attributes:
       source: `Documents`, or a `Mixture` of them.
-      tokenizer, eos_id, start: see `tokenized.TokenizedInput`.
+      tokenizer, eos_id, start: see `text_base.TokenizedInput`.
       seq_len: tokens per row, T.
       packing: 'best_fit': pieces of at most T tokens, several in a row, each a segment. 'pad': one piece in a row. 'split': the
         documents one after the other, cut every T tokens: no padding, and attention across documents.
@@ -57,7 +57,7 @@ class CorpusInput(tokenized.TokenizedInput):
     packing: str = rows.BEST_FIT
     shuffle: bool | None = None
     window_rows: int | None = None
-    bad_records: str = tokenise.RAISE
+    bad_records: str = encoding.RAISE
     sources: Any = dataclasses.field(default=None, init=False, repr=False)
     _at: Any = dataclasses.field(default=None, init=False, repr=False)
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -76,7 +76,7 @@ class CorpusInput(tokenized.TokenizedInput):
             raise self.error(
                 f"shuffle={self.shuffle!r}; set it to True, False or None. Windows are set in Documents(shuffle=...)"
             )
-        for field, allowed in (("packing", rows.PACKINGS), ("bad_records", (tokenise.RAISE, tokenise.SKIP))):
+        for field, allowed in (("packing", rows.PACKINGS), ("bad_records", (encoding.RAISE, encoding.SKIP))):
             value = getattr(self, field)
             if value not in allowed:
                 near = did_you_mean(str(value), allowed)
@@ -168,7 +168,7 @@ class CorpusInput(tokenized.TokenizedInput):
     def _settings(self) -> windows.WindowSettings:
         limits = (self.vocab_size, self._model_vocab_size or self.vocab_size)
         return windows.WindowSettings(
-            encoder=tokenise.Encoder(self.tokenizer, min(limits)),
+            encoder=encoding.Encoder(self.tokenizer, min(limits)),
             eos_id=self.tokenizer.eos_id,
             start_id=self.start_id,
             seq_len=self.seq_len,
@@ -178,7 +178,7 @@ class CorpusInput(tokenized.TokenizedInput):
             seed=self.seed,
             bad_records=self.bad_records,
             weigh_by=self._mixture.weigh_by,
-            when_one_ends=self._mixture.when_one_ends,
+            stopping_strategy=self._mixture.stopping_strategy,
         )
 
     @property
@@ -221,7 +221,7 @@ class CorpusInput(tokenized.TokenizedInput):
         try:
             saved = json.loads(state)
             data, position = dict(saved["data"]), dict(saved["position"])
-            changes = saved_data.changes(data, self._data, self.sources)
+            changes = cursors.changes(data, self._data, self.sources)
             at = None if changes else cursors.from_json(position, [one.name for one in self.sources])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.error(f"this is not a saved position of this input: {state[:80]!r}") from error
@@ -237,7 +237,7 @@ class CorpusInput(tokenized.TokenizedInput):
         """What the batches depend on besides the position, as JSON values."""
         settings = self._settings
         data: dict[str, Any] = {name: getattr(settings, name) for name in _SAVED_SETTINGS}
-        return saved_data.describe(data, self.tokenizer, self.sources)
+        return cursors.describe(data, self.tokenizer, self.sources)
 
     @functools.cached_property
     def _data_json(self) -> str:

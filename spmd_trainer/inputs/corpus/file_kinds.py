@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import file_formats, record_files
 from spmd_trainer.inputs.corpus import compression
-from spmd_trainer.inputs.corpus.compression import DAMAGE, decompressed
-from spmd_trainer.inputs.corpus.line_index import open_bytes
+from spmd_trainer.inputs.corpus.compression import DAMAGE, decompressed, open_bytes
 from spmd_trainer.storage import reading
 
 SUFFIXES = {

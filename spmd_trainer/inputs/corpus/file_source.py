@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import functools
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Record, Source
-from spmd_trainer.inputs.corpus.open_files import changed
-from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
 from spmd_trainer.sharding.messages import count_text
-from spmd_trainer.storage import reading
+from spmd_trainer.storage import is_remote, reading
+
+# Files that one source has open at a time. A mixture has many sources.
+_MAX_OPEN = 8
+
+
+class OpenFiles:
+    """The files of a source, opened when they are first read. A file that changes its size while it is used is an error.
+
+    Several threads may read at a time.
+    """
+
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
+        """Opens nothing yet.
+
+        Args:
+          paths: the files.
+          sizes: bytes of each, when the source was opened.
+        """
+        self._paths, self._sizes = tuple(paths), tuple(sizes)
+        self._open: LRUCache[OpenFile] = LRUCache(_MAX_OPEN)
+
+    def read(self, index: int, start: int, stop: int) -> bytes:
+        """Returns the bytes of a file from `start` up to `stop`.
+
+        Raises:
+          UserError: the file can't be read, or its size has changed; names it.
+        """
+        path = self._paths[index]
+        try:
+            content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)
+        except OSError as error:
+            raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
+        if len(content) != stop - start:
+            raise self._changed(index)
+        return content
+
+    def _read_local(self, index: int, start: int, stop: int) -> bytes:
+        # Held, so that it isn't closed while it is read.
+        opened = self._open.get(index, lambda index: OpenFile(self._paths[index]))
+        file = opened.number
+        if os.fstat(file).st_size != self._sizes[index]:
+            raise self._changed(index)
+        content = os.pread(file, stop - start, start)
+        if len(content) == stop - start:
+            return content
+        parts = [content]
+        while content and start + sum(map(len, parts)) < stop:  # one call reads 2 GiB at most
+            begin = start + sum(map(len, parts))
+            content = os.pread(file, stop - begin, begin)
+            parts.append(content)
+        return b"".join(parts)
+
+    def _changed(self, index: int) -> UserError:
+        return changed(self._paths[index], self._sizes[index])
+
+
+def changed(path: str, size: int) -> UserError:
+    """Returns the error about a file that no longer has the size that it had when the source was opened."""
+    return UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
+
 
 # Files that a saved position names with their sizes; of more files it has a checksum only.
 _NAMED = 64
@@ -113,17 +173,17 @@ class NumberedFiles(FileSource):
     """A source over files whose documents can be read by their number.
 
     Attributes:
-      numbering: the documents of each chunk.
+      shards: the documents of each chunk.
     """
 
-    numbering: Numbering
+    shards: ShardIndex
 
     @property
     def random_access(self) -> bool:
         return True
 
     def chunk_sizes(self) -> np.ndarray:
-        return self.numbering.counts
+        return self.shards.counts
 
 
 def _size(path: str) -> int:
@@ -131,3 +191,59 @@ def _size(path: str) -> int:
         return reading.size(path)
     except OSError as error:
         raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
+
+
+# Bytes that are read at a time where records are read in order; more if one record is larger.
+_BYTES_AT_ONCE = 2**20
+
+
+class IndexedFiles(NumberedFiles):
+    """Records of files, read by number. A chunk is a file."""
+
+    def __init__(self, paths: Sequence[str]):
+        """Finds the records of all files.
+
+        Args:
+          paths: the files.
+
+        Raises:
+          UserError: a file can't be read; names it.
+        """
+        super().__init__(paths)
+        self._files = OpenFiles(self.paths, self.sizes)
+        self._starts = [self.find_records(index) for index in range(len(self.paths))]
+        self.shards = ShardIndex([len(starts) - 1 for starts in self._starts])
+
+    @abc.abstractmethod
+    def find_records(self, index: int) -> np.ndarray:
+        """Returns where each record of a file begins, and then where the last one ends: int64 [records + 1]."""
+
+    @abc.abstractmethod
+    def record(self, index: int, number: int, content: bytes) -> Record:
+        """Returns a record.
+
+        Args:
+          index: the file.
+          number: the record's number in the file.
+          content: the bytes from the record's beginning up to the next record's.
+        """
+
+    def read(self, numbers: np.ndarray) -> list[Record]:
+        found: dict[int, Record] = {}
+        for index, places, inside in self.shards.split(numbers):
+            starts, stops = self._starts[index][inside].tolist(), self._starts[index][inside + 1].tolist()
+            for place, number, start, stop in zip(places.tolist(), inside.tolist(), starts, stops, strict=True):
+                found[place] = self.record(index, number, self._files.read(index, start, stop))
+        return [found[place] for place in range(len(numbers))]
+
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        starts, count = self._starts[chunk], int(self.shards.counts[chunk])
+        while start < count:
+            stop = int(np.searchsorted(starts, starts[start] + _BYTES_AT_ONCE, side="right")) - 1
+            stop = min(max(stop, start + 1), count)
+            bounds = starts[start : stop + 1].tolist()
+            content = self._files.read(chunk, bounds[0], bounds[-1])
+            for number in range(start, stop):
+                begin, end = (bounds[number - start + i] - bounds[0] for i in (0, 1))
+                yield self.record(chunk, number, content[begin:end])
+            start = stop

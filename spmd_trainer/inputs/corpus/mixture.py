@@ -34,7 +34,7 @@ class Mixture:
       weigh_by: 'tokens' or 'documents': of what the weights are shares.
       temperature: the share of a source is proportional to weight ** (1 / temperature). 1: to its weight; above 1: closer to
         equal shares.
-      when_one_ends: 'repeat': sources never end in training. 'drop': the mixture goes on with the others. 'stop': the mixture
+      stopping_strategy: 'repeat': sources never end in training. 'drop': the mixture goes on with the others. 'stop': the mixture
         ends. With 'drop' and 'stop', a source ends after its `epochs`, one if they are not set. In evaluation, every source ends
         after its `epochs`, one if they are not set, and 'repeat' is like 'drop'.
     """
@@ -42,10 +42,10 @@ class Mixture:
     sources: Mapping[str, Any]
     weigh_by: str = TOKENS
     temperature: float = 1.0
-    when_one_ends: str = REPEAT
+    stopping_strategy: str = REPEAT
 
     def __post_init__(self) -> None:
-        for field, allowed in (("weigh_by", (TOKENS, DOCUMENTS)), ("when_one_ends", (REPEAT, DROP, STOP))):
+        for field, allowed in (("weigh_by", (TOKENS, DOCUMENTS)), ("stopping_strategy", (REPEAT, DROP, STOP))):
             value = getattr(self, field)
             if value not in allowed:
                 near = did_you_mean(str(value), allowed)
@@ -95,7 +95,7 @@ def as_mixture(given: Any, *, is_training: bool) -> Mixture:
             f"source={given!r}; give Documents('corpus/*.jsonl') or Mixture({{'web': (Documents(...), 0.7), ...}})"
         )
     repeats = is_training and given.epochs is None
-    return Mixture({ONLY: (given, 1.0)}, when_one_ends=REPEAT if repeats else DROP)
+    return Mixture({ONLY: (given, 1.0)}, stopping_strategy=REPEAT if repeats else DROP)
 
 
 def open_mixture(
@@ -126,7 +126,7 @@ def open_mixture(
             f"source {list(entries)[shares.index(0.0)]!r} of the mixture has a share of 0: its weight is too small "
             f"beside the others, or temperature={mixture.temperature:g} is too low"
         )
-    endless = is_training and mixture.when_one_ends == REPEAT
+    endless = is_training and mixture.stopping_strategy == REPEAT
     found = []
     for (name, (documents, _)), share in zip(entries.items(), shares, strict=True):
         wanted = documents.shuffle if shuffle else None
@@ -209,9 +209,9 @@ def _weights(mixture: Mixture, given: Mapping[str, float | None], opened: Mappin
 
 
 def _shares(weights: Sequence[float], temperature: float) -> list[float]:
-    heated = [(weight / max(weights)) ** (1 / temperature) for weight in weights]
+    tempered = [(weight / max(weights)) ** (1 / temperature) for weight in weights]
     # Twelve digits: the last bits of a power depend on the machine's library, and all processes must agree.
-    return [float(f"{weight / math.fsum(heated):.12g}") for weight in heated]
+    return [float(f"{weight / math.fsum(tempered):.12g}") for weight in tempered]
 
 
 def _epochs(name: str, documents: Documents, *, endless: bool) -> int | None:
@@ -222,7 +222,7 @@ def _epochs(name: str, documents: Documents, *, endless: bool) -> int | None:
         raise UserError(f"source {name!r} has epochs={epochs!r}; set it to a whole number, 1 or more, or to None")
     if endless:
         raise UserError(
-            f"source {name!r} of the mixture has epochs={epochs}, and with when_one_ends='repeat' no source ends; set "
-            "when_one_ends to 'drop' or 'stop', or leave out epochs"
+            f"source {name!r} of the mixture has epochs={epochs}, and with stopping_strategy='repeat' no source ends; set "
+            "stopping_strategy to 'drop' or 'stop', or leave out epochs"
         )
     return epochs

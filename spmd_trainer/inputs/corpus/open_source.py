@@ -71,7 +71,7 @@ def paths_of(files: object) -> list[str]:
 def _source(kind: str, paths: Sequence[str], documents: Documents) -> Source:
     # Imported here: most need a package that may not be installed.
     if kind == "parquet":
-        from spmd_trainer.inputs.corpus.parquet_documents import ParquetDocuments
+        from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
 
         return ParquetDocuments(paths, documents.column)
     if kind == "arrow":
@@ -87,7 +87,7 @@ def _source(kind: str, paths: Sequence[str], documents: Documents) -> Source:
 
         return TfRecordDocuments(paths, documents.column)
     if kind == "tar":
-        from spmd_trainer.inputs.corpus.tar_documents import TarDocuments
+        from spmd_trainer.inputs.corpus.tar_files import TarDocuments
 
         return TarDocuments(paths, documents.column)
     from spmd_trainer.inputs.corpus.text_documents import TextDocuments

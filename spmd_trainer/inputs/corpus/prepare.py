@@ -27,9 +27,9 @@ from etils import epath
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import tokenizer_field, tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, Source
+from spmd_trainer.inputs.corpus.encoding import RAISE, SKIP, Encoder
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, FORMAT, Description
-from spmd_trainer.inputs.corpus.tokenise import RAISE, SKIP, Encoder
 from spmd_trainer.sharding.messages import count_text, format_seconds, short_hash
 from spmd_trainer.storage import files, is_remote, reading
 from spmd_trainer.storage.paths import directory

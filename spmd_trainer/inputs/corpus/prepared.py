@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.array_record_documents import ArrayRecordDocuments
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
-from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.inputs.shards import ShardIndex
 from spmd_trainer.storage import reading
 
 DESCRIPTION_FILE = "corpus.json"
@@ -61,7 +61,7 @@ class Description:
             found = json.loads(reading.read(path))
         except OSError as error:
             raise UserError(
-                f"{path} can't be read: {reading.problem(path, error)}{input_files.beside(path)}. "
+                f"{path} can't be read: {reading.problem(path, error)}{input_files.nearby_names(path)}. "
                 "tools/prepare_text.py writes it when all documents are tokenised; if it was stopped, run it again"
             ) from error
         except ValueError as error:
@@ -90,8 +90,8 @@ class PreparedDocuments(Source):
         self._folder = folder
         self._dtype = np.dtype(self.description.dtype).newbyteorder("<")
         self._records = ArrayRecordDocuments([os.path.join(folder, name) for name in self.description.parts])
-        self._numbering = Numbering(self.description.chunks)
-        expected, found = len(self._numbering), int(self._records.chunk_sizes().sum())
+        self._shards = ShardIndex(self.description.chunks)
+        expected, found = len(self._shards), int(self._records.chunk_sizes().sum())
         if expected != found:
             raise UserError(
                 f"{folder} holds {found:,} documents, and {DESCRIPTION_FILE} says {expected:,}; prepare the corpus again"
@@ -107,7 +107,7 @@ class PreparedDocuments(Source):
 
     @property
     def size_text(self) -> str:
-        return f"{self.description.statistics['tokens']:,} tokens of {len(self._numbering):,} documents"
+        return f"{self.description.statistics['tokens']:,} tokens of {len(self._shards):,} documents"
 
     @property
     def num_bytes(self) -> int:
@@ -117,13 +117,13 @@ class PreparedDocuments(Source):
         return self._records.changed_text(before)
 
     def chunk_sizes(self) -> np.ndarray:
-        return self._numbering.counts
+        return self._shards.counts
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         return [self._tokens(record) for record in self._records.read(numbers)]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        first, end = self._numbering.span(chunk)
+        first, end = self._shards.span(chunk)
         for begin in range(first + start, end, _BLOCK):
             yield from self.read(np.arange(begin, min(begin + _BLOCK, end)))
 

@@ -12,7 +12,7 @@ import numpy as np
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, record_files
 from spmd_trainer.inputs.corpus.documents import Document, Record
-from spmd_trainer.inputs.corpus.indexed_files import IndexedFiles
+from spmd_trainer.inputs.corpus.file_source import IndexedFiles
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.local_copies import cached_index
 
@@ -45,7 +45,7 @@ class TextDocuments(IndexedFiles):
         self._separator = None if separator is None else separator.encode()
         super().__init__(paths)
         # An empty file counts as one document too.
-        if separator is not None and self.num_bytes and np.all(self.numbering.counts == 1):
+        if separator is not None and self.num_bytes and np.all(self.shards.counts == 1):
             raise UserError(f"separator={separator!r} is in none of the files; in a shell, a newline is $'\\n'")
 
     @property

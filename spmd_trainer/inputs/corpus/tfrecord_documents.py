@@ -36,7 +36,7 @@ class TfRecordDocuments(NumberedFiles):
         super().__init__(paths)
         self._column = column
         self._records = record_files.RecordFiles(list(paths), max_open=_MAX_OPEN)
-        self.numbering = self._records.numbering
+        self.shards = self._records.shards
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         numbers = np.asarray(numbers)
@@ -47,7 +47,7 @@ class TfRecordDocuments(NumberedFiles):
         return [self._document(number, data) for number, data in zip(numbers.tolist(), found, strict=True)]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        begin, end = self.numbering.span(chunk)
+        begin, end = self.shards.span(chunk)
         for first in range(begin + start, end, _BLOCK):
             yield from self.read(np.arange(first, min(first + _BLOCK, end)))
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import order, rows, tokenise
+from spmd_trainer.inputs.corpus import encoding, order, rows
 from spmd_trainer.inputs.corpus.cursors import Cursor, SourceCursor
 from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, OpenSource, Schedule
 from spmd_trainer.inputs.packed_text import RowTable
@@ -41,10 +41,10 @@ class WindowSettings:
       shuffle: whether to shuffle the rows of a window.
       seed: of all shuffles.
       bad_records: 'raise' or 'skip'.
-      weigh_by, when_one_ends: see `mixture.Mixture`.
+      weigh_by, stopping_strategy: see `mixture.Mixture`.
     """
 
-    encoder: tokenise.Encoder
+    encoder: encoding.Encoder
     eos_id: int
     start_id: int | None
     seq_len: int
@@ -54,7 +54,7 @@ class WindowSettings:
     seed: int
     bad_records: str
     weigh_by: str
-    when_one_ends: str
+    stopping_strategy: str
 
 
 class Window(NamedTuple):
@@ -94,12 +94,12 @@ class Cancelled(Exception):
     """The input no longer needs the window that is being made."""
 
 
-class _Drawn(NamedTuple):
+class _PendingDocument(NamedTuple):
     """A document.
 
     Attributes:
       tokens: its tokens with end-of-text, and with the token before it if `packing` is 'split'.
-      before: where the sources were before it was drawn.
+      before: where the sources were before it was pending.
     """
 
     tokens: np.ndarray
@@ -124,7 +124,7 @@ class WindowMaker:
         self._begin = begin
         self._error = error
         self._cursors = list(begin.sources)
-        self._carried: list[_Drawn] = []
+        self._carried: list[_PendingDocument] = []
         self._cancelled = threading.Event()
         by_tokens = settings.weigh_by == TOKENS
         self._weighed = (lambda cursor: cursor.tokens) if by_tokens else (lambda cursor: cursor.documents)
@@ -133,7 +133,7 @@ class WindowMaker:
             self._open(one, cursor.position, len(sources)) for one, cursor in zip(sources, begin.sources, strict=True)
         ]
 
-    def _open(self, one: OpenSource, position: order.Position, num_sources: int) -> tokenise.EncodedStream:
+    def _open(self, one: OpenSource, position: order.Position, num_sources: int) -> encoding.EncodedStream:
         settings = self._settings
         stream = order.DocumentStream(
             one.source,
@@ -143,7 +143,7 @@ class WindowMaker:
             auto_window_bytes=_AUTO_WINDOW_BYTES // num_sources,
             position=position,
         )
-        return tokenise.EncodedStream(
+        return encoding.EncodedStream(
             stream,
             settings.encoder,
             one.name if num_sources > 1 else "",
@@ -163,12 +163,12 @@ class WindowMaker:
           UserError: a source can't be read or has a bad record, or no source has a document.
           Cancelled: see `cancel`.
         """
-        drawn, ended = self._draw()
-        if not drawn:
+        pending, ended = self._next_documents()
+        if not pending:
             if self._begin.window == 0:
                 raise self._error("the sources have no document with text; give at least one")
             return Ended(self._begin._replace(sources=tuple(self._cursors)))
-        table, end = self._split(drawn, ended) if self._settings.packing == rows.SPLIT else self._pack(drawn)
+        table, end = self._split(pending, ended) if self._settings.packing == rows.SPLIT else self._pack(pending)
         num_rows = len(table.labels) - 1
         in_order = np.arange(num_rows + 1)
         if self._settings.shuffle:
@@ -177,36 +177,36 @@ class WindowMaker:
         self._begin = end
         return window
 
-    def _draw(self) -> tuple[list[_Drawn], bool]:
+    def _next_documents(self) -> tuple[list[_PendingDocument], bool]:
         """Returns the documents of the next window, and whether they are the last."""
-        drawn, self._carried = self._carried, []
-        filled = sum(map(self._size, drawn)) - self._begin.offset
+        pending, self._carried = self._carried, []
+        filled = sum(map(self._size, pending)) - self._begin.offset
         while filled < self._settings.window_rows * self._settings.seq_len:
             if self._cancelled.is_set():
                 raise Cancelled
-            one = self._draw_one()
+            one = self._next_document()
             if one is None:
-                return drawn, True
-            if not drawn and self._begin.offset >= len(one.tokens):
+                return pending, True
+            if not pending and self._begin.offset >= len(one.tokens):
                 raise self._error(
                     "the saved position lies in a document that has become shorter: the files have changed"
                 )
-            drawn.append(one)
+            pending.append(one)
             filled += self._size(one)
-        return drawn, False
+        return pending, False
 
-    def _size(self, one: _Drawn) -> int:
+    def _size(self, one: _PendingDocument) -> int:
         """Returns how many tokens of rows a document fills."""
         seq_len, size = self._settings.seq_len, len(one.tokens)
         return -(-size // seq_len) * seq_len if self._settings.packing == rows.PAD else size
 
-    def _draw_one(self) -> _Drawn | None:
+    def _next_document(self) -> _PendingDocument | None:
         while (index := self._schedule.source) is not None:
             before, cursor = tuple(self._cursors), self._cursors[index]
             encoded = self._streams[index].take()
             if encoded.tokens is None:
                 self._cursors[index] = cursor._replace(position=encoded.after, skipped=cursor.skipped + encoded.skipped)
-                if self._settings.when_one_ends == STOP:
+                if self._settings.stopping_strategy == STOP:
                     return None
                 self._schedule.drop()
                 continue
@@ -215,7 +215,7 @@ class WindowMaker:
                 encoded.after, cursor.documents + 1, cursor.tokens + len(tokens), cursor.skipped + encoded.skipped
             )
             self._schedule.advance(self._weighed(self._cursors[index]))
-            return _Drawn(tokens, before)
+            return _PendingDocument(tokens, before)
         return None
 
     def _surround(self, tokens: np.ndarray) -> np.ndarray:
@@ -225,26 +225,26 @@ class WindowMaker:
             [np.array(ids, tokens.dtype) for ids in ([settings.start_id] if starts else [], tokens, [settings.eos_id])]
         )
 
-    def _pack(self, drawn: list[_Drawn]) -> tuple[RowTable, Cursor]:
+    def _pack(self, pending: list[_PendingDocument]) -> tuple[RowTable, Cursor]:
         settings = self._settings
         first = settings.eos_id if settings.start_id is None else settings.start_id
-        table = rows.pack_documents([one.tokens for one in drawn], settings.seq_len, first, settings.packing)
+        table = rows.pack_documents([one.tokens for one in pending], settings.seq_len, first, settings.packing)
         return table, Cursor(self._begin.window + 1, 0, tuple(self._cursors))
 
-    def _split(self, drawn: list[_Drawn], ended: bool) -> tuple[RowTable, Cursor]:
+    def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowTable, Cursor]:
         """Cuts the documents into rows. The tokens after the last full row are carried to the next window."""
         offset, number, seq_len = self._begin.offset, self._begin.window + 1, self._settings.seq_len
-        stream = np.concatenate([one.tokens for one in drawn])
+        stream = np.concatenate([one.tokens for one in pending])
         before = int(stream[offset - 1]) if offset else self._settings.eos_id
         stream = stream[offset:]
         used = len(stream) if ended else len(stream) // seq_len * seq_len
         table = rows.cut_stream(stream[:used], seq_len, before)
         if used == len(stream):
             return table, Cursor(number, 0, tuple(self._cursors))
-        starts = np.cumsum([0, *(len(one.tokens) for one in drawn[:-1])]) - offset
+        starts = np.cumsum([0, *(len(one.tokens) for one in pending[:-1])]) - offset
         cut = int(np.searchsorted(starts, used, "right")) - 1
-        self._carried = drawn[cut:]
-        return table, Cursor(number, used - int(starts[cut]), drawn[cut].before)
+        self._carried = pending[cut:]
+        return table, Cursor(number, used - int(starts[cut]), pending[cut].before)
 
 
 class WindowThread:

@@ -23,14 +23,16 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import examples
-from spmd_trainer.inputs.corpus import mixture
-from spmd_trainer.inputs.corpus.documents import BadRecord
+from spmd_trainer.inputs.corpus import file_kinds, mixture, open_source
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
 from spmd_trainer.inputs.grain_input import import_grain
 from spmd_trainer.inputs.images.decode import CROP, RESIZES, Decoder
 from spmd_trainer.inputs.images.image_order import ImageOrder
-from spmd_trainer.inputs.images.image_source import ImageSource, open_images
-from spmd_trainer.inputs.images.images import Image, ImageRecord, Images
+from spmd_trainer.inputs.images.images import Image, ImageRecord, Images, ImageSource
+from spmd_trainer.inputs.images.parquet_images import ParquetImages
+from spmd_trainer.inputs.images.tar_images import TarImages
 
+_KINDS = ("parquet", "tar")
 RAISE, SKIP = "raise", "skip"
 # Images that Grain decodes ahead, in batches; at least so many images.
 _BATCHES_AHEAD, _LEAST_AHEAD = 2, 64
@@ -38,6 +40,39 @@ _MAX_LABEL = 2**31 - 1
 
 # The pixels and the label of an image; what is wrong with it; or why its file can't be read.
 _Row = tuple[np.ndarray, int] | BadRecord | UserError
+
+
+def open_images(images: Documents) -> ImageSource:
+    """Opens images.
+
+    Raises:
+      UserError: they are not `Images`; there are no files, they are of several kinds or of none that is known, or one can't be
+        read (names it); or they hold no image.
+    """
+    if not isinstance(images, Images):
+        raise UserError(f"{type(images).__name__}(...) stands where Images('train/*.tar', label='cls') should")
+    for field in ("column", "label"):
+        value = getattr(images, field)
+        if value is not None and not (isinstance(value, str) and value):
+            raise UserError(f"{field}={value!r}; set it to the name of a column, to an extension, or to None")
+    if images.separator is not None:
+        raise UserError(f"separator={images.separator!r} is for text files; images have none")
+    if images.kind is not None and images.kind not in _KINDS:
+        raise UserError(f"kind={images.kind!r}; set it to 'parquet' or 'tar'{did_you_mean(str(images.kind), _KINDS)}")
+    paths = open_source.paths_of(images.files)
+    kind = images.kind or file_kinds.kind_of_all(paths)
+    source: ImageSource
+    if kind == "parquet":
+        source = ParquetImages(paths, images.column, images.label)
+    elif kind == "tar":
+        source = TarImages(paths, images.column, images.label)
+    else:
+        raise UserError(f"{paths[0]} is of the kind {kind!r}; images are read from Parquet files and from tar shards")
+    if not source.chunk_sizes().sum():
+        raise UserError(
+            f"{source.size_text} hold no images, the first is {paths[0]}; give at least one with images in it"
+        )
+    return source
 
 
 class ImageInput(examples.ExamplesInput):
@@ -109,11 +144,11 @@ class ImageInput(examples.ExamplesInput):
         # A seed of its own for each source, that doesn't depend on the other sources.
         seeds = [self.seed * 2**32 + zlib.crc32(one.name.encode()) for one in self.sources]
         sizes = [_images_of(one).chunk_sizes() for one in self.sources]
-        return ImageOrder(self.sources, sizes, seeds, self._mixture.when_one_ends)
+        return ImageOrder(self.sources, sizes, seeds, self._mixture.stopping_strategy)
 
     @property
     def endless(self) -> bool:
-        return self.is_training and self._mixture.when_one_ends == mixture.REPEAT
+        return self.is_training and self._mixture.stopping_strategy == mixture.REPEAT
 
     @property
     def num_examples(self) -> int:
@@ -251,7 +286,7 @@ class ImageInput(examples.ExamplesInput):
             "resize": self.resize,
             "classes": None if self.classes is None else zlib.crc32(repr(list(self.classes)).encode()),
             "bad_records": self.bad_records,
-            "when_one_ends": self._mixture.when_one_ends,
+            "stopping_strategy": self._mixture.stopping_strategy,
             "sources": [one.name for one in self.sources],
         }
         for one in self.sources:

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_trainer.inputs.corpus import order
 from spmd_trainer.inputs.corpus.mixture import STOP, OpenSource, Schedule
-from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.inputs.shards import ShardIndex
 
 
 class SourceOrder:
@@ -80,7 +80,7 @@ class ImageOrder:
     """
 
     def __init__(
-        self, sources: Sequence[OpenSource], sizes: Sequence[np.ndarray], seeds: Sequence[int], when_one_ends: str
+        self, sources: Sequence[OpenSource], sizes: Sequence[np.ndarray], seeds: Sequence[int], stopping_strategy: str
     ):
         """Sets the order.
 
@@ -88,19 +88,19 @@ class ImageOrder:
           sources: the sources.
           sizes: of each source, the images of each chunk.
           seeds: a seed for each source.
-          when_one_ends: see `Mixture`.
+          stopping_strategy: see `Mixture`.
         """
         self._shares = [one.share for one in sources]
         self._orders = [
             SourceOrder(size, one.shuffle, seed) for one, size, seed in zip(sources, sizes, seeds, strict=True)
         ]
-        self._numbering = Numbering([one.size for one in self._orders])
+        self._shards = ShardIndex([one.size for one in self._orders])
         self._limits = [
             None if one.epochs is None else one.epochs * of.size for one, of in zip(sources, self._orders, strict=True)
         ]
-        self.num_images = len(self._numbering)
+        self.num_images = len(self._shards)
         self.endless = None in self._limits
-        self.num_examples = None if self.endless else self._length(when_one_ends)
+        self.num_examples = None if self.endless else self._length(stopping_strategy)
 
     def examples(self, first: int, count: int) -> np.ndarray:
         """Returns the images at indices [first, first + count), int64 [count]; `num_images` after a finite order's end."""
@@ -108,12 +108,12 @@ class ImageOrder:
         found = np.full(count, self.num_images, np.int64)
         for source in np.unique(sources[sources >= 0]).tolist():
             here = sources == source
-            found[here] = self._numbering.span(source)[0] + self._orders[source].images(places[here])
+            found[here] = self._shards.span(source)[0] + self._orders[source].images(places[here])
         return found
 
     def source_of(self, image: int) -> tuple[int, int]:
         """Returns the source of an image, and the image's number in it."""
-        return self._numbering.locate(image)
+        return self._shards.locate(image)
 
     def _places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns for each index its source, -1 after the end, and the index in that source's order: both int64 [count]."""
@@ -154,8 +154,8 @@ class ImageOrder:
             for share, limit in zip(self._shares, self._limits, strict=True)
         ]
 
-    def _length(self, when_one_ends: str) -> int:
-        if when_one_ends != STOP:
+    def _length(self, stopping_strategy: str) -> int:
+        if stopping_strategy != STOP:
             return sum(limit for limit in self._limits if limit is not None)
         # It ends when it is the turn of a source that has no image left.
         ends = [

@@ -1,11 +1,16 @@
-"""What an image input reads: how users name it (`Images`), and its records."""
+"""Images of an input: how users name them (`Images`), their records, and the base of their sources."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
+import numpy as np
+
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record
+from spmd_trainer.inputs.corpus.file_source import FileSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +50,28 @@ class Image:
 
 
 ImageRecord = Image | BadRecord
+
+
+class ImageSource(FileSource):
+    """Images in files, numbered through. Several threads may read at a time.
+
+    Attributes:
+      label: what holds the labels, see `Images`; None: the images have none.
+    """
+
+    label: str | None
+
+    @abc.abstractmethod
+    def chunk_sizes(self) -> np.ndarray:
+        """Returns the images of each chunk, int64 [num_chunks]."""
+
+    @abc.abstractmethod
+    def image(self, number: int) -> ImageRecord:
+        """Returns an image by its number in all chunks together.
+
+        Raises:
+          UserError: the file can't be read, or has changed since it was opened; names it.
+        """
+
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        raise NotImplementedError("images are read by number")

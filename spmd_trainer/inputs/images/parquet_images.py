@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.arrow_rows import damage
+from spmd_trainer.inputs.corpus.columns import damage
 from spmd_trainer.inputs.corpus.documents import BadRecord
 from spmd_trainer.inputs.corpus.parquet_files import ParquetFiles, first_line, leaves_of
-from spmd_trainer.inputs.images.image_source import ImageSource
-from spmd_trainer.inputs.images.images import Image, ImageRecord
-from spmd_trainer.inputs.last_used import LastUsed
+from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
+from spmd_trainer.inputs.shards import LRUCache
 
 _COLUMN, _BYTES = "image", "bytes"
 # Row groups that are held in memory: a batch may end in one and begin in the next.
@@ -34,10 +33,10 @@ class ParquetImages(ParquetFiles, ImageSource):
         """
         self._column, self.label = column or _COLUMN, label
         super().__init__(paths, [self._column] if label is None else [self._column, label])
-        self._tables: LastUsed[Any] = LastUsed(_HELD)
+        self._tables: LRUCache[Any] = LRUCache(_HELD)
 
     def image(self, number: int) -> ImageRecord:
-        chunk, row = self.numbering.locate(number)
+        chunk, row = self.shards.locate(number)
         index, group = self.groups[chunk]
         where = f"{self.paths[index]} row group {group + 1}, row {row + 1}"
         values = self._tables.get(chunk, self._read_group).slice(row, 1).to_pylist()[0]

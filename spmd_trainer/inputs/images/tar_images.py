@@ -13,14 +13,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs.corpus.compression import open_bytes
 from spmd_trainer.inputs.corpus.documents import BadRecord
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles
-from spmd_trainer.inputs.corpus.line_index import open_bytes
-from spmd_trainer.inputs.corpus.open_files import OpenFiles
-from spmd_trainer.inputs.corpus.tar_members import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
-from spmd_trainer.inputs.images.image_source import ImageSource
-from spmd_trainer.inputs.images.images import Image, ImageRecord
-from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles
+from spmd_trainer.inputs.corpus.tar_files import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
+from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
+from spmd_trainer.inputs.shards import ShardIndex
 from spmd_trainer.storage.local_copies import cached_index
 
 _EXTENSIONS = ("jpg", "jpeg", "png")
@@ -67,11 +65,11 @@ class TarImages(NumberedFiles, ImageSource):
             cached_index(path, f"tar-{settings:08x}", lambda index=index: self._find(index))  # type: ignore[misc]
             for index, path in enumerate(self.paths)
         ]
-        self.numbering = Numbering([len(found) for found in self._members])
+        self.shards = ShardIndex([len(found) for found in self._members])
         self._files = OpenFiles(self.paths, self.sizes)
 
     def image(self, number: int) -> ImageRecord:
-        file, inside = self.numbering.locate(number)
+        file, inside = self.shards.locate(number)
         begin, size, label_begin, label_size = self._members[file][inside].tolist()
         if size == _MISSING:
             name, members = self._sample(file, inside)

@@ -10,7 +10,7 @@ from memory_documents import MemoryDocuments, documents, make, mixture, segments
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents
-from spmd_trainer.inputs.corpus.tokenise import Encoder
+from spmd_trainer.inputs.corpus.encoding import Encoder
 
 GOOD = texts(60)
 BAD = [*GOOD[:20], None, *GOOD[20:50], None, None, *GOOD[50:], None]

@@ -82,7 +82,7 @@ def test_repeat_goes_on_without_end():
 @pytest.mark.parametrize("training", [True, False])
 def test_drop_gives_every_source_its_epochs_and_goes_on_with_the_others(training):
     source = make(
-        mixture(a=(documents(A), 1), b=(documents(B, epochs=2), 5), when_one_ends="drop"), is_training=training
+        mixture(a=(documents(A), 1), b=(documents(B, epochs=2), 5), stopping_strategy="drop"), is_training=training
     )
     assert not source.endless
     found = b"".join(segments(drain(source)))
@@ -92,7 +92,7 @@ def test_drop_gives_every_source_its_epochs_and_goes_on_with_the_others(training
 
 
 def test_stop_ends_when_the_turn_is_of_a_source_that_has_ended():
-    source = make(mixture(a=(documents(A), 1), b=(documents(B), 1), weigh_by="documents", when_one_ends="stop"))
+    source = make(mixture(a=(documents(A), 1), b=(documents(B), 1), weigh_by="documents", stopping_strategy="stop"))
     drain(source)
     assert source.documents_of == {"a": 41, "b": 40}  # then it is b's turn
 
@@ -106,7 +106,7 @@ def test_evaluation_gives_each_document_once_whatever_the_weights():
 BAD = {
     "weigh_by='token'": lambda: mixture(a=(documents(A), 1), weigh_by="token"),
     "did you mean 'tokens'|did you mean tokens": lambda: mixture(a=(documents(A), 1), weigh_by="token"),
-    "when_one_ends='stopp'": lambda: mixture(a=(documents(A), 1), when_one_ends="stopp"),
+    "stopping_strategy='stopp'": lambda: mixture(a=(documents(A), 1), stopping_strategy="stopp"),
     "temperature=0": lambda: mixture(a=(documents(A), 1), temperature=0),
     "has no sources": lambda: Mixture({}),
     "source 'a' of the mixture has weight -1": lambda: mixture(a=(documents(A), -1)),
@@ -131,6 +131,6 @@ def test_a_mixture_that_can_not_be_is_an_error_that_names_its_source(message):
 
 
 def test_documents_alone_are_a_mixture_of_one():
-    assert as_mixture(documents(A), is_training=True).when_one_ends == "repeat"
-    assert as_mixture(documents(A, epochs=2), is_training=True).when_one_ends == "drop"
-    assert as_mixture(documents(A), is_training=False).when_one_ends == "drop"
+    assert as_mixture(documents(A), is_training=True).stopping_strategy == "repeat"
+    assert as_mixture(documents(A, epochs=2), is_training=True).stopping_strategy == "drop"
+    assert as_mixture(documents(A), is_training=False).stopping_strategy == "drop"

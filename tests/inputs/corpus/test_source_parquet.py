@@ -9,7 +9,7 @@ from facts import raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Document
-from spmd_trainer.inputs.corpus.parquet_documents import ParquetDocuments
+from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

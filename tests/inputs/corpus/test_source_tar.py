@@ -11,7 +11,7 @@ from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import BadRecord
-from spmd_trainer.inputs.corpus.tar_documents import TarDocuments
+from spmd_trainer.inputs.corpus.tar_files import TarDocuments
 
 
 def write(path, members):

@@ -25,13 +25,13 @@ def opened(shares, epochs, shuffle=None):
     ]
 
 
-def step_by_step(shares, limits, when_one_ends):
+def step_by_step(shares, limits, stopping_strategy):
     """The source of each image and the images that it has given before."""
     taken = [0] * len(shares)
     schedule = Schedule(shares, taken)
     while (source := schedule.source) is not None:
         if taken[source] == limits[source]:
-            if when_one_ends == STOP:
+            if stopping_strategy == STOP:
                 return
             schedule.drop()
             continue
@@ -42,18 +42,18 @@ def step_by_step(shares, limits, when_one_ends):
 
 @pytest.mark.parametrize("shares", [SHARES, (0.1, 0.7, 0.2), (1 / 3, 1 / 3, 1 / 3), (0.999999, 5e-7, 5e-7)])
 @pytest.mark.parametrize(
-    ("epochs", "when_one_ends"), [((None,) * 3, REPEAT), ((2, 1, 1), DROP), ((2, 3, 1), STOP), ((1, 1, 1), STOP)]
+    ("epochs", "stopping_strategy"), [((None,) * 3, REPEAT), ((2, 1, 1), DROP), ((2, 3, 1), STOP), ((1, 1, 1), STOP)]
 )
-def test_any_index_gives_what_the_schedule_gives(shares, epochs, when_one_ends):
+def test_any_index_gives_what_the_schedule_gives(shares, epochs, stopping_strategy):
     sizes = [np.array(size) for size in SIZES]
-    found = ImageOrder(opened(shares, epochs), sizes, (1, 2, 3), when_one_ends)
+    found = ImageOrder(opened(shares, epochs), sizes, (1, 2, 3), stopping_strategy)
     limits = [None if epoch is None else epoch * sum(size) for epoch, size in zip(epochs, SIZES, strict=True)]
     ends = np.cumsum([0, *map(sum, SIZES)])
     expected = [
         int(ends[source]) + place % sum(SIZES[source])
-        for source, place in itertools.islice(step_by_step(shares, limits, when_one_ends), 307)
+        for source, place in itertools.islice(step_by_step(shares, limits, stopping_strategy), 307)
     ]
-    assert found.num_examples == (None if when_one_ends == REPEAT else len(expected))
+    assert found.num_examples == (None if stopping_strategy == REPEAT else len(expected))
     if not found.endless:
         expected += [found.num_images] * 7
     for first in range(0, len(expected) - 6, 3):

@@ -6,13 +6,12 @@ import threading
 import numpy as np
 import pytest
 
-from spmd_trainer.inputs.last_used import LastUsed, OpenFile
-from spmd_trainer.inputs.numbering import Numbering
+from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
 
 
 @pytest.mark.parametrize("counts", [[3], [0, 2, 0, 5, 1], [4, 0]])
 def test_every_number_is_found_in_its_part(counts):
-    numbering = Numbering(counts)
+    numbering = ShardIndex(counts)
     expected = [(part, number) for part, count in enumerate(counts) for number in range(count)]
     assert [numbering.locate(number) for number in range(len(numbering))] == expected
     numbers = np.random.default_rng(0).permutation(len(expected))
@@ -31,14 +30,14 @@ def test_the_last_used_stay_open():
         opened.append(number)
         return str(number)
 
-    files = LastUsed(2)
+    files = LRUCache(2)
     assert [files.get(number, open_one) for number in (0, 1, 0, 2, 0, 1)] == ["0", "1", "0", "2", "0", "1"]
     assert opened == [0, 1, 2, 1]
     assert files.kept == [0, 1]
 
 
 def test_large_ones_are_let_go_of_earlier():
-    files = LastUsed(5, size_of=len, most_size=6)
+    files = LRUCache(5, size_of=len, most_size=6)
     for number, size in enumerate((2, 2, 2, 3, 9)):
         files.get(number, lambda _, size=size: "x" * size)
         assert number in files.kept
@@ -50,7 +49,7 @@ def test_large_ones_are_let_go_of_earlier():
 def test_a_file_is_not_closed_while_another_thread_reads_it(tmp_path):
     for number in range(6):
         (tmp_path / str(number)).write_bytes(bytes([number]) * 100)
-    files, wrong = LastUsed(1), []
+    files, wrong = LRUCache(1), []
     before = len(os.listdir("/proc/self/fd"))
 
     def read(seed):

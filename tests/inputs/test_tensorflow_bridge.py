@@ -10,8 +10,8 @@ PROGRAM = """
 import os, sys
 if sys.argv[1] == "first":
     import jax
-from spmd_trainer.inputs import quiet_tensorflow
-quiet_tensorflow.keep_quiet()
+from spmd_trainer.inputs import tensorflow_bridge
+tensorflow_bridge.keep_quiet()
 print(os.environ["TF_CPP_MIN_LOG_LEVEL"], os.environ["TF_ENABLE_ONEDNN_OPTS"])
 """
 

@@ -12,7 +12,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.text_base import TokenizedFiles
 from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, start_token
 from spmd_trainer.inputs.tokenizers import Tokenizer
-from spmd_trainer.lm_eval.judge import Judge, Tasks
+from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
 from spmd_trainer.metrics.writers import SummaryWriters
 from spmd_trainer.training import checkpoints
@@ -22,7 +22,7 @@ from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 
 
-def judge(job: Job) -> dict[str, float]:
+def evaluate(job: Job) -> dict[str, float]:
     """Judges one checkpoint, `--restore_checkpoint_step` or the newest, on `--tasks`. Called by every process.
 
     Writes `lm_eval/step_N/results_DATE.json` and the metrics. If the job is killed and started again, it goes on with the
@@ -39,7 +39,7 @@ def judge(job: Job) -> dict[str, float]:
         raise UserError("--mode=lm_eval needs --tasks=NAME,NAME")
     with Phase("finding the tasks of lm-eval", announce_after=2.0):
         tasks = Tasks(settings)
-    harness = judge_of(job, settings, tasks)
+    harness = make_runner(job, settings, tasks)
     step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
     directory = job.config.job_log_dir
     with contextlib.closing(SummaryWriters(directory, enabled=jax.process_index() == 0)) as writers:
@@ -49,7 +49,7 @@ def judge(job: Job) -> dict[str, float]:
     return results
 
 
-def judge_of(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) -> Judge:
+def make_runner(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) -> HarnessRunner:
     """Returns the judge of a job's model.
 
     Args:
@@ -58,11 +58,11 @@ def judge_of(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) -> 
       tasks: the tasks, if they were found before.
 
     Raises:
-      UserError: see `tokenizer_of` and `Judge`.
+      UserError: see `tokenizer_of` and `HarnessRunner`.
     """
     experiment = job.config.experiment
     tokenizer, start_id = tokenizer_of(experiment, settings)
-    return Judge(
+    return HarnessRunner(
         settings,
         job.task,
         job.partitioner,

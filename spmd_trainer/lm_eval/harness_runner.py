@@ -23,8 +23,7 @@ from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_proc
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.inputs.tokenizers import Tokenizer
-from spmd_trainer.lm_eval.answers import Answers, request_key
-from spmd_trainer.lm_eval.requests import Progress, Requests, Source
+from spmd_trainer.lm_eval.requests import Answers, Progress, Requests, Source, request_key
 from spmd_trainer.lm_eval.settings import BOOTSTRAP_ITERS, LmEvalSettings
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
@@ -141,7 +140,7 @@ def _matching(given: str, manager: TaskManager) -> list[str]:
     return found
 
 
-class Judge:
+class HarnessRunner:
     """Evaluates train states on tasks. Steps are compiled once, at the first state.
 
     Attributes:
@@ -247,7 +246,7 @@ class Judge:
                 written = read_metrics(job_log_dir, f"lm_eval_{name}").get(step, {})
                 if not written.items() >= values.items():  # an earlier run may have written them
                     writers.write(f"lm_eval_{name}", step, values, {"identity": identity})
-            _say(results, step, directory)
+            _log_results(results, step, directory)
             return metrics
 
         # The other processes have no bootstrapped standard errors.
@@ -367,7 +366,7 @@ def _write_results(results: dict[str, Any], tracker: Any, directory: epath.Path,
             (directory / path.name).write_bytes(path.read_bytes())
 
 
-def _say(results: dict[str, Any], step: int, directory: epath.Path) -> None:
+def _log_results(results: dict[str, Any], step: int, directory: epath.Path) -> None:
     """Prints lm-eval's table, and logs where the files are."""
     from lm_eval.utils import make_table
 
