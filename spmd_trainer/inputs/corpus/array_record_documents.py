@@ -1,4 +1,4 @@
-"""ArrayRecord files whose records are texts, read by number. Needs the package array_record: extra `data`."""
+"""Text records of ArrayRecord files, read by number. Needs the package array_record: extra `data`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from spmd_trainer.inputs.corpus.file_source import NumberedFiles
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage.local_copies import local_copy
 
-# The settings that the library recommends for reading by number; they start no threads.
+# The library's recommended settings for random access; they start no threads.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-# Files that are open at a time: a global shuffle goes back and forth between all files, and opening one costs much more than
+# Most files open at a time: a global shuffle jumps between all files, and opening one costs much more than
 # reading a record. A reader holds its file's index in memory, so the records of all open files are bounded too.
 _MAX_OPEN = 64
 _MAX_OPEN_RECORDS = 2**22
-# Records that are read at a time where documents are read in order.
+# Records per read when documents are read in order.
 _BLOCK = 256
 
 
 class ArrayRecordDocuments(NumberedFiles):
-    """Records of ArrayRecord files. A chunk is a file. A file in an object store is copied to the cache folder first."""
+    """Records of ArrayRecord files. A chunk is a file. Remote files are copied to the cache folder first."""
 
     kind: ClassVar[str] = "arrayrecord"
 
@@ -32,7 +32,7 @@ class ArrayRecordDocuments(NumberedFiles):
         """Opens each file once.
 
         Raises:
-          UserError: array_record isn't installed, or a file is empty, damaged or of another format; names it.
+          UserError: array_record isn't installed, or a file (named) is empty, damaged or of another format.
         """
         super().__init__(paths)
         self._open: LRUCache[Any] = LRUCache(
@@ -78,7 +78,7 @@ def _open(path: str) -> Any:
         raise UserError(f"{path}: ArrayRecord files need array_record: pip install 'spmd-trainer[data]'") from error
     try:
         reader = array_record_module.ArrayRecordReader(local_copy(path), _OPTIONS)
-        if not reader.ok():  # it would give no records, without a word
+        if not reader.ok():  # else it silently yields no records
             reader.read_all()
             raise RuntimeError("its end is damaged or missing")
     except Exception as error:  # the library raises plain exceptions of several kinds

@@ -1,6 +1,5 @@
-"""Arrow files: those of `datasets.Dataset.save_to_disk`, and others in the stream or the file format.
-
-Needs pyarrow: extra `data`.
+"""Arrow files in the stream or the file format, such as those of `datasets.Dataset.save_to_disk`. Needs pyarrow: extra
+`data`.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from spmd_trainer.storage.local_copies import local_copy
 
 STATE_FILE = "state.json"
 _FILE_FORMAT = b"ARROW1"
-# Files that are open at a time: a global shuffle goes back and forth between all files. Opening one costs much more than reading
-# a row, and an open file takes address space; only a compressed one holds memory, a record batch.
+# Most files open at a time: a global shuffle jumps between all files. Opening one costs much more than reading
+# a row. An open file takes address space; a compressed one also holds a record batch in memory.
 _MAX_OPEN = 64
 
 
 def files_of_folder(folder: str) -> list[str]:
-    """Returns the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote.
+    """Lists the Arrow files of a folder written by `datasets.Dataset.save_to_disk`.
 
     Raises:
-      UserError: its state.json can't be read, or the rows are reordered by an indices mapping.
+      UserError: its state.json can't be read, or an indices mapping reorders the rows.
     """
     path = os.path.join(folder, STATE_FILE)
     try:
@@ -48,22 +47,18 @@ def files_of_folder(folder: str) -> list[str]:
 
 
 class ArrowDocuments(NumberedFiles):
-    """Rows of Arrow files, mapped into memory and read by number. A chunk is a record batch.
+    """Rows of memory-mapped Arrow files, read by number. A chunk is a record batch.
 
-    A file of an object store is copied to the cache folder first.
+    Remote files are copied to the cache folder first.
     """
 
     kind: ClassVar[str] = "arrow"
 
     def __init__(self, paths: Sequence[str], column: str = "text"):
-        """Opens each file once.
-
-        Args:
-          paths: the files.
-          column: see `documents.Documents`.
+        """Opens each file once. `column` is as in `Documents`.
 
         Raises:
-          UserError: pyarrow isn't installed; or a file can't be read, is damaged, or has no such column; names the file.
+          UserError: pyarrow isn't installed; or a file (named) can't be read, is damaged, or lacks the column.
         """
         super().__init__(paths)
         self._column = column
@@ -96,7 +91,7 @@ class ArrowDocuments(NumberedFiles):
         where = f"{self.paths[index]} record batch {number + 1}, row {row + 1}"
         try:
             batch = self._batches(index)[number].slice(row, 1)
-            batch.validate(full=True)  # damaged offsets would crash the process
+            batch.validate(full=True)  # reading damaged offsets would crash the process
             (record,) = documents_of(batch, self._column, lambda _: where)
             return record
         except damage() as error:
@@ -110,8 +105,7 @@ class ArrowDocuments(NumberedFiles):
             raise _unreadable(self.paths[index], error) from error
 
     def _batches(self, index: int) -> Sequence[Any]:
-        """Returns the record batches of a file, with the one column that is needed."""
-        # A local file is mapped: if it was truncated since, reading it would end the process by SIGBUS.
+        # Local files are mapped: reading one that was truncated since would kill the process by SIGBUS.
         if index not in self._open.kept or not is_remote(self.paths[index]):
             self.refuse_changed(index)
         return self._open.get(index, lambda index: self._read(self.paths[index]))
@@ -138,7 +132,9 @@ class ArrowDocuments(NumberedFiles):
 
 
 class _FileBatches(Sequence[Any]):
-    """Record batches of a file in the file format. One is held at a time: those of a compressed file are not mapped."""
+    """Record batches of a file in the file format. Holds one at a time, because those of a compressed file are not
+    mapped.
+    """
 
     def __init__(self, reader: Any, column: str):
         self._reader = reader

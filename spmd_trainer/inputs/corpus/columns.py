@@ -1,4 +1,4 @@
-"""The text of a record with named fields."""
+"""Finds the text of a record with named fields."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 
 
 def document_of(record: Any, column: str, where: str) -> Record:
-    """Returns the document in a record.
+    """Makes a document of a record.
 
     Args:
-      record: a mapping; any other value is bad.
-      column: the key of the text; 'a.b' is key b of the object in a. A key that contains dots itself is found too.
-      where: the record, for messages.
+      record: a mapping; any other value gives a BadRecord.
+      column: key of the text; 'a.b' is key b of the object in a. Keys that contain dots are tried first.
+      where: file and record, for messages.
     """
     if isinstance(record, dict | Mapping) and column in record:
         return text_document(record[column], column, where)
@@ -32,7 +32,7 @@ def document_of(record: Any, column: str, where: str) -> Record:
 
 
 def text_document(value: Any, column: str, where: str) -> Record:
-    """Returns the document of a value that should be a text: a string, or UTF-8 bytes."""
+    """Makes a document of a string or UTF-8 bytes; any other value gives a BadRecord."""
     if isinstance(value, bytes):
         return Document(value, where)
     if not isinstance(value, str):
@@ -58,8 +58,8 @@ def documents_of(batch: Any, column: str, where: Callable[[int], str]) -> Iterat
 
     Args:
       batch: the rows.
-      column: see `documents.Documents`.
-      where: returns where row n of the batch is, for messages.
+      column: as in `Documents`.
+      where: maps a row number of the batch to its file and row, for messages.
     """
     try:
         rows = batch.to_pylist()
@@ -80,13 +80,13 @@ def _same(where: str, row: int) -> str:
 
 
 def no_column(path: str, column: str, names: Sequence[str]) -> UserError:
-    """Returns the error about a file that has other columns: `names`."""
+    """Error for a file without `column`; lists the columns it has."""
     listed = ", ".join(map(repr, names))
     return UserError(f"{path} has no column {column!r}{did_you_mean(column, names)}; its columns are {listed}")
 
 
 def damage() -> tuple[type[Exception], ...]:
-    """Returns what pyarrow raises for files that it can't read."""
+    """Exceptions that pyarrow raises for files it can't read."""
     try:
         import pyarrow
     except ImportError:

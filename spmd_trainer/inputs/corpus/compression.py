@@ -1,4 +1,4 @@
-"""The content of files that may be compressed by gzip or Zstandard. The latter needs zstandard: extra `data`."""
+"""Reads files that may be compressed by gzip or Zstandard. Zstandard needs the package zstandard: extra `data`."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.storage import is_remote
 
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-# A Zstandard file may begin with frames to skip: a byte from 0x50 to 0x5f, and these.
+# Skippable frames begin with a byte from 0x50 to 0x5f, then these.
 # https://github.com/facebook/zstd/blob/dev/doc/zstd_compression_format.md
 _SKIPPED_FIRST, _SKIPPED = range(0x50, 0x60), b"\x2a\x4d\x18"
 _HEAD_BYTES = 4
-# Bytes of a compressed file that are read at a time; what they hold can be many times larger.
+# Compressed bytes per read; their content can be many times larger.
 _BLOCK = 2**16
-# What reading a damaged file raises: gzip raises EOFError, zlib.error and BadGzipFile, which is an OSError.
+# Exceptions of damaged files: gzip raises EOFError, zlib.error and BadGzipFile (an OSError).
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """Opens a file for reading, on a disk or in an object store."""
+    """Opens a local or remote file for reading."""
     file: BinaryIO = epath.Path(path).open("rb") if is_remote(path) else open(path, "rb")  # noqa: SIM115
     return file
 
 
 def is_zstandard(head: bytes) -> bool:
-    """Returns whether a file's first bytes are those of a Zstandard frame, or of one that is skipped."""
+    """True if a file begins with a Zstandard frame or a skippable frame."""
     is_skipped = head[1:_HEAD_BYTES] == _SKIPPED and head[0] in _SKIPPED_FIRST
     return is_skipped or head.startswith(_ZSTANDARD)
 
 
 def is_compressed(head: bytes) -> bool:
-    """Returns whether a file's first bytes are those of a file that `decompressed` decompresses."""
+    """True if a file begins as gzip or Zstandard."""
     return head.startswith(_GZIP) or is_zstandard(head)
 
 
 def decompressed(file: BinaryIO, path: str) -> BinaryIO:
-    """Returns a file's content without its compression, by its first bytes.
+    """Returns a reader of the uncompressed content. The file's first bytes decide.
 
     Raises:
-      UserError: it is compressed by Zstandard, and zstandard isn't installed.
+      UserError: the file is compressed by Zstandard, and zstandard isn't installed.
     """
     head = file.read(_HEAD_BYTES)
     file.seek(0)
@@ -60,7 +60,9 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
 
 
 class _ZstandardFrames(io.RawIOBase):
-    """The content of all frames of a Zstandard file. A frame that is cut off is an error; the library's reader hides it."""
+    """Content of all frames of a Zstandard file. Raises if the file ends inside a frame; the library's reader ignores
+    it.
+    """
 
     def __init__(self, zstandard: Any, file: BinaryIO):
         self._zstandard = zstandard

@@ -1,11 +1,12 @@
-"""Language-model input over text as people have it: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, plain text, mixtures.
+"""Language-model input over text files: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, plain text, and mixtures.
 
-The rows form one sequence, the same in every process: documents in the order of their sources, mixed by weight, tokenised, and
-packed window by window. Global batch n holds the next G = batch_size * num_infeed_hosts rows, and process h takes the rows
-[h * batch_size, (h + 1) * batch_size) of it. A position says where the current window begins in each source and how many of its
-rows are taken. So it is valid for any number of processes and any batch size, also for files that can only be read in order.
+The rows form one sequence, the same in every process: documents are mixed by weight, tokenised, and packed window by
+window. Global batch n holds the next G = batch_size * num_infeed_hosts rows; process h takes the rows [h * batch_size,
+(h + 1) * batch_size) of it. A position says where the current window begins in each source and how many of its rows
+are taken. It is valid for any number of processes and any batch size, also for files that can only be read in order.
 
-Every process reads and tokenises all documents. If that takes too long, tokenise them ahead with `tools/prepare_text.py`.
+Every process reads and tokenises all documents. If that takes too long, tokenise them ahead with
+`tools/prepare_text.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs import batches, packed_text, text_base
 from spmd_trainer.inputs.corpus import cursors, encoding, mixture, rows, windows
 
-# The default of `window_rows`: the first, or as many rows as hold the second number of tokens, but at least the third.
+# Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
 _MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
-# Settings of the windows that a saved position must have been saved with.
+# A saved position is valid only for the same values of these settings.
 _SAVED_SETTINGS = (
     "start_id", "seq_len", "packing", "window_rows", "shuffle", "seed", "bad_records", "weigh_by", "stopping_strategy"
 )  # fmt: skip
@@ -35,21 +36,22 @@ _SAVED_SETTINGS = (
 class CorpusInput(text_base.TokenizedInput):
     """Language-model input over documents from files of many kinds, packed into rows (see the module docstring).
 
-    Training: endless, unless the sources have `epochs`. Otherwise: every document once, then StopIteration until `reset()`. The
-    last batch is filled up with rows of weight 0, and all processes have the same number of batches. A batch has the same arrays
-    as one of `TextInput`. Documents without text are left out. A thread makes the next window while the current one is used.
+    Training never ends, unless the sources have `epochs`. Evaluation gives every document once, then StopIteration
+    until `reset()`. The last batch is filled up with rows of weight 0, and all processes have the same number of
+    batches. A batch has the same arrays as one of `TextInput`. Documents without text are left out. A thread makes the
+    next window while the current one is used.
 
     Attributes:
       source: `Documents`, or a `Mixture` of them.
       tokenizer, eos_id, start: see `text_base.TokenizedInput`.
       seq_len: tokens per row, T.
-      packing: 'best_fit': pieces of at most T tokens, several in a row, each a segment. 'pad': one piece in a row. 'split': the
-        documents one after the other, cut every T tokens: no padding, and attention across documents.
-      shuffle: None: shuffle training data. False gives the documents of each source in order.
-      window_rows: rows that are packed and shuffled together; more pack better, and take more memory. None: 256, or fewer if they
-        would hold more than 4,194,304 tokens, but at least 32.
-      bad_records: 'raise': a record that can't be read or encoded is an error with its file and number. 'skip': it is left out,
-        counted in `skipped` and logged.
+      packing: 'best_fit': several pieces of at most T tokens per row, each a segment. 'pad': one piece per row.
+        'split': concatenates the documents and cuts every T tokens: no padding, and attention crosses documents.
+      shuffle: None shuffles training data. False keeps the documents of each source in order.
+      window_rows: rows packed and shuffled together; more rows pack better and take more memory. None: 256, or fewer
+        (at least 32) if 256 would hold more than 4,194,304 tokens.
+      bad_records: 'raise': a record that can't be read or encoded raises an error with its file and number. 'skip':
+        leaves the record out, counts it in `skipped` and logs it.
     """
 
     source: Any = None
@@ -88,7 +90,7 @@ class CorpusInput(text_base.TokenizedInput):
                 self._mixture, is_training=self.is_training, shuffle=self._shuffles
             )
             for one in self.sources:
-                if hasattr(one.source, "check_tokenizer"):  # its documents are tokens
+                if hasattr(one.source, "check_tokenizer"):  # a prepared corpus
                     one.source.check_tokenizer(self.tokenizer.fingerprint())
         except ValueError as error:
             raise self.error(first_paragraph(error)) from error
@@ -102,27 +104,27 @@ class CorpusInput(text_base.TokenizedInput):
 
     @property
     def num_batches(self) -> int | None:
-        """Always None: a finite input finds out where it ends when it gets there."""
+        """Always None: the length of a finite input is unknown until its end."""
         return None
 
     @property
     def fill(self) -> float | None:
-        """Share of the positions that hold a token, in the windows read so far; None before the first."""
+        """Fraction of positions that hold a token, in the windows read so far; None before the first."""
         return self._tokens_read / (self._rows_read * self.seq_len) if self._rows_read else None
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Bad records left out since the beginning of the input, by source."""
+        """Bad records left out so far, by source."""
         return {name: cursor.skipped for name, cursor in self._read_so_far.items()}
 
     @property
     def documents_of(self) -> dict[str, int]:
-        """Documents read since the beginning of the input, by source."""
+        """Documents read so far, by source."""
         return {name: cursor.documents for name, cursor in self._read_so_far.items()}
 
     @property
     def tokens_of(self) -> dict[str, int]:
-        """Tokens read since the beginning of the input, with those around each document, by source."""
+        """Tokens read so far, start and end tokens included, by source."""
         return {name: cursor.tokens for name, cursor in self._read_so_far.items()}
 
     def input_specs(self) -> NestedMap:
@@ -132,8 +134,8 @@ class CorpusInput(text_base.TokenizedInput):
         """Returns the next batch and advances the position.
 
         Raises:
-          StopIteration: the input is finite and has ended; `reset()` starts over.
-          UserError: a source can't be read, or has a bad record; names the file and the record.
+          StopIteration: a finite input has ended; `reset()` starts over.
+          UserError: a source can't be read or has a bad record; names the file and the record.
         """
         at, window, parts, given = self._at, self._window, [], 0
         first = self.infeed_host_index * self.batch_size
@@ -190,7 +192,7 @@ class CorpusInput(text_base.TokenizedInput):
     def _next_window(self, at: cursors.InputPosition) -> windows.Window | None:
         """Returns the window at a position; None after the last."""
         if self._thread is None:
-            # An error without a reference to this input, which could otherwise not be collected while the thread runs.
+            # No reference to this input: it could otherwise not be collected while the thread runs.
             prefix = str(self.error(""))
             maker = windows.WindowMaker(self.sources, self._settings, at.cursor, lambda text: UserError(prefix + text))
             self._thread = windows.WindowThread(maker, self.name, after=self._closed_thread)
@@ -204,7 +206,7 @@ class CorpusInput(text_base.TokenizedInput):
             self._stop()
             self._ended_at = window.end
             return None
-        if window.begin != at.cursor:  # an interrupted call took the window of this position, and lost it
+        if window.begin != at.cursor:  # an interrupted call took this window and lost it
             self._stop()
             return self._next_window(at)
         if at.row >= window.num_rows:
@@ -234,14 +236,14 @@ class CorpusInput(text_base.TokenizedInput):
 
     @functools.cached_property
     def _data(self) -> dict[str, Any]:
-        """What the batches depend on besides the position, as JSON values."""
+        """Everything besides the position that decides the batches, as JSON values."""
         settings = self._settings
         data: dict[str, Any] = {name: getattr(settings, name) for name in _SAVED_SETTINGS}
         return cursors.describe(data, self.tokenizer, self.sources)
 
     @functools.cached_property
     def _data_json(self) -> str:
-        # A mixture may name many files, and a position is asked for after every batch.
+        # Cached: a mixture may name many files, and every batch saves a position.
         return json.dumps(self._data, sort_keys=True)
 
     def _stop(self) -> None:

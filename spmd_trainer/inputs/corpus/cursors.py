@@ -1,4 +1,4 @@
-"""Positions of a corpus input: where the current window begins in each source, and how many of its rows are taken."""
+"""Positions of a corpus input, and the settings and files for which a saved position is valid."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.mixture import OpenSource
 from spmd_trainer.inputs.corpus.order import Position
 
-_NUMBERS = 7  # of a source
+_NUMBERS = 7  # per source
 
 
 class SourceCursor(NamedTuple):
-    """Where a source is.
+    """Progress in one source.
 
     Attributes:
-      position: in the order of its documents.
-      documents: documents that it has given.
-      tokens: tokens of these documents, with those that stand before and after each document.
+      position: position in the source's order of documents.
+      documents: documents read.
+      tokens: tokens of these documents, start and end tokens included.
       skipped: bad records left out.
     """
 
@@ -36,7 +36,7 @@ class Cursor(NamedTuple):
     Attributes:
       window: number of the window, from 0.
       offset: tokens of the first document that belong to the window before (packing 'split').
-      sources: where each source is.
+      sources: progress in each source.
     """
 
     window: int
@@ -45,11 +45,11 @@ class Cursor(NamedTuple):
 
 
 class InputPosition(NamedTuple):
-    """Where an input is.
+    """Position of an input.
 
     Attributes:
-      cursor: where its window begins.
-      row: rows of the window that have been taken.
+      cursor: where the current window begins.
+      row: rows taken of that window.
     """
 
     cursor: Cursor
@@ -57,17 +57,12 @@ class InputPosition(NamedTuple):
 
 
 def beginning(num_sources: int) -> InputPosition:
-    """Returns the position before the first batch."""
+    """Position before the first batch."""
     return InputPosition(Cursor(0, 0, (SourceCursor(),) * num_sources), 0)
 
 
 def to_json(position: InputPosition, names: Sequence[str]) -> str:
-    """Returns a position as JSON: less than 200 characters for each source.
-
-    Args:
-      position: the position.
-      names: names of the sources.
-    """
+    """Returns a position as JSON, under 200 characters per source. `names` are those of the sources."""
     cursor = position.cursor
     sources = {
         name: [*source.position, source.documents, source.tokens, source.skipped]
@@ -77,14 +72,10 @@ def to_json(position: InputPosition, names: Sequence[str]) -> str:
 
 
 def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
-    """Returns a position from the value of its JSON.
-
-    Args:
-      saved: the parsed JSON.
-      names: names of the sources.
+    """Reads a position from parsed JSON.
 
     Raises:
-      ValueError, KeyError, TypeError: it is not a position of these sources.
+      ValueError, KeyError, TypeError: it is not a position of the sources in `names`.
     """
     sources = []
     for name in names:
@@ -101,13 +92,7 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
 def describe(
     settings: Mapping[str, Any], tokenizer: tokenizers.Tokenizer, sources: Sequence[OpenSource]
 ) -> dict[str, Any]:
-    """Returns what batches depend on besides the position, as JSON values.
-
-    Args:
-      settings: the input's own settings.
-      tokenizer: the tokenizer.
-      sources: the sources.
-    """
+    """Returns everything besides the position that decides the batches, as JSON values."""
     return {
         "settings": dict(settings),
         "tokenizer": {**tokenizer.fingerprint(), "name": _name_of(tokenizer)},
@@ -117,17 +102,17 @@ def describe(
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sequence[OpenSource]) -> list[str]:
-    """Returns what has changed since a position was saved, a clause for each change.
+    """Lists what has changed since a position was saved, one clause per change.
 
     Args:
       before: the saved result of `describe`.
-      now: today's.
-      sources: the sources of today.
+      now: the current result.
+      sources: the current sources.
 
     Raises:
-      KeyError, TypeError, AttributeError: `before` is not such a result.
+      KeyError, TypeError, AttributeError: `before` is malformed.
     """
-    # The name of the setting in positions saved before it was renamed.
+    # Older positions use the setting's former name.
     renamed = {"stopping_strategy" if k == "when_one_ends" else k: value for k, value in before["settings"].items()}
     found = _differences(renamed, now["settings"])
     old, new = dict(before["tokenizer"]), dict(now["tokenizer"])
@@ -135,7 +120,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sequence
     if old != new:
         found.append(f"the tokenizer was {names[0]} ({_listed(old)}) and is {names[1]} ({_listed(new)})")
     found += _changed_sources(before["sources"], now["sources"], sources)
-    # The order decides between sources that are equally far behind.
+    # The order breaks ties between sources that are equally far behind.
     if not found and before["order"] != now["order"]:
         found.append(f"the sources were in the order {', '.join(before['order'])}")
     return found

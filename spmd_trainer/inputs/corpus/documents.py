@@ -1,4 +1,4 @@
-"""Documents: what a corpus holds, how users name it (`Documents`), and how the pipeline reads it (`Source`)."""
+"""Documents of a corpus: how users name them (`Documents`), and how the pipeline reads them (`Source`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Document:
     """One document.
 
     Attributes:
-      content: its text, UTF-8 (not checked yet); or its tokens, unsigned [n], if the corpus was tokenised ahead.
-      where: the file and the record, for messages: 'a.jsonl:3', 'x.parquet row group 2, row 17', 'a.arrayrecord record 5'. Lines
-        and rows count from 1, records from 0.
+      content: its text, UTF-8 (not validated yet); or its tokens, unsigned [n], for a corpus tokenised ahead.
+      where: file and record, for messages: 'a.jsonl:3', 'x.parquet row group 2, row 17', 'a.arrayrecord record 5'.
+        Lines and rows count from 1, records from 0.
     """
 
     content: bytes | np.ndarray
@@ -29,8 +29,8 @@ class BadRecord:
     """A record that gives no document.
 
     Attributes:
-      where: the file and the record, as in `Document`.
-      problem: a clause about it, e.g. 'is not JSON: ...' or 'has no column "text"'.
+      where: file and record, as in `Document`.
+      problem: a clause, e.g. 'is not JSON: ...' or 'has no column "text"'.
     """
 
     where: str
@@ -41,9 +41,10 @@ Record = Document | BadRecord
 
 
 class Source(abc.ABC):
-    """Documents in chunks (files, row groups, record batches), numbered from 0 in each chunk and in all chunks together.
+    """Documents in chunks (files, row groups, record batches), numbered from 0 within each chunk and across all
+    chunks.
 
-    Reading a source at the same place gives the same records. It may be used by one thread at a time.
+    Reads are repeatable. One thread at a time may use a source.
     """
 
     @property
@@ -54,39 +55,36 @@ class Source(abc.ABC):
     @property
     @abc.abstractmethod
     def random_access(self) -> bool:
-        """Whether any document can be read by its number, without reading those before it."""
+        """True if any document can be read by number without reading the ones before it."""
 
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of all files together."""
+        """Total bytes of all files."""
 
     @property
     @abc.abstractmethod
     def size_text(self) -> str:
-        """What the source is, for messages: '3 files of 15,000 bytes'."""
+        """Size for messages: '3 files of 15,000 bytes'."""
 
     @abc.abstractmethod
     def chunk_sizes(self) -> np.ndarray | None:
-        """Returns the records of each chunk, int64 [num_chunks]; None if only reading them all would tell."""
+        """Returns the records of each chunk, int64 [num_chunks]; None if counting them means reading them all."""
 
     @abc.abstractmethod
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
         """Yields a chunk's records from number `start` on, with bounded memory.
 
         Raises:
-          UserError: the file can't be read any further; names the file, and the record or row group.
+          UserError: the file can't be read further; names the file, and the record or row group.
         """
 
     @abc.abstractmethod
     def read(self, numbers: np.ndarray) -> list[Record]:
-        """Returns records by their number in all chunks together.
-
-        Args:
-          numbers: int64 [n], in any order.
+        """Reads records by their numbers across all chunks, int64 [n], in any order.
 
         Raises:
-          UserError: a file can't be read, or has changed since it was opened; names the file.
+          UserError: a file (named) can't be read, or has changed since it was opened.
           NotImplementedError: the source has no `random_access`.
         """
 
@@ -96,7 +94,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def changed_text(self, before: Mapping[str, Any]) -> str:
-        """Returns what has changed since `fingerprint` gave other values, for a message: names files where it can."""
+        """Describes the changes since `fingerprint` returned `before`, with file names if they are known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +104,16 @@ class Documents:
     Example: `Documents("gs://bucket/web/*.parquet", column="content")`.
 
     Attributes:
-      files: paths, globs and directories, one of them, or a function without arguments that returns them; local, gs:// or s3://.
-        A directory stands for all files below it that are not hidden; empty files whose names begin with '_' are left out.
-      column: the column or key that holds the text; 'a.b' is key b of the object in a. In tar shards, the member's extension.
-      kind: 'jsonl', 'parquet', 'arrow', 'arrayrecord', 'tfrecord', 'tar', 'text' or 'tokens'; None finds out by the names and the
-        first bytes of the files.
-      shuffle: 'global': any order of all documents; 'auto': global where documents can be read by number, otherwise a
-        window (also for JSON lines in object stores: each document would take a request); a number of documents: a window of so
-        many, in shuffled chunks; None: in order. Training shuffles, unless the input says otherwise.
-      epochs: times that each document is given; None: without end in training, once otherwise.
+      files: paths, globs and directories, one of them, or a function without arguments that returns them; local, gs://
+        or s3://. A directory stands for all non-hidden files below it, except empty files whose names begin with '_'.
+      column: column or key of the text; 'a.b' is key b of the object in a. In tar shards, the member's extension.
+      kind: 'jsonl', 'parquet', 'arrow', 'arrayrecord', 'tfrecord', 'tar', 'text' or 'tokens'; None detects it from the
+        files' names and first bytes.
+      shuffle: 'global': any order of all documents. 'auto': global if documents can be read by number, otherwise a
+        window (JSON lines in object stores take a window too: each document would cost a request). A number: shuffled
+        chunks, and windows of this many documents. None: in order. Only training shuffles, unless the input says
+        otherwise.
+      epochs: passes over the documents; None: endless in training, one otherwise.
       separator: text between the documents of a text file; None makes each file one document.
     """
 

@@ -1,4 +1,4 @@
-"""The documents of one source as tokens, read and encoded some documents ahead."""
+"""Reads and encodes the documents of one source a few documents ahead."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 from spmd_trainer.inputs.corpus.order import DocumentStream, Position, Taken, size_of
 
 RAISE, SKIP = "raise", "skip"
-# Documents that are read and encoded at a time, at most.
+# Most documents read and encoded at a time.
 MOST_AHEAD = 64
-# Skipped records of a source that are logged one by one.
+# Skipped records per source that are logged individually.
 _LOGGED = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of documents.
+    """Encodes documents.
 
     Attributes:
       tokenizer: the tokenizer.
-      limit: tokens must be below it: the vocabulary of the tokenizer, or of the model if that is smaller.
+      limit: every token must be below this: the vocabulary size of the tokenizer, or of the model if smaller.
     """
 
     tokenizer: tokenizers.Tokenizer
     limit: int
 
     def encode(self, records: Sequence[Record]) -> list[np.ndarray | BadRecord]:
-        """Returns the tokens of each record, `tokenizers.token_dtype` [n], without end-of-text; a BadRecord where it has none."""
+        """Returns the tokens of each record, `tokenizers.token_dtype` [n], without end-of-text; a BadRecord for one
+        that has none.
+        """
         dtype = tokenizers.token_dtype(self.tokenizer.vocab_size)
         return [
             tokens if isinstance(tokens, BadRecord) else self._checked(tokens, record.where, dtype)
@@ -75,7 +77,7 @@ class Encoder:
 
 
 def _without_text(record: Record) -> np.ndarray | BadRecord | None:
-    """Returns the tokens of a document that already consists of tokens, and a BadRecord as it is; None for text."""
+    """Returns a BadRecord or a document's existing tokens unchanged; None for text."""
     if isinstance(record, BadRecord):
         return record
     return record.content if isinstance(record.content, np.ndarray) else None
@@ -98,7 +100,7 @@ class Encoded(NamedTuple):
 
 
 class EncodedStream:
-    """The documents of one source as tokens, in the source's order. Documents without a token are left out."""
+    """The encoded documents of one source, in order. Leaves out documents without tokens."""
 
     def __init__(
         self,
@@ -113,11 +115,11 @@ class EncodedStream:
         """Wraps a stream.
 
         Args:
-          stream: the records of the source.
-          encoder: makes tokens of them.
+          stream: records of the source.
+          encoder: encodes them.
           name: the source's name, for messages; empty if it is the only one.
-          bad_records: 'raise': a bad record is an error. 'skip': it is left out, counted and logged.
-          bytes_ahead: bytes of text that are read ahead, about.
+          bad_records: 'raise' raises an error at a bad record; 'skip' leaves it out, counts and logs it.
+          bytes_ahead: approximate bytes of text to read ahead.
           error: makes an error of a message.
         """
         self._stream = stream
@@ -127,7 +129,7 @@ class EncodedStream:
         self._bytes_ahead = bytes_ahead
         self._error = error
         self._ahead: collections.deque[tuple[Taken, np.ndarray | BadRecord]] = collections.deque()
-        self._count = 1  # grows, so that the first rows don't wait for documents that they don't need
+        self._count = 1  # grows, so that the first rows don't wait for later documents
         self._logged = 0
         self._last_good_epoch = stream.position.epoch
         self._after = stream.position
@@ -136,7 +138,8 @@ class EncodedStream:
         """Returns the next document.
 
         Raises:
-          UserError: the source can't be read; it has a bad record and these are errors; or an epoch has no usable document.
+          UserError: the source can't be read, a whole epoch has no usable document, or a record is bad and
+            `bad_records` is 'raise'.
         """
         skipped = 0
         while self._ahead or self._read():

@@ -1,4 +1,4 @@
-"""The kind of a corpus' files, by their names and first bytes."""
+"""Detects the kind of a corpus' files from their names and first bytes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SUFFIXES = {
 TOKENS = "tokens"
 KINDS = (*SUFFIXES, TOKENS)
 _COMPRESSED = (".gz", ".zst")
-# The number of a shard behind a suffix: 'c4.tfrecord-00000-of-01024'.
+# Shard number after the suffix: 'c4.tfrecord-00000-of-01024'.
 _SHARD = re.compile(r"-\d+-of-\d+(?=(\.gz|\.zst)?$)")
 _UNREAD = {".csv": "comma", ".tsv": "tab"}
-# First bytes of files whose names don't say what they are.
+# First bytes of each kind, for names without a known suffix.
 _BEGINNINGS = {
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
@@ -40,10 +40,10 @@ _TAR_SIGNATURE, _TAR_SIGNATURE_AT = b"ustar", 257
 
 
 def kind_of_all(paths: Sequence[str]) -> str:
-    """Returns the kind of all files.
+    """Returns the common kind of all files.
 
     Raises:
-      UserError: they are of several kinds, or the kind of one can't be told; names files.
+      UserError: the kinds differ, or one can't be detected; names files.
     """
     kinds: dict[str, list[str]] = collections.defaultdict(list)
     for path in paths:
@@ -63,7 +63,7 @@ def kind_of_all(paths: Sequence[str]) -> str:
 
 
 def is_compressed(path: str) -> bool:
-    """Returns whether a file is compressed by gzip or Zstandard, by its first bytes."""
+    """True if a file begins as gzip or Zstandard."""
     return compression.is_compressed(read_head(path))
 
 
@@ -80,7 +80,7 @@ def read_head(path: str) -> bytes:
 
 
 def _kind(path: str) -> str | None:
-    """Returns the kind of a file; None if it is empty, and its name tells nothing."""
+    """Returns the kind of a file; None for an empty file whose name says nothing."""
     name = _SHARD.sub("", os.path.basename(path).lower())
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
@@ -114,7 +114,6 @@ def _kind(path: str) -> str | None:
 
 
 def _read_content_head(path: str) -> bytes:
-    """Returns the first bytes of a file without its compression."""
     head = read_head(path)
     if not compression.is_compressed(head):
         return head

@@ -1,4 +1,4 @@
-"""Base of the sources over files."""
+"""Base classes of the sources over files."""
 
 from __future__ import annotations
 
@@ -18,31 +18,25 @@ from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote, reading
 
-# Files that one source has open at a time. A mixture has many sources.
+# Most open files per source; a mixture has many sources.
 _MAX_OPEN = 8
 
 
 class OpenFiles:
-    """The files of a source, opened when they are first read. A file that changes its size while it is used is an error.
-
-    Several threads may read at a time.
+    """The files of a source, opened on first read. Raises if a file's size changes. Several threads may read at a
+    time.
     """
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
-        """Opens nothing yet.
-
-        Args:
-          paths: the files.
-          sizes: bytes of each, when the source was opened.
-        """
+        """`sizes` are the files' bytes when the source was opened."""
         self._paths, self._sizes = tuple(paths), tuple(sizes)
         self._open: LRUCache[OpenFile] = LRUCache(_MAX_OPEN)
 
     def read(self, index: int, start: int, stop: int) -> bytes:
-        """Returns the bytes of a file from `start` up to `stop`.
+        """Returns the bytes of a file from `start` to `stop`.
 
         Raises:
-          UserError: the file can't be read, or its size has changed; names it.
+          UserError: the file (named) can't be read, or its size has changed.
         """
         path = self._paths[index]
         try:
@@ -54,7 +48,7 @@ class OpenFiles:
         return content
 
     def _read_local(self, index: int, start: int, stop: int) -> bytes:
-        # Held, so that it isn't closed while it is read.
+        # Held, so that another thread doesn't close it during the read.
         opened = self._open.get(index, lambda index: OpenFile(self._paths[index]))
         file = opened.number
         if os.fstat(file).st_size != self._sizes[index]:
@@ -63,7 +57,7 @@ class OpenFiles:
         if len(content) == stop - start:
             return content
         parts = [content]
-        while content and start + sum(map(len, parts)) < stop:  # one call reads 2 GiB at most
+        while content and start + sum(map(len, parts)) < stop:  # one call reads at most 2 GiB
             begin = start + sum(map(len, parts))
             content = os.pread(file, stop - begin, begin)
             parts.append(content)
@@ -74,31 +68,29 @@ class OpenFiles:
 
 
 def changed(path: str, size: int) -> UserError:
-    """Returns the error about a file that no longer has the size that it had when the source was opened."""
+    """Error for a file whose size has changed since the source was opened."""
     return UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
 
 
-# Files that a saved position names with their sizes; of more files it has a checksum only.
+# A saved position lists up to this many files; of more it has only a checksum.
 _NAMED = 64
 
 
 class FileSource(Source):
-    """A source over files whose sizes are those when it was opened. `paths` and `sizes` are in the order of the documents.
+    """A source over files. `paths` and `sizes` (bytes, taken when the source is opened) are in the order of the
+    documents.
 
     Attributes:
-      kind: how the files are read, one of `file_kinds.KINDS`. A change of it is a change of the data.
+      kind: one of `file_kinds.KINDS`. Another kind counts as other data.
     """
 
     kind: ClassVar[str]
 
     def __init__(self, paths: Sequence[str]):
-        """Takes the sizes of the files.
-
-        Args:
-          paths: existing files, in the order of their documents.
+        """Takes the sizes of existing files.
 
         Raises:
-          UserError: a file can't be read; names it.
+          UserError: a file (named) can't be read.
         """
         self.paths = tuple(paths)
         self.sizes = reading.for_each(self.paths, _size)
@@ -126,13 +118,10 @@ class FileSource(Source):
         raise NotImplementedError(f"{type(self).__name__} reads documents in order only")
 
     def refuse_changed(self, index: int) -> None:
-        """Refuses a file whose size has changed since the source was opened.
-
-        Args:
-          index: the file.
+        """Checks that file `index` still has its size.
 
         Raises:
-          UserError: its size has changed, or it can't be read; names it.
+          UserError: the size has changed, or the file can't be read; names it.
         """
         if _size(self.paths[index]) != self.sizes[index]:
             raise changed(self.paths[index], self.sizes[index])
@@ -170,10 +159,10 @@ class FileSource(Source):
 
 
 class NumberedFiles(FileSource):
-    """A source over files whose documents can be read by their number.
+    """A source over files whose documents can be read by number.
 
     Attributes:
-      shards: the documents of each chunk.
+      shards: documents of each chunk.
     """
 
     shards: ShardIndex
@@ -193,21 +182,18 @@ def _size(path: str) -> int:
         raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
 
 
-# Bytes that are read at a time where records are read in order; more if one record is larger.
+# Bytes per read when records are read in order; more if one record is larger.
 _BYTES_AT_ONCE = 2**20
 
 
 class IndexedFiles(NumberedFiles):
-    """Records of files, read by number. A chunk is a file."""
+    """Records of files with known byte offsets, read by number. A chunk is a file."""
 
     def __init__(self, paths: Sequence[str]):
         """Finds the records of all files.
 
-        Args:
-          paths: the files.
-
         Raises:
-          UserError: a file can't be read; names it.
+          UserError: a file (named) can't be read.
         """
         super().__init__(paths)
         self._files = OpenFiles(self.paths, self.sizes)
@@ -216,17 +202,11 @@ class IndexedFiles(NumberedFiles):
 
     @abc.abstractmethod
     def find_records(self, index: int) -> np.ndarray:
-        """Returns where each record of a file begins, and then where the last one ends: int64 [records + 1]."""
+        """Returns the first byte of each record of a file, and the end of the last: int64 [records + 1]."""
 
     @abc.abstractmethod
     def record(self, index: int, number: int, content: bytes) -> Record:
-        """Returns a record.
-
-        Args:
-          index: the file.
-          number: the record's number in the file.
-          content: the bytes from the record's beginning up to the next record's.
-        """
+        """Makes a record from its bytes: record `number` of file `index`."""
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         found: dict[int, Record] = {}

@@ -1,4 +1,5 @@
-"""JSON lines: a JSON object in each line. Also compressed by gzip or Zstandard; the latter needs the extra `data`.
+"""JSON lines: one JSON object per line, optionally compressed by gzip or Zstandard (the latter needs the extra
+`data`).
 
 A chunk is a file. Empty lines aren't records.
 """
@@ -21,35 +22,32 @@ from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, cha
 from spmd_trainer.storage import reading
 from spmd_trainer.storage.local_copies import cached_index
 
-# Bytes that are searched for newlines at a time.
+# Bytes searched for newlines at a time.
 _BLOCK = 2**22
-# Indices of smaller files are quicker to make than to find.
+# Smaller files are faster to index again than to look up.
 _CACHED_BYTES = 2**20
 _NEWLINE, _RETURN = b"\n\r"
 
 
 class LineIndex(NamedTuple):
-    """The lines of a file that aren't empty.
+    """The non-empty lines of a file.
 
     Attributes:
-      starts: where each line begins, and then the end of the file, int64 [lines + 1]. Empty lines count to the line before.
-      empty: for each empty line, the index of the line that follows it, int64 [empty lines], ascending.
+      starts: first byte of each line, and the file's end, int64 [lines + 1]. Empty lines belong to the line before.
+      empty: for each empty line, the index of the line after it, int64 [empty lines], ascending.
     """
 
     starts: np.ndarray
     empty: np.ndarray
 
     def line_number(self, index: int) -> int:
-        """Returns the number of a line in the file, with the empty lines, from 1."""
+        """Returns a line's number in the file, empty lines included, from 1."""
         return index + 1 + (int(np.searchsorted(self.empty, index, side="right")) if len(self.empty) else 0)
 
 
 def index_lines(path: str, size: int) -> LineIndex:
-    """Returns the index of a file. That of a large file is made once, and mapped from the cache folder.
-
-    Args:
-      path: the file.
-      size: its bytes.
+    """Returns the index of a file of `size` bytes. The index of a large file is built once and mapped from the cache
+    folder.
 
     Raises:
       OSError: the file can't be read.
@@ -60,10 +58,10 @@ def index_lines(path: str, size: int) -> LineIndex:
 
 
 def _find_lines(path: str) -> np.ndarray:
-    """Returns the number of lines and the two arrays of a `LineIndex`, as one array."""
+    """Returns the number of lines and both arrays of a `LineIndex`, concatenated."""
     with open_bytes(path) as file:
         starts, empty, count = [], [], 0
-        begin = end = 0  # of the line that isn't complete; of what was read
+        begin = end = 0  # start of the incomplete line; end of the bytes read
         last = 0  # the byte before the block
         while block := file.read(_BLOCK):
             content = np.frombuffer(block, np.uint8)
@@ -90,16 +88,12 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonLines(IndexedFiles):
-    """Files of JSON lines on a disk, not compressed. Lines are read by number: where each begins is found once."""
+    """Uncompressed local files of JSON lines, read by number. An index of the lines is built once."""
 
     kind: ClassVar[str] = "jsonl"
 
     def __init__(self, paths: Sequence[str], column: str = "text"):
-        """Finds the lines.
-
-        Args:
-          paths: the files.
-          column: see `documents.Documents`.
+        """Indexes the lines. `column` is as in `Documents`.
 
         Raises:
           UserError: a file can't be read.
@@ -124,17 +118,12 @@ class JsonLines(IndexedFiles):
 
 
 class StreamedJsonLines(FileSource):
-    """Files of JSON lines that are read in order: compressed, or in an object store, where every line would take a request."""
+    """JSON lines read in order: compressed files, and object stores, where each line would cost a request."""
 
     kind: ClassVar[str] = "jsonl"
 
     def __init__(self, paths: Sequence[str], column: str = "text"):
-        """Takes the files; they are opened when they are read.
-
-        Args:
-          paths: the files.
-          column: see `documents.Documents`.
-        """
+        """`column` is as in `Documents`. Files are opened when they are read."""
         super().__init__(paths)
         self._column = column
 
@@ -159,7 +148,6 @@ class StreamedJsonLines(FileSource):
 
 
 def record_of(line: bytes, column: str, where: str) -> Record:
-    """Returns the document in a line."""
     try:
         return document_of(json.loads(line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode()), column, where)
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Several sources of documents as one, by weight."""
+"""Mixes several sources of documents by weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmd_trainer.inputs.corpus.open_source import open_documents
 
 TOKENS, DOCUMENTS = "tokens", "documents"
 REPEAT, DROP, STOP = "repeat", "drop", "stop"
-# The name of the only source of an input without a mixture.
+# Source name of an input without a mixture.
 ONLY = "documents"
 
 
@@ -25,18 +25,17 @@ ONLY = "documents"
 class Mixture:
     """Sources of documents, each with a weight.
 
-    The next document always comes from the source that is furthest behind its weight. So at every moment, the shares of the
-    sources are right to within one document of each, whatever the seed.
+    The next document always comes from the source furthest behind its share. At every moment each share is exact to
+    within one document, for any seed.
 
     Attributes:
-      sources: {name: (Documents, weight)}, weights above 0; or {name: Documents} for all: a source then weighs what it holds, in
-        bytes if `weigh_by` is 'tokens', otherwise in documents.
-      weigh_by: 'tokens' or 'documents': of what the weights are shares.
-      temperature: the share of a source is proportional to weight ** (1 / temperature). 1: to its weight; above 1: closer to
-        equal shares.
-      stopping_strategy: 'repeat': sources never end in training. 'drop': the mixture goes on with the others. 'stop': the mixture
-        ends. With 'drop' and 'stop', a source ends after its `epochs`, one if they are not set. In evaluation, every source ends
-        after its `epochs`, one if they are not set, and 'repeat' is like 'drop'.
+      sources: {name: (Documents, weight)} with weights above 0; or {name: Documents} for all: each source then weighs
+        its size, in bytes if `weigh_by` is 'tokens', otherwise in documents.
+      weigh_by: 'tokens' or 'documents': the unit of the shares.
+      temperature: shares are proportional to weight ** (1 / temperature). Above 1 they are more equal.
+      stopping_strategy: 'repeat': sources never end in training. 'drop': continue with the remaining sources when one
+        ends. 'stop': end the mixture when a source ends. With 'drop' and 'stop', and always in evaluation, a source
+        ends after its `epochs`, one by default. In evaluation 'repeat' acts as 'drop'.
     """
 
     sources: Mapping[str, Any]
@@ -58,14 +57,14 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class OpenSource:
-    """A source of an input, opened.
+    """An opened source of an input.
 
     Attributes:
       name: its name in the mixture.
-      documents: how the user named it.
-      source: its documents.
-      share: its share of the mixture, above 0; the shares of all sources sum to 1.
-      shuffle: 'global', the documents of a window, or None: in order.
+      documents: as the user named it.
+      source: reads its documents.
+      share: fraction of the mixture, above 0; all shares sum to 1.
+      shuffle: 'global', 'auto', documents per window, or None: in order.
       epochs: epochs after which it ends; None: never.
     """
 
@@ -77,13 +76,13 @@ class OpenSource:
     epochs: int | None
 
     def settings(self) -> dict[str, Any]:
-        """Returns what its order depends on besides its documents, as JSON values."""
+        """Returns the settings that decide its order, as JSON values."""
         named = {"column": self.documents.column, "separator": self.documents.separator}
         return {**named, "share": self.share, "shuffle": self.shuffle, "epochs": self.epochs}
 
 
 def as_mixture(given: Any, *, is_training: bool) -> Mixture:
-    """Returns the value of an input's `source` field as a mixture: Documents alone are a mixture of one.
+    """Converts an input's `source` field to a mixture; `Documents` become a mixture of one.
 
     Raises:
       UserError: it is neither `Documents` nor a `Mixture`.
@@ -110,12 +109,12 @@ def open_mixture(
     Args:
       mixture: the mixture.
       is_training: False gives every source an end.
-      shuffle: False gives the documents of every source in order.
+      shuffle: False keeps the documents of every source in order.
       open_one: opens a source.
 
     Raises:
-      UserError: a source can't be opened, has no weight while others have one, can't be shuffled as it asks for, or has
-        `epochs` that would have no effect; names the source.
+      UserError: a source (named) can't be opened, lacks a weight while others have one, can't be shuffled as
+        requested, or sets `epochs` without effect.
     """
     entries = {name: _entry(name, given) for name, given in mixture.sources.items()}
     opened = {name: _named(name, mixture, open_one, documents) for name, (documents, _) in entries.items()}
@@ -137,26 +136,26 @@ def open_mixture(
 
 
 class Schedule:
-    """Chooses the source of the next document: the one with the least taken / share; of equals, the first."""
+    """Chooses the source of the next document: the least taken / share; the first of equals."""
 
     def __init__(self, shares: Sequence[float], taken: Sequence[int]):
-        """Begins where each source has given `taken` tokens or documents."""
+        """`taken` are the tokens or documents that each source has already given."""
         self._shares = shares
         self._ahead = [(count / share, index) for index, (count, share) in enumerate(zip(taken, shares, strict=True))]
         heapq.heapify(self._ahead)
 
     @property
     def source(self) -> int | None:
-        """The index of the source whose turn it is; None if all have ended."""
+        """Index of the source to read next; None if all have ended."""
         return self._ahead[0][1] if self._ahead else None
 
     def advance(self, taken: int) -> None:
-        """Ends the source's turn: it has now given `taken` tokens or documents in all."""
+        """Records that the current source has now given `taken` tokens or documents in total."""
         index = self._ahead[0][1]
         heapq.heapreplace(self._ahead, (taken / self._shares[index], index))
 
     def drop(self) -> None:
-        """Takes out the source whose turn it is."""
+        """Removes the current source."""
         heapq.heappop(self._ahead)
 
 
@@ -178,7 +177,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _named(name: str, mixture: Mixture, call: Any, *args: Any) -> Any:
-    """Calls a function; its UserError names the source if there are several."""
+    """Calls a function, and adds the source's name to its UserError if there are several sources."""
     try:
         return call(*args)
     except UserError as error:
@@ -210,7 +209,7 @@ def _weights(mixture: Mixture, given: Mapping[str, float | None], opened: Mappin
 
 def _shares(weights: Sequence[float], temperature: float) -> list[float]:
     tempered = [(weight / max(weights)) ** (1 / temperature) for weight in weights]
-    # Twelve digits: the last bits of a power depend on the machine's library, and all processes must agree.
+    # Rounded to 12 digits: the last bits of a power depend on the machine, and all processes must agree.
     return [float(f"{weight / math.fsum(tempered):.12g}") for weight in tempered]
 
 

@@ -1,4 +1,4 @@
-"""Opens the files of a `Documents` with the source of their kind."""
+"""Opens the files of `Documents` with the source class of their kind."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.files import files_below
 from spmd_trainer.storage.paths import file_or_pattern
 
-# Files in a folder that say what the folder is.
+# Marker files of folders that are a whole data set.
 _SAVED_DATASET, _PREPARED, _DATASET_DICT = "state.json", "corpus.json", "dataset_dict.json"
 # Files of a prepared corpus.
 _PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrayrecord|json)")
 
 
 def open_documents(documents: Documents) -> Source:
-    """Opens a corpus.
-
-    Args:
-      documents: the corpus. Its `files` may also be a `Source`, which is returned.
+    """Opens a corpus. `documents.files` may also be a `Source`, which is returned.
 
     Raises:
-      UserError: there are no files, they are of several kinds or of none that is known, or one can't be read; names it.
+      UserError: there are no files, their kinds differ or are unknown, or one (named) can't be read.
     """
     if isinstance(documents.files, Source):
         return documents.files
@@ -63,13 +60,13 @@ def paths_of(files: object) -> list[str]:
     """Returns the files of a `files` field, in order.
 
     Raises:
-      UserError: an entry gives no file, a directory and another entry give the same one, or all files are empty.
+      UserError: an entry matches no file, a directory and another entry give the same file, or all files are empty.
     """
     return _paths(_entries(files))
 
 
 def _source(kind: str, paths: Sequence[str], documents: Documents) -> Source:
-    # Imported here: most need a package that may not be installed.
+    # Lazy imports: most kinds need an optional package.
     if kind == "parquet":
         from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
 
@@ -139,11 +136,7 @@ def _entries(files: object) -> list[str]:
 
 
 def _prepared_folder(entries: Sequence[str]) -> str | None:
-    """Returns the folder of a prepared corpus, if `files` is one.
-
-    Raises:
-      UserError: it is one among other entries.
-    """
+    """Returns the folder of a prepared corpus if `files` is one. Raises UserError if there are other entries too."""
     found = [entry for entry in entries if _is_dir(entry) and reading.exists(os.path.join(entry, _PREPARED))]
     if found and len(entries) > 1:
         raise UserError(
@@ -153,11 +146,6 @@ def _prepared_folder(entries: Sequence[str]) -> str | None:
 
 
 def _paths(entries: Sequence[str]) -> list[str]:
-    """Returns the files of all entries, in order.
-
-    Raises:
-      UserError: an entry gives no file, a directory and another entry give the same one, or all files are empty.
-    """
     expanded: list[str] = []
     in_directories: set[str] = set()
     for entry in entries:
@@ -180,7 +168,7 @@ def _normal(path: str) -> str:
 
 
 def _refuse_prepared_parts(paths: Sequence[str]) -> None:
-    """Refuses parts of a prepared corpus: their records are tokens, not texts."""
+    """Refuses the files of a prepared corpus given one by one: their records are tokens, not text."""
     for path in paths:
         if _PREPARED_PART.fullmatch(os.path.basename(path)):
             folder = os.path.dirname(path) or "."
@@ -191,7 +179,7 @@ def _refuse_prepared_parts(paths: Sequence[str]) -> None:
 
 
 def _files_of_directory(directory: str) -> list[str]:
-    """Returns the files of a directory at any depth, sorted. Hidden files and empty marker files ('_SUCCESS') are left out."""
+    """Returns all files below a directory, sorted, without hidden files and empty marker files ('_SUCCESS')."""
     if reading.exists(os.path.join(directory, _SAVED_DATASET)):
         from spmd_trainer.inputs.corpus.arrow_documents import files_of_folder
 

@@ -1,7 +1,7 @@
-"""The order of one source's documents: epochs, each shuffled globally, within a window, or not at all.
+"""Orders the documents of one source: epochs, each shuffled globally, within windows, or not at all.
 
-The order is a pure function of the source, the seed and the settings. A position in it is four integers, and a stream can begin
-at any position: it reads at most one block of documents that it has given before.
+The order is a pure function of the source, the seed and the settings. A position is four integers. A stream can begin
+at any position; it then reads again at most one window of documents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmd_trainer.inputs import permutations
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
 
 GLOBAL, AUTO = "global", "auto"
-# The window of `shuffle='auto'` for a source that can't be read by number: this many documents, or fewer if they have this many
+# The window of `shuffle='auto'` for a source that can only be read in order: this many documents, or fewer if they have this many
 # bytes, because a window is held in memory.
 AUTO_WINDOW, AUTO_WINDOW_BYTES = 10_000, 2**26
 # Permutations up to this size are stored, because a Feistel network is far from uniform on a handful of numbers.
@@ -25,13 +25,13 @@ _STORED_SIZE = 2**16
 
 
 class Position(NamedTuple):
-    """Where a stream is.
+    """Position of a stream.
 
     Attributes:
       epoch: from 0.
-      chunk: ordinal of the chunk in the epoch's order of chunks; 0 if the documents are read by number.
-      block: the first document of the window, counted in the chunk; 0 without windows.
-      taken: documents taken of the window, of the chunk or, if the documents are read by number, of the epoch.
+      chunk: ordinal in the epoch's order of chunks; 0 if documents are read by number.
+      block: first document of the window, counted in the chunk; 0 without windows.
+      taken: documents taken from the window, the chunk or, if read by number, the epoch.
     """
 
     epoch: int = 0
@@ -48,14 +48,10 @@ class Taken(NamedTuple):
 
 
 def resolve_shuffle(source: Source, shuffle: str | int | None) -> str | int | None:
-    """Returns a source's `shuffle`, with 'auto' only for a source that can't be read by number.
-
-    Args:
-      source: the source.
-      shuffle: 'auto', 'global', documents of a window, or None.
+    """Replaces 'auto' by 'global' for a source that can be read by number, and validates other values.
 
     Raises:
-      UserError: another value, or 'global' for a source that can't be read by number.
+      UserError: an unknown value, or 'global' for a source that can only be read in order.
     """
     if shuffle == AUTO:
         return GLOBAL if source.random_access else AUTO
@@ -72,7 +68,7 @@ def resolve_shuffle(source: Source, shuffle: str | int | None) -> str | int | No
 
 
 class DocumentStream:
-    """The records of one source in their order."""
+    """The records of one source, in order."""
 
     def __init__(
         self,
@@ -84,14 +80,14 @@ class DocumentStream:
         auto_window_bytes: int = AUTO_WINDOW_BYTES,
         position: Position = Position(),  # noqa: B008  (immutable)
     ):
-        """Begins the stream.
+        """Begins the stream at `position`.
 
         Args:
           source: the documents.
-          shuffle: 'global'. An integer: chunks are shuffled, and windows of this many documents in each chunk. 'auto': the same,
-            with windows of `AUTO_WINDOW` documents or fewer. None: in order.
-          seed: seed of the shuffles; 0 or more.
-          epochs: the stream ends after this many; None: never.
+          shuffle: 'global'. An integer: shuffled chunks, with shuffled windows of this many documents in each. 'auto':
+            the same, with windows of at most `AUTO_WINDOW` documents. None: in order.
+          seed: seed of the shuffles, 0 or more.
+          epochs: number of epochs; None: endless.
           auto_window_bytes: a window of 'auto' also ends with the document that reaches this many bytes.
           position: where to begin.
         """
@@ -106,10 +102,10 @@ class DocumentStream:
         self._problem: Exception | None = None
 
     def take(self, count: int) -> list[Taken]:
-        """Returns the next records: `count` of them, or fewer at the end of the last epoch or before an error.
+        """Returns the next `count` records, or fewer before the end of the last epoch or an error.
 
         Raises:
-          UserError: an epoch has no record; or the source can't be read. Records before the error are returned first.
+          UserError: an epoch has no records, or the source can't be read. Records before the error are returned first.
         """
         self._wanted = count
         found: list[Taken] = []
@@ -132,7 +128,7 @@ class DocumentStream:
             for taken in self._epoch(position):
                 is_empty = False
                 yield taken
-            if is_empty and is_whole:  # an endless stream would look for a document forever
+            if is_empty and is_whole:  # an endless stream would search forever
                 raise UserError(f"{self._source.size_text} hold no document; give at least one")
             position = Position(position.epoch + 1)
 
@@ -185,18 +181,18 @@ class DocumentStream:
 
 
 def size_of(record: Record) -> int:
-    """Returns the bytes of a record's content."""
+    """Bytes of a record's content."""
     if isinstance(record, BadRecord):
         return len(record.problem)
     return len(record.content) if isinstance(record.content, bytes) else record.content.nbytes
 
 
 def permutation(size: int, *seeds: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a permutation of 0 to size - 1: a function from indices, int64 [n], to entries, int64 [n].
+    """Returns a permutation of 0 to size - 1 as a function from indices, int64 [n], to entries, int64 [n].
 
     Args:
-      size: 1 or more. Above 65,536, entries are computed when they are asked for, and nothing is stored.
-      *seeds: numbers of 0 or more; other numbers give other permutations.
+      size: 1 or more. Above 65,536, entries are computed on demand and nothing is stored.
+      *seeds: 0 or more; other seeds give other permutations.
     """
     # numpy guarantees that SeedSequence, MT19937 and RandomState never change.
     seed = np.random.SeedSequence(seeds)

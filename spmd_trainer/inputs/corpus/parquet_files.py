@@ -1,4 +1,4 @@
-"""Parquet files: their row groups and columns. Needs pyarrow: extra `data`."""
+"""Parquet files, read by row group. Needs pyarrow: extra `data`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ class ParquetFiles(FileSource):
     kind: ClassVar[str] = "parquet"
 
     def __init__(self, paths: Sequence[str], columns: Sequence[str]):
-        """Reads the files' footers.
-
-        Args:
-          paths: the files.
-          columns: columns that each must have; 'a.b' is entry b of the struct a.
+        """Reads the files' footers. Every file must have all `columns`; 'a.b' is entry b of the struct a.
 
         Raises:
-          UserError: pyarrow isn't installed; or a file can't be read, is damaged, or lacks a column; names the file.
+          UserError: pyarrow isn't installed; or a file (named) can't be read, is damaged, or lacks a column.
         """
         super().__init__(paths)
         self._columns = tuple(columns)
-        # File, and number in the file, of each row group.
+        # For each row group: its file, and its number in the file.
         self.groups: list[tuple[int, int]] = []
         counts: list[int] = []
         for index in range(len(self.paths)):
@@ -54,10 +50,10 @@ class ParquetFiles(FileSource):
 
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[Any]:
-        """Gives a file as a pyarrow.parquet.ParquetFile.
+        """Opens a file as pyarrow.parquet.ParquetFile.
 
         Raises:
-          UserError: it has changed since it was opened, or pyarrow isn't installed.
+          UserError: the file has changed, or pyarrow isn't installed.
         """
         path = self.paths[index]
         self.refuse_changed(index)
@@ -65,7 +61,7 @@ class ParquetFiles(FileSource):
             import pyarrow.parquet
         except ImportError as error:
             raise UserError(f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[data]'") from error
-        # Few writers add checksums of pages; without one, a changed byte within a value goes unnoticed.
+        # Few writers add page checksums; without one, a changed byte within a value goes unnoticed.
         settings = {"pre_buffer": False, "page_checksum_verification": True}
         with open_bytes(path) as handle, pyarrow.parquet.ParquetFile(handle, **settings) as file:
             yield file
@@ -90,7 +86,7 @@ class ParquetFiles(FileSource):
 
 
 def leaves_of(file: Any) -> list[str]:
-    """Returns the columns of a pyarrow.parquet.ParquetFile that hold values: 'a.b' for entry b of the struct a."""
+    """Leaf columns of a pyarrow.parquet.ParquetFile: 'a.b' for entry b of the struct a."""
     return [file.schema.column(i).path for i in range(len(file.schema))]
 
 
@@ -98,7 +94,7 @@ def check_column(file: Any, column: str, path: str) -> None:
     """Checks that a file has a column, or an entry of a struct.
 
     Raises:
-      UserError: it has not; names the file and its columns.
+      UserError: it does not; lists the file's columns.
     """
     leaves = leaves_of(file)
     if column not in file.schema_arrow.names and column not in leaves:
@@ -106,27 +102,19 @@ def check_column(file: Any, column: str, path: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of pyarrow's message."""
+    """First line of pyarrow's message."""
     return str(error).partition("\n")[0].rstrip(".")
 
 
-# Rows that are decoded at a time.
+# Rows decoded at a time.
 _ROWS = 256
 
 
 class ParquetDocuments(ParquetFiles):
-    """Rows of Parquet files. A chunk is a row group. Rows are read in order: a row group is decoded from its beginning."""
+    """Rows of Parquet files, read in order: a row group is decoded from its beginning. A chunk is a row group."""
 
     def __init__(self, paths: Sequence[str], column: str = "text"):
-        """Reads the files' footers.
-
-        Args:
-          paths: the files.
-          column: see `documents.Documents`.
-
-        Raises:
-          UserError: pyarrow isn't installed; or a file can't be read, is damaged, or has no such column; names the file.
-        """
+        """`column` is as in `Documents`. Raises as `ParquetFiles`."""
         super().__init__(paths, [column])
         self._column = column
 

@@ -1,9 +1,8 @@
 """Tokenises a corpus ahead of training; `tools/prepare_text.py` is its command line.
 
-The documents are divided into parts of a chunk. Several processes tokenise parts, each into an ArrayRecord file with a small
-JSON file beside it. A part that is finished is kept, so a preparation that was stopped goes on where it was. `corpus.json` is
-written last. An input that reads the result gives the same batches as one that tokenises while it trains, if both have the same
-`shuffle`.
+Chunks are divided into parts. Several processes tokenise parts, each into an ArrayRecord file with a small JSON file.
+Finished parts are kept, so a stopped preparation resumes. `corpus.json` is written last. With the same `shuffle`, the
+result gives the same batches as tokenising during training.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from spmd_trainer.sharding.messages import count_text, format_seconds, short_has
 from spmd_trainer.storage import files, is_remote, reading
 from spmd_trainer.storage.paths import directory
 
-# Documents of a part, at most, where the documents can be read by number.
+# Most documents per part, if they can be read by number.
 DOCUMENTS_PER_PART = 100_000
-# Documents that are encoded at a time.
+# Documents encoded at a time.
 _BLOCK = 256
-# Bad records of a part that the description names.
+# Bad records listed per part.
 _NAMED = 5
-# Each record is a block of its own, so that reading one unpacks no others.
+# One record per block: reading one unpacks no others.
 _WRITER_OPTIONS = "group_size:1"
 _LINE_EVERY = 10.0
-# Lengths are counted in buckets of 2^n to 2^(n+1) - 1 tokens.
+# Histogram buckets of lengths: 2^n to 2^(n+1) - 1 tokens.
 _BUCKETS = 32
 
 
@@ -53,9 +52,9 @@ class Preparation:
 
     Attributes:
       documents: the corpus.
-      tokenizer: as `text_base.TokenizedFiles.tokenizer`: a path that every process can read, or None for bytes.
+      tokenizer: a path that every process can read, or None for bytes; see `text_base.TokenizedInput`.
       output: folder for the result; local, gs:// or s3://.
-      bad_records: 'raise' ends at the first bad record; 'skip' leaves an empty document in its place.
+      bad_records: 'raise' stops at the first bad record; 'skip' stores an empty document instead.
       documents_per_part: see `DOCUMENTS_PER_PART`.
     """
 
@@ -66,11 +65,6 @@ class Preparation:
     documents_per_part: int = DOCUMENTS_PER_PART
 
     def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-          UserError: `bad_records` or `documents_per_part` has no valid value.
-        """
         if self.bad_records not in (RAISE, SKIP):
             near = did_you_mean(str(self.bad_records), (RAISE, SKIP))
             raise UserError(f"bad_records={self.bad_records!r}; set it to {RAISE!r} or {SKIP!r}{near}")
@@ -88,7 +82,7 @@ class Part:
 
 
 def parts_of(source: Source, documents_per_part: int) -> list[Part]:
-    """Divides a source. Chunks that are read from their beginning only are one part each."""
+    """Divides a source into parts. A chunk that can only be read in order is one part."""
     sizes = source.chunk_sizes()
     if sizes is None or not source.random_access:
         return [Part(chunk, 0, None) for chunk in range(source.num_chunks)]
@@ -100,17 +94,11 @@ def parts_of(source: Source, documents_per_part: int) -> list[Part]:
 
 
 def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
-    """Tokenises the corpus.
-
-    Args:
-      preparation: what to do.
-      workers: processes.
-
-    Returns:
-      What was written.
+    """Tokenises the corpus with `workers` processes, and returns the description that it writes.
 
     Raises:
-      UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is 'raise'.
+      UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is
+        'raise'.
     """
     preparation = _resolved(preparation)
     source = open_documents(preparation.documents)
@@ -127,7 +115,7 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
         logging.info("%s of %d are there from before", count_text(len(done), "part"), total)
     task = functools.partial(_prepare_part, preparation, key, total)
     waiting = [(i, part) for i, part in enumerate(parts) if i not in done]
-    if waiting:  # until all parts are of this preparation, the folder is no corpus
+    if waiting:  # the folder is incomplete until all parts match
         (folder / DESCRIPTION_FILE).unlink(missing_ok=True)
     progress = _Progress(total, len(done))
     for number, found in _run(task, waiting, workers):
@@ -139,11 +127,11 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
 
 
 def _run(task: Any, waiting: Sequence[tuple[int, Part]], workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and the record of each part when it is finished."""
+    """Yields the number and the statistics of each part as it finishes."""
     if workers == 1 or len(waiting) < 2:
         yield from ((number, task(number, part)) for number, part in waiting)
         return
-    # Not forked: threads of libraries would not live on in the children.
+    # Not forked: threads of libraries don't survive a fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         min(workers, len(waiting)), mp_context=context, initializer=_use_one_thread
@@ -158,23 +146,19 @@ def _run(task: Any, waiting: Sequence[tuple[int, Part]], workers: int) -> Iterat
 
 
 def _use_one_thread() -> None:
-    """Makes a worker encode on one thread: together, the workers use the machine."""
+    """Limits a worker to one encoding thread; the workers together use all cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _resolved(preparation: Preparation) -> Preparation:
-    """Returns the preparation with its paths in a tuple, as other processes need it."""
+    """Replaces `files` by a tuple of paths, which other processes can unpickle."""
     given = preparation.documents.files() if callable(preparation.documents.files) else preparation.documents.files
     paths = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
     return dataclasses.replace(preparation, documents=dataclasses.replace(preparation.documents, files=paths))
 
 
 def _output_folder(preparation: Preparation) -> epath.Path:
-    """Returns the output folder, which exists then.
-
-    Raises:
-      UserError: it is no valid path, or can't be made.
-    """
+    """Creates the output folder."""
     folder = directory("--output", preparation.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,11 +169,7 @@ def _output_folder(preparation: Preparation) -> epath.Path:
 
 
 def _writer_of_array_records() -> Any:
-    """Returns array_record's class of writers.
-
-    Raises:
-      UserError: array_record isn't installed.
-    """
+    """Imports array_record's writer. Raises UserError if it isn't installed."""
     try:
         from array_record.python import array_record_module
     except ImportError as error:
@@ -205,7 +185,7 @@ def _opened(preparation: Preparation, key: str) -> tuple[Source, tokenizers.Toke
 
 
 def _prepare_part(preparation: Preparation, key: str, total: int, number: int, part: Part) -> dict[str, Any]:
-    """Tokenises a part. Returns its record, which is also written beside it."""
+    """Tokenises a part, writes it with its statistics, and returns the statistics."""
     source, tokenizer = _opened(preparation, key)
     folder = directory("--output", preparation.output)
     encoder = Encoder(tokenizer, tokenizer.vocab_size)
@@ -231,14 +211,14 @@ def _prepare_part(preparation: Preparation, key: str, total: int, number: int, p
                 writer.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
         writer.close()
         record["lengths"] = lengths.tolist()
-        # The record of an earlier part must not stand beside this one, whenever the process ends.
+        # Delete old statistics first: they must never describe another part, even after a crash.
         _record_path(folder, number, total).unlink(missing_ok=True)
         target = folder / _part_name(number, total)
         if is_remote(folder):
             epath.Path(path).copy(target, overwrite=True)
         else:
             os.replace(path, os.fspath(target))
-    # Last: it says that the part is whole.
+    # Written last: its presence marks the part as complete.
     files.write_atomically(_record_path(folder, number, total), [json.dumps(record)])
     return record
 
@@ -246,11 +226,7 @@ def _prepare_part(preparation: Preparation, key: str, total: int, number: int, p
 def _counted(
     record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: np.ndarray | BadRecord, bad_records: str
 ) -> np.ndarray:
-    """Counts a document in a part's record. Returns its tokens; none for a bad one.
-
-    Raises:
-      UserError: it is bad, and these are errors.
-    """
+    """Adds a document to a part's statistics and returns its tokens; none if it is bad and bad records are skipped."""
     record["documents"] += 1
     if isinstance(tokens, BadRecord):
         if bad_records == RAISE:
@@ -290,7 +266,7 @@ def _description(
 
 
 def _key(preparation: Preparation, source: Source, tokenizer: tokenizers.Tokenizer) -> str:
-    """Returns what a finished part must match to be kept: the files, how they are read, and the tokenizer."""
+    """Hash of the files, the settings and the tokenizer; a finished part is kept only if its key matches."""
     documents = preparation.documents
     settings = [
         FORMAT,
@@ -303,7 +279,7 @@ def _key(preparation: Preparation, source: Source, tokenizer: tokenizers.Tokeniz
 
 
 def _finished(folder: epath.Path, number: int, total: int, key: str) -> dict[str, Any] | None:
-    """Returns the record of a part that an earlier preparation finished; None if there is none with this key."""
+    """Returns the statistics of a part finished earlier with this key, or None."""
     try:
         record: dict[str, Any] = json.loads(_record_path(folder, number, total).read_text())
     except (OSError, ValueError):
@@ -320,7 +296,7 @@ def _record_path(folder: epath.Path, number: int, total: int) -> epath.Path:
 
 
 class _Progress:
-    """Logs how many parts are finished, the rate, and the time left."""
+    """Logs finished parts, the rate, and the remaining time."""
 
     def __init__(self, total: int, before: int):
         self._total, self._done, self._before = total, before, before

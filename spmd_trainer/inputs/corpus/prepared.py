@@ -1,7 +1,7 @@
-"""A corpus that `tools/prepare_text.py` has tokenised: ArrayRecord files of tokens, and `corpus.json`, which describes them.
+"""A corpus tokenised by `tools/prepare_text.py`: ArrayRecord files of tokens, described by `corpus.json`.
 
-Record n holds the tokens of document n of the original source, unsigned little-endian integers, without end-of-text; it is empty
-where the document is empty or was left out. The chunks are those of the original, so every shuffle gives the same order.
+Record n holds the tokens of document n of the original source: unsigned little-endian integers, without end-of-text.
+It is empty if the document is empty or was left out. Chunks match the original, so every shuffle gives the same order.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from spmd_trainer.storage import reading
 
 DESCRIPTION_FILE = "corpus.json"
 FORMAT = 1
-# Records that are read at a time where documents are read in order.
+# Records per read when documents are read in order.
 _BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What `corpus.json` says.
+    """Content of `corpus.json`.
 
     Attributes:
-      tokenizer: fingerprint of the tokenizer that made the tokens.
-      dtype: of the tokens, e.g. 'uint16'.
-      chunks: documents of each chunk of the original source.
+      tokenizer: fingerprint of the tokenizer.
+      dtype: dtype of the tokens, e.g. 'uint16'.
+      chunks: documents per chunk of the original source.
       parts: names of the ArrayRecord files, in order.
       statistics: counts of documents, tokens, bytes and skipped records; and documents by length.
     """
@@ -46,15 +46,15 @@ class Description:
     statistics: dict[str, Any]
 
     def lines(self) -> list[str]:
-        """Returns the content of the file."""
+        """Lines of the file."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1).splitlines()
 
     @classmethod
     def read(cls, folder: str) -> Description:
-        """Reads a folder's file.
+        """Reads the file of a folder.
 
         Raises:
-          UserError: the folder has none, or it is of another format; names the file.
+          UserError: it is missing, or has another format; names the file.
         """
         path = os.path.join(folder, DESCRIPTION_FILE)
         try:
@@ -75,16 +75,13 @@ class Description:
 
 
 class PreparedDocuments(Source):
-    """The documents of a prepared corpus as tokens. Records are read by number."""
+    """The tokens of a prepared corpus, read by number."""
 
     def __init__(self, folder: str):
-        """Reads `corpus.json`.
-
-        Args:
-          folder: what `tools/prepare_text.py` wrote; local, gs:// or s3://.
+        """Reads `corpus.json` of a local, gs:// or s3:// folder.
 
         Raises:
-          UserError: the folder is no prepared corpus, or a file of it is missing or has another number of records.
+          UserError: the folder is not a prepared corpus, or a file is missing or has another number of records.
         """
         self.description = Description.read(folder)
         self._folder = folder
@@ -131,17 +128,17 @@ class PreparedDocuments(Source):
         return self._records.fingerprint()
 
     def check_tokenizer(self, fingerprint: Mapping[str, Any]) -> None:
-        """Compares the tokenizer of the input with that of the corpus.
+        """Compares the input's tokenizer with that of the corpus.
 
         Raises:
-          UserError: they differ; names what differs.
+          UserError: they differ; says how.
         """
         made = self.description.tokenizer
         different = [key for key in sorted({*made, *fingerprint}) if made.get(key) != fingerprint.get(key)]
         if different:
             what = ", ".join(f"{key} was {made.get(key)} and is {fingerprint.get(key)}" for key in different)
             raise UserError(
-                f"{self._folder} was tokenised by another tokenizer: {what}. Give that tokenizer, or prepare the corpus again"
+                f"{self._folder} was tokenised by another tokenizer: {what}. Use the same tokenizer, or prepare the corpus again"
             )
 
     def _tokens(self, record: Record) -> Record:

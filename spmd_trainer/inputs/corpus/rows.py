@@ -1,4 +1,4 @@
-"""Rows of a language-model batch, made of the documents of one window."""
+"""Packs the documents of one window into rows of a language-model batch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ PACKINGS = (BEST_FIT, PAD, SPLIT)
 
 
 def best_fit_decreasing(sizes: list[int], room: int) -> Fit:
-    """Packs pieces by best fit, the largest first, which leaves less room unused than the order of the pieces does.
+    """Packs pieces by best fit, largest first, which wastes less room than packing them in order.
 
-    Rows are in the order of their first pieces, and so are the pieces in a row.
+    Rows are ordered by their first pieces; pieces keep their order within a row.
 
     Args:
       sizes: size of each piece, 1 to `room`.
       room: size of a row.
-
-    Returns:
-      Where each piece is.
     """
     lengths = np.asarray(sizes, np.int64)
     decreasing = np.argsort(-lengths, kind="stable")
@@ -42,7 +39,7 @@ def best_fit_decreasing(sizes: list[int], room: int) -> Fit:
 
 
 def one_each(sizes: list[int], room: int) -> Fit:
-    """Gives every piece a row of its own; the arguments and the result are those of `best_fit_decreasing`."""
+    """Gives every piece its own row; same signature as `best_fit_decreasing`."""
     del room
     count = len(sizes)
     return Fit(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64), count)
@@ -52,13 +49,10 @@ def pack_documents(documents: Sequence[np.ndarray], seq_len: int, first: int, pa
     """Packs documents into rows.
 
     Args:
-      documents: the tokens of each document with its end-of-text, unsigned [n], one or more of them.
+      documents: tokens of each document with its end-of-text, unsigned [n]; at least one document.
       seq_len: tokens per row, T.
       first: the id before the first token of each document.
       packing: 'best_fit' or 'pad'.
-
-    Returns:
-      The rows.
     """
     fit = best_fit_decreasing if packing == BEST_FIT else one_each
     return packed_text.pack(np.concatenate(documents), [len(one) for one in documents], seq_len, first, fit=fit)
@@ -68,12 +62,12 @@ def cut_stream(stream: np.ndarray, seq_len: int, before: int) -> RowTable:
     """Cuts a stream of tokens into rows of one segment each.
 
     Args:
-      stream: tokens, unsigned [n], one or more of them.
+      stream: tokens, unsigned [n], n >= 1.
       seq_len: tokens per row, T.
       before: the token before the first.
 
     Returns:
-      The rows; the last row but one (the last is empty) may have less than T tokens.
+      The rows, then an empty row; the last row before it may hold fewer than T tokens.
     """
     num_rows = -(-len(stream) // seq_len)
     small = tokenizers.token_dtype(seq_len + 1)

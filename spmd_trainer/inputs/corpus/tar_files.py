@@ -1,4 +1,6 @@
-"""Tar shards in webdataset's layout: which members a sample has. Shared by texts and images."""
+"""Tar shards in webdataset's layout: the members of a sample share a name and differ in extension ('001.txt',
+'001.json').
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from spmd_trainer.storage import reading
 
 # Tar files end with two empty blocks of 512 bytes.
 _END = bytes(1024)
-# What reading a damaged tar file raises.
+# Exceptions of damaged tar files.
 TAR_DAMAGE: tuple[type[Exception], ...] = (*DAMAGE, tarfile.TarError)
 _USTAR, _USTAR_AT = b"ustar", 257
 
@@ -22,7 +24,7 @@ T = TypeVar("T")
 
 
 class Header(tarfile.TarInfo):
-    """A header that must be whole: tarfile takes a damaged one, or a single empty block, for the end of the file."""
+    """A tar header that must be intact: tarfile treats a damaged one, or a single empty block, as the end of the file."""
 
     @classmethod
     def fromtarfile(cls, archive: Any) -> Any:
@@ -44,16 +46,16 @@ def samples(
     wanted: Collection[str],
     take: Callable[[tarfile.TarFile, tarfile.TarInfo], T],
 ) -> Iterator[tuple[str, dict[str, T | None]]]:
-    """Yields the name of each sample, and its members by extension.
+    """Yields each sample's name and its members by extension.
 
     Args:
       archive: opened with `Header`.
       path: the file, for errors.
-      wanted: extensions of the members to take; the others are None.
-      take: returns what is wanted of a member.
+      wanted: extensions to read; other members are None.
+      take: reads a member.
 
     Raises:
-      UserError: a sample has two members of one extension, or a wanted member is a link.
+      UserError: a sample has two members with one extension, or a wanted member is a link.
     """
     current: tuple[str, dict[str, T | None]] | None = None
     for member in archive:
@@ -82,46 +84,39 @@ def samples(
 
 
 def content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    """Returns the bytes of a member."""
     return cast(tarfile.ExFileObject, archive.extractfile(member)).read()
 
 
 def is_plain(path: str) -> bool:
-    """Returns whether a tar file is not compressed."""
+    """True if a tar file is uncompressed."""
     return reading.read(path, _USTAR_AT, _USTAR_AT + len(_USTAR)) == _USTAR
 
 
 def refuse_without_end(path: str, size: int) -> None:
-    """Refuses a tar file that was cut off between two members, which tarfile takes for whole.
+    """Refuses an uncompressed tar file of `size` bytes that was cut off between two members; tarfile accepts it as
+    complete.
 
-    Compressed files have checksums, so a cut shows when they are unpacked.
-
-    Args:
-      path: the file.
-      size: its bytes.
+    Compressed files have checksums instead.
 
     Raises:
-      tarfile.ReadError: it was cut off.
+      tarfile.ReadError: the file was cut off.
     """
     if is_plain(path) and reading.read(path, size - len(_END), size) != _END:
         raise tarfile.ReadError("the file lacks the empty blocks at its end, so it may have been cut off")
 
 
-# Bytes that are read at a time.
+# Bytes per read.
 _BLOCK = 2**20
 
 
 class TarDocuments(FileSource):
-    """Samples of tar files, also compressed ones, read in order. A chunk is a file."""
+    """Text samples of tar files, compressed or not, read in order. A chunk is a file."""
 
     kind: ClassVar[str] = "tar"
 
     def __init__(self, paths: Sequence[str], column: str = "txt"):
-        """Takes the files; they are opened when they are read.
-
-        Args:
-          paths: the files.
-          column: extension of the member that is the text, e.g. 'txt'. A sample's name ends at the first dot of its file name.
+        """`column` is the extension of the text member, e.g. 'txt'. A sample's name ends at the first dot of the file
+        name.
         """
         super().__init__(paths)
         self._column = column

@@ -1,4 +1,4 @@
-"""Text files: each a document, or several with a separator between them."""
+"""Text files: one document each, or several with a separator between them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from spmd_trainer.inputs.corpus.file_source import IndexedFiles
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.local_copies import cached_index
 
-# Bytes that are searched for separators at a time.
+# Bytes searched for separators at a time.
 _BLOCK = 2**22
-# Indices of smaller files are quicker to make than to find.
+# Smaller files are faster to index again than to look up.
 _CACHED_BYTES = 2**20
 
 
@@ -32,11 +32,11 @@ class TextDocuments(IndexedFiles):
 
         Args:
           paths: the files.
-          separator: text between the documents of a file; None: a file is one document. It is not part of a document.
+          separator: text between the documents of a file, not part of them; None: each file is one document.
 
         Raises:
-          UserError: a file can't be read, its first bytes are those of a format that isn't text, or `separator` is empty or
-            in none of the files.
+          UserError: a file can't be read or is not text by its first bytes, or `separator` is empty or in none of the
+            files.
         """
         if separator is not None and not (isinstance(separator, str) and separator):
             raise UserError(
@@ -50,7 +50,7 @@ class TextDocuments(IndexedFiles):
 
     @property
     def random_access(self) -> bool:
-        # In an object store, every document of a large file would take a request.
+        # In an object store, every document of a large file would cost a request.
         return self._separator is None or not any(map(is_remote, self.paths))
 
     def find_records(self, index: int) -> np.ndarray:
@@ -71,11 +71,11 @@ class TextDocuments(IndexedFiles):
         return Document(content.removesuffix(self._separator), f"{path} document {number + 1}")
 
     def _find_separators(self, index: int, separator: bytes) -> np.ndarray:
-        """Returns where each document begins, and then the end of the file, int64 [documents + 1]."""
+        """Returns the first byte of each document, and the file's end: int64 [documents + 1]."""
         size, begin = self.sizes[index], 0
         starts = array.array("q", [0])
         while begin < size:
-            # Blocks overlap, so that a separator across their border is found; one that was found is not searched again.
+            # Blocks overlap, so that a separator across their border is found once.
             block = self._files.read(index, begin, min(size, begin + _BLOCK + len(separator) - 1))
             place = block.find(separator)
             while place >= 0:

@@ -12,9 +12,9 @@ from spmd_trainer.inputs import record_files, wire_format
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 from spmd_trainer.inputs.corpus.file_source import NumberedFiles
 
-# Files that are open at a time: a mixture has many sources.
+# Most open files per source; a mixture has many sources.
 _MAX_OPEN = 8
-# Records that are read at a time where documents are read in order.
+# Records per read when documents are read in order.
 _BLOCK = 64
 
 
@@ -27,7 +27,7 @@ class TfRecordDocuments(NumberedFiles):
         """Finds the records.
 
         Args:
-          paths: the files; not compressed.
+          paths: uncompressed files.
           column: key of a bytes feature with one value, the text.
 
         Raises:
@@ -74,7 +74,7 @@ class TfRecordDocuments(NumberedFiles):
 
 
 def example_bytes(data: bytes) -> dict[str, list[bytes] | None]:
-    """Returns the bytes features of a serialized tf.train.Example by name; None for features of numbers.
+    """Returns the bytes features of a serialized tf.train.Example by name; None for numeric features.
 
     Raises:
       ValueError: it is not a tf.train.Example.

@@ -1,7 +1,7 @@
 """Windows: consecutive documents of all sources, packed into rows together.
 
-A window, and where the next one begins, depend only on where the window begins. So a restored input makes the same windows again,
-whatever its batch size and the number of processes.
+A window depends only on where it begins, and so does the beginning of the next. A restored input therefore makes the
+same windows again, for any batch size and number of processes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class WindowSettings:
     """How windows are made.
 
     Attributes:
-      encoder: makes tokens of documents.
+      encoder: encodes documents.
       eos_id: end-of-text, after each document.
-      start_id: the token before each document; None: there is none, and the id before a document's first label is `eos_id`.
+      start_id: token before each document; None: no start token, and the id before a document's first label is
+        `eos_id`.
       seq_len: tokens per row, T.
       packing: 'best_fit', 'pad' or 'split'.
       window_rows: a window ends with the document that fills this many rows.
-      shuffle: whether to shuffle the rows of a window.
-      seed: of all shuffles.
+      shuffle: True shuffles the rows of a window.
+      seed: seed of all shuffles.
       bad_records: 'raise' or 'skip'.
       weigh_by, stopping_strategy: see `mixture.Mixture`.
     """
@@ -64,7 +65,7 @@ class Window(NamedTuple):
       begin: where it begins.
       end: where the next window begins.
       table: its rows; the last one is empty.
-      order: the rows of the table in the order of the input, int64 [num_rows + 1]; the empty row comes last.
+      order: order in which the input gives the rows, int64 [num_rows + 1]; the empty row comes last.
       num_tokens: tokens in its rows.
     """
 
@@ -81,25 +82,25 @@ class Window(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """There is no further window.
+    """The end of the input.
 
     Attributes:
-      end: where the sources are, after bad records behind the last document.
+      end: final position, after any bad records behind the last document.
     """
 
     end: Cursor
 
 
 class Cancelled(Exception):
-    """The input no longer needs the window that is being made."""
+    """The window being made is no longer needed."""
 
 
 class _PendingDocument(NamedTuple):
-    """A document.
+    """A document of the current window.
 
     Attributes:
-      tokens: its tokens with end-of-text, and with the token before it if `packing` is 'split'.
-      before: where the sources were before it was pending.
+      tokens: its tokens with end-of-text and, if `packing` is 'split', the start token.
+      before: positions of the sources before it was read.
     """
 
     tokens: np.ndarray
@@ -107,19 +108,12 @@ class _PendingDocument(NamedTuple):
 
 
 class WindowMaker:
-    """Makes the windows of an input, one after the other."""
+    """Makes the windows of an input in order."""
 
     def __init__(
         self, sources: Sequence[OpenSource], settings: WindowSettings, begin: Cursor, error: Callable[[str], UserError]
     ):
-        """Opens the documents of every source at its position.
-
-        Args:
-          sources: the sources.
-          settings: how windows are made.
-          begin: where the first window begins.
-          error: makes an error of a message.
-        """
+        """Opens every source at the position where the first window begins. `error` makes an error of a message."""
         self._settings = settings
         self._begin = begin
         self._error = error
@@ -160,8 +154,8 @@ class WindowMaker:
         """Returns the next window, or `Ended` after the last.
 
         Raises:
-          UserError: a source can't be read or has a bad record, or no source has a document.
-          Cancelled: see `cancel`.
+          UserError: a source can't be read or has a bad record, or all sources are empty.
+          Cancelled: `cancel` was called.
         """
         pending, ended = self._next_documents()
         if not pending:
@@ -178,7 +172,7 @@ class WindowMaker:
         return window
 
     def _next_documents(self) -> tuple[list[_PendingDocument], bool]:
-        """Returns the documents of the next window, and whether they are the last."""
+        """Returns the documents of the next window, and True if they are the last."""
         pending, self._carried = self._carried, []
         filled = sum(map(self._size, pending)) - self._begin.offset
         while filled < self._settings.window_rows * self._settings.seq_len:
@@ -196,7 +190,7 @@ class WindowMaker:
         return pending, False
 
     def _size(self, one: _PendingDocument) -> int:
-        """Returns how many tokens of rows a document fills."""
+        """Returns the positions of rows that a document fills."""
         seq_len, size = self._settings.seq_len, len(one.tokens)
         return -(-size // seq_len) * seq_len if self._settings.packing == rows.PAD else size
 
@@ -232,7 +226,7 @@ class WindowMaker:
         return table, Cursor(self._begin.window + 1, 0, tuple(self._cursors))
 
     def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowTable, Cursor]:
-        """Cuts the documents into rows. The tokens after the last full row are carried to the next window."""
+        """Cuts the documents into rows, and carries the tokens after the last full row to the next window."""
         offset, number, seq_len = self._begin.offset, self._begin.window + 1, self._settings.seq_len
         stream = np.concatenate([one.tokens for one in pending])
         before = int(stream[offset - 1]) if offset else self._settings.eos_id
@@ -248,20 +242,20 @@ class WindowMaker:
 
 
 class WindowThread:
-    """A thread that makes the next window while the current one is used. It ends when this object is closed or collected."""
+    """A thread that makes the next window while the current one is used. Ends when this object is closed or collected."""
 
     def __init__(self, maker: WindowMaker, name: str, *, after: WindowThread | None = None):
-        """Starts the thread.
+        """Starts the thread, which owns `maker` from now on.
 
         Args:
-          maker: makes the windows, from now on in the thread only.
+          maker: makes the windows.
           name: the input's name.
-          after: a closed WindowThread on the same sources: the new thread begins when the old one has ended.
+          after: a closed WindowThread on the same sources; the new thread waits for it to end.
         """
         before = None if after is None else after._thread
         self._results: queue.SimpleQueue[Window | Ended | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(1)
-        # The thread must not hold this object, or neither would ever be collected.
+        # The thread must not hold this object, or neither could be collected.
         self._thread: threading.Thread = threading.Thread(
             target=_run, args=(maker, before, self._room, self._results), name=f"windows-{name}", daemon=True
         )
@@ -269,7 +263,9 @@ class WindowThread:
         self._thread.start()
 
     def next_window(self) -> Window | Ended:
-        """Returns the next window, or `Ended`; raises what making it raised. Not to be called again after either."""
+        """Returns the next window or `Ended`, or raises the maker's error. Don't call it again after `Ended` or an
+        error.
+        """
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
@@ -277,7 +273,7 @@ class WindowThread:
         return result
 
     def close(self) -> None:
-        """Makes the thread end soon. Does not wait for it, because it may be waiting for a disk."""
+        """Tells the thread to end. Does not wait for it, because it may be waiting for a disk."""
         self._cancel()
 
 
@@ -298,7 +294,7 @@ def _run(
                 return
     except Cancelled:
         return
-    except BaseException as error:  # the consumer would wait forever if it were not told
+    except BaseException as error:  # else the consumer would wait forever
         results.put(error)
 
 
