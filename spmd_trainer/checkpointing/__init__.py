@@ -1,7 +1,8 @@
 """Saves checkpoints atomically, checks them before a restore, and restores them onto any mesh.
 
 checkpointer.py         Checkpointer: save in the background, restore onto any mesh
-reading.py              reads one step: checks its files and its variables, then its arrays
+sources.py              CheckpointSource, and restore(source, layout): checks that it fits, then reads it
+own_steps.py            the steps of this trainer as sources: checks their files, reads them
 manifest.py             the list of a step's files with checksums: tells whole steps from damaged ones
 step_files.py           reads files, again after transient errors; tells missing files from storage that does not answer
 steps.py                the steps of a directory: listed, checked, deleted
@@ -18,7 +19,6 @@ state_checks.py         checks a state before it is saved
 save_times.py           logs how long a save takes
 durations.py            parses '12h', '90m'
 loading_rules.py        init_from_checkpoint_rules: warm starts by regex
-sources.py              the checkpoints that warm starts read from
 rule_matching.py        matches these regexes against variable names
 load_report.py          what a warm start did with every variable
 checkpoint_iterator.py  follows a run from evaluation and decoding jobs
@@ -41,7 +41,7 @@ from spmd_trainer.checkpointing.errors import (
 )
 from spmd_trainer.checkpointing.load_report import LoadReport
 from spmd_trainer.checkpointing.loading_rules import LOAD_ALL, CheckpointLoadingRules, init_from_rules
-from spmd_trainer.checkpointing.reading import Restored
+from spmd_trainer.checkpointing.sources import CheckpointSource, Restored, restore
 from spmd_trainer.checkpointing.storage_check import check_storage, checkpoint_bytes
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointReadError",
+    "CheckpointSource",
     "Checkpointer",
     "DamagedCheckpointError",
     "LoadReport",
@@ -61,4 +62,5 @@ __all__ = [
     "checkpoint_bytes",
     "init_from_rules",
     "iterate_checkpoints",
+    "restore",
 ]

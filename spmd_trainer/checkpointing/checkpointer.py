@@ -7,7 +7,7 @@ import functools
 import gc
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from absl import logging
 from etils import epath
@@ -18,8 +18,8 @@ from spmd_trainer.checkpointing import (
     failed_saves,
     input_states,
     manifest,
-    reading,
     records,
+    sources,
     state_checks,
     steps,
 )
@@ -30,11 +30,18 @@ from spmd_trainer.checkpointing.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
 )
+from spmd_trainer.checkpointing.own_steps import DamagedFilesError, open_step
 from spmd_trainer.checkpointing.save_times import SaveTimes
+from spmd_trainer.checkpointing.sources import Restored
 
 if TYPE_CHECKING:
     from spmd_trainer.checkpointing import orbax_io
     from spmd_trainer.train_states import TrainState
+
+
+class _Layout(NamedTuple):
+    variables: TrainState
+    mesh: Mesh
 
 
 class Checkpointer:
@@ -320,7 +327,7 @@ class Checkpointer:
         step: int | None = None,
         partial: bool = False,
         with_input: bool = True,
-    ) -> reading.Restored:
+    ) -> Restored:
         """Restores a step onto a mesh. It may have been saved with another mesh, device count, process count or padding.
 
         The logical region is restored bit for bit; padding is zero. Each process reads the shards of its own devices.
@@ -345,40 +352,44 @@ class Checkpointer:
         """
         self.wait_until_finished()
         self._last_save = self._known = None
-        if step is not None:
+        if step is None:
+            candidates = steps.agreed_newest_first(self._directory)
+            self._known = set(candidates)
+        else:
+            candidates = [step]
             agreed_problem(lambda: steps.require(self._directory, step))
-            result = reading.read_step(self._directory, step, variables, mesh, partial=partial, with_input=with_input)
-            if isinstance(result, str):
-                raise DamagedCheckpointError(f"Checkpoint step {step} in {self._directory} is damaged: {result}.")
-            if not self._read_only:
-                steps.warn_of_newer(self._directory, step)
-            return result
-        refused: dict[int, str] = {}
-        there = steps.agreed_newest_first(self._directory)
-        self._known = set(there)
-        for candidate in there:
+        layout, refused = _Layout(variables, mesh), dict[int, str]()
+        for candidate in candidates:
             try:
-                result = reading.read_step(
-                    self._directory, candidate, variables, mesh, partial=partial, with_input=with_input
-                )
+                source = open_step(self._directory, candidate)
+                restored = sources.restore(source, layout, partial=partial, with_input=with_input)
             except CheckpointNotFoundError:
+                if step is not None:
+                    raise
                 logging.warning("Checkpoint step %d in %s was deleted before it was read.", candidate, self._directory)
-                continue
-            if not isinstance(result, str):
-                self._move_refused_aside(result.step, list(refused))
-                return result
-            # What a killed save left on an object store is no step; the next save deletes it.
-            if decided_by_process_0(functools.partial(steps.is_committed, self._directory, candidate)):
-                refused[candidate] = result
-                logging.warning("Checkpoint step %d in %s is refused: %s.", candidate, self._directory, result)
+            except DamagedFilesError as damage:
+                if step is not None:
+                    message = f"Checkpoint step {step} in {self._directory} is damaged: {damage}."
+                    raise DamagedCheckpointError(message) from damage
+                self._refuse(candidate, str(damage), refused)
             else:
-                logging.warning(
-                    "Checkpoint step %d in %s was not finished; it is left out.", candidate, self._directory
-                )
+                if step is None:
+                    self._move_refused_aside(candidate, list(refused))
+                elif not self._read_only:
+                    steps.warn_of_newer(self._directory, step)
+                return restored
             # Collects the coroutines of reads that Orbax abandoned: collected during an import, they can break it (CPython
             # gh-106176).
             gc.collect()
         raise damaged_steps.none_whole(self._directory, refused, read_only=self._read_only)
+
+    def _refuse(self, step: int, problem: str, refused: dict[int, str]) -> None:
+        # What a killed save left on an object store is no step; the next save deletes it.
+        if decided_by_process_0(functools.partial(steps.is_committed, self._directory, step)):
+            refused[step] = problem
+            logging.warning("Checkpoint step %d in %s is refused: %s.", step, self._directory, problem)
+        else:
+            logging.warning("Checkpoint step %d in %s was not finished; it is left out.", step, self._directory)
 
     def _move_refused_aside(self, restored: int, refused: list[int]) -> None:
         if not refused:

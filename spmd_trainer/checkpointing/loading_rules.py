@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import frozen_base, mismatch, records, rule_matching, sources
+from spmd_trainer.checkpointing import frozen_base, mismatch, own_steps, records, rule_matching
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 from spmd_trainer.checkpointing.load_report import LEFT, LOADED, SKIPPED, LoadReport, LoadRow
-from spmd_trainer.checkpointing.sources import OpenForeign, Source
+from spmd_trainer.checkpointing.sources import CheckpointSource, OpenForeign
 from spmd_trainer.errors import UserError
 from spmd_trainer.train_states import is_adapter
 
@@ -102,7 +102,7 @@ class ResolvedRules:
     """
 
     report: LoadReport
-    parts: tuple[tuple[Source, dict[str, str]], ...]
+    parts: tuple[tuple[CheckpointSource, dict[str, str]], ...]
 
     def load(self, state: TrainState, variables: TrainState, mesh: Mesh) -> TrainState:
         """Loads the variables. Returns `state` with these replaced; the arguments are those of `init_from_rules`."""
@@ -181,7 +181,7 @@ def resolve_rules(
     for directory, rule in _build(rules).items():
         path = epath.Path(directory)
         foreign = open_foreign(path, rule.step, variables) if open_foreign is not None else None
-        source = sources.open_source(path, rule.step, check_contents) if foreign is None else foreign
+        source = own_steps.find_step(path, rule.step, check_contents) if foreign is None else foreign
         _check_kind(specs, source)
         warnings += _check_rules(rule, specs, source)
         open_paths = {path: spec for path, spec in specs.items() if rows[path].status != LOADED}
@@ -222,7 +222,9 @@ def _build(rules: object) -> dict[epath.PathLike, CheckpointLoadingRules]:
     return built
 
 
-def _check_rules(rule: CheckpointLoadingRules, specs: Mapping[str, VariableSpec], source: Source) -> list[str]:
+def _check_rules(
+    rule: CheckpointLoadingRules, specs: Mapping[str, VariableSpec], source: CheckpointSource
+) -> list[str]:
     """Refuses rules that match no variable of the model. Returns warnings of rules without effect."""
     names = [path.removeprefix(_VARS) for path in specs if path.startswith(_VARS)]
     if rule.partial_load_opt_states:
@@ -236,7 +238,7 @@ def _check_rules(rule: CheckpointLoadingRules, specs: Mapping[str, VariableSpec]
     return [f"{fault} ({source.name})" for fault in rule_matching.shadowed(rule.load_rules, names)]
 
 
-def _check_kind(specs: Mapping[str, VariableSpec], source: Source) -> None:
+def _check_kind(specs: Mapping[str, VariableSpec], source: CheckpointSource) -> None:
     """Refuses a checkpoint of adapters alone for a model without adapters."""
     only_adapters = any(map(is_adapter, source.saved)) and not any(map(frozen_base.is_base, source.saved))
     if only_adapters and not any(map(is_adapter, specs)):
@@ -262,7 +264,7 @@ def for_base(variables: TrainState, rules: RulesByDirectory) -> dict[epath.PathL
     return found
 
 
-def _explain(source: Source, faults: Sequence[str], fix: str) -> str:
+def _explain(source: CheckpointSource, faults: Sequence[str], fix: str) -> str:
     lines = [f"init_from_checkpoint_rules cannot be applied to {source.name}:"]
     lines += [f"  {fault}" for fault in faults[:_MAX_LISTED]]
     if len(faults) > _MAX_LISTED:
@@ -270,7 +272,7 @@ def _explain(source: Source, faults: Sequence[str], fix: str) -> str:
     return "\n".join([*lines, f"Fix: {fix}."])
 
 
-def _nothing_loaded(source: Source, rows: Mapping[str, LoadRow]) -> str:
+def _nothing_loaded(source: CheckpointSource, rows: Mapping[str, LoadRow]) -> str:
     counts = collections.Counter(row.status for row in rows.values())
     return _explain(
         source,
@@ -282,14 +284,17 @@ def _nothing_loaded(source: Source, rows: Mapping[str, LoadRow]) -> str:
     )
 
 
-def _describe(source: Source, saved_path: str, spec: VariableSpec) -> str:
+def _describe(source: CheckpointSource, saved_path: str, spec: VariableSpec) -> str:
     saved, dtype = source.saved[saved_path], records.dtype_name(spec.dtype)
     converted = f", converted from {saved.dtype} to {dtype}" if saved.dtype != dtype else ""
     return f"{saved_path} of {source.name}{converted}"
 
 
 def _resolve_variables(
-    rule: CheckpointLoadingRules, open_paths: Mapping[str, VariableSpec], source: Source, rows: dict[str, LoadRow]
+    rule: CheckpointLoadingRules,
+    open_paths: Mapping[str, VariableSpec],
+    source: CheckpointSource,
+    rows: dict[str, LoadRow],
 ) -> dict[str, str]:
     """Returns {model path: saved path} of variables. Notes in `rows` which ones are not loaded, and why.
 
@@ -332,7 +337,10 @@ def _resolve_variables(
 
 
 def _resolve_opt_states(
-    rule: CheckpointLoadingRules, open_paths: Mapping[str, VariableSpec], source: Source, rows: dict[str, LoadRow]
+    rule: CheckpointLoadingRules,
+    open_paths: Mapping[str, VariableSpec],
+    source: CheckpointSource,
+    rows: dict[str, LoadRow],
 ) -> dict[str, str]:
     """Returns {model path: saved path} of optimizer states: all of them, those that rules match, or none."""
     opt_states = {path: spec for path, spec in open_paths.items() if path.startswith(_OPT)}
@@ -360,7 +368,7 @@ def _resolve_opt_states(
     return saved_paths
 
 
-def _saved_path(name: str, source: Source, rule: CheckpointLoadingRules) -> str:
+def _saved_path(name: str, source: CheckpointSource, rule: CheckpointLoadingRules) -> str:
     """Returns the path in the checkpoint of a filled template: below `mdl_vars`, or in the optimizer states for 'ema/...'."""
     if name.startswith(_EMA) and rule.load_ema_states:
         averages = [path for path in source.saved if path.startswith(_OPT) and path.endswith(f"/{name}")]
@@ -369,7 +377,7 @@ def _saved_path(name: str, source: Source, rule: CheckpointLoadingRules) -> str:
     return _VARS + name
 
 
-def _fault(spec: VariableSpec, saved_path: str, name: str, source: Source) -> str | None:
+def _fault(spec: VariableSpec, saved_path: str, name: str, source: CheckpointSource) -> str | None:
     """Returns why a variable cannot be loaded from a saved path, or None."""
     saved = source.saved.get(saved_path)
     if saved is None:
@@ -382,7 +390,7 @@ def _fault(spec: VariableSpec, saved_path: str, name: str, source: Source) -> st
     return None
 
 
-def _nearest_saved(name: str, saved_path: str, source: Source) -> str:
+def _nearest_saved(name: str, saved_path: str, source: CheckpointSource) -> str:
     """Returns the name of the checkpoint that is nearest to one that it lacks, as a template would write it."""
     if name.startswith(_EMA):
         return rule_matching.nearest(

@@ -10,7 +10,7 @@ What is checked when:
 | check | done by | reads | finds |
 |---|---|---|---|
 | `quick_problem` | every listing of steps | names and sizes | deleted, truncated and grown files, half-deleted steps |
-| `problem` | every restore | contents | also zeroed, swapped and overwritten files, single bits |
+| `contents_problem` | every restore | contents | also zeroed, swapped and overwritten files, single bits |
 
 A checksum is a CRC32C (10 GB/s on one core with the processor's instruction for it). In a step of up to `WHOLE_STEP` bytes
 every byte is checked. In a larger step, files over `WHOLE_FILE` are sampled: `SAMPLES` blocks of `SAMPLE_BYTES` each, spread
@@ -160,22 +160,6 @@ def quick_problem(step_dir: epath.Path, step: int) -> str | None:
         return UNFINISHED
     manifest = _read(step_dir, step)
     return manifest if isinstance(manifest, str) else _sizes_problem(step_dir, manifest, sizes)
-
-
-def problem(step_dir: epath.Path, step: int, share: int = 0, shares: int = 1) -> str | None:
-    """Returns what is wrong with a step's files, contents included, or None.
-
-    Args:
-      step_dir: the step's directory.
-      step: the step it should hold.
-      share: the index of the share of files whose contents to read. Sizes are checked for all files.
-      shares: the number of shares that the files are divided into.
-
-    Raises:
-      As `quick_problem`.
-    """
-    manifest = read(step_dir, step)
-    return manifest if isinstance(manifest, str) else contents_problem(step_dir, manifest, share, shares)
 
 
 def read(step_dir: epath.Path, step: int) -> Manifest | str:

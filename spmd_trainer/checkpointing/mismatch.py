@@ -10,7 +10,7 @@ from spmd_trainer.checkpointing.records import SavedVariable
 from spmd_trainer.train_states import is_adapter
 
 MAX_LISTED = 20
-_FIX = (
+FIX = (
     "Fix: build the model as it was saved (the checkpoint's record holds its config), or load the parts that fit with "
     "task.train.init_from_checkpoint_rules"
 )
@@ -19,7 +19,7 @@ _NOT_OF_THE_MODEL = ("opt_states/", "extra_state/")
 
 
 def explain(
-    saved: Mapping[str, SavedVariable], wanted: Mapping[str, SavedVariable], checkpoint: str, *, fix: str = _FIX
+    saved: Mapping[str, SavedVariable], wanted: Mapping[str, SavedVariable], checkpoint: str, *, fix: str = FIX
 ) -> str | None:
     """Returns None if paths, logical shapes and dtypes are the same, else the error message.
 

@@ -29,13 +29,13 @@ from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint._src.futures import future, synchronization
 
 from spmd_trainer.checkpointing import input_states, records, steps
+from spmd_trainer.checkpointing.own_steps import STATE_ITEM
 from spmd_trainer.checkpointing.retention import StepDeleter
 from spmd_trainer.checkpointing.save_barrier import SaveBarrier
 from spmd_trainer.checkpointing.unpadded_arrays import UnpaddedArrayHandler, pytree_handler
 from spmd_trainer.sharding.variables import VariableSpec, named_shardings
 from spmd_trainer.storage import is_remote
 
-STATE_ITEM = "state"
 TEMPORARY_SUFFIX = ocp.path.atomicity.TMP_DIR_SUFFIX
 
 
@@ -268,8 +268,7 @@ def read_arrays(
     saved: Mapping[str, records.SavedVariable],
     wanted: Mapping[str, VariableSpec],
     mesh: Mesh,
-    *,
-    source: Mapping[str, str] | None = None,
+    source: Mapping[str, str],
 ) -> dict[str, jax.Array]:
     """Reads variables onto a mesh. Each process reads the shards of its own devices.
 
@@ -280,12 +279,11 @@ def read_arrays(
       saved: the checkpoint's variables by path.
       wanted: the model's variables by path. A saved array of another dtype is converted.
       mesh: the mesh of the arrays.
-      source: {wanted path: saved path} of all wanted variables; None if the paths are the same.
+      source: {wanted path: saved path} of all wanted variables.
 
     Returns:
       {wanted path: array at its padded shape}, with zeros in the padding.
     """
-    source = source or {path: path for path in wanted}
     shardings = named_shardings(dict(wanted), mesh)
     stored = {path: spec for path, spec in wanted.items() if math.prod(saved[source[path]].stored_shape)}
     arrays = _read_stored(tree_dir, saved, stored, source, shardings) if stored else {}

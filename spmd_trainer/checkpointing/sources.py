@@ -1,42 +1,85 @@
-"""The checkpoints that warm starts read from: steps of this trainer, or anything else with the same methods."""
+"""`restore(source, layout)`: checks that a checkpoint fits a state, then reads it onto the state's mesh.
+
+Whatever can be restored is a `CheckpointSource`: a step of this trainer, of Pax, arrays of plain Flax, a Hugging Face folder,
+adapters of PEFT.
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import jax
-from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import manifest, records, step_files, steps
-from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
-from spmd_trainer.checkpointing.errors import CheckpointNotFoundError, DamagedCheckpointError
+from spmd_trainer.checkpointing import frozen_base, mismatch, records
+from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
     from spmd_trainer.train_states import TrainState
 
 
-class Source(Protocol):
-    """A step to load variables from."""
+class Layout(Protocol):
+    """Where the variables of a state live, e.g. the layout of a step."""
 
     @property
-    def name(self) -> str:
-        """The step in messages."""
+    def variables(self) -> TrainState:
+        """A TrainState (or another tree) of VariableSpecs."""
 
     @property
-    def saved(self) -> Mapping[str, records.SavedVariable]:
-        """Its variables by path."""
+    def mesh(self) -> Mesh:
+        """The mesh that they are for."""
 
-    def fits(self, path: str, shape: Sequence[int]) -> bool:
-        """Returns True if a saved variable can have this logical shape."""
 
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A restored checkpoint.
+
+    Attributes:
+      state: the state, in the structure of the requested variables, at padded shapes on the requested mesh.
+      step: the number of updates that the state has had.
+      input_state: this process' position of the input, as it was given to `Checkpointer.save`; None if it was not asked for.
+      metadata: the whole record, as `Checkpointer.read_metadata` returns it.
+    """
+
+    state: TrainState
+    step: int
+    input_state: dict[str, Any] | None
+    metadata: records.Record
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSource(abc.ABC):
+    """A checkpoint that variables can be read from. Every process of the job opens it, and makes the same calls.
+
+    Attributes:
+      name: the checkpoint in messages.
+      step: the number of updates that its state has had.
+      saved: its variables by path.
+      metadata: what the program that wrote it noted, e.g. the resolved config.
+    """
+
+    name: str
+    step: int
+    saved: Mapping[str, records.SavedVariable]
+    metadata: Mapping[str, Any]
+
+    # The last sentence of a message about a mismatch, and the error that has it.
+    fix: ClassVar[str] = mismatch.FIX
+    mismatch_error: ClassVar[type[CheckpointMismatchError]] = CheckpointMismatchError
+
+    @property
+    def label(self) -> str:
+        """The checkpoint at the beginning of a message."""
+        return self.name
+
+    @abc.abstractmethod
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
-        """Reads variables onto a mesh.
+        """Reads variables onto a mesh. Each process reads the shards of its own devices.
 
         Args:
           wanted: the model's variables by path. A saved array of another dtype is converted.
@@ -44,99 +87,64 @@ class Source(Protocol):
           source: {wanted path: saved path}.
 
         Returns:
-          {wanted path: array at its padded shape}.
+          {wanted path: array at its padded shape}, with zeros in the padding.
         """
+
+    def fits(self, path: str, shape: Sequence[int]) -> bool:
+        """Returns True if a saved variable can have this logical shape."""
+        return self.saved[path].shape == tuple(shape)
+
+    def require_fit(self, wanted: Mapping[str, VariableSpec], *, partial: bool = False) -> None:
+        """Makes sure that the checkpoint holds these variables.
+
+        Args:
+          wanted: the model's variables by path.
+          partial: True if the checkpoint may hold further ones.
+
+        Raises:
+          CheckpointMismatchError: paths, logical shapes or dtypes differ; the message lists them with the likely cause.
+        """
+        saved = {path: variable for path, variable in self.saved.items() if path in wanted or not partial}
+        in_model = {path: records.SavedVariable.from_spec(spec) for path, spec in wanted.items()}
+        if message := mismatch.explain(saved, in_model, self.label, fix=self.fix):
+            raise self.mismatch_error(message)
+
+    def input_state(self) -> dict[str, Any] | None:
+        """Returns the position from which this process resumes the input; None if the checkpoint has none."""
+        return None
+
+    def record(self, state: TrainState, specs: Mapping[str, VariableSpec]) -> records.Record:
+        """Returns the record of a state that was read from here; `specs` are its variables by path."""
+        return records.make(self.step, state, specs, None, self.metadata)
 
 
 # Opens a checkpoint of another trainer: (directory, step or None, the model's VariableSpecs) -> None if it is none.
-OpenForeign: TypeAlias = "Callable[[epath.Path, int | None, TrainState], Source | None]"
+OpenForeign: TypeAlias = "Callable[[epath.Path, int | None, TrainState], CheckpointSource | None]"
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnSource:
-    """A step that this trainer saved.
+def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, with_input: bool = True) -> Restored:
+    """Reads a checkpoint onto a mesh. Called by every process.
 
-    Attributes:
-      name: names the step in messages.
-      step_dir: its directory.
-      saved: its variables by path.
-      metadata: what the run noted in its record.
-    """
-
-    name: str
-    step_dir: epath.Path
-    saved: dict[str, records.SavedVariable]
-    metadata: dict[str, Any]
-
-    def fits(self, path: str, shape: Sequence[int]) -> bool:
-        """Returns True if a saved variable has this logical shape."""
-        return self.saved[path].shape == tuple(shape)
-
-    def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
-        """Reads variables onto a mesh; see `Source.read`."""
-        # Importing Orbax takes 0.4 s: not before arrays are read.
-        from spmd_trainer.checkpointing import orbax_io
-
-        return orbax_io.read_arrays(self.step_dir / orbax_io.STATE_ITEM, self.saved, wanted, mesh, source=source)
-
-
-def open_source(directory: epath.Path, step: int | None, check_contents: bool) -> OwnSource:
-    """Finds the step to load from: the named step, or the newest whole one. Called by every process.
+    A state with adapters is restored without the frozen base, which its checkpoints do not hold: None stands in place of it.
 
     Args:
-      directory: a run's `job_log_dir`, its `checkpoints`, or one step in it.
-      step: the step; None for the newest whole one.
-      check_contents: True compares the checksums of the files; False compares sizes only.
+      source: the checkpoint.
+      layout: the state to restore, and its mesh.
+      partial: do not read saved variables that the layout lacks, e.g. optimizer states in evaluation. All variables of the
+        layout must be in the checkpoint nevertheless.
+      with_input: read the position of the input too.
 
     Raises:
-      CheckpointNotFoundError: there is no such step, or no whole one.
-      DamagedCheckpointError: the named step is damaged.
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointMismatchError: variables are missing, extra, or have another shape or dtype; or the position of the input is
+        that of another number of processes.
+      CheckpointError: the source cannot be read; see its class.
     """
-    name, own_step = decided_by_process_0(lambda: _find(directory))
-    directory = epath.Path(name)
-    step = own_step if own_step is not None else step
-    for candidate in steps.agreed_newest_first(directory) if step is None else [step]:
-        found: list[records.Record] = []
-        check = functools.partial(_problem, directory, candidate, check_contents, found)
-        try:
-            problem = agreed_problem(check)
-        except CheckpointNotFoundError:
-            if step is not None:
-                raise
-            continue  # deleted since it was listed
-        if problem is None:
-            record, name = found[0], f"step {candidate} in {directory}"
-            saved = records.saved_variables(record)
-            return OwnSource(name, steps.step_dir(directory, candidate), saved, record["metadata"])
-        if step is not None:
-            raise DamagedCheckpointError(
-                f"init_from_checkpoint_rules: step {step} in {directory} is refused: {problem}."
-            )
-        logging.warning("Checkpoint step %d in %s is refused: %s.", candidate, directory, problem)
-    raise CheckpointNotFoundError(f"init_from_checkpoint_rules: no whole checkpoint in {directory}.")
-
-
-def _find(directory: epath.Path) -> tuple[str, int | None]:
-    """Returns the directory of checkpoints that is meant, and the step if the directory of one step was given."""
-
-    def find() -> tuple[str, int | None]:
-        if directory.name.isdigit() and (directory / records.RECORD_ITEM).exists():
-            return str(directory.parent), int(directory.name)
-        below = directory / "checkpoints"
-        return str(below if below.exists() else directory), None
-
-    return step_files.read(f"looking for checkpoints in {directory}", find)
-
-
-def _problem(directory: epath.Path, step: int, check_contents: bool, found: list[records.Record]) -> str | None:
-    """Returns what is wrong with the part of a step that this process checks. Appends its record to `found`."""
-    step_dir = steps.step_dir(directory, step)
-    try:
-        # Checksums come first: they say which file is damaged.
-        if check_contents and (problem := steps.contents_problem(directory, step)):
-            return problem
-        found.append(records.read(step_dir, step))
-    except DamagedCheckpointError as error:
-        return str(error).removesuffix(".")
-    return None if check_contents else manifest.quick_problem(step_dir, step)
+    variables = frozen_base.trained_part(layout.variables, layout.variables)
+    wanted = records.by_path(variables)
+    if message := mismatch.explain_adapters(source.saved, wanted, source.label):
+        raise CheckpointMismatchError(message)
+    source.require_fit(wanted, partial=partial)
+    input_state = source.input_state() if with_input else None
+    arrays = source.read(wanted, layout.mesh, {path: path for path in wanted})
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(variables), [arrays[path] for path in wanted])
+    return Restored(state, source.step, input_state, source.record(state, wanted))

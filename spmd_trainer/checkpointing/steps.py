@@ -8,7 +8,6 @@ import errno
 import re
 from collections.abc import Iterable, Mapping
 
-import jax
 from absl import logging
 from etils import epath
 
@@ -197,18 +196,6 @@ def warn_of_newer(directory: epath.Path, step: int) -> None:
             ", ".join(map(str, newer)),
             step,
         )
-
-
-def contents_problem(directory: epath.Path, step: int) -> str | None:
-    """Returns what is wrong with this process's share of a step's files, contents included, or None.
-
-    Called by every process: together they read all files. `agreed_problem` combines their answers.
-
-    Raises:
-      CheckpointNotFoundError: there is no such step, or no longer.
-      CheckpointReadError: storage does not answer, or refuses.
-    """
-    return manifest.problem(step_dir(directory, step), step, jax.process_index(), jax.process_count())
 
 
 def delete(directory: epath.Path, step: int) -> None:

@@ -9,7 +9,7 @@ tensor_names.py      which tensors hold which variables, and in which order of d
 safetensors_file.py  the format of the files
 folder.py            opens a folder and checks its tensors
 placing.py           reads tensors onto a mesh
-source.py            a folder in `init_from_checkpoint_rules` and in `--restore_checkpoint_dir`
+source.py            HfSource: a folder as a source of `checkpointing.restore` and `init_from_checkpoint_rules`
 export_folder.py     writes a folder
 writing.py           how files and folders are written
 experiment.py        `experiment_from_folder` and `load`
@@ -20,12 +20,11 @@ from spmd_trainer.hf.errors import HfDamagedError, HfError, HfMismatchError, HfN
 from spmd_trainer.hf.experiment import experiment_from_folder, load, require_model, warn_of_differences
 from spmd_trainer.hf.export_folder import DTYPES, export
 from spmd_trainer.hf.folder import HfFolder, is_folder, open_folder
-from spmd_trainer.hf.source import HfCheckpoints, HfSource, find_agreed, open_source
+from spmd_trainer.hf.source import HfSource, find_agreed, open_source
 from spmd_trainer.hf.writing import check_directory
 
 __all__ = [
     "DTYPES",
-    "HfCheckpoints",
     "HfDamagedError",
     "HfError",
     "HfFolder",

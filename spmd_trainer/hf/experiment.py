@@ -91,7 +91,7 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
     metadata = job.partitioner.metadata
     specs = records.by_path(metadata.variables)
     wanted = frozen_base.base_specs(metadata.variables)
-    hf_source.check_variables(source, wanted)
+    source.require_fit(wanted)
     state = job.partitioner.initialize_train_state(job.prng_key)
     leaves = dict(zip(specs, jax.tree.leaves(state), strict=True))
     for name in wanted:

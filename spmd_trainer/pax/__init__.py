@@ -3,12 +3,11 @@
 bridge/         makes praxis 1.4.0 run on today's JAX
 import_names/   modules under Pax's import names (`spmd_trainer.learners`, ...), which only users import
 port*.py        what an experiment file written for paxml needs here (--mode=port)
-foreign.py      finds out whose checkpoint a directory holds
 
 Checkpoints are opened, and never written to:
 
-checkpoints.py  PaxCheckpoints: restores a step onto any mesh, with the reading methods of `Checkpointer`
-conversion.py     writes a Pax checkpoint as one of this trainer's
+checkpoints.py  PaxSource: a step as a source of `checkpointing.restore` and `init_from_checkpoint_rules`
+conversion.py   writes a Pax checkpoint as one of this trainer's
 steps.py        finds the steps of a directory
 contents.py     opens one step: its version, its kind and its arrays
 flax_file.py    the kind that is one msgpack file, with leaves by position
@@ -18,7 +17,6 @@ arrays.py       one stored array, read when it is asked for
 names.py        the names of variables on disk
 shapes.py       which stored shapes a variable can have, and logical shapes without a model
 placing.py      reads arrays onto a mesh and checks their padding
-rule_source.py  a Pax checkpoint in `init_from_checkpoint_rules`
 errors.py       the errors
 
 Kinds (Pax's versions): one zarr directory per variable (0.0, 1.0, 1.1), one OCDBT database (1.2), one msgpack file (any version).
@@ -31,10 +29,9 @@ import lazy_loader
 
 if TYPE_CHECKING:
     from spmd_trainer.pax.arrays import PaxArray
-    from spmd_trainer.pax.checkpoints import PaxCheckpoints, read_checkpoint
+    from spmd_trainer.pax.checkpoints import PaxSource, open_source, read_checkpoint
     from spmd_trainer.pax.conversion import convert
     from spmd_trainer.pax.errors import PaxDamagedError, PaxError, PaxMismatchError, PaxNotFoundError
-    from spmd_trainer.pax.rule_source import open_source
     from spmd_trainer.pax.steps import PaxDirectory, find, find_agreed, finished_steps
 
 # `import spmd_trainer` loads the bridge from here, and nothing else.
@@ -42,21 +39,20 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "arrays": ["PaxArray"],
-        "checkpoints": ["PaxCheckpoints", "read_checkpoint"],
+        "checkpoints": ["PaxSource", "open_source", "read_checkpoint"],
         "conversion": ["convert"],
         "errors": ["PaxDamagedError", "PaxError", "PaxMismatchError", "PaxNotFoundError"],
-        "rule_source": ["open_source"],
         "steps": ["PaxDirectory", "find", "find_agreed", "finished_steps"],
     },
 )
 __all__ = [
     "PaxArray",
-    "PaxCheckpoints",
     "PaxDamagedError",
     "PaxDirectory",
     "PaxError",
     "PaxMismatchError",
     "PaxNotFoundError",
+    "PaxSource",
     "convert",
     "find",
     "find_agreed",

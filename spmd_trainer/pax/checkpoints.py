@@ -1,9 +1,9 @@
-"""Restores Pax checkpoints onto any mesh."""
+"""Pax checkpoints as sources, and without a model."""
 
 from __future__ import annotations
 
 import dataclasses
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,10 +12,10 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import mismatch, records, step_files
+from spmd_trainer.checkpointing import records, step_files
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
-from spmd_trainer.checkpointing.reading import Restored
 from spmd_trainer.checkpointing.records import SavedVariable
+from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.pax import placing, shapes, steps
 from spmd_trainer.pax.arrays import PaxArray
 from spmd_trainer.pax.contents import Contents, open_step
@@ -23,134 +23,115 @@ from spmd_trainer.pax.errors import PaxDamagedError, PaxMismatchError, PaxNotFou
 from spmd_trainer.train_states import TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from spmd_trainer.sharding.variables import VariableSpec
 
-FIX = (
-    "Fix: build the model as Pax had it, with the same optimizer, or load the parts that fit with "
-    "task.train.init_from_checkpoint_rules"
-)
 
+@dataclasses.dataclass(frozen=True)
+class PaxSource(CheckpointSource):
+    """A step of a Pax checkpoint.
 
-class PaxCheckpoints:
-    """The Pax checkpoints of a directory, with the reading methods of `Checkpointer`. Never writes there.
-
-    Every process of the job makes the same calls.
+    Attributes:
+      contents: the step.
+      arrays: where the variables are, by path.
     """
 
-    def __init__(self, found: steps.PaxDirectory) -> None:
-        """Opens what `steps.find` found. Reads nothing yet."""
-        self._found = found
+    contents: Contents
+    arrays: Mapping[str, PaxArray]
 
-    @property
-    def directory(self) -> epath.Path:
-        """The directory that holds the steps."""
-        return self._found.path
+    fix = (
+        "Fix: build the model as Pax had it, with the same optimizer, or load the parts that fit with "
+        "task.train.init_from_checkpoint_rules"
+    )
+    mismatch_error = PaxMismatchError
 
-    def __enter__(self) -> PaxCheckpoints:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        del exc_type, exc, traceback  # Nothing is kept open.
-
-    def holds_steps(self) -> bool:
-        """Returns True: a directory of Pax has steps, finished or not."""
-        return True
-
-    def restore(
-        self,
-        variables: TrainState,
-        mesh: Mesh,
-        *,
-        step: int | None = None,
-        partial: bool = False,
-        with_input: bool = True,
-    ) -> Restored:
-        """Restores a step onto a mesh.
+    @classmethod
+    def of(cls, contents: Contents, wanted: Mapping[str, VariableSpec]) -> PaxSource:
+        """Returns the source of a step for a model: what its stored shapes mean depends on the model's.
 
         Args:
-          variables: a TrainState of VariableSpecs: the state to read.
-          mesh: the mesh.
-          step: the step; None for the one whose directory was given, or the newest finished one.
-          partial: do not read saved variables that `variables` lacks.
-          with_input: read the position of the input too, if Pax saved one that its input wrote itself.
+          contents: the step.
+          wanted: the model's variables by path, in the order of the state's leaves.
 
         Raises:
-          PaxNotFoundError: there is no such step.
-          PaxDamagedError: it is not complete.
-          PaxMismatchError: its variables are not those of `variables`.
-          PaxError: its version is unknown.
-          CheckpointReadError: storage does not answer, or refuses.
+          PaxDamagedError: it lacks arrays that it lists.
         """
-        contents = self.open(step)
-        specs = records.by_path(variables)
-        arrays: dict[str, PaxArray] = {}
-        read: dict[str, jax.Array] = {}
-
-        def match() -> None:
-            arrays.update(matching(contents, specs, partial=partial))
-
-        def place() -> None:
-            read.update(placing.read_onto_mesh(specs, arrays, mesh, contents.label))
-
-        agreed_problem(match)
-        agreed_problem(place)
-        state: TrainState = jax.tree.unflatten(jax.tree.structure(variables), [read[path] for path in specs])
-        position = _input_position(contents) if with_input else None
+        # Pax saves no arrays without elements.
+        stored = contents.by_path([path for path, spec in wanted.items() if 0 not in spec.logical_shape])
+        saved = {path: _as_saved(array, wanted.get(path), stored) for path, array in stored.items()}
+        arrays = dict(stored)
+        for path, spec in wanted.items():
+            if 0 in spec.logical_shape and path not in stored:
+                saved[path], arrays[path] = SavedVariable.from_spec(spec), _without_elements(spec)
         about = {"pax_checkpoint": {"path": str(contents.path), "version": contents.version}}
-        record = records.make(contents.step, state, specs, None, about)
-        return Restored(state, contents.step, position, record)
+        return cls(contents.label, contents.step, saved, about, contents, arrays)
 
-    def open(self, step: int | None = None) -> Contents:
-        """Opens a step without reading an array; see `restore`."""
-        wanted = self.step_to_read(step)
-        with of_pax():
-            chosen, path = decided_by_process_0(lambda: [str(part) for part in steps.require(self.directory, wanted)])
-        opened: list[Contents] = []
-        agreed_problem(lambda: opened.append(open_step(int(chosen), epath.Path(path))))
-        return opened[0]
+    def fits(self, path: str, shape: Sequence[int]) -> bool:
+        """Returns True if a saved variable can have this logical shape."""
+        return super().fits(path, shape) or shapes.can_be(self.arrays[path], shape)
 
-    def step_to_read(self, step: int | None) -> int | None:
-        """Returns the step that is meant: the given one, or that of the directory.
+    def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
+        """Reads variables onto a mesh; see `CheckpointSource.read`."""
+        arrays = {path: self.arrays[source[path]] for path in wanted}
+        result: dict[str, jax.Array] = {}
+        # Each variable's padding is checked by one process, and all end with what it found.
+        agreed_problem(lambda: result.update(placing.read_onto_mesh(wanted, arrays, mesh, self.name)))
+        return result
 
-        Raises:
-          PaxNotFoundError: the directory of another step was given.
-        """
-        own = self._found.step
-        if step is not None and own is not None and step != own:
-            raise PaxNotFoundError(
-                f"step {step} was asked for, and the directory given is that of step {own} in {self.directory}; give "
-                f"{self.directory}"
+    def input_state(self) -> dict[str, Any] | None:
+        """Returns the position of this process' input, if Pax saved one as bytes: those that the input itself wrote."""
+        folder = self.contents.path / steps.INPUT
+        name = f"process_{jax.process_index()}-of-{jax.process_count()}"
+        try:
+            return {"state": step_files.read(f"reading {folder / name}", (folder / name).read_bytes)}
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            logging.warning(
+                "%s has no position of the training input that could be read (%s), so the input starts from the beginning",
+                self.name,
+                folder / name,
             )
-        return own if step is None else step
+            return None
 
 
-def matching(contents: Contents, wanted: Mapping[str, VariableSpec], *, partial: bool) -> dict[str, PaxArray]:
-    """Returns the array of each variable of a model.
+def open_source(directory: epath.Path, step: int | None, variables: TrainState) -> PaxSource | None:
+    """Opens a step of a Pax checkpoint. Called by every process.
 
     Args:
-      contents: the checkpoint.
-      wanted: the model's variables by path, in the order of the state's leaves.
-      partial: True if the checkpoint may have other variables too.
+      directory: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
+      step: the step; None for the one whose directory was given, or the newest finished one.
+      variables: a TrainState of VariableSpecs: the model.
+
+    Returns:
+      The source, or None if the directory holds no Pax checkpoint.
 
     Raises:
-      PaxMismatchError: paths, shapes or dtypes differ.
+      PaxNotFoundError: there is no such step.
+      PaxDamagedError: it is not complete.
+      PaxError: its version is unknown.
+      CheckpointReadError: storage does not answer, or refuses.
     """
-    # Pax saves no arrays without elements.
-    stored = contents.by_path([path for path, spec in wanted.items() if 0 not in spec.logical_shape])
-    saved = {path: as_saved(array, wanted.get(path), stored) for path, array in stored.items()}
-    in_model = {path: SavedVariable.from_spec(spec) for path, spec in wanted.items()}
-    empty = {path: in_model[path] for path in wanted if 0 in wanted[path].logical_shape and path not in saved}
-    compared = {path: v for path, v in saved.items() if path in wanted} if partial else saved
-    if message := mismatch.explain({**compared, **empty}, in_model, contents.label, fix=FIX):
-        raise PaxMismatchError(message)
-    return {path: stored[path] if path in stored else _without_elements(wanted[path]) for path in wanted}
+    found = steps.find_agreed(directory)
+    if found is None:
+        return None
+    contents, opened = _open(found, step), list[PaxSource]()
+    agreed_problem(lambda: opened.append(PaxSource.of(contents, records.by_path(variables))))
+    return opened[0]
 
 
-def as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, PaxArray]) -> SavedVariable:
+def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
+    if step is not None and found.step is not None and step != found.step:
+        raise PaxNotFoundError(
+            f"step {step} was asked for, and the directory given is that of step {found.step} in {found.path}; give "
+            f"{found.path}"
+        )
+    wanted = found.step if step is None else step
+    with of_pax():
+        chosen, path = decided_by_process_0(lambda: [str(part) for part in steps.require(found.path, wanted)])
+    opened: list[Contents] = []
+    agreed_problem(lambda: opened.append(open_step(int(chosen), epath.Path(path))))
+    return opened[0]
+
+
+def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, PaxArray]) -> SavedVariable:
     """Describes an array: with the model's logical shape if it can have it, otherwise with what the checkpoint tells.
 
     Args:
@@ -179,21 +160,6 @@ def _without_elements(spec: VariableSpec) -> PaxArray:
     return PaxArray(
         spec.path, spec.path, empty.shape, empty.dtype, empty.shape, None, lambda index: lambda: empty[index]
     )
-
-
-def _input_position(contents: Contents) -> dict[str, Any] | None:
-    """Returns the position of this process' input, if Pax saved one as bytes: those that the input itself wrote."""
-    folder = contents.path / steps.INPUT
-    name = f"process_{jax.process_index()}-of-{jax.process_count()}"
-    try:
-        return {"state": step_files.read(f"reading {folder / name}", (folder / name).read_bytes)}
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        logging.warning(
-            "%s has no position of the training input that could be read (%s), so the input starts from the beginning",
-            contents.label,
-            folder / name,
-        )
-        return None
 
 
 def read_checkpoint(directory: epath.PathLike, step: int | None = None) -> TrainState:
@@ -238,7 +204,7 @@ def open_checkpoint(directory: epath.PathLike, step: int | None = None) -> Conte
         raise PaxNotFoundError(
             f"{directory} holds no Pax checkpoint; give a directory with checkpoint_00000020 or the like in it"
         )
-    return PaxCheckpoints(found).open(step)
+    return _open(found, step)
 
 
 def _with_lists(node: Any) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, records, steps
 from spmd_trainer.pax import placing
 from spmd_trainer.pax.arrays import PaxArray
-from spmd_trainer.pax.checkpoints import matching, open_checkpoint
+from spmd_trainer.pax.checkpoints import PaxSource, open_checkpoint
 from spmd_trainer.pax.contents import Contents
 from spmd_trainer.pax.errors import PaxError, PaxMismatchError
 from spmd_trainer.sharding import create_device_mesh
@@ -56,7 +56,9 @@ def convert(
         wanted, arrays = _described(contents, mesh)
     else:
         wanted = records.by_path(variables)
-        arrays = matching(contents, wanted, partial=False)
+        source = PaxSource.of(contents, wanted)
+        source.require_fit(wanted)
+        arrays = source.arrays
     check_storage(target, checkpoint_bytes(wanted), None)  # type: ignore[arg-type]
     state = placing.read_onto_mesh(wanted, arrays, mesh, contents.label)
     about = {"pax_checkpoint": {"path": str(contents.path), "version": contents.version}}
@@ -79,7 +81,7 @@ def _check_target(contents: Contents, target: epath.Path) -> None:
         raise PaxError(f"{target} has a step {contents.step} already; give another directory, or move that step away")
 
 
-def _described(contents: Contents, mesh: Mesh) -> tuple[dict[str, VariableSpec], dict[str, PaxArray]]:
+def _described(contents: Contents, mesh: Mesh) -> tuple[dict[str, VariableSpec], Mapping[str, PaxArray]]:
     """Returns the variables of a checkpoint as it describes itself, on one device."""
     arrays = contents.by_path()
     unknown = [array for array in arrays.values() if array.logical_shape is None]

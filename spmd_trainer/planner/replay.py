@@ -31,9 +31,9 @@ from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import step_fns
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import run_directory, start_up
-from spmd_trainer.training.adapter_checkpoints import Restorer
-from spmd_trainer.training.checkpoints import no_checkpoint_in, open_checkpoints
+from spmd_trainer.training import checkpoint_sources, run_directory, start_up
+from spmd_trainer.training.adapter_checkpoints import FrozenBase
+from spmd_trainer.training.checkpoints import no_checkpoint_in
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.watch import invalid_batches
@@ -168,29 +168,30 @@ def _newest_written(job: Job) -> int | None:
 def _restore(job: Job, step: int) -> Restored:
     """Restores the newest whole checkpoint before a step, or the one of `--restore_checkpoint_step`."""
     directory = job.config.checkpoint_dir
-    with open_checkpoints(directory) as checkpoints:
-        if not isinstance(checkpoints, Checkpointer):
-            raise UserError(f"{directory} is of another trainer; --mode=replay needs a run of this one")
-        there = decided_by_process_0(lambda: steps.whole(directory))
-        asked = job.config.restore_checkpoint_step
-        before = [n for n in reversed(there) if n < step and asked in (None, n)]
-        for number in before:
-            try:
-                with Phase(f"restoring step {number}") as phase:
-                    restored = Restorer(job).restore(checkpoints, job.partitioner.metadata.variables, step=number)
-                    phase.done = f"restored step {restored.step} from {directory}"
-                return restored
-            except DamagedCheckpointError as error:
-                logging.warning("step %d is left out: %s", number, error)
-        if asked is not None:
-            raise UserError(f"--restore_checkpoint_step={asked}: no whole checkpoint of a step before --step={step}")
-        if not there:
-            raise no_checkpoint_in(directory)
-        raise UserError(
-            f"--step={step} needs a whole checkpoint of step {step - 1} or earlier in {directory}; there are "
-            f"{', '.join(map(str, there))}. The run keeps task.train.save_max_to_keep={job.task.train.save_max_to_keep} "
-            f"checkpoints: the earliest step that can be replayed is {there[0] + 1}"
-        )
+    if checkpoint_sources.is_foreign(directory):
+        raise UserError(f"{directory} is of another trainer; --mode=replay needs a run of this one")
+    own, layout = Checkpointer(directory, read_only=True), job.partitioner.metadata
+    there = decided_by_process_0(lambda: steps.whole(directory))
+    asked = job.config.restore_checkpoint_step
+    before = [n for n in reversed(there) if n < step and asked in (None, n)]
+    for number in before:
+        try:
+            with Phase(f"restoring step {number}") as phase:
+                restored = own.restore(layout.variables, layout.mesh, step=number)
+                restored = FrozenBase(job).joined(restored, layout.variables, directory)
+                phase.done = f"restored step {restored.step} from {directory}"
+            return restored
+        except DamagedCheckpointError as error:
+            logging.warning("step %d is left out: %s", number, error)
+    if asked is not None:
+        raise UserError(f"--restore_checkpoint_step={asked}: no whole checkpoint of a step before --step={step}")
+    if not there:
+        raise no_checkpoint_in(directory)
+    raise UserError(
+        f"--step={step} needs a whole checkpoint of step {step - 1} or earlier in {directory}; there are "
+        f"{', '.join(map(str, there))}. The run keeps task.train.save_max_to_keep={job.task.train.save_max_to_keep} "
+        f"checkpoints: the earliest step that can be replayed is {there[0] + 1}"
+    )
 
 
 class _Batches:

@@ -14,12 +14,10 @@ from typing import Any
 import jax
 from absl import logging
 from etils import epath
-from jax.sharding import Mesh
 
 from spmd_trainer import hf
 from spmd_trainer.checkpointing import (
     LOAD_ALL,
-    Checkpointer,
     CheckpointLoadingRules,
     CheckpointMismatchError,
     LoadReport,
@@ -31,14 +29,14 @@ from spmd_trainer.checkpointing import (
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.checkpointing.frozen_base import BASE_KEY, SETTINGS_KEY, BaseRecord, is_base
 from spmd_trainer.checkpointing.loading_rules import ResolvedRules
-from spmd_trainer.checkpointing.sources import OwnSource
+from spmd_trainer.checkpointing.own_steps import OwnStep
 from spmd_trainer.decoder.lora import LoraModel, is_adapter
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import peft
-from spmd_trainer.pax import foreign
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.step.state_layout import StateMetadata
 from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import checkpoint_sources
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 
@@ -95,10 +93,7 @@ def begin(
     structure: Any = jax.tree.structure(state)
     origin: dict[str, Any] = {}
     sources = [source for source, _ in (resolved.parts if resolved else ())]
-    folders = [source.folder.path for source in sources if isinstance(source, hf.HfSource)]
-    folders += [
-        s.metadata[FOLDER_KEY]["path"] for s in sources if isinstance(s, OwnSource) and FOLDER_KEY in s.metadata
-    ]
+    folders = [source.metadata[FOLDER_KEY]["path"] for source in sources if FOLDER_KEY in source.metadata]
     if folder := restored_from or next(iter(folders), None):
         origin[FOLDER_KEY] = {"path": folder}
     if frozen_base.has_adapters(variables):
@@ -121,7 +116,7 @@ def begins_with(job: Job, directory: epath.Path) -> bool:
     """
     has_adapters = peft.find_agreed(directory)
     if has_adapters and job.task.lora is None:
-        foreign.open_source(directory, None, job.partitioner.metadata.variables, task=job.task)
+        checkpoint_sources.open_source(directory, None, job.partitioner.metadata.variables, task=job.task)
     return job.task.lora is not None and (has_adapters or hf.find_agreed(directory))
 
 
@@ -154,51 +149,39 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
     return {directory: _ALL, folder: _ALL}, folder
 
 
-class Restorer:
-    """Restores steps of runs with and without adapters. It loads a frozen base once, for all steps that are restored."""
+class FrozenBase:
+    """The frozen base of a run with adapters, whose checkpoints do not hold it. Loaded once, for all steps that are restored."""
 
     def __init__(self, job: Job) -> None:
         """Reads nothing yet."""
         self._job = job
-        self._base: tuple[dict[str, jax.Array], BaseRecord] | None = None
+        self._loaded: tuple[dict[str, jax.Array], BaseRecord] | None = None
 
-    @property
-    def mesh(self) -> Mesh:
-        """The job's mesh."""
-        return self._job.partitioner.mesh
+    def joined(self, restored: Restored, variables: TrainState, directory: epath.Path) -> Restored:
+        """Returns a restored checkpoint with its base, and with where that is from now; without adapters, as it is.
 
-    def restore(
-        self,
-        checkpoints: Checkpointer,
-        variables: TrainState,
-        *,
-        step: int | None = None,
-        partial: bool = False,
-        with_input: bool = True,
-    ) -> Restored:
-        """Restores a step onto the job's mesh; see `Checkpointer.restore`. Called by every process.
+        Called by every process.
 
-        In a run with adapters the checkpoint has no base: it is loaded as the run began. The metadata that is returned says from
-        where.
+        Args:
+          restored: the checkpoint.
+          variables: the VariableSpecs of the whole state.
+          directory: where the checkpoint is, for messages.
 
         Raises:
-          CheckpointMismatchError: also if the base or the settings of the adapters are not those that they were trained with.
+          CheckpointMismatchError: the base or the settings of the adapters are not those that they were trained with.
         """
-        job = self._job
-        trained = frozen_base.trained_part(variables, variables)
-        restored = checkpoints.restore(trained, self.mesh, step=step, partial=partial, with_input=with_input)
         if not frozen_base.has_adapters(variables):
             return restored
         noted = restored.metadata["metadata"]
-        name = f"step {restored.step} in {checkpoints.directory}"
+        name = f"step {restored.step} in {directory}"
         if BASE_KEY not in noted:
             raise CheckpointMismatchError(f"{name} does not say which base its adapters were trained on")
-        frozen_base.require_settings(noted[SETTINGS_KEY], job.task.lora, name)
+        frozen_base.require_settings(noted[SETTINGS_KEY], self._job.task.lora, name)
         recorded = BaseRecord.from_json(noted[BASE_KEY])
-        if self._base is None:
+        if self._loaded is None:
             with Phase("loading the frozen base"):
-                self._base = _load_base(job, variables, recorded)
-        arrays, record = self._base
+                self._loaded = _load_base(self._job, variables, recorded)
+        arrays, record = self._loaded
         recorded.require_same(record, name)
         state = frozen_base.joined(restored.state, arrays, variables)
         metadata = restored.metadata.copy()
@@ -213,10 +196,12 @@ def origin_of(restored: Restored) -> dict[str, Any]:
 
 
 def _resolve(job: Job, variables: TrainState, rules: Mapping[Any, Any]) -> ResolvedRules:
-    resolved = loading_rules.resolve_rules(variables, rules, check_contents=True, open_foreign=foreign.opener(job.task))
+    resolved = loading_rules.resolve_rules(
+        variables, rules, check_contents=True, open_foreign=checkpoint_sources.opener(job.task)
+    )
     for source, saved_paths in resolved.parts:
         hf.warn_of_differences(source, job.task)
-        if isinstance(source, OwnSource) and any(map(is_adapter, saved_paths)):
+        if isinstance(source, OwnStep) and any(map(is_adapter, saved_paths)):
             frozen_base.require_settings(source.metadata.get(SETTINGS_KEY, {}), job.task.lora, source.name)
     return resolved
 

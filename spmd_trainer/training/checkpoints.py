@@ -14,32 +14,30 @@ from etils import epath
 from spmd_trainer import hf, pax
 from spmd_trainer.checkpointing import (
     Checkpointer,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     Restored,
-    frozen_base,
     iterate_checkpoints,
-    mismatch,
     records,
+    restore,
     steps,
 )
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import peft
 from spmd_trainer.optim.learner import extract_ema, has_ema
-from spmd_trainer.pax import foreign
+from spmd_trainer.step.state_layout import StateMetadata
 from spmd_trainer.storage.run_files import has_run
 from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import adapter_checkpoints, run_directory
-from spmd_trainer.training.adapter_checkpoints import Restorer
+from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, run_directory
+from spmd_trainer.training.adapter_checkpoints import FrozenBase
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import RunConfig
 
 
 def restore_for_inference(
-    job: Job, *, use_ema: bool, step: int | None = None, restorer: Restorer | None = None
+    job: Job, *, use_ema: bool, step: int | None = None, base: FrozenBase | None = None
 ) -> tuple[int, TrainState]:
     """Restores one checkpoint onto the job's mesh.
 
@@ -47,7 +45,7 @@ def restore_for_inference(
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
       use_ema: take the moving averages of the variables.
       step: this step instead of the flag's.
-      restorer: reads it; give the same one for several steps of a run. None: a new one.
+      base: the frozen base of adapters; give the same one for several steps of a run. None: it is loaded.
 
     Returns:
       The step, and the state without optimizer states.
@@ -55,38 +53,23 @@ def restore_for_inference(
     Raises:
       UserError: no such checkpoint, or it is another experiment's.
     """
-    restored = restore_with_record(job, use_ema=use_ema, step=step, restorer=restorer)
+    restored = restore_with_record(job, use_ema=use_ema, step=step, base=base)
     return restored.step, restored.state
 
 
 def restore_with_record(
-    job: Job, *, use_ema: bool, step: int | None = None, restorer: Restorer | None = None
+    job: Job, *, use_ema: bool, step: int | None = None, base: FrozenBase | None = None
 ) -> Restored:
     """Restores one checkpoint as `restore_for_inference` does, and returns its record too."""
     directory = job.config.checkpoint_dir
     step = job.config.restore_checkpoint_step if step is None else step
-    partitioner = job.partitioner
     if use_ema and not has_ema(job.task.learner):
         raise UserError("EMA variables were asked for, but the learner's optimizer has no ema_decay; set one")
     if adapter_checkpoints.begins_with(job, directory):
         return _of_folder(job, directory, use_ema=use_ema, step=step)
     # Averages live in the optimizer's state: only then is it read.
-    metadata = partitioner.metadata if use_ema else partitioner.eval_metadata()
-    with open_checkpoints(directory) as checkpoints:
-        if not checkpoints.holds_steps():
-            raise no_checkpoint_in(directory)
-        if isinstance(checkpoints, hf.HfCheckpoints):
-            hf.require_model(directory, job.task)
-        with Phase(f"restoring {'the newest step' if step is None else f'step {step}'}") as phase:
-            restored = restore_with(
-                restorer or Restorer(job),
-                checkpoints,
-                metadata.variables,
-                step=step,
-                partial=not use_ema,
-                with_input=False,
-            )
-            phase.done = f"restored step {restored.step} from {directory}"
+    metadata = job.partitioner.metadata if use_ema else job.partitioner.eval_metadata()
+    restored = restore_from(job, metadata, step=step, partial=not use_ema, with_input=False, base=base)
     state = restored.state
     owner = restored.metadata["metadata"].get("experiment")
     if owner not in (None, job.config.experiment.name):
@@ -98,21 +81,44 @@ def restore_with_record(
     return dataclasses.replace(restored, state=state.to_eval_state())
 
 
-def restore_with(
-    restorer: Restorer,
-    checkpoints: Checkpointer | pax.PaxCheckpoints | hf.HfCheckpoints,
-    variables: TrainState,
+def restore_from(
+    job: Job,
+    layout: StateMetadata,
     *,
     step: int | None,
     partial: bool = False,
     with_input: bool,
+    base: FrozenBase | None = None,
 ) -> Restored:
-    """Restores a step of this trainer or of Pax, or a Hugging Face folder. The arguments are those of `Restorer.restore`."""
-    if isinstance(checkpoints, Checkpointer):
-        return restorer.restore(checkpoints, variables, step=step, partial=partial, with_input=with_input)
-    if frozen_base.has_adapters(variables):
-        raise CheckpointMismatchError(mismatch.whole_model(str(checkpoints.directory)))
-    return checkpoints.restore(variables, restorer.mesh, step=step, partial=partial, with_input=with_input)
+    """Restores a step of this trainer or of Pax, or a Hugging Face folder, from `RunConfig.checkpoint_dir`.
+
+    Args:
+      job: the job.
+      layout: the state to restore.
+      step: the step; None for the newest whole one.
+      partial: see `checkpointing.restore`.
+      with_input: see `checkpointing.restore`.
+      base: what a state with adapters is joined with; None: it is loaded.
+
+    Raises:
+      UserError: the directory holds no checkpoint.
+      CheckpointError: see `checkpointing.restore`.
+    """
+    directory = job.config.checkpoint_dir
+    with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
+        source = checkpoint_sources.open_whole_model(directory, step, layout.variables)
+        if isinstance(source, hf.HfSource):
+            hf.require_model(directory, job.task)
+        if source is not None:
+            restored = restore(source, layout, partial=partial, with_input=with_input)
+        else:
+            own = Checkpointer(directory, read_only=True)
+            if not own.holds_steps():
+                raise no_checkpoint_in(directory)
+            restored = own.restore(layout.variables, layout.mesh, step=step, partial=partial, with_input=with_input)
+            restored = (base or FrozenBase(job)).joined(restored, layout.variables, directory)
+        phase.done = f"restored step {restored.step} from {directory}"
+    return restored
 
 
 def _of_folder(job: Job, directory: epath.Path, *, use_ema: bool, step: int | None) -> Restored:
@@ -127,17 +133,6 @@ def _of_folder(job: Job, directory: epath.Path, *, use_ema: bool, step: int | No
     begun = adapter_checkpoints.begin(job, metadata, state, rules, restored_from=restored_from)
     record = records.make(0, begun.state, records.by_path(metadata.variables), None, begun.origin)
     return Restored(begun.state, 0, None, record)
-
-
-def open_checkpoints(directory: epath.Path) -> Checkpointer | pax.PaxCheckpoints | hf.HfCheckpoints:
-    """Opens a directory of checkpoints to read. Called by every process.
-
-    Args:
-      directory: checkpoints of this trainer; of Pax, the run's directory above them, or the directory of one step of Pax; or a
-        Hugging Face folder.
-    """
-    found = foreign.open_checkpoints(directory)
-    return Checkpointer(directory, read_only=True) if found is None else found
 
 
 def present_in_source(config: RunConfig) -> list[int] | None:
@@ -185,7 +180,7 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
         yield restore_for_inference(job, use_ema=use_ema)
         return
     directory = job.config.checkpoint_dir
-    if foreign.open_checkpoints(directory) is not None or peft.find_agreed(directory):
+    if checkpoint_sources.is_foreign(directory) or peft.find_agreed(directory):
         logging.info(
             "%s is of another trainer, and nothing there tells whether its run goes on: only the newest checkpoint is used",
             directory,
@@ -200,10 +195,10 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
         ended = step is not None and (step >= last or (end is not None and step >= end))
         return ended or run_directory.failure(directory.parent) is not None
 
-    seen, restorer = -1, Restorer(job)
+    seen, base = -1, FrozenBase(job)
     for step in iterate_checkpoints(directory, stop_fn=has_ended):
         try:
-            restored = restore_for_inference(job, use_ema=use_ema, step=step, restorer=restorer)
+            restored = restore_for_inference(job, use_ema=use_ema, step=step, base=base)
         except (CheckpointNotFoundError, DamagedCheckpointError) as error:
             # The training run keeps only its newest steps, and may delete one while it is read.
             logging.warning("step %d is left out: %s", step, error)

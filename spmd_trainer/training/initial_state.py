@@ -16,8 +16,8 @@ from spmd_trainer.optim.learner import has_ema, reset_ema
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import adapter_checkpoints
-from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, Restorer
-from spmd_trainer.training.checkpoints import no_checkpoint_in, open_checkpoints, restore_with
+from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
+from spmd_trainer.training.checkpoints import restore_from
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 
@@ -58,9 +58,10 @@ def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
     # A run whose steps are all damaged must not start over: restoring them raises.
     if checkpoints.holds_steps():
         with Phase("restoring the newest step") as phase:
-            restored = Restorer(job).restore(
-                checkpoints, metadata.variables, with_input=bool(train_p.enable_input_checkpointing)
+            restored = checkpoints.restore(
+                metadata.variables, metadata.mesh, with_input=bool(train_p.enable_input_checkpointing)
             )
+            restored = FrozenBase(job).joined(restored, metadata.variables, checkpoints.directory)
             phase.done = f"restored step {restored.step} from {checkpoints.directory}"
         return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
     if config.restore_checkpoint_dir is not None:
@@ -91,18 +92,8 @@ def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstSta
             state = _with_averages(job, hf.load(directory, job))
             phase.done = f"read the variables of {directory}; the optimizer states are fresh"
         return FirstState(state, None, {FOLDER_KEY: {"path": str(directory)}})
-    with open_checkpoints(directory) as other:
-        if not other.holds_steps():
-            raise no_checkpoint_in(directory)
-        with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
-            restored = restore_with(
-                Restorer(job),
-                other,
-                job.partitioner.metadata.variables,
-                step=step,
-                with_input=bool(job.task.train.enable_input_checkpointing),
-            )
-            phase.done = f"restored step {restored.step} from {directory}"
+    with_input = bool(job.task.train.enable_input_checkpointing)
+    restored = restore_from(job, job.partitioner.metadata, step=step, with_input=with_input)
     logging.info("this run's own checkpoints go to %s", job.config.job_log_dir / "checkpoints")
     return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
 

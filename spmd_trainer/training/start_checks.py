@@ -24,11 +24,10 @@ from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.optim.learner import MultiOptimizerLearner, has_ema
-from spmd_trainer.pax import foreign
 from spmd_trainer.step import step_fns
 from spmd_trainer.storage import access
 from spmd_trainer.tracking import registry as trackers
-from spmd_trainer.training import checkpoints, elastic, export, run_directory
+from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, export, run_directory
 from spmd_trainer.training.ending import TIMING
 
 if TYPE_CHECKING:
@@ -198,9 +197,8 @@ def check_training(job: Job) -> None:
     # Reading a checkpoint's record takes all processes: they do what the first one sees.
     if not checkpoints.resumes(job.config) and rules and job.config.restore_checkpoint_dir is None:
         # The files' contents are checked once, before the arrays are loaded.
-        loading_rules.resolve_rules(
-            job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=foreign.opener(job.task)
-        )
+        variables, opener = job.partitioner.metadata.variables, checkpoint_sources.opener(job.task)
+        loading_rules.resolve_rules(variables, rules, check_contents=False, open_foreign=opener)
 
 
 def _check_numbers(task_p: Any) -> None:

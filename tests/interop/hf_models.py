@@ -15,6 +15,7 @@ from praxis import base_layer
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import hf, tasks_lib
+from spmd_trainer.checkpointing import restore
 from spmd_trainer.decoder.lora import LoraModel, is_adapter, matrix_dims
 from spmd_trainer.step import pjit
 from spmd_trainer.train_states import TrainState
@@ -118,7 +119,6 @@ def make_job(
 
 def read(folder: pathlib.Path, job: FolderJob) -> TrainState:
     """Reads a folder without optimizer states and adapters. Compiles nothing."""
-    variables = job.partitioner.eval_metadata().variables
-    base = jax.tree.map(lambda spec: None if is_adapter(spec.path) else spec, variables)
-    with hf.HfCheckpoints(epath.Path(folder)) as checkpoints:
-        return checkpoints.restore(base, job.partitioner.mesh).state
+    layout = job.partitioner.eval_metadata()
+    base = jax.tree.map(lambda spec: None if is_adapter(spec.path) else spec, layout.variables)
+    return restore(hf.open_source(epath.Path(folder), None), dataclasses.replace(layout, variables=base)).state

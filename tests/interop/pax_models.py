@@ -12,6 +12,7 @@ from etils import epath
 from praxis import base_input, optimizers, pax_fiddle, py_utils
 
 from spmd_trainer import experiment_registry, learners, pax, sharding
+from spmd_trainer.checkpointing import restore
 from spmd_trainer.step import pjit
 from spmd_trainer.tasks.lm import model_params
 from spmd_trainer.training import experiment_config
@@ -168,11 +169,11 @@ def job_on(name: str, mesh: tuple[int, ...]) -> Job:
     return Job.build(RunConfig(resolved, epath.Path("unused")))
 
 
-def restored(directory, job, **settings):
+def restored(directory, job, *, step=None, **settings):
     """What a job restores of a Pax checkpoint, with optimizer states."""
     metadata = job.partitioner.metadata
-    with pax.PaxCheckpoints(pax.find(epath.Path(directory))) as checkpoints:
-        return checkpoints.restore(metadata.variables, metadata.mesh, **settings)
+    source = pax.open_source(epath.Path(directory), step, metadata.variables)
+    return restore(source, metadata, **settings)
 
 
 def assert_holds(state, variables, expected):

@@ -26,11 +26,13 @@ from spmd_trainer.checkpointing import (
     CheckpointNotFoundError,
     init_from_rules,
 )
-from spmd_trainer.checkpointing.flax import checkpoints as flax_checkpoints
-from spmd_trainer.pax import foreign
+from spmd_trainer.checkpointing import flax as flax_checkpoints
 from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import checkpoint_sources
 
 Config = pax_fiddle.Config
+NO_MODEL = TrainState(None, {}, [])
 WIDTH = 6
 X = np.zeros((2, 8), np.float32)
 
@@ -53,7 +55,7 @@ def start(task, rules, sizes=(4, 2)):
     partitioner.setup(task, model_helpers.shapes_of(model_helpers.batch()))
     state = partitioner.initialize_train_state(jax.random.key(9))
     variables = partitioner.metadata.variables
-    state, report = init_from_rules(state, variables, mesh, rules, open_foreign=foreign.open_source)
+    state, report = init_from_rules(state, variables, mesh, rules, open_foreign=checkpoint_sources.open_source)
     values = {}
     for v, x in zip(jax.tree.leaves(variables), jax.tree.leaves(state), strict=True):
         if v.path.startswith("mdl_vars"):
@@ -244,12 +246,13 @@ def test_leftovers_of_this_trainer_are_no_flax_checkpoint(leftover, tmp_path):
     (own / "20" / "record").mkdir(parents=True)
     (own / "20" / "record" / "record.json").write_text("{}")
     save_tree(own / leftover / "state", variables)
-    assert flax_checkpoints.find(own, None) is None
+    assert flax_checkpoints.open_source(own, None, NO_MODEL) is None
 
 
 def test_an_unfinished_save_is_no_step(tmp_path, trained_linen):
     state, _ = trained_linen
     save_with_manager(tmp_path / "run", {"default": state}, 3)
     save_tree(tmp_path / "run" / "4.orbax-checkpoint-tmp-1700000000" / "default", {"params": {}, "x": jnp.ones(3)})
-    found = flax_checkpoints.find(tmp_path / "run", None)
-    assert [tree.parent.name for tree in found.trees.values()] == ["3"]
+    found = flax_checkpoints.open_source(tmp_path / "run", None, NO_MODEL)
+    assert found.step == 3
+    assert {tree.parent.name for tree in found.trees.values()} == {"3"}

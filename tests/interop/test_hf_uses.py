@@ -15,11 +15,10 @@ from hf_models import DATA, make_job, mesh_of
 
 from spmd_trainer import hf
 from spmd_trainer import main as _main  # noqa: F401  (defines the flags)
-from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, CheckpointMismatchError, loading_rules
+from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, CheckpointMismatchError, loading_rules, restore
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
-from spmd_trainer.pax import foreign
-from spmd_trainer.training import export, initial_state, start_checks
+from spmd_trainer.training import checkpoint_sources, export, initial_state, start_checks
 from spmd_trainer.training.job import Job
 
 LLAMA = DATA / "llama_biases"
@@ -53,7 +52,9 @@ def test_rules_name_parts_of_a_folder(job):
         str(LLAMA): CheckpointLoadingRules(load_rules=[LOAD_ALL], ignore_rules=[".*token_emb.*"]),
     }
     variables = job.partitioner.metadata.variables
-    resolved = loading_rules.resolve_rules(variables, rules, check_contents=False, open_foreign=foreign.open_source)
+    resolved = loading_rules.resolve_rules(
+        variables, rules, check_contents=False, open_foreign=checkpoint_sources.open_source
+    )
     ((source, paths),) = resolved.parts
     assert source.name == f"Hugging Face folder {LLAMA}"
     assert "mdl_vars/params/lm/token_emb/w" not in paths
@@ -65,17 +66,14 @@ def test_rules_name_parts_of_a_folder(job):
         f"Hugging Face folder {DATA / 'llama_untied'}",
         "token_emb/w",
     ):
-        loading_rules.resolve_rules(variables, other, check_contents=False, open_foreign=foreign.open_source)
+        loading_rules.resolve_rules(variables, other, check_contents=False, open_foreign=checkpoint_sources.open_source)
 
 
 def test_a_folder_has_no_steps_and_no_optimizer_states(job):
     with raises_naming(UserError, "step 3", LLAMA, "no steps"):
         hf.open_source(epath.Path(LLAMA), 3)
-    with (
-        hf.HfCheckpoints(epath.Path(LLAMA)) as checkpoints,
-        raises_naming(UserError, LLAMA, "no optimizer states", "moving averages"),
-    ):
-        checkpoints.restore(job.partitioner.metadata.variables, job.partitioner.mesh)
+    with raises_naming(UserError, LLAMA, "no optimizer states", "moving averages"):
+        restore(hf.open_source(epath.Path(LLAMA), None), job.partitioner.metadata)
 
 
 def test_a_damaged_folder_is_named_before_the_run_begins(job, tmp_path):
@@ -83,7 +81,7 @@ def test_a_damaged_folder_is_named_before_the_run_begins(job, tmp_path):
     rules = {str(tmp_path): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
     with raises_naming(UserError, tmp_path / "config.json", "T5ForConditionalGeneration", "not supported"):
         loading_rules.resolve_rules(
-            job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=foreign.open_source
+            job.partitioner.metadata.variables, rules, check_contents=False, open_foreign=checkpoint_sources.open_source
         )
 
 

@@ -10,7 +10,7 @@ from pax_models import assert_holds, job_on, restored, snapshot
 from pax_writer import write_zarr
 
 from spmd_trainer import pax
-from spmd_trainer.checkpointing import Checkpointer
+from spmd_trainer.checkpointing import Checkpointer, restore
 from spmd_trainer.pax import names, structure
 from spmd_trainer.sharding.variables import named_leaves
 
@@ -38,7 +38,7 @@ def test_opens_onto_a_mesh(pax_data, name, kind, version, storage):
     directory = pax_data.checkpoints(name, kind)
     before = snapshot(directory)
     job = job_on(name, (1, 4, 2))
-    contents = pax.PaxCheckpoints(pax.find(directory)).open()
+    contents = pax.open_source(directory, None, job.partitioner.metadata.variables).contents
     assert (contents.step, contents.version, contents.kind) == (20, version, storage)
     found = restored(directory, job)
     assert found.step == 20
@@ -112,8 +112,8 @@ def test_a_checkpoint_without_optimizer_states_serves_inference(pax_data):
     job = job_on(ADAM, (1, 8, 1))
     metadata = job.partitioner.eval_metadata()
     directory = pax_data.checkpoints(ADAM, "flax_eval_1.1")
-    with pax.PaxCheckpoints(pax.find(directory)) as checkpoints:
-        found = checkpoints.restore(metadata.variables, metadata.mesh, partial=True, with_input=False)
+    source = pax.open_source(directory, None, metadata.variables)
+    found = restore(source, metadata, partial=True, with_input=False)
     assert_holds(found.state, metadata.variables, pax_data.expected(ADAM))
     with raises_naming(pax.PaxMismatchError, "missing", "opt_states/0/no_prefix/0/count"):
         restored(directory, job)

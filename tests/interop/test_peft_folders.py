@@ -18,7 +18,7 @@ from spmd_trainer.checkpointing import CheckpointError, frozen_base, records
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import peft
 from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
-from spmd_trainer.pax import foreign
+from spmd_trainer.training import checkpoint_sources
 
 PEFT = DATA.parent / "peft"
 ATTENTION = ("attention/(query|value|output)/w", "mlp/down/w")
@@ -173,7 +173,7 @@ def test_other_faults_of_a_folder_are_named(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"task.lora is None.* Set task.lora to .* rank=3, alpha=5.0, rslora=False"
     ):
-        foreign.open_source(epath.Path(folder), None, job.partitioner.metadata.variables, task=job.task)
+        checkpoint_sources.open_source(epath.Path(folder), None, job.partitioner.metadata.variables, task=job.task)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with raises_naming(CheckpointError, folder, "adapter_model.safetensors", "adapter_model.bin", "pickled"):
         opened(folder)

@@ -15,6 +15,7 @@ from hf_models import FolderJob, mesh_of
 from praxis import base_layer
 
 from spmd_trainer import hf, tasks_lib
+from spmd_trainer.checkpointing import restore
 from spmd_trainer.step import pjit, step_fns
 from spmd_trainer.training import experiment_config
 
@@ -95,8 +96,7 @@ def make_job(folder, pairs, settings, sizes):
 
 def with_reference(job, folder):
     """The batch with the log-probabilities by the folder's own model."""
-    with hf.HfCheckpoints(epath.Path(folder)) as checkpoints:
-        state = checkpoints.restore(job.partitioner.eval_metadata().variables, job.partitioner.mesh).state
+    state = restore(hf.open_source(epath.Path(folder), None), job.partitioner.eval_metadata()).state
 
     def step(task, state, key, inputs, *rest):
         del key, rest

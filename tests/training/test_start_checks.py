@@ -22,8 +22,8 @@ from spmd_trainer.checkpointing import (
     Checkpointer,
     CheckpointLoadingRules,
     CheckpointNotFoundError,
-    steps,
 )
+from spmd_trainer.checkpointing.own_steps import OwnStep
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.training import evaluate, experiment_config, initial_state, start_checks, train
@@ -430,23 +430,23 @@ def test_warm_start_rules_are_checked_before_anything_is_written(tmp_path):
 def test_the_contents_of_a_warm_start_s_checkpoint_are_checked_once(tmp_path, monkeypatch):
     """At the start its record is enough; its files are read and compared before the arrays are loaded."""
     checked = []
-    contents_problem = steps.contents_problem
+    compare = OwnStep.checked
 
-    def recording(directory, step):
-        checked.append((directory, step))
-        return contents_problem(directory, step)
+    def recording(step):
+        checked.append(step.step_dir)
+        return compare(step)
 
     def customize(config):
         rules = CheckpointLoadingRules(load_rules=[LOAD_ALL], step=8)
         config.task.train.init_from_checkpoint_rules = {trained(): rules}
 
-    monkeypatch.setattr(steps, "contents_problem", recording)
+    monkeypatch.setattr(OwnStep, "checked", recording)
     job = make_job(tmp_path, customize=customize)
     start_checks.check_training(job)
     assert not checked
     with Checkpointer(tmp_path / "checkpoints") as own:
         initial_state.first_state(job, own)
-    assert checked == [(trained() / "checkpoints", 8)]
+    assert checked == [trained() / "checkpoints" / "8"]
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

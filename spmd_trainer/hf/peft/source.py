@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 from etils import epath
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from spmd_trainer.checkpointing import frozen_base, records, step_files
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.checkpointing.records import SavedVariable
+from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.hf import placing
@@ -34,32 +35,19 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
-class PeftSource:
-    """Adapters to load; see `checkpointing.sources.Source`.
+class PeftSource(CheckpointSource):
+    """Adapters of PEFT, with the dtypes of the stored tensors.
 
     Attributes:
-      directory: the folder, or the directory of folders.
       variables: the adapters by path, with the tensors that hold them.
       tensors: the stored tensors by name.
-      saved: the adapters by path, with the dtypes of the stored tensors.
     """
 
-    directory: str
     variables: Mapping[str, Variable]
     tensors: Mapping[str, Tensor]
-    saved: dict[str, SavedVariable]
-
-    @property
-    def name(self) -> str:
-        """The adapters in messages."""
-        return f"PEFT folder {self.directory}"
-
-    def fits(self, path: str, shape: Sequence[int]) -> bool:
-        """Returns True if an adapter has this logical shape."""
-        return self.saved[path].shape == tuple(shape)
 
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
-        """Reads adapters onto a mesh: {wanted path: array}. `source` maps wanted paths to those of `saved`."""
+        """Reads adapters onto a mesh; see `CheckpointSource.read`."""
         variables = {path: self.variables[source[path]] for path in wanted}
         result: dict[str, jax.Array] = {}
         agreed_problem(lambda: result.update(placing.read_onto_mesh(wanted, variables, self.tensors, mesh)))
@@ -164,7 +152,7 @@ def _open(directory: str, variables: TrainState, task: SingleTask | None) -> Pef
         path: SavedVariable(v.shape, records.dtype_name(tensors[v.pieces[0].name].dtype), v.shape, "")
         for path, v in merged.items()
     }
-    return PeftSource(directory, merged, tensors, saved)
+    return PeftSource(f"PEFT folder {directory}", 0, saved, {}, merged, tensors)
 
 
 def _no_adapters(directory: str) -> str:

@@ -1,4 +1,10 @@
-"""A checkpoint of a program in plain Flax in `init_from_checkpoint_rules`.
+"""Checkpoints that programs in plain Flax wrote with Orbax, as sources of warm starts. Never writes to them.
+
+Whichever of Orbax's interfaces a program used, its trees of arrays are found:
+
+- `StandardCheckpointer` and `PyTreeCheckpointer` write a tree.
+- `CheckpointManager` writes steps (`3`, `checkpoint_3`), in each an item (`default`) or several (`state`, `batch_stats`); each
+  item is a tree.
 
 Rules find its arrays by the names that they have there, e.g. 'params/up/kernel' or 'ema_params/up/kernel'. Besides, the
 model's own names lead to them where it is clear which are meant: the arrays of the smallest part of the checkpoint whose
@@ -9,25 +15,34 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import step_files
-from spmd_trainer.checkpointing.agreement import agreed_problem
+from spmd_trainer.checkpointing import manifest, records, step_files
+from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.checkpointing.errors import CheckpointError, CheckpointNotFoundError
-from spmd_trainer.checkpointing.flax import checkpoints
 from spmd_trainer.checkpointing.records import SavedVariable
+from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.storage import is_remote
 from spmd_trainer.train_states import TrainState
 
 _VARS = "mdl_vars/"
 # NNX saves each variable as an object with this one entry.
 _NNX_VALUE = "value"
+_TREE_FILE = "_METADATA"
+# '3' and 'checkpoint_3'; not 'deleting-3', 'refused-3' and '3.orbax-checkpoint-tmp-1700000000'.
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+_UNFINISHED = ".orbax-checkpoint-tmp"
+# The step, and {name of the item: directory of its tree}. Without trees: the steps that are there, instead of the one asked for.
+_Found: TypeAlias = tuple[list[int], dict[str, str]]
 
 
 class FlaxCheckpointError(CheckpointError, UserError):
@@ -39,25 +54,17 @@ class FlaxNotFoundError(FlaxCheckpointError, CheckpointNotFoundError):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlaxSource:
-    """The arrays of a checkpoint; see `checkpointing.sources.Source`.
+class FlaxSource(CheckpointSource):
+    """The arrays of a checkpoint: by their names in the checkpoint below 'mdl_vars/', and by the model's names.
 
     Attributes:
-      name: names the checkpoint in messages.
-      saved: its arrays: by their names in the checkpoint below 'mdl_vars/', and by the model's names.
-      trees: {path: directory of its tree}, for the same paths.
+      trees: {path: directory of its tree}, for the paths of `saved`.
     """
 
-    name: str
-    saved: dict[str, SavedVariable]
-    trees: dict[str, epath.Path]
-
-    def fits(self, path: str, shape: Sequence[int]) -> bool:
-        """Returns True if a saved array has this shape."""
-        return self.saved[path].shape == tuple(shape)
+    trees: Mapping[str, epath.Path]
 
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
-        """Reads variables onto a mesh: {wanted path: array}. `source` maps wanted paths to saved ones."""
+        """Reads variables onto a mesh; see `CheckpointSource.read`."""
         # Importing Orbax takes 0.4 s: not before arrays are read.
         from spmd_trainer.checkpointing import orbax_io
 
@@ -66,7 +73,7 @@ class FlaxSource:
             by_tree[self.trees[source[path]]][path] = spec
         arrays: dict[str, jax.Array] = {}
         for tree, specs in by_tree.items():
-            arrays |= orbax_io.read_arrays(tree, self.saved, specs, mesh, source=source)
+            arrays |= orbax_io.read_arrays(tree, self.saved, specs, mesh, source)
         return {path: arrays[path] for path in wanted}
 
 
@@ -86,30 +93,80 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
       FlaxCheckpointError: Orbax can't read its description.
       CheckpointReadError: storage does not answer, or refuses.
     """
-    found = checkpoints.find(directory, step)
+    found = decided_by_process_0(
+        lambda: step_files.read(f"looking for checkpoints in {directory}", lambda: _look(directory, step))
+    )
     if found is None:
         return None
-    if isinstance(found, list):
+    numbers, items = found
+    if not items:
         raise FlaxNotFoundError(
-            f"init_from_checkpoint_rules: {directory} has no step {step}; it has {', '.join(map(str, found))}."
+            f"init_from_checkpoint_rules: {directory} has no step {step}; it has {', '.join(map(str, numbers))}."
         )
+    trees = {name: epath.Path(tree) for name, tree in items.items()}
+    first = next(iter(trees.values()))
     raw: dict[str, tuple[SavedVariable, epath.Path]] = {}
-    agreed_problem(lambda: raw.update(_describe(found)))
-    own = _model_names(raw, [spec.path for spec in jax.tree.leaves(variables.mdl_vars)], found.path)
+    agreed_problem(lambda: raw.update(_describe(trees)))
+    own = _model_names(raw, [spec.path for spec in jax.tree.leaves(variables.mdl_vars)], first)
     every = {_VARS + path: entry for path, entry in raw.items()} | {path: raw[there] for path, there in own.items()}
     return FlaxSource(
-        f"the checkpoint {found.path}",
+        f"the checkpoint {first}",
+        numbers[0],
         {path: variable for path, (variable, _) in every.items()},
+        {},
         {path: tree for path, (_, tree) in every.items()},
     )
 
 
-def _describe(found: checkpoints.FlaxCheckpoint) -> dict[str, tuple[SavedVariable, epath.Path]]:
+def _look(directory: epath.Path, step: int | None) -> _Found | None:
+    """Returns what is in a directory; None if Orbax wrote nothing there, or if this trainer did."""
+    if not directory.is_dir() or _is_own(directory):
+        return None
+    if trees := _trees(directory):
+        return [0], trees
+    steps = {}
+    for below in directory.iterdir():
+        named = _STEP.fullmatch(below.name)
+        if not named or not below.is_dir():
+            continue
+        if _is_own(below):
+            return None
+        if _is_committed(below) and (trees := _trees(below)):
+            steps[int(named[1])] = trees
+    if not steps:
+        return None
+    chosen = max(steps) if step is None else step
+    return ([chosen], steps[chosen]) if chosen in steps else (sorted(steps), {})
+
+
+def _trees(directory: epath.Path) -> dict[str, str]:
+    """Returns {name of the item: directory of its tree}. A tree by itself, and an item that stands alone, have the name ''."""
+    if _is_tree(directory):
+        return {"": str(directory)}
+    items = {below.name: str(below) for below in sorted(directory.iterdir()) if below.is_dir() and _is_tree(below)}
+    return items if len(items) != 1 else {"": next(iter(items.values()))}
+
+
+def _is_tree(directory: epath.Path) -> bool:
+    return _UNFINISHED not in directory.name and bool((directory / _TREE_FILE).exists())
+
+
+def _is_own(directory: epath.Path) -> bool:
+    own = (directory / records.RECORD_ITEM / records.RECORD_FILE, directory / manifest.MANIFEST)
+    return any(path.exists() for path in own)
+
+
+def _is_committed(directory: epath.Path) -> bool:
+    """Returns False for a save on an object store that did not finish. On a file system it has a temporary name."""
+    return not is_remote(directory) or bool((directory / manifest.COMMIT_FILE).exists())
+
+
+def _describe(trees: Mapping[str, epath.Path]) -> dict[str, tuple[SavedVariable, epath.Path]]:
     """Returns {path in the checkpoint: (the array, directory of its tree)}."""
     from spmd_trainer.checkpointing import orbax_io
 
     result = {}
-    for item, tree in found.trees.items():
+    for item, tree in trees.items():
         try:
             arrays = step_files.read(f"reading {tree}", lambda tree=tree: orbax_io.describe(tree))  # type: ignore[misc]
         except (ValueError, KeyError, TypeError, FileNotFoundError) as error:

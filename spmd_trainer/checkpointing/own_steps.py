@@ -1,0 +1,268 @@
+"""The steps that this trainer saved, as sources: opening one checks its small files, reading it those of its arrays."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+from absl import logging
+from etils import epath
+from jax.sharding import Mesh
+
+from spmd_trainer.checkpointing import input_states, manifest, records, step_files, steps
+from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReadError,
+    DamagedCheckpointError,
+)
+from spmd_trainer.checkpointing.sources import CheckpointSource
+
+if TYPE_CHECKING:
+    from spmd_trainer.sharding.variables import VariableSpec
+    from spmd_trainer.train_states import TrainState
+
+STATE_ITEM = "state"
+# TensorStore raises ValueError for everything: its text tells a damaged file from storage that does not answer.
+_DECODING_ERRORS = re.compile("DATA_LOSS|Error decoding")
+_STORAGE_ERRORS = re.compile(
+    "NOT_FOUND|OUT_OF_RANGE|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|PERMISSION_DENIED|UNAUTHENTICATED|"
+    "Error (reading|opening|listing)"
+)
+
+
+class DamagedFilesError(DamagedCheckpointError):
+    """A step's files are not those of its manifest, or cannot be decoded. The message says which: 'a/b is missing'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnStep(CheckpointSource):
+    """A step that this trainer saved.
+
+    Attributes:
+      step_dir: its directory.
+      saved_record: its record.
+      unchecked: the files of its arrays, whose checksums have yet to be compared; None if they have been.
+    """
+
+    step_dir: epath.Path
+    saved_record: records.Record
+    unchecked: manifest.Manifest | None
+
+    @property
+    def label(self) -> str:
+        """The step at the beginning of a message."""
+        return f"Checkpoint {self.name}"
+
+    def input_state(self) -> dict[str, Any] | None:
+        """Returns the position from which this process resumes the input; see `input_states.read`."""
+        return input_states.read(self.step_dir, self.saved_record)
+
+    def record(self, state: TrainState, specs: Mapping[str, VariableSpec]) -> records.Record:
+        """Returns the record that was saved with the state."""
+        del state, specs
+        return self.saved_record
+
+    def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
+        """Reads variables onto a mesh; see `CheckpointSource.read`.
+
+        Checksums are computed while arrays are read: with idle cores they cost no time.
+
+        Raises:
+          DamagedFilesError: on every process, if wrong checksums or encoding were found by one.
+          CheckpointNotFoundError: there is no such step any more.
+          CheckpointReadError: storage does not answer, or refuses.
+        """
+        arrays: dict[str, jax.Array] = {}
+        attempt = functools.partial(self._read_arrays, wanted, mesh, source)
+        error = None
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            checked = pool.submit(self._contents_problem)
+            try:
+                arrays.update(attempt())
+            except Exception as raised:
+                error = raised
+        # Checksums come first: an error of reading a damaged file says nothing about its cause.
+        _require(checked.result)
+
+        def settle() -> str | None:
+            again = {} if error is None else self._read_again(error, attempt)
+            if isinstance(again, str):
+                return again
+            arrays.update(again)
+            return None
+
+        _require(settle)
+        return arrays
+
+    def checked(self) -> OwnStep:
+        """Returns the step after comparing the checksums of its arrays. Called by every process.
+
+        Raises:
+          As `read`.
+        """
+        _require(self._contents_problem)
+        return dataclasses.replace(self, unchecked=None)
+
+    def _contents_problem(self) -> str | None:
+        return None if self.unchecked is None else _share_problem(self.step_dir, self.unchecked)
+
+    def _read_arrays(
+        self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]
+    ) -> dict[str, jax.Array]:
+        # Importing Orbax takes 0.4 s: not before arrays are read.
+        from spmd_trainer.checkpointing import orbax_io
+
+        try:
+            return orbax_io.read_arrays(self.step_dir / STATE_ITEM, self.saved, wanted, mesh, source)
+        except OSError:
+            raise
+        except Exception as error:
+            text = _full_text(error)
+            if _DECODING_ERRORS.search(text) or not _STORAGE_ERRORS.search(text):
+                raise
+            raise _StorageError(text) from error
+
+    def _read_again(self, error: Exception, attempt: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array] | str:
+        """Repeats a read whose files have the right checksums. Returns the arrays, or what is wrong with their encoding.
+
+        Args:
+          error: why the first attempt failed.
+          attempt: reads the arrays.
+
+        Raises:
+          CheckpointNotFoundError, CheckpointReadError: storage fails, or the step is gone.
+          Exception: `error`, if it is about something else.
+        """
+        what = f"reading the arrays of {self.step_dir}"
+        try:
+            if not isinstance(error, OSError):
+                raise error
+            return step_files.read(what, attempt)
+        except (FileNotFoundError, NotADirectoryError) as e:
+            step_files.require_step(self.step_dir)
+            raise CheckpointReadError(f"{what} failed: {e}") from e
+        except Exception as e:
+            if isinstance(e, CheckpointError) or not _DECODING_ERRORS.search(_full_text(e)):
+                raise
+            return f"an array cannot be decoded ({_full_text(e)})"
+
+
+class _StorageError(OSError):
+    """TensorStore could not read a file for a reason that is not in the file."""
+
+
+def _full_text(error: BaseException) -> str:
+    """Returns the text of an error and of those behind it, the first one first: Orbax hides TensorStore's behind its own."""
+    texts: list[str] = []
+    current: BaseException | None = error
+    while current is not None and str(current) not in texts:
+        texts.insert(0, str(current))
+        current = current.__cause__ or current.__context__
+    return " <- ".join(texts)
+
+
+def open_step(directory: epath.Path, step: int) -> OwnStep:
+    """Opens a step after checking the names and sizes of its files, and the contents of all but those of its arrays.
+
+    Called by every process; all of them find the same damage. `OwnStep.read` checks the rest.
+
+    Args:
+      directory: the directory of checkpoints.
+      step: the step.
+
+    Raises:
+      DamagedFilesError: the files are not those that were written.
+      DamagedCheckpointError: the record is damaged although its checksum is right, or has a format of a later trainer.
+      CheckpointNotFoundError: there is no such step, or no longer.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    step_dir = steps.step_dir(directory, step)
+    opened: list[OwnStep] = []
+    listed: list[manifest.Manifest] = []
+
+    def check() -> str | None:
+        found = manifest.read(step_dir, step)
+        if isinstance(found, str):
+            return found
+        listed.append(found)
+        return _share_problem(step_dir, _part(found, arrays=False))
+
+    def read_record() -> None:
+        record, unchecked = records.read(step_dir, step), _part(listed[0], arrays=True)
+        saved, name = records.saved_variables(record), f"step {step} in {directory}"
+        opened.append(OwnStep(name, step, saved, record["metadata"], step_dir, record, unchecked))
+
+    _require(check)
+    agreed_problem(read_record)
+    return opened[0]
+
+
+def _require(check: Callable[[], str | None]) -> None:
+    if problem := agreed_problem(check):
+        raise DamagedFilesError(problem)
+
+
+def _share_problem(step_dir: epath.Path, files: manifest.Manifest) -> str | None:
+    """Returns what is wrong with the contents of this process' share of files: together the processes read all."""
+    return manifest.contents_problem(step_dir, files, jax.process_index(), jax.process_count())
+
+
+def _part(listed: manifest.Manifest, *, arrays: bool) -> manifest.Manifest:
+    """Returns the manifest of the files of the arrays, or of all others."""
+    files = {n: entry for n, entry in listed["files"].items() if n.startswith(f"{STATE_ITEM}/") == arrays}
+    part = listed.copy()
+    part["files"] = files
+    return part
+
+
+def find_step(directory: epath.Path, step: int | None, check_contents: bool) -> OwnStep:
+    """Opens the step that `init_from_checkpoint_rules` mean: the named step, or the newest whole one. Called by every process.
+
+    Args:
+      directory: a run's `job_log_dir`, its `checkpoints`, or one step in it.
+      step: the step; None for the newest whole one.
+      check_contents: True compares the checksums of the files; False compares sizes only.
+
+    Raises:
+      CheckpointNotFoundError: there is no such step, or no whole one.
+      DamagedCheckpointError: the named step is damaged.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    name, own_step = decided_by_process_0(lambda: _locate(directory))
+    directory = epath.Path(name)
+    step = own_step if own_step is not None else step
+    for candidate in steps.agreed_newest_first(directory) if step is None else [step]:
+        try:
+            found = open_step(directory, candidate)
+            return found.checked() if check_contents else found
+        except CheckpointNotFoundError:
+            if step is not None:
+                raise
+            # Otherwise it was deleted since it was listed.
+        except DamagedCheckpointError as error:
+            problem = str(error).removesuffix(".")
+            if step is not None:
+                raise DamagedCheckpointError(
+                    f"init_from_checkpoint_rules: step {step} in {directory} is refused: {problem}."
+                ) from error
+            logging.warning("Checkpoint step %d in %s is refused: %s.", candidate, directory, problem)
+    raise CheckpointNotFoundError(f"init_from_checkpoint_rules: no whole checkpoint in {directory}.")
+
+
+def _locate(directory: epath.Path) -> tuple[str, int | None]:
+    """Returns the directory of checkpoints that is meant, and the step if the directory of one step was given."""
+
+    def look() -> tuple[str, int | None]:
+        if directory.name.isdigit() and (directory / records.RECORD_ITEM).exists():
+            return str(directory.parent), int(directory.name)
+        below = directory / "checkpoints"
+        return str(below if below.exists() else directory), None
+
+    return step_files.read(f"looking for checkpoints in {directory}", look)
