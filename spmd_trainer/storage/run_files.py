@@ -35,9 +35,9 @@ def read_record(directory: epath.Path) -> dict[str, Any]:
       ValueError: it can't be read.
     """
     record = _object(directory / RUN)
-    if "status" in record:
+    if "status" in record or not (old := _object(directory / OLD_MARKER)):
         return record
-    record = {**record, **_object(directory / OLD_MARKER)}
+    record |= old
     if end := _object(directory / _OLD_END):
         record |= {"status": "finished", "last_step": end.get("step")}
     if failure := _object(directory / _OLD_FAILURE):

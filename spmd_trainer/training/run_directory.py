@@ -35,7 +35,8 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
     Raises:
       UserError: the directory holds something else, or another experiment's run.
     """
-    record = _record(directory)
+    names = _names_in(directory)
+    record = _record(directory) if {RUN, OLD_MARKER} & names else {}
     owner = record.get("experiment")
     # Shipped experiments were once registered without the package that they are in.
     if owner not in (None, experiment, experiment.removeprefix("spmd_trainer.")):
@@ -43,7 +44,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
             f"--job_log_dir={directory} holds a run of {owner}, not of {experiment}; "
             "give each experiment a directory of its own"
         )
-    if owner is not None or not (names := _names_in(directory)):
+    if owner is not None or not names:
         return
     _refuse_pax_run(directory)
     if trains and not _may_be_ours(names, record):

@@ -139,7 +139,7 @@ def test_following_ends_where_training_ended_early(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "8").symlink_to(trained() / "checkpoints" / "8")
-    (run / "end_of_training.json").write_text('{"step": 8}')
+    (run / "run.json").write_text('{"status": "finished", "last_step": 8}')
     assert sorted(evaluated(tmp_path / "job", restore_checkpoint_dir=epath.Path(run / "checkpoints"))) == [8]
 
 
