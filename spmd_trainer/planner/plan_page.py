@@ -1,6 +1,6 @@
 """A plan as a self-contained page, `plan.html`: one compiled plan, or the result of a search.
 
-Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.js, and page.css and page.js of `pages`.
+Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.js, and page.css and page.js of `watch.pages`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from spmd_trainer.planner.plan import Plan, usable_memory
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_memory import MemoryOverTime
 from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.sharding import page
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 from spmd_trainer.storage import files
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_directory import report_directory
-from spmd_trainer.watch.pages import page
+from spmd_trainer.watch.pages import shared
 
 FILE = "plan.html"
 # A JSON object.
@@ -130,8 +131,6 @@ def _page(
 ) -> str:
     title = about["experiment"]
     parts = {
-        "TITLE": html.escape(f"{title}: {kicker.lower()}"),
-        "CSS": page.shared("page.css") + _asset("plan_page.css"),
         "KICKER": html.escape(kicker),
         "EXPERIMENT": html.escape(title).replace(".", ".<wbr>"),
         "ABOUT": "".join(
@@ -141,10 +140,14 @@ def _page(
         ),
         "FACTS": "".join(_fact(*fact) for fact in facts),
         "FRONT": table,
-        "DATA": page.script_json(data),
-        "SCRIPT": page.shared("page.js") + _asset("plan_page_charts.js") + _asset("plan_page.js"),
     }
-    return page.fill(_asset("plan_page.html"), parts)
+    return page.document(
+        f"{title}: {kicker.lower()}",
+        page.fill(_asset("plan_page.html"), parts),
+        styles=(shared("page.css"), _asset("plan_page.css")),
+        data=data,
+        scripts=(shared("page.js"), _asset("plan_page_charts.js"), _asset("plan_page.js")),
+    )
 
 
 def _fact(name: str, value: str, note: str, tone: str) -> str:

@@ -69,7 +69,7 @@ class ShardingReport:
 
     def html(self) -> str:
         """Returns a self-contained HTML page, with pictures of the mesh and of each variable's shards."""
-        return report_html.page(self._data)
+        return report_html.report_page(self._data)
 
     def __str__(self) -> str:
         return self.text()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import html
-import importlib.resources
-import json
 import math
-import re
 
+from spmd_trainer.sharding import page
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 from spmd_trainer.sharding.report_data import (
     KINDS,
@@ -25,23 +22,24 @@ from spmd_trainer.sharding.report_inputs import input_section
 NOTEBOOK_ROWS = 200
 
 
-def page(data: ReportData) -> str:
+def report_page(data: ReportData) -> str:
     """Returns the self-contained page.
 
     Header and totals are plain HTML. The page's script draws the table and the pictures from the data in the page.
     """
     title = data["about"].get("experiment")
     parts = {
-        "TITLE": html.escape(f"{title}: sharding report" if title else "Sharding report"),
-        "CSS": _asset("report.css"),
         "HEAD": _head(data),
         "TOTALS": _headline(data) + _totals_table(data),
         "INPUTS": input_section(data["inputs"]),
-        "DATA": _script_json(data),
-        "SCRIPT": _asset("report_pictures.js") + _asset("report.js"),
     }
-    # Substitute in one pass: a variable's path that looks like a mark of the template must stay as it is.
-    return re.sub(r"__REPORT_(\w+?)__", lambda mark: parts[mark[1]], _asset("report.html"))
+    return page.document(
+        f"{title}: sharding report" if title else "Sharding report",
+        page.fill(_asset("report.html"), parts),
+        styles=(_asset("report.css"),),
+        data=_script_data(data),
+        scripts=(_asset("report_pictures.js"), _asset("report.js")),
+    )
 
 
 def notebook(data: ReportData) -> str:
@@ -69,7 +67,7 @@ def notebook(data: ReportData) -> str:
         f"{note if left_out else ''}"
         "<details><summary>Full page with search and pictures</summary>"
         '<iframe title="Sharding report" sandbox="allow-scripts" loading="lazy" '
-        f'srcdoc="{html.escape(page(data))}"></iframe></details></div>'
+        f'srcdoc="{html.escape(report_page(data))}"></iframe></details></div>'
     )
 
 
@@ -142,7 +140,7 @@ def _notebook_row(v: VariableData) -> str:
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _script_json(data: ReportData) -> str:
+def _script_data(data: ReportData) -> dict[str, object]:
     """Returns the data for the page's script. It includes sizes as text, so that all forms round in the same way."""
     words = [
         {
@@ -153,15 +151,12 @@ def _script_json(data: ReportData) -> str:
         }
         for v in data["variables"]
     ]
-    shown = {
+    return {
         "mesh": data["mesh"],
         "opening": opening_variable(data["variables"]),
         "variables": [{**v, "words": w} for v, w in zip(data["variables"], words, strict=True)],
     }
-    # Nothing in the data may end the script element that contains it.
-    return json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
 
 
-@functools.cache
 def _asset(name: str) -> str:
-    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return page.asset(__package__, name)

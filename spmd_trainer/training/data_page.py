@@ -5,8 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from spmd_trainer.sharding import page
 from spmd_trainer.training.corpus_summary import CorpusSummary, SourceSummary
-from spmd_trainer.watch.pages import page
+from spmd_trainer.watch.pages import shared
 
 FILE = "data.html"
 _STYLE = """
@@ -32,14 +33,10 @@ def data_page(experiment: str, found: Mapping[str, CorpusSummary]) -> str:
       experiment: its name.
       found: {name of the dataset: what was measured}.
     """
-    style = page.shared("page.css") + _STYLE
-    body = "".join(_dataset(name, summary) for name, summary in found.items())
-    title = html.escape(experiment)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}: data</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        f'<header><p class="kicker">Data</p><h1>{title}</h1></header>\n<main>\n{body}</main>\n</body>\n</html>\n'
+    datasets = "".join(_dataset(name, summary) for name, summary in found.items())
+    head = f'<header><p class="kicker">Data</p><h1>{html.escape(experiment)}</h1></header>'
+    return page.document(
+        f"{experiment}: data", f"{head}\n<main>\n{datasets}</main>\n", styles=(shared("page.css"), _STYLE)
     )
 
 

@@ -9,8 +9,8 @@ from facts import assert_names
 from made_up_run import EVIL, make_run, report, times_line, train_line, write_lines
 
 from spmd_trainer.metrics.run_times import RunTimesFile
+from spmd_trainer.sharding.page import fill, script_json
 from spmd_trainer.watch.pages import run_logs, run_samples
-from spmd_trainer.watch.pages.page import fill, script_json
 from spmd_trainer.watch.pages.run_data import PageData, names_of
 from spmd_trainer.watch.pages.run_page import page_text, write_page
 

@@ -1,6 +1,6 @@
 """Self-contained HTML pages: what they share, and the page of one or more runs.
 
-page.py, page.css, page.js  what all pages share: texts and data put into them, the look, elements and numbers
+page.css, page.js           what all pages share: the look, elements and numbers
 run_page.py                 the page of runs; its parts are run_page.html, run_page.css, run_curves.js, run_parts.js, run_page.js
 run_data.py                 what that page shows of some runs; run_reader.py, of one run, and run_facts.py, at its head
 run_scalars.py              reads a run's scalars, also while it writes, and thins them; run_charts.py chooses the curves
@@ -8,3 +8,10 @@ run_samples.py, run_logs.py read what was decoded, and the warnings of the logs
 follow.py                   serves the page of a run that goes on
 vendor/                     uPlot, which draws the curves
 """
+
+from spmd_trainer.sharding import page
+
+
+def shared(name: str) -> str:
+    """Returns the text of a file of this package, e.g. 'page.css', the look that the pages share."""
+    return page.asset(__package__, name)

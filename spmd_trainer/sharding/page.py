@@ -1,16 +1,23 @@
-"""What the pages share: reading their parts, and putting data and texts into them."""
+"""What all self-contained HTML pages share: the document around a page, and how data and texts get into it."""
 
 from __future__ import annotations
 
 import functools
+import html
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _MARK = re.compile(r"__PAGE_(\w+?)__")
 # Characters that could end the script element that holds the data. JSON's own escapes cover those that are no ASCII.
 _UNSAFE = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&"})
+_START = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+"""
 
 
 @functools.cache
@@ -24,9 +31,32 @@ def asset(package: str, name: str) -> str:
     return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def shared(name: str) -> str:
-    """Returns the text of a file of this package, e.g. 'page.css'."""
-    return asset(__package__, name)
+def document(
+    title: str, body: str, *, styles: Iterable[str], data: object = None, scripts: Iterable[str] = (), head: str = ""
+) -> str:
+    """Returns a page.
+
+    Args:
+      title: its title, as text.
+      body: the HTML of its body.
+      styles: its style sheets.
+      data: what its scripts find as JSON in the element `data`; None: the page has no scripts.
+      scripts: its scripts, which become one strict script.
+      head: more HTML for the head.
+
+    Raises:
+      ValueError: the data has NaN or Infinity, which JSON has not.
+    """
+    drawn = (
+        ""
+        if data is None
+        else f'<script type="application/json" id="data">{script_json(data)}</script>\n'
+        f'<script>\n"use strict";\n{"".join(scripts)}</script>\n'
+    )
+    return (
+        f"{_START}{head}<title>{html.escape(title)}</title>\n<style>\n{''.join(styles)}</style>\n</head>\n<body>\n{body}"
+        f"{drawn}</body>\n</html>\n"
+    )
 
 
 def script_json(data: object) -> str:
