@@ -227,3 +227,13 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
             return found if isinstance(found, tuple) else (found,)
         names = [self.inputs] if isinstance(self.inputs, str) else list(self.inputs)
         return tuple(outputs_lib.entry(batch, name, "task.model.inputs") for name in names)
+
+
+def vocabulary_size(task: Any) -> int | None:
+    """Returns the size of the model's vocabulary; None for a model without one.
+
+    It is `task.model.lm_tpl.vocab_size`, or `task.model.lm_tpl.spec.vocab_size` of a `decoder`.
+    """
+    lm_p = getattr(task.model, "lm_tpl", None)
+    vocab_size = getattr(lm_p, "vocab_size", None) or getattr(getattr(lm_p, "spec", None), "vocab_size", None)
+    return vocab_size if isinstance(vocab_size, int) and vocab_size else None

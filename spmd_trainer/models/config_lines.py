@@ -1,13 +1,15 @@
-"""The lines of a resolved config that say which model there is, whatever machine it runs on."""
+"""Lines of a resolved config: those that say which model there is, and what has changed between two starts or runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # The devices that a job runs on change no result.
 _DEVICES = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes|infeed_host_index): ")
+_MAX_VALUE_CHARS = 120
 
 
 def without_addresses(text: str) -> str:
@@ -23,3 +25,67 @@ def lines_of(lines: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
       beginnings: e.g. ('task.model', 'task.lora').
     """
     return [without_addresses(line) for line in lines if line.startswith(beginnings) and not _DEVICES.search(line)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One changed setting.
+
+    Attributes:
+      path: the setting, e.g. 'task.train.num_train_steps'.
+      before: its value as text in the last run, or None if the setting did not exist.
+      now: its value as text, or None if the setting no longer exists.
+    """
+
+    path: str
+    before: str | None
+    now: str | None
+
+    def shortened(self) -> tuple[str | None, str | None]:
+        """Returns `before` and `now`; of long ones, only the part around their first difference."""
+        return around_difference(self.before, self.now), around_difference(self.now, self.before)
+
+    def __str__(self) -> str:
+        before, now = self.shortened()
+        if before is None:
+            return f"{self.path} is new: {now}"
+        if now is None:
+            return f"{self.path} was removed; it was {before}"
+        return f"{self.path} was {before}, is now {now}"
+
+
+def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:
+    """Returns the changes between two lists of 'path: value' lines, sorted by path; memory addresses are ignored."""
+    return compare(settings(before), settings(now))
+
+
+def compare(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
+    """Returns the changes between two results of `settings`, sorted by path."""
+    return [
+        Change(path, old.get(path), new.get(path)) for path in sorted({**old, **new}) if old.get(path) != new.get(path)
+    ]
+
+
+def settings(lines: Iterable[str]) -> dict[str, str]:
+    """Returns {path: value} without memory addresses. A line without ': ' continues the value before it."""
+    found: dict[str, str] = {}
+    path = ""
+    for line in lines:
+        start, separator, value = without_addresses(line).partition(": ")
+        if separator:
+            path = start
+            found[path] = value
+        elif path:
+            found[path] += f" {start.strip()}"
+    return found
+
+
+def around_difference(value: str | None, other: str | None) -> str | None:
+    """Returns the value; of a long one, only the part around the first difference from `other`."""
+    if value is None or len(value) <= _MAX_VALUE_CHARS:
+        return value
+    pairs = enumerate(zip(value, other or "", strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), 0)
+    start = max(0, min(same - _MAX_VALUE_CHARS // 4, len(value) - _MAX_VALUE_CHARS))
+    end = start + _MAX_VALUE_CHARS
+    return ("..." if start else "") + value[start:end] + ("..." if end < len(value) else "")

@@ -24,7 +24,7 @@ def get_excluded_var_mask_for_grad(var_weight_hparams: Any, learner: Any) -> Any
     Raises:
       ValueError: no variable is left to learn, or one of the learner's regexes matches no variable.
     """
-    excluded = _excluded_by_regex(var_weight_hparams, learner)
+    excluded = explicitly_excluded(var_weight_hparams, learner)
     mask = jax.tree.map(lambda p, e: e or base_layer.var_not_trainable(p), var_weight_hparams, excluded)
     if all(jax.tree.leaves(mask)):
         raise ValueError(
@@ -38,7 +38,7 @@ def get_excluded_var_mask_for_opt(var_weight_hparams: Any, learner: Any) -> Any:
     """Returns a tree of bools: True for variables without an optimizer state. With EMA, non-trainable variables have one."""
     if learner.keep_optimizer_state_for_excluded_vars:
         return jax.tree.map(is_frozen, var_weight_hparams)
-    excluded = _excluded_by_regex(var_weight_hparams, learner)
+    excluded = explicitly_excluded(var_weight_hparams, learner)
 
     def is_excluded(p: Any, by_regex: bool) -> bool:
         if by_regex or is_frozen(p) or base_layer.var_overwrite_with_gradient(p):
@@ -55,10 +55,6 @@ def is_frozen(hparams: Any) -> bool:
 
 def explicitly_excluded(var_weight_hparams: Any, learner: Any) -> Any:
     """Returns a tree of bools: True for variables that the learner's regexes exclude. They never change."""
-    return _excluded_by_regex(var_weight_hparams, learner)
-
-
-def _excluded_by_regex(var_weight_hparams: Any, learner: Any) -> Any:
     for field in ("bprop_variable_inclusion", "bprop_variable_exclusion"):
         patterns = _as_list(getattr(learner, field))
         for pattern in patterns:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 from etils import epath
 
-from spmd_trainer.models.config_changes import Change, changes
+from spmd_trainer.models.config_lines import Change, changes
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.storage.run_files import CONFIG_FILE, EARLIER_CONFIG

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.batches import dataset_input_specs
+from spmd_trainer.models.config_lines import lines_of
+from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.step.partitioner import CompiledStep, PartitionedStep
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import first_batch
 from spmd_trainer.training.agreed_input import agree_on_input
-from spmd_trainer.training.fingerprint import fingerprint
 from spmd_trainer.training.job import Job, vocabulary_size
 from spmd_trainer.training.phases import Phase
 
@@ -58,9 +61,27 @@ class FiniteDataset:
         self.num_rows = int(jax.tree.leaves(self.shapes)[0].shape[0])
 
     def fingerprint(self, state: TrainState) -> str:
-        """Returns a text that identifies what the work on this state is made from: variables, data, settings."""
+        """Returns a text that is equal only for equal variables, data and settings, on any mesh. Finished work is not redone.
+
+        Args:
+          state: has the variables, padded or not; all their bits count.
+        """
         self._input.reset()
-        return fingerprint(self._job.config, self._kind, self._index, self._input, state)
+        config = self._job.config
+        settings = "evaluate" if self._kind == "eval" else "decode"
+        seeds = ("task.infer",) if config.mode == "infer" else ()
+        dataset = f"{self._kind}_datasets[{self._index}]"
+        parts = [
+            *lines_of(
+                config.experiment.lines(),
+                ("task.model", "task.lora", "task.metrics", f"task.{settings}", dataset, *seeds),
+            ),
+            _state_of(self._input),
+            f"processes {jax.process_count()}",
+            f"step {int(state.step)}",
+            f"variables {checksum(state.mdl_vars)}",
+        ]
+        return short_hash(json.dumps(parts))
 
     def place(self, batch: PyTree, step: PartitionedStep) -> PyTree:
         """Puts one process's rows of a batch on the devices, as the step takes them."""
@@ -128,6 +149,14 @@ def log_first_call(fn: CompiledStep, activity: str) -> CompiledStep | Callable[.
         return result
 
     return call
+
+
+def _state_of(data: Any) -> str:
+    """Returns the state of an input at its beginning, which changes with its files; '' if it has none."""
+    try:
+        return repr(data.get_state())
+    except NotImplementedError:
+        return ""
 
 
 def _num_batches(data: Any) -> int | None:

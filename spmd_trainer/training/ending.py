@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 from absl import logging
@@ -18,6 +19,9 @@ from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.step.mesh_choice import mesh_flag
 from spmd_trainer.storage.run_files import PAGE
 from spmd_trainer.training.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # Metrics of an evaluation that do not describe the model.
 TIMING = ("eval_batches", "eval_seconds")
@@ -75,9 +79,7 @@ def say_end(config: RunConfig, how: str, then: str, results: Results) -> None:
     lines = list(_ending(how, then, results, evaluated))
     commands = [*_results(config.job_log_dir), *next_commands(config)]
     if live.display is not None:
-        from spmd_trainer.training import ending_table  # imports rich, which only terminals need
-
-        live.display.print(ending_table.table(how, then, results, evaluated))
+        live.display.print(_table(how, then, results, evaluated))
         live.display.print("\n".join(commands))
     # Where there is a display, these lines go to the log's file alone.
     for line in [*lines, *commands]:
@@ -177,6 +179,27 @@ def next_commands(config: RunConfig) -> Iterator[str]:
     ):
         if datasets:
             yield f"  {what:<19} {_command(config, mode) if has_command else _python_call(config, function)}"
+
+
+def _table(how: str, then: str, results: Results, evaluated: Mapping[str, str]) -> Table:
+    """Returns a table of how a run ended. Commands and paths are not in it: they must not be wrapped."""
+    # Only terminals need rich.
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=box.ROUNDED, show_header=False, border_style="dim")
+    shown.add_column(style="dim", no_wrap=True)
+    shown.add_column(overflow="fold")
+    colour = "yellow" if then else "green"
+    rows = [("end", how, f"bold {colour}"), ("next", then, colour)]
+    rows.append(("loss", "" if results.loss is None else f"{results.loss:.4f}", "bold"))
+    for dataset, metrics in evaluated.items():
+        rows.append((f"{dataset} at step {results.evaluated}", metrics.replace("  ", "\n"), ""))
+    for name, value, style in rows:
+        if value:
+            shown.add_row(Text(name), Text(value, style))
+    return shown
 
 
 def _steps_text(saved: list[int]) -> str:

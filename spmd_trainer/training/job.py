@@ -20,7 +20,7 @@ from spmd_trainer.errors import MissingCompilerError, UserError, first_paragraph
 from spmd_trainer.errors.installation import installed_version
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.text_base import TokenizedFiles
-from spmd_trainer.models.vocabulary import vocabulary_size
+from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.planner.topologies import topology_devices
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.sharding.report_inputs import InputLayout

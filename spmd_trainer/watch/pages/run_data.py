@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
-from spmd_trainer.models import config_changes
+from spmd_trainer.models import config_lines
 from spmd_trainer.watch.pages import run_charts
 from spmd_trainer.watch.pages.run_charts import Record
 from spmd_trainer.watch.pages.run_reader import RunReader
@@ -63,7 +63,7 @@ def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
     rows = [
         {
             "path": path,
-            "values": [config_changes.around_difference(one.get(path), known[0].get(path)) for one in settings],
+            "values": [config_lines.around_difference(one.get(path), known[0].get(path)) for one in settings],
         }
         for path in paths
         if len({one.get(path) for one in known}) > 1

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from etils import epath
 
 from spmd_trainer.metrics.run_times import TIMES_FILE, StartTimes, goodput, read_run_times
-from spmd_trainer.models import config_changes
+from spmd_trainer.models import config_lines
 from spmd_trainer.storage import is_remote, run_files
 from spmd_trainer.watch.pages import run_charts, run_facts, run_logs, run_samples
 from spmd_trainer.watch.pages.run_charts import Record
@@ -107,7 +107,7 @@ class RunReader:
             earlier = sorted(path.name for path in self.path.iterdir() if run_files.EARLIER_CONFIG.fullmatch(path.name))
             known = [self._read(name, _settings) or {} for name in [*earlier, run_files.CONFIG_FILE]]
             for number in range(len(earlier), 0, -1):
-                for change in config_changes.compare(known[number - 1], known[number]):
+                for change in config_lines.compare(known[number - 1], known[number]):
                     before, now = change.shortened()
                     rows.append({"start": number, "path": change.path, "before": before, "now": now})
         return {"rows": rows[:_MOST_CHANGES], "left_out": max(0, len(rows) - _MOST_CHANGES)}
@@ -180,7 +180,7 @@ def _list(found: object) -> list[object]:
 
 
 def _settings(text: str) -> Mapping[str, str]:
-    return config_changes.settings(text.splitlines())
+    return config_lines.settings(text.splitlines())
 
 
 def _warnings_in(path: epath.Path) -> tuple[list[tuple[str, str, str, str]], bool]:
