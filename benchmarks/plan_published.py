@@ -30,7 +30,7 @@ from praxis.layers import AutodiffCheckpointType
 
 from spmd_trainer.errors import MissingCompilerError
 from spmd_trainer.experiments.lm import gpt2, llama
-from spmd_trainer.kernels import choices
+from spmd_trainer.kernels import kernels
 from spmd_trainer.planner import links, roofline
 
 BAR = 0.25
@@ -234,10 +234,10 @@ def estimate(name: str, run: Run, programs: pathlib.Path | None) -> Result:
     if kept and kept.exists():
         text = kept.read_text()
     else:
-        with choices.recording() as recorded:
+        with kernels.recording() as recorded:
             text = start_up.compile_train_step(job).fn.as_text()
         if not {choice.kernel for choice in recorded.values()} <= {"splash", "cudnn"}:
-            raise MissingCompilerError("; ".join(choices.lines(recorded)))
+            raise MissingCompilerError("; ".join(kernels.choice_lines(recorded)))
         if kept:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(text)

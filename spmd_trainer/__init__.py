@@ -5,17 +5,19 @@
 
 Importing this package is cheap: it brings in neither JAX, praxis nor TensorFlow. It installs the praxis bridge, which acts when
 something imports praxis (see `pax.bridge`). The functions below are imported from `api` when they are first used. Import
-names that only Pax has, such as `spmd_trainer.trainer_lib`, are in the folder `pax/import_names`.
+names that only Pax has, such as `spmd_trainer.trainer_lib`, are in the folder `pax/import_names`, or in the table of
+`pax/absent_modules.py` if nothing stands for them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import lazy_loader
 
-from spmd_trainer.pax import bridge
+from spmd_trainer.pax import absent_modules, bridge
 
 if TYPE_CHECKING:
     from spmd_trainer.api import decode, evaluate, export, inspect, plan, train
@@ -31,4 +33,5 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     },
 )
 __path__.append(os.path.join(__path__[0], "pax", "import_names"))
+sys.meta_path.append(absent_modules.AbsentModules())
 bridge.install()

@@ -12,7 +12,7 @@ from jax._src.core import get_axis_env
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.kernels import all_to_all, choices, kernels, ring, sequence_order, target
+from spmd_trainer.kernels import all_to_all, chips, kernels, ring, sequence_order
 from spmd_trainer.kernels.kernels import Call, Choice
 from spmd_trainer.kernels.pattern import Pattern
 from spmd_trainer.kernels.reference import KERNEL as REFERENCE
@@ -85,10 +85,10 @@ def attend(
         pattern=pattern,
         segments=segment_ids is not None,
         dropout=dropout is not None,
-        target=target.current(),
+        target=chips.current_target(),
     )
     choice = _choose(call, kernel, form, parts.count("length"))
-    choices.record(name, choice)
+    kernels.record(name, choice)
     if dropout is not None or (choice.kernel == "reference" and form is None):
         # XLA splits plain products itself, and dropout draws the random numbers of whole arrays.
         return REFERENCE(query, key, value, segment_ids, pattern, dropout=dropout)

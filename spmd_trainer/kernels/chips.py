@@ -1,4 +1,4 @@
-"""Memory and peak FLOP/s of a device, by its name in JAX, and the FLOPs of a training step.
+"""Memory and peak FLOP/s of a device by its name in JAX, the FLOPs of a training step, and the device of a program.
 
 JAX only has data for TPUs, for its own kernels (`jax.experimental.pallas.tpu.get_tpu_info`), and none for GPUs.
 """
@@ -6,6 +6,8 @@ JAX only has data for TPUs, for its own kernels (`jax.experimental.pallas.tpu.ge
 from __future__ import annotations
 
 import dataclasses
+
+import jax
 
 GIB = 2**30
 
@@ -146,3 +148,32 @@ def model_flops(num_params: int, tokens: int, *, num_frozen: int = 0) -> float:
     experts that a token does not use. The compiler's count is not used, because it counts a loop's body once.
     """
     return (6.0 * num_params + 4.0 * num_frozen) * tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The device that a program is compiled for.
+
+    Attributes:
+      platform: 'cpu', 'tpu', 'cuda' or 'rocm'.
+      kind: `jax.Device.device_kind`, e.g. 'NVIDIA H100 80GB HBM3'.
+      compute_capability: of a CUDA GPU, e.g. (9, 0); None if unknown.
+    """
+
+    platform: str
+    kind: str = ""
+    compute_capability: tuple[int, int] | None = None
+
+
+def current_target() -> Target:
+    """Returns the device of the ambient mesh (`jax.set_mesh`), which may be a topology's. Without a mesh, the first device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    kind = device.device_kind
+    return Target(_platform(device.platform, kind), kind, compute_capability(kind))
+
+
+def _platform(platform: str, kind: str) -> str:
+    """Returns the platform's name; JAX says 'gpu' for CUDA and ROCm alike."""
+    if platform != "gpu":
+        return platform
+    return "rocm" if kind.startswith(("AMD", "gfx")) else "cuda"

@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd_trainer.kernels import target
+from spmd_trainer.kernels import chips
 from spmd_trainer.kernels.kernels import Call
 from spmd_trainer.kernels.pattern import MASKED, Pattern
 
@@ -111,7 +111,7 @@ KERNEL = Chunked()
 
 def block_length(length: int) -> int:
     """Returns the number of tokens of a block for rows of this length: as few blocks as the device allows, of equal size."""
-    most = _BLOCK_ON_CPU if target.current().platform == "cpu" else _BLOCK
+    most = _BLOCK_ON_CPU if chips.current_target().platform == "cpu" else _BLOCK
     if length <= most:
         return length
     # A multiple of 16, as matrix units like it.

@@ -1,18 +1,26 @@
-"""The interface of attention kernels, and which one is used for a call."""
+"""The interface of attention kernels, the choice of one for a call, and a record of the choices while a program is traced.
+
+with kernels.recording() as recorded:
+    lowered = jitted.lower(...)
+for line in kernels.choice_lines(recorded):
+    print(line)
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import jax
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.kernels.chips import Target
 from spmd_trainer.kernels.pattern import Pattern
-from spmd_trainer.kernels.target import Target
 
 # Every kernel's name, which is also that of its module here. The module's KERNEL is a `Kernel`.
 NAMES = ("splash", "cudnn", "chunked", "reference")
@@ -134,3 +142,44 @@ def order(call: Call) -> list[str]:
     """Returns the kernels to try for a call, the best first; the last can always be used."""
     general = ["reference"] if call.query.shape[1] <= SHORT_ROW else ["chunked", "reference"]
     return [*_OF_PLATFORM.get(call.target.platform, ()), *general]
+
+
+_RECORDERS: contextvars.ContextVar[tuple[dict[str, Choice], ...]] = contextvars.ContextVar(
+    "attention_choices", default=()
+)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[str, Choice]]:
+    """Records choices made inside; yields layer name -> latest choice. Calls of programs traced before add nothing."""
+    recorded: dict[str, Choice] = {}
+    token = _RECORDERS.set((*_RECORDERS.get(), recorded))
+    try:
+        yield recorded
+    finally:
+        _RECORDERS.reset(token)
+
+
+def record(name: str, choice: Choice) -> None:
+    """Adds the choice of the layer `name` to the recordings in progress."""
+    for recorded in _RECORDERS.get():
+        recorded[name] = choice
+
+
+def choice_lines(recorded: Mapping[str, Choice]) -> list[str]:
+    """Returns one line per distinct choice, e.g. 'attention kernel: chunked (not cudnn: head width 320 is over 256)'.
+
+    If layers differ, each line names its layers.
+    """
+    layers: dict[str, list[str]] = {}
+    for name, choice in recorded.items():
+        layers.setdefault(_choice_text(choice), []).append(name)
+    if len(layers) == 1:
+        return [f"attention kernel: {text}" for text in layers]
+    return [f"attention kernel of {', '.join(names)}: {text}" for text, names in layers.items()]
+
+
+def _choice_text(choice: Choice) -> str:
+    form = {None: "", "ring": " in a ring", "all_to_all": " between all-to-all exchanges"}[choice.context_parallel]
+    against = "; ".join(f"not {name}: {', '.join(why)}" for name, why in choice.reasons.items())
+    return f"{choice.kernel}{form}" + (f" ({against})" if against else "")

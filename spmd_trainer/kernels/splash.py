@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask_info,
 )
 
-from spmd_trainer.kernels import target
+from spmd_trainer.kernels import chips
 from spmd_trainer.kernels.kernels import Call
 from spmd_trainer.kernels.pattern import Pattern
 
@@ -99,7 +99,7 @@ class Splash:
         kernel = _kernel(
             _Shape(length + padding, block, pattern.causal, window),
             pattern.softcap,
-            interpret=target.current().platform != "tpu",
+            interpret=chips.current_target().platform != "tpu",
         )
 
         def of_row(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array | None) -> Any:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from spmd_trainer.planner import hlo_convolutions, hlo_kernels, hlo_text
+from spmd_trainer.planner import hlo_kernels, hlo_text
 from spmd_trainer.planner.hlo_text import Instruction
 
 # Instructions that move nothing by themselves.
@@ -158,7 +158,7 @@ class _Program:
             return _dot_flops(instruction, self._shapes(instruction, computation))
         if instruction.opcode == "convolution":
             image, kernel = self._shapes(instruction, computation)[:2]
-            return hlo_convolutions.flops(instruction, image, kernel, instruction.shape)
+            return hlo_kernels.convolution_flops(instruction, image, kernel, instruction.shape)
         if instruction.opcode == "custom-call":
             return hlo_kernels.flops(instruction, self._shapes(instruction, computation))
         return 0.0

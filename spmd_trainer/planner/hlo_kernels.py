@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
 
-from spmd_trainer.planner import hlo_convolutions, hlo_text
+from spmd_trainer.planner import hlo_text
 from spmd_trainer.planner.hlo_text import Instruction
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -100,10 +101,10 @@ def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float
     """Returns the FLOPs of cuDNN's convolutions. Gradients have the attributes of the forward convolution."""
     result = hlo_text.arrays(instruction.shape)[0]
     if "BackwardInput" in target(instruction):  # (gradient of the output, kernel) -> gradient of the image
-        return hlo_convolutions.flops(instruction, result, shapes[1], shapes[0])
+        return convolution_flops(instruction, result, shapes[1], shapes[0])
     if "BackwardFilter" in target(instruction):  # (image, gradient of the output) -> gradient of the kernel
-        return hlo_convolutions.flops(instruction, shapes[0], result, shapes[1])
-    return hlo_convolutions.flops(instruction, shapes[0], shapes[1], result)
+        return convolution_flops(instruction, shapes[0], result, shapes[1])
+    return convolution_flops(instruction, shapes[0], shapes[1], result)
 
 
 def _cudnn_attention(instruction: Instruction, shapes: Sequence[str], *, is_backward: bool) -> Attention | None:
@@ -206,3 +207,63 @@ def _pairs_of_blocks(
     if by_key:  # from the first query that sees the block's first key
         return sum(min(table[0], num_rows - column * columns // rows) for column in range(num_columns))
     return sum(min(table[1], num_columns, -(-(row + 1) * rows // columns)) for row in range(num_rows))
+
+
+def convolution_flops(convolution: Instruction, image_shape: str, kernel_shape: str, output_shape: str) -> float:
+    """Returns a convolution's FLOPs. Products with padding don't count, because TPU programs write batched matrix
+    products as padded convolutions.
+
+    Args:
+      convolution: the instruction, for its window and the meaning of its dimensions.
+      image_shape, kernel_shape, output_shape: in XLA's notation. A gradient's FLOPs are those of its forward convolution.
+    """
+    found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
+    if not found:
+        return 0.0
+    image, kernel, output = map(hlo_text.dimensions, (image_shape, kernel_shape, output_shape))
+    into = dict(zip(found[1], image, strict=True))
+    at = dict(zip(found[2], kernel, strict=True))
+    out = dict(zip(found[3], output, strict=True))
+    window = {
+        name: re.search(rf"\b{name}=([\dx_-]+)", convolution.rest)
+        for name in ("stride", "pad", "lhs_dilate", "rhs_dilate")
+    }
+
+    def setting(name: str, index: int, default: str) -> str:
+        match = window[name]
+        return match[1].split("x")[index] if match else default
+
+    products = 2.0 * out["b"] * out["f"] * at["i"]
+    for label in sorted(label for label in found[2] if label.isdigit()):
+        index = int(label)
+        products *= _positions(
+            into[label],
+            at[label],
+            out[label],
+            stride=int(setting("stride", index, "1")),
+            low=int(setting("pad", index, "0_0").split("_")[0]),
+            image_dilation=int(setting("lhs_dilate", index, "1")),
+            kernel_dilation=int(setting("rhs_dilate", index, "1")),
+        )
+    return products
+
+
+@functools.cache
+def _positions(
+    image: int, kernel: int, output: int, *, stride: int, low: int, image_dilation: int, kernel_dilation: int
+) -> int:
+    """Returns how many pairs of output and kernel positions of one dimension meet an element of the image, not padding."""
+    # Output o and kernel k meet place o * stride + k * kernel_dilation - low, which is an element of the image if it is a
+    # multiple of image_dilation: for every `period`-th k, or for none.
+    common = math.gcd(kernel_dilation, image_dilation)
+    period = image_dilation // common
+    inverse = pow(kernel_dilation // common, -1, period)
+    last, found = (image - 1) * image_dilation, 0
+    for o in range(output):
+        offset = low - o * stride
+        if offset % common:
+            continue
+        phase = offset // common * inverse % period
+        least, most = max(0, -(-offset // kernel_dilation)), min(kernel - 1, (offset + last) // kernel_dilation)
+        found += max(0, (most - phase) // period - (least - 1 - phase) // period)
+    return found

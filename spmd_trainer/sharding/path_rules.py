@@ -20,10 +20,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from spmd_trainer.sharding.planning import plan_leaves
 from spmd_trainer.sharding.specs import AnyMesh, PyTree
 from spmd_trainer.sharding.tactics import BuiltinTactic, Tactic, parse_tactic
-from spmd_trainer.sharding.variables import named_shardings
+from spmd_trainer.sharding.variables import named_shardings, plan_leaves
 
 Rule = tuple[str, str | Tactic | Sequence[str | Tactic]]
 Strategy = Sequence[Rule]

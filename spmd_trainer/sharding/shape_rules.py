@@ -17,9 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from spmd_trainer.sharding.messages import did_you_mean, mesh_text
-from spmd_trainer.sharding.planning import plan_leaves
 from spmd_trainer.sharding.specs import PyTree, check_divides, check_spec, mesh_shape_of
-from spmd_trainer.sharding.variables import named_leaves, named_shardings
+from spmd_trainer.sharding.variables import named_leaves, named_shardings, plan_leaves
 
 Method = tuple[str, ...]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spmd_trainer.kernels import choices
+from spmd_trainer.kernels import kernels
 from spmd_trainer.step import step_fns
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training.job import Job
@@ -30,8 +30,8 @@ def of_forward_pass(job: Job) -> list[str]:
         return None, step_fns.forward(task, state.mdl_vars, prng_key, inputs, hparams, do_eval=False)[0].loss
 
     partitioner = job.partitioner
-    with choices.recording() as recorded:
+    with kernels.recording() as recorded:
         step = partitioner.partition(forward, job.inputs_shape_dtype, is_eval=True)
         inputs = partitioner.abstract_inputs(step)
         step.fn.lower(partitioner.abstract_state(with_opt_states=False), job.abstract_prng_key, inputs)
-    return choices.lines(recorded)
+    return kernels.choice_lines(recorded)

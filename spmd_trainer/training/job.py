@@ -189,7 +189,7 @@ class Job:
         """Returns where every variable lives, headed by what this job is.
 
         Args:
-          attention: lines of `attention.choices.lines`, for the header.
+          attention: lines of `attention.kernels.choice_lines`, for the header.
           inputs: the layouts of the job's inputs (`input_layouts.of_job`).
         """
         about = {

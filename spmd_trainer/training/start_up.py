@@ -19,7 +19,7 @@ from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors.plan_versions import library_versions
 from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.kernels import choices
+from spmd_trainer.kernels import kernels
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.step import step_fns
 from spmd_trainer.train_states import PyTree, TrainState
@@ -164,14 +164,14 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         state, output = step_fns.train_step(*args)
         return state, packing.pack(output)
 
-    with Phase("compiling the train step"), choices.recording() as attention:
+    with Phase("compiling the train step"), kernels.recording() as attention:
         partitioner = job.partitioner
         partitioned = partitioner.partition(step, job.inputs_shape_dtype, is_eval=False)
         inputs = partitioner.abstract_inputs(partitioned)
         lowered = partitioned.fn.lower(partitioner.abstract_state(), job.abstract_prng_key, inputs)
         flags = _flags(job)
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
-    return CompiledTrainStep(compiled, packing, choices.lines(attention), flags)
+    return CompiledTrainStep(compiled, packing, kernels.choice_lines(attention), flags)
 
 
 def _flags(job: Job) -> dict[str, Any]:

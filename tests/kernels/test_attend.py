@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
-from spmd_trainer.kernels import choices, kernels, sequence_order
+from spmd_trainer.kernels import kernels, sequence_order
 from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.pattern import Pattern
 
@@ -170,7 +170,7 @@ def test_dropout_maps_the_probabilities_of_all_rows_and_heads():
         return 2 * probabilities
 
     plain = attend(query, key, value, PATTERN, segment_ids=ids)
-    with jax.set_mesh(mesh_of()), choices.recording() as recorded:
+    with jax.set_mesh(mesh_of()), kernels.recording() as recorded:
         dropped = attend(query, key, value, PATTERN, segment_ids=ids, split=DATA_AND_HEADS, dropout=drop, name="layer")
     np.testing.assert_allclose(dropped, 2 * plain, rtol=1e-5, atol=1e-5)
     assert recorded["layer"].kernel == "reference"
@@ -182,7 +182,7 @@ def test_choices_are_recorded_by_the_name_of_the_layer():
     def trace(name, **options):
         jax.eval_shape(lambda: attend(query, key, value, Pattern(), name=name, **options))
 
-    with choices.recording() as recorded:
+    with kernels.recording() as recorded:
         trace("short")
         trace("asked", kernel="chunked")
         with jax.set_mesh(mesh_of()):
@@ -194,7 +194,7 @@ def test_choices_are_recorded_by_the_name_of_the_layer():
         ("ring: chunked", "a ring"),
         ("all_to_all: reference", "all-to-all"),
     ]
-    for line, named in zip(choices.lines(recorded), expected, strict=True):
+    for line, named in zip(kernels.choice_lines(recorded), expected, strict=True):
         assert_names(line, "attention kernel", *named)
 
 

@@ -9,10 +9,10 @@ from facts import assert_names, raises_naming
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.kernels import choices, kernels, target
+from spmd_trainer.kernels import chips, kernels
+from spmd_trainer.kernels.chips import Target
 from spmd_trainer.kernels.kernels import Choice
 from spmd_trainer.kernels.pattern import Pattern
-from spmd_trainer.kernels.target import Target
 
 CPU, TPU = Target("cpu", "cpu"), Target("tpu", "TPU v5 lite")
 H100 = Target("cuda", "NVIDIA H100 80GB HBM3", (9, 0))
@@ -112,24 +112,24 @@ def test_the_target_is_the_device_of_the_mesh(platform, kind, expected):
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert target.current() == expected
+        assert chips.current_target() == expected
 
 
 def test_the_target_without_a_mesh_is_the_first_device():
-    assert target.current() == CPU
+    assert chips.current_target() == CPU
 
 
 def test_recorded_choices_become_lines():
     against = Choice("chunked", {"cudnn": ["head width 320 is over 256", "the heads are float32"]})
-    with choices.recording() as outer:
-        choices.record("layer_0", against)
-        with choices.recording() as inner:
-            choices.record("layer_1", against)
-        assert choices.lines(inner) == choices.lines(outer)
-        choices.record("layer_2", dataclasses.replace(Choice("chunked"), context_parallel="ring"))
-    choices.record("layer_3", against)
-    (line,) = choices.lines(inner)
+    with kernels.recording() as outer:
+        kernels.record("layer_0", against)
+        with kernels.recording() as inner:
+            kernels.record("layer_1", against)
+        assert kernels.choice_lines(inner) == kernels.choice_lines(outer)
+        kernels.record("layer_2", dataclasses.replace(Choice("chunked"), context_parallel="ring"))
+    kernels.record("layer_3", against)
+    (line,) = kernels.choice_lines(inner)
     assert_names(line, "kernel: chunked", "not cudnn", "head width 320", 256, "float32")
-    first, second = choices.lines(outer)
+    first, second = kernels.choice_lines(outer)
     assert_names(first, "layer_0, layer_1: chunked", "not cudnn", "head width 320", 256, "float32")
     assert_names(second, "layer_2: chunked", "a ring")

@@ -15,12 +15,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd_trainer.kernels import choices, splash
+from spmd_trainer.kernels import kernels, splash
 from spmd_trainer.kernels.attend import Split, attend
+from spmd_trainer.kernels.chips import Target
 from spmd_trainer.kernels.kernels import Call, Choice
 from spmd_trainer.kernels.pattern import Pattern
 from spmd_trainer.kernels.splash import Splash
-from spmd_trainer.kernels.target import Target
 from spmd_trainer.planner.topologies import topology_devices
 from tests.kernels.hlo_checks import arrays_over_queries_and_keys, custom_call_targets, splash_kernels
 
@@ -269,12 +269,12 @@ def test_train_step_lowered_for_tpus_has_splash_kernels_and_no_array_over_querie
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
     over_both = re.compile(rf"tensor<[\dx]*(?:{LENGTH}|{PADDED})x(?:{LENGTH}|{PADDED})x")
-    with jax.sharding.use_abstract_mesh(mesh), choices.recording() as recorded:
+    with jax.sharding.use_abstract_mesh(mesh), kernels.recording() as recorded:
         text = lowered(None)
         assert recorded == {"": Choice("splash")}
         assert over_both.search(lowered("reference"))
-    kernels = set(re.findall(r'kernel_name = "(\w+)"', text))
-    assert {name.removesuffix("_residuals").removesuffix("_no") for name in kernels} == {
+    names = set(re.findall(r'kernel_name = "(\w+)"', text))
+    assert {name.removesuffix("_residuals").removesuffix("_no") for name in names} == {
         f"splash_mha_{kind}_segmented" for kind in ("fwd", "dq", "dkv")
     }
     assert not over_both.search(text)

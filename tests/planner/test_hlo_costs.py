@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.planner import hlo_convolutions, hlo_costs, hlo_kernels, hlo_text
+from spmd_trainer.planner import hlo_costs, hlo_kernels, hlo_text
 
 LAYERS, ROWS, WIDTH, HIDDEN = 6, 64, 32, 128
 
@@ -305,7 +305,7 @@ def test_products_of_a_convolution_without_padding(image_dilation, kernel_dilati
         is_root=True,
     )
     shapes = (f"f32[1,{image},1]", f"f32[{kernel},1,1]", f"f32[1,{output},1]")
-    assert hlo_convolutions.flops(convolution, *shapes) == 2 * sum(place in elements for place in visited)
+    assert hlo_kernels.convolution_flops(convolution, *shapes) == 2 * sum(place in elements for place in visited)
 
 
 def test_products_of_a_large_convolution_are_counted_at_once():
@@ -321,4 +321,4 @@ def test_products_of_a_large_convolution_are_counted_at_once():
     )
     shapes = (f"f32[1,{size},1]", f"f32[{size},1,1]", f"f32[1,{size},1]")
     pairs = sum(len(range(o + o % 2, o + size, 2)) for o in range(size))
-    assert hlo_convolutions.flops(convolution, *shapes) == 2 * pairs
+    assert hlo_kernels.convolution_flops(convolution, *shapes) == 2 * pairs

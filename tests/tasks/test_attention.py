@@ -16,7 +16,7 @@ from praxis.pax_fiddle import Config
 from spmd_trainer import tasks_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import cloud
-from spmd_trainer.kernels import choices
+from spmd_trainer.kernels import kernels
 from spmd_trainer.step import own_loop
 from spmd_trainer.tasks.lm import attention, model_params
 
@@ -86,7 +86,7 @@ class ChunkedPipelined(FusedPipelined):
 def test_an_experiment_trains_alike_with_packed_rows_and_uneven_heads(plain_cls, fused_cls, kernel):
     batch = packed_batch()
     plain = steps(plain_cls, batch)
-    with choices.recording() as recorded:
+    with kernels.recording() as recorded:
         fused = steps(fused_cls, batch)
     assert kernel in {choice.kernel for choice in recorded.values()} <= {kernel, "reference"}
     np.testing.assert_allclose(fused[0], plain[0], rtol=1e-5)
@@ -141,7 +141,7 @@ def both(models, positional, arguments, *, train=False, variables=None):
     variables = variables or variables_of()
     context = base_layer.JaxContext.HParams(do_eval=not train)
     found = []
-    with choices.recording() as recorded, base_layer.JaxContext.new_context(hparams=context):
+    with kernels.recording() as recorded, base_layer.JaxContext.new_context(hparams=context):
         for model in models:
 
             def loss(variables, model=model):
@@ -223,7 +223,7 @@ def test_masks_are_left_to_praxis_and_the_choice_says_so(model_type, others):
     found, recorded = both(language_model(model_type), *rows(**others))
     assert_alike(found)
     assert [choice.kernel for choice in recorded.values()] == ["praxis"]
-    assert_names(choices.lines(recorded)[0], "mask", "segment ids")
+    assert_names(kernels.choice_lines(recorded)[0], "mask", "segment ids")
     with raises_naming(UserError, "'chunked' can't", "a mask"):
         both([with_kernel(model_type, "chunked")], *rows(**others))
 

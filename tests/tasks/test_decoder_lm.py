@@ -12,7 +12,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.decoder import lm
 from spmd_trainer.errors import UserError
-from spmd_trainer.kernels import choices
+from spmd_trainer.kernels import kernels
 from spmd_trainer.models.decoder_spec import MoeSpec
 
 WINDOWS = {"layer_pattern": ("local", "global"), "window": 3, "num_layers": 3, "local_rotary_base": 100.0}
@@ -198,7 +198,7 @@ def test_every_kernel_gives_the_same(fields):
     plain, blocks = (Decoder(small_spec(**fields), attention_kernel=name) for name in ("reference", "chunked"))
     ids = random_ids((2, 6))
     segments = {"segment_ids": np.array([[1, 1, 1, 2, 2, 2]] * 2), "segment_pos": np.array([[0, 1, 2, 0, 1, 2]] * 2)}
-    with choices.recording() as recorded:
+    with kernels.recording() as recorded:
         logits = blocks(ids, **segments).logits
     assert {choice.kernel for choice in recorded.values()} == {"chunked"}
     assert set(recorded) == set(small_spec(**fields).layer_pattern)

@@ -1,8 +1,10 @@
-"""Finds how a model uses its variables: the matrix products and other operations that read them. Computes nothing."""
+"""Finds the matrix products and other operations that read a model's variables, and chooses the variables that get adapters."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ import jax
 from spmd_trainer.decoder.lora import dims as dims_lib
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.decoder.lora.interpreter import CALLS, REMATERIALISED
+from spmd_trainer.decoder.lora.settings import Lora
+from spmd_trainer.errors import UserError
 
 # Operations that keep zeros and ones.
 _KEEPS_MASK = frozenset(
@@ -180,3 +184,65 @@ def _loop(eqn: Any, values: list[_Value], found: dict[str, Uses]) -> list[_Value
         _as_arrays(results, f"{eqn.primitive.name} result", found)
         carry = [_Value(after=old.after | new.after) for old, new in zip(carry, results[:num_carry], strict=True)]
     return [_Value(after=value.after) for value in [*carry, *results[num_carry:]]]
+
+
+def choose_targets(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, MatrixDims]:
+    """Returns the targets and the roles of their dimensions.
+
+    Args:
+      settings: the settings.
+      uses: path -> how the model uses the variable, for all variables that learn without adapters.
+
+    Raises:
+      UserError: a regex matches no variable, or one that adapters don't fit.
+    """
+    fitting = [path for path, use in uses.items() if use.fits]
+    if not settings.regexes:
+        linear = [path for path in fitting if not uses[path].is_lookup]
+        # A model's only layer is also its output layer.
+        chosen = [path for path in linear if uses[path].is_read_on] or linear
+        if not chosen:
+            raise UserError(
+                "task.lora.targets='all-linear' finds no variable that the model uses in matrix products only"
+            )
+    else:
+        matched = {path for regex in settings.regexes for path in _matches(regex, uses, fitting)}
+        chosen = [path for path in uses if path in matched]
+    for path in chosen:
+        _check(path, uses[path], fitting)
+    return {path: uses[path].products[0] for path in chosen}
+
+
+def _matches(regex: str, uses: Mapping[str, Uses], fitting: list[str]) -> list[str]:
+    found = [path for path in uses if re.search(regex, path)]
+    if not found:
+        raise UserError(
+            f"task.lora.targets: {regex!r} is found in the path of no variable; nearest that can have adapters: "
+            f"{_nearest(regex, fitting)}"
+        )
+    return found
+
+
+def _check(path: str, use: Uses, fitting: list[str]) -> None:
+    """Raises UserError if the variable is in no matrix product, or in products with contradicting roles."""
+    near = f"nearest that can have adapters: {_nearest(path, fitting)}"
+    if len(use.products) > 1:
+        raise UserError(
+            f"task.lora.targets: the model uses {path} in matrix products over different dimensions "
+            f"({' and '.join(str(kind.inputs) for kind in use.products)}), so its adapters have no definite inputs; {near}"
+        )
+    if not use.products:
+        how = f"in {', '.join(use.others)}" if use.others else "not at all"
+        raise UserError(
+            f"task.lora.targets: the model uses {path} {how}, and adapters fit only a weight of matrix products; {near}"
+        )
+
+
+def _nearest(text: str, paths: list[str]) -> str:
+    plain = re.sub(r"[\\^$.*+?()\[\]{}|]", "", text)
+
+    def likeness(path: str) -> float:
+        # A regex usually names the end of a path.
+        return difflib.SequenceMatcher(None, plain, path[-len(plain) :]).ratio()
+
+    return ", ".join(sorted(paths, key=likeness, reverse=True)[:3]) or "none"

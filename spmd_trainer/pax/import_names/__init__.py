@@ -3,9 +3,8 @@
     from spmd_trainer import checkpoints, trainer_lib  # pax/import_names/checkpoints.py, pax/import_names/trainer_lib.py
 
 `spmd_trainer/__init__.py` adds this folder to the package's search path, so its modules are imported as `spmd_trainer.NAME`.
-They have no other name: `spmd_trainer.pax_names.checkpoints` does not exist, because a second copy of a module would have a
-second copy of each of its classes. Nothing in the trainer imports them. docs/coming_from_pax.md lists every name of Pax, and what
-stands for it here.
+They have only this name, because a second copy of a module would have a second copy of each of its classes. The trainer does
+not import them. docs/coming_from_pax.md lists every name of Pax and its counterpart here.
 """
 
 __path__ = []  # type: ignore[assignment,unused-ignore]

@@ -1,4 +1,4 @@
-"""Pax's `checkpoints`: formats and paths work; reading and writing is done by `checkpointing` and `interop.pax`."""
+"""Pax's `checkpoints`: formats and paths. `checkpointing` and `pax` read and write checkpoints."""
 
 from spmd_trainer.checkpoint_paths import (
     CHECKPOINT_PREFIX,

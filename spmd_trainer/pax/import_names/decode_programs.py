@@ -1,4 +1,4 @@
-"""Pax's `decode_programs`: what stands for the decode of one dataset."""
+"""Pax's `decode_programs`: the decode program of one dataset."""
 
 from spmd_trainer.base_experiment import SingleTaskDecodeProgram
 from spmd_trainer.errors.absent_names import getter

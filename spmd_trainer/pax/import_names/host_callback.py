@@ -7,16 +7,11 @@ import threading
 
 
 class Repository:
-    """Strings by number, for any number of threads. When it is full, the oldest string is dropped."""
+    """Thread-safe {number: string} with at most `max_size` entries; a full repository drops its oldest string."""
 
     MAX_SIZE = 10000
 
     def __init__(self, max_size: int = MAX_SIZE):
-        """Makes an empty repository.
-
-        Args:
-          max_size: most strings to hold.
-        """
         self._max_size = max_size
         self._lock = threading.Lock()
         self._strings: collections.OrderedDict[int, str] = collections.OrderedDict()

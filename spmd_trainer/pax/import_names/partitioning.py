@@ -1,4 +1,4 @@
-"""Pax's partitioners, which are those of `step/`."""
+"""Pax's `partitioning`: the partitioners of `step/`."""
 
 from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.step import (

@@ -1,4 +1,4 @@
-"""Pax's programs (`SingleTaskTrainProgram`, ...), which stand for the loops of `training/`."""
+"""Pax's programs (`SingleTaskTrainProgram`, ...), placeholders for the loops of `training/`."""
 
 import lazy_loader
 

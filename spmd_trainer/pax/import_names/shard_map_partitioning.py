@@ -1,4 +1,4 @@
-"""Import names for users of the partitioner whose collectives are written out.
+"""Import names of the partitioner with explicit collectives.
 
 The code is in `step/shard_map.py`, `step/collectives.py` and `step/accumulation.py`.
 """

@@ -108,7 +108,7 @@ def initialize_model_state(
     if do_init_checkpoint_rules and jax_task.train.init_from_checkpoint_rules:
         raise UserError(
             "initialize_model_state does not apply task.train.init_from_checkpoint_rules, which a run of the trainer does; "
-            "give do_init_checkpoint_rules=False, and read variables with spmd_trainer.checkpointing or interop.pax"
+            "give do_init_checkpoint_rules=False, and read variables with spmd_trainer.checkpointing or spmd_trainer.pax"
         )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), inputs_shape_dtype)
     boxed = initialization.variables_initialiser(jax_task, shapes)(prng_key)

@@ -24,7 +24,7 @@ from praxis.layers import attentions, base_ops, transformer_models
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.kernels import attend, choices, kernels, pattern
+from spmd_trainer.kernels import attend, kernels, pattern
 
 _MASK_GIVEN = "the layer was given a mask, not segment ids"
 LanguageModelType = transformer_models.LanguageModelType
@@ -100,7 +100,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
                     f"attention kernel {kernel!r} can't be used: {_MASK_GIVEN}. Prefix LMs, encoders, cross-attention and "
                     "batches with a segment_mask have masks; leave the choice to the trainer with None"
                 )
-            choices.record(self._layer_path, kernels.Choice("praxis", {"others": [_MASK_GIVEN]}))
+            kernels.record(self._layer_path, kernels.Choice("praxis", {"others": [_MASK_GIVEN]}))
             encoded, probabilities = super()._dot_atten(query, key, value, atten_mask, relative_bias)
             return encoded, probabilities
         encoded = attend.attend(

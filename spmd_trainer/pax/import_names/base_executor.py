@@ -1,8 +1,0 @@
-"""Pax's `base_executor`: what runs the programs. Here these are the loops of `programs/`."""
-
-from spmd_trainer.errors.absent_names import getter
-
-ABSENT = {
-    "BaseExecutor": "this trainer has one loop for each mode; use callbacks (task.train.callbacks)",
-}
-__getattr__ = getter(__name__, ABSENT)
