@@ -21,7 +21,7 @@
 | `Prefetcher` | `prefetch` | a thread that keeps batches ready on the devices |
 | `pad_batch` | `batches` | adds rows of weight 0 to a batch |
 | `lm_input_specs`, `dataset_input_specs` | `batches` | shapes and dtypes of a batch |
-| `LmInputSpecsProvider`, `DatasetSpecsProvider` | `specs` | shapes and dtypes of a batch, for experiments |
+| `LmInputSpecsProvider`, `DatasetSpecsProvider` | `batches` | shapes and dtypes of a batch, for experiments |
 
 Importing this package imports neither JAX, praxis nor TensorFlow: each name is imported when it is first used
 (`__init__.pyi` lists them). Of these inputs, only `TfRecordInput` needs TensorFlow; it imports TensorFlow with its first batch.

@@ -1,15 +1,16 @@
-"""Which tokens of a conversation the assistant wrote.
+"""Finds the tokens of a conversation that the assistant wrote.
 
-The chat template decides. If it has `{% generation %}...{% endgeneration %}` marks, it is the text between them. Otherwise it is,
-for each message of the assistant, the text after the generation prompt: what `messages[:i + 1]` renders to after what
-`messages[:i]` renders to with `add_generation_prompt`. With marks, the end-of-turn token counts if it is between them. Without
-marks it always counts, together with anything else that the template writes after the message, such as ChatML's newline.
+If the chat template has `{% generation %}...{% endgeneration %}` marks, the assistant's text is the text between them.
+Otherwise it is, for each of the assistant's messages, the text after the generation prompt: the difference between
+rendering `messages[:i + 1]` and rendering `messages[:i]` with `add_generation_prompt`. With marks, the end-of-turn
+token counts if it is between them. Without marks it always counts, as does anything else the template writes after the
+message, such as ChatML's newline.
 
-A token counts if one of its characters is the assistant's. With marks, the masks are those of transformers'
+A token counts if one of its characters is the assistant's. With marks, the masks equal transformers'
 `return_assistant_tokens_mask`, except where transformers does not find a character's token:
 - If several tokens stand for the last character between two marks (an emoji), transformers counts the first of them.
-- If the tokenizer's offsets leave out the first character (a space), it counts nothing from there on; if they leave out the last
-  one, it counts everything from there on.
+- If the tokenizer's offsets leave out the first character (a space), transformers counts nothing from there on; if
+they leave out the last one, it counts everything from there on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Render: TypeAlias = Callable[[Messages, bool], Rendering]
 ASSISTANT = "assistant"
 ALL, LAST = "all", "last"
 TURNS = (ALL, LAST)
-# Characters that errors show of a text.
+# Characters of a text shown in errors.
 _SHOWN = 30
 _FIX = (
     "mark the text of the assistant in the template with {% generation %} and {% endgeneration %} (chat_template=PATH)"
@@ -40,16 +41,16 @@ def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns
     """Renders a conversation and finds the text that the assistant wrote.
 
     Args:
-      messages: the messages, at least one by the assistant.
+      messages: at least one by the assistant.
       render: renders them.
-      has_marks: whether the template has `{% generation %}`.
+      has_marks: True if the template has `{% generation %}`.
       turns: 'all', or 'last' for the last message of the assistant only.
 
     Returns:
-      The text, and the assistant's (start, end) characters in it; none of them is empty.
+      The text and the assistant's non-empty (start, end) character spans.
 
     Raises:
-      UserError: the template fails, or which text the assistant wrote is unknown.
+      UserError: the template fails, or the assistant's text can't be located.
     """
     own = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
     whole = render(messages, False)
@@ -63,7 +64,7 @@ def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns
 
 
 def count_tokens(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Returns which tokens have a character in one of the spans, bool [n].
+    """Marks the tokens that have a character in one of the spans, bool [n].
 
     Args:
       offsets: (start, end) characters of each token, int64 [n, 2], in the order of the text.
@@ -80,7 +81,7 @@ def count_tokens(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.nd
 
 
 def _after_prompts(messages: Messages, render: Render, text: str, own: list[int]) -> list[tuple[int, int]]:
-    """Returns the text of the assistant's messages, by rendering the conversation up to each of them."""
+    """Finds the assistant's messages by rendering the conversation up to each of them."""
     spans = []
     for index in own:
         try:
@@ -109,7 +110,6 @@ def _require_beginning(part: str, text: str, otherwise: str) -> None:
 
 
 def _marks_of_last(messages: Messages, render: Render, whole: Rendering, own: list[int]) -> list[tuple[int, int]]:
-    """Returns the marked text of the assistant's last message."""
     try:
         before = render(messages[: own[-1]], False).text
     except UserError:

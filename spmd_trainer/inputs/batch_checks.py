@@ -1,7 +1,7 @@
-"""Checks the values of a batch before it goes to the devices, where impossible ones do harm without an error.
+"""Checks the values of a batch before it goes to the devices.
 
-A device looks up an embedding beyond the vocabulary as if nothing were wrong, a negative weight trains away from its label, and
-a NaN weight makes every number of the step NaN.
+Devices don't report impossible values: an embedding lookup beyond the vocabulary succeeds, a negative weight trains
+away from its label, and a NaN weight makes the whole step NaN.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _TOKENS = ("ids", "labels")
 
 
 def check_values(name: str, batch: Any, vocab_size: int | None) -> None:
-    """Checks the tokens and the weights of a batch. It costs a minimum and a maximum of each.
+    """Checks the tokens and the weights of a batch; costs one minimum and one maximum per leaf.
 
-    `ids` must be in the vocabulary everywhere. `labels` must be where their weight isn't 0: some inputs mark labels that don't
-    count with -1 or -100. Weights (`batches.WEIGHT_NAMES`) must be finite and 0 or more.
+    `ids` must be in the vocabulary. `labels` must be where their weight isn't 0 (some inputs mark ignored labels with
+    -1 or -100). Weights (`batches.WEIGHT_NAMES`) must be finite and 0 or more.
 
     Args:
       name: the input's name.
       batch: one process's batch, a tree of numpy arrays [B, ...].
-      vocab_size: the size of the model's vocabulary, `task.model.lm_tpl.vocab_size`; None leaves tokens unchecked.
+      vocab_size: the model's, `task.model.lm_tpl.vocab_size`; None skips the tokens.
 
     Raises:
-      UserError: a value is out of its range. The message has the input's name, the leaf, the row, the value and the range.
+      UserError: a value is out of range; names the input, the leaf, the row, the value and the range.
     """
     leaves = {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
     for path, leaf in leaves.items():
@@ -76,6 +76,6 @@ def _first(wrong: np.ndarray) -> tuple[int, ...]:
 
 
 def _place(where: tuple[int, ...]) -> str:
-    """Returns 'at row 3, position 17 of the batch' for the index of an element."""
+    """Formats an index as 'at row 3, position 17 of the batch'."""
     row, *position = where
     return f"at row {row}" + (f", position {', '.join(map(str, position))}" if position else "") + " of the batch"

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of batches, and padding a batch with rows of weight 0."""
+"""Shapes and dtypes of batches, and padding with rows of weight 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, first_paragraph
 
-# Leaves that weight a row or a token. A batch needs at least one of them to tell padding from data.
+# Leaves that weight a row or a token. A batch needs at least one to tell padding from data.
 WEIGHT_NAMES = ("weights", "eval_sample_weights", "weight")
 # Values of padding rows, by the last part of a leaf's path. Other leaves repeat the batch's first row, because arbitrary
 # values could give NaN in a row of weight 0, and 0 * NaN is NaN.
@@ -20,20 +20,17 @@ _FILL: dict[str, int] = {**dict.fromkeys(WEIGHT_NAMES, 0), "paddings": 1, "segme
 
 
 def pad_batch(batch: Any, to_size: int) -> Any:
-    """Appends rows of weight 0 to a batch.
+    """Appends rows of weight 0 to a batch. Returns `batch` itself if it already has `to_size` rows.
 
     Example: a language-model batch of 6 rows padded to 8 gets two rows with `weights` 0, `eval_sample_weights` 0,
     `paddings` 1 and `segment_ids` 0; their `ids` and `labels` are those of row 0.
 
     Args:
-      batch: a NestedMap, or any pytree, of numpy arrays [B, ...] with the same B.
+      batch: any pytree of numpy arrays [B, ...] with the same B.
       to_size: rows of the result, at least B.
 
-    Returns:
-      The same structure with arrays [to_size, ...] of the same dtypes. `batch` itself if B is already `to_size`.
-
     Raises:
-      ValueError: the leaves have different B, B is 0, `to_size` is below B, or no leaf is a weight, so that the added rows
+      ValueError: the leaves have different B, B is 0, `to_size` is below B, or no leaf is a weight, so that padding
         could not be told from data.
     """
     leaves = [(_path(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]]
@@ -52,15 +49,10 @@ def pad_batch(batch: Any, to_size: int) -> Any:
 
 
 def blank_rows(batch: NestedMap, real: np.ndarray) -> NestedMap:
-    """Gives rows of a batch weight 0, like the rows that `pad_batch` adds.
+    """Gives the rows of a batch where `real`, bool [B], is False weight 0, like the rows that `pad_batch` adds.
 
-    Args:
-      batch: NestedMap of numpy arrays [B, ...].
-      real: bool [B]: False for the rows to blank.
-
-    Returns:
-      `batch` with weights and segment ids 0 and paddings 1 in these rows. `eval_sample_weights` float32 [B] is added if it
-      is missing.
+    Their weights and segment ids become 0, and their paddings 1. `eval_sample_weights` float32 [B] is added if
+    missing.
     """
     batch = NestedMap(batch)
     if "eval_sample_weights" not in batch:
@@ -103,15 +95,10 @@ def _pad_rows(name: str, leaf: np.ndarray, rows: int) -> np.ndarray:
 
 
 def lm_input_specs(batch_size: int, seq_len: int) -> NestedMap:
-    """Returns the shapes and dtypes of a batch for training and evaluating praxis' `LanguageModel`.
+    """Returns the shapes and dtypes of a batch for praxis' `LanguageModel`, as jax.ShapeDtypeStruct.
 
-    Args:
-      batch_size: rows per process, B.
-      seq_len: tokens per row, T.
-
-    Returns:
-      NestedMap of jax.ShapeDtypeStruct: `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`,
-      `weights` float32 [B, T]; `eval_sample_weights` float32 [B].
+    `ids`, `labels`, `segment_ids`, `segment_pos` are int32 [batch_size, seq_len]; `paddings`, `weights` float32
+    [batch_size, seq_len]; `eval_sample_weights` float32 [batch_size]. `batch_size` counts the rows of one process.
     """
     tokens = jax.ShapeDtypeStruct((batch_size, seq_len), np.int32)
     floats = jax.ShapeDtypeStruct((batch_size, seq_len), np.float32)
@@ -127,20 +114,17 @@ def lm_input_specs(batch_size: int, seq_len: int) -> NestedMap:
 
 
 def dataset_input_specs(dataset: Any) -> NestedMap:
-    """Returns the shapes and dtypes of a dataset's batches, if possible without reading a batch.
+    """Returns the shapes and dtypes of a dataset's per-process batches without padding, as jax.ShapeDtypeStruct.
 
-    Calls `input_specs()` where the input, or the input inside a `LingvoInputAdaptor`, has that method. For any other config
-    this builds a throw-away instance and reads one batch.
+    Calls `input_specs()` of the input, or of the input inside a `LingvoInputAdaptor`. For a config without that
+    method, builds a temporary instance and reads one batch.
 
     Args:
       dataset: a `pax_fiddle.Config` of a `BaseInput`, or an input with `input_specs()`.
 
-    Returns:
-      NestedMap of jax.ShapeDtypeStruct: the per-process batch without padding.
-
     Raises:
-      UserError: the input refuses its settings or its files.
-      ValueError: `dataset` is an input, not a config, and has no `input_specs()`: reading a batch would lose that batch.
+      UserError: the input rejects its settings or its files.
+      ValueError: `dataset` is an input without `input_specs()`: reading a batch would lose it.
     """
     if isinstance(dataset, fdl.Buildable):
         if fdl.get_callable(dataset) is base_input.LingvoInputAdaptor and hasattr(dataset.input.cls, "input_specs"):
@@ -161,7 +145,7 @@ def dataset_input_specs(dataset: Any) -> NestedMap:
 
 
 class DatasetSpecsProvider(base_input.BaseInputSpecsProvider):
-    """Provides the shapes and dtypes of a dataset's batches; see `dataset_input_specs`.
+    """Provides the specs of a dataset's batches; see `dataset_input_specs`.
 
     Attributes:
       input_p: the dataset's config.
@@ -170,18 +154,14 @@ class DatasetSpecsProvider(base_input.BaseInputSpecsProvider):
     input_p: pax_fiddle.Config[base_input.BaseInput] | None = None
 
     def get_input_specs(self) -> NestedMap:
-        """Returns `dataset_input_specs(input_p)`.
-
-        Raises:
-          ValueError: `input_p` is not set.
-        """
+        """Raises ValueError if `input_p` is not set."""
         if self.input_p is None:
             raise ValueError("DatasetSpecsProvider has no input_p; set it to the config of the training dataset")
         return dataset_input_specs(self.input_p)
 
 
 class LmInputSpecsProvider(base_input.BaseInputSpecsProvider):
-    """Provides the shapes and dtypes of a language-model batch; see `lm_input_specs`.
+    """Provides the specs of a language-model batch; see `lm_input_specs`.
 
     Attributes:
       batch_size: rows per process, without padding.
@@ -192,11 +172,7 @@ class LmInputSpecsProvider(base_input.BaseInputSpecsProvider):
     seq_len: int = 0
 
     def get_input_specs(self) -> NestedMap:
-        """Returns `lm_input_specs(batch_size, seq_len)`.
-
-        Raises:
-          ValueError: a field is below 1.
-        """
+        """Raises ValueError if a field is below 1."""
         if self.batch_size < 1 or self.seq_len < 1:
             raise ValueError(
                 f"LmInputSpecsProvider has batch_size={self.batch_size} and seq_len={self.seq_len}; both must be 1 or "

@@ -1,7 +1,7 @@
 """TFRecord files of masked language-model examples, in the format of MLPerf's BERT. Needs TensorFlow.
 
-Names, fields and values are those of paxml 1.4.0's `TFRecordBertInput`; the order of examples, the packing into rows and the
-random numbers are this module's own.
+Names, fields and values are those of paxml 1.4.0's `TFRecordBertInput`. The order of examples, the packing and the
+random numbers differ.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class MaskingSettings:
 
     Attributes:
       vocab_size: number of tokens.
-      mask_prob: share of the tokens that the mask token replaces.
-      random_prob: share of the tokens that a random token replaces.
-      same_prob: share of the tokens that are predicted and not replaced.
+      mask_prob: fraction of the tokens replaced by the mask token.
+      random_prob: fraction replaced by a random token.
+      same_prob: fraction predicted but not replaced.
       mask_token_id: the mask token.
-      random_avoid_ids: tokens that are no random token.
+      random_avoid_ids: tokens never drawn as random tokens.
     """
 
     vocab_size: int = 0
@@ -46,28 +46,29 @@ class MaskingSettings:
 
 
 class TFRecordBertInput(base_input.BaseInput):
-    """Input over TFRecords with `input_ids`, `input_mask`, `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights`.
+    """Input over TFRecords with `input_ids`, `input_mask`, `masked_lm_positions`, `masked_lm_ids` and
+    `masked_lm_weights`.
 
-    A batch has `labels`, `masked_ids`, `segment_pos` int32 and `masked_pos`, `segment_ids`, `paddings` float32, all [B, T].
-    The first end-of-text token of each example is left out.
+    A batch has `labels`, `masked_ids`, `segment_pos` int32 and `masked_pos`, `segment_ids`, `paddings` float32, all
+    [B, T]. The first end-of-text token of each example is left out.
 
-    Training: endless, shuffled. Each epoch gives every example once, in an order drawn from (input_random_seed, epoch).
-    With `enable_packing`, windows of `prepacking_batch_size` examples of this order are packed into rows; with several
-    processes, process h of H takes every H-th window. The position is part of the checkpoint; with packing, it is valid for
-    the same number of processes. Otherwise: every example once, in order; the last batch is filled up with empty rows.
+    Training is endless: each epoch gives every example once, in an order drawn from (input_random_seed, epoch). With
+    `enable_packing`, windows of `prepacking_batch_size` examples of this order are packed into rows, and process h of
+    H takes every H-th window; a saved position is then valid only for the same number of processes. Evaluation gives
+    every example once, in order, and fills up the last batch with empty rows.
 
     Attributes:
       input_file: paths and glob patterns, or one of them.
       max_sequence_length: tokens of an example and of a row, T.
-      max_predictions_per_seq: most masked tokens of an example.
+      max_predictions_per_seq: most masked tokens per example.
       eos_token_id: end-of-text.
-      eval_data_size: not used: the examples are counted.
-      file_buffer_size: not used: the shuffle is of all examples.
+      eval_data_size: ignored: the examples are counted.
+      file_buffer_size: ignored: all examples are shuffled.
       enable_packing: in training, put several examples into a row.
-      prepacking_batch_size: examples that are packed together.
-      remask: in training, draw the masked tokens anew each epoch.
+      prepacking_batch_size: examples packed together.
+      remask: in training, draw new masked tokens each epoch.
       mlm_augmenter: how to draw them; see `MaskingSettings`.
-      num_samples: not used: the examples are counted.
+      num_samples: ignored: the examples are counted.
     """
 
     input_file: Any = None
@@ -81,7 +82,7 @@ class TFRecordBertInput(base_input.BaseInput):
     remask: bool = False
     mlm_augmenter: MaskingSettings = pax_fiddle.instance_field(MaskingSettings)
     num_samples: int = -1
-    # Without packing: batches taken. With packing: the window, and the rows of it that were taken.
+    # Without packing: batches taken. With packing: window, and rows taken of it.
     _position: int = dataclasses.field(default=0, init=False, repr=False)
     _window: int = dataclasses.field(default=0, init=False, repr=False)
     _row: int = dataclasses.field(default=0, init=False, repr=False)
@@ -103,11 +104,7 @@ class TFRecordBertInput(base_input.BaseInput):
 
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
-        """The files' records.
-
-        Raises:
-          UserError: there are none, or a file can't be read or is broken.
-        """
+        """Raises UserError if there are no records, or a file can't be read or is broken."""
         try:
             return record_files.RecordFiles(self.input_file)
         except UserError as error:
@@ -119,7 +116,7 @@ class TFRecordBertInput(base_input.BaseInput):
         return None if self.is_training else -(-len(self.records) // (self.batch_size * self.num_infeed_hosts))
 
     def input_specs(self) -> NestedMap:
-        """Returns a NestedMap of jax.ShapeDtypeStruct: this process's batch without padding. Reads nothing."""
+        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads no file."""
         integers = jax.ShapeDtypeStruct((self.batch_size, self.max_sequence_length), np.int32)
         floats = jax.ShapeDtypeStruct((self.batch_size, self.max_sequence_length), np.float32)
         return NestedMap(
@@ -136,8 +133,8 @@ class TFRecordBertInput(base_input.BaseInput):
         """Returns the next batch.
 
         Raises:
-          StopIteration: the input is not for training, and has ended.
-          UserError: a record is broken or is not such an example.
+          StopIteration: a finite input has ended.
+          UserError: a record is broken or has another format.
         """
         if self.enable_packing:
             return self._batch(self._packed_rows())
@@ -168,7 +165,7 @@ class TFRecordBertInput(base_input.BaseInput):
         return indexed.ExampleOrder(len(self.records), self.is_training, self.is_training, seed)
 
     def _batch(self, rows: Rows) -> NestedMap:
-        """Returns a batch; rows that are missing are empty."""
+        """Makes a batch; missing rows are empty."""
         missing = self.batch_size - len(rows["labels"])
         padded = {name: np.pad(values, ((0, missing), (0, 0))) for name, values in rows.items()}
         real = np.arange(self.batch_size) < self.batch_size - missing
@@ -176,7 +173,6 @@ class TFRecordBertInput(base_input.BaseInput):
         return NestedMap(padded, paddings=paddings, eval_sample_weights=real.astype(np.float32))
 
     def _packed_rows(self) -> Rows:
-        """Returns the next `batch_size` rows of this process's windows."""
         parts, wanted = [], self.batch_size
         while wanted:
             rows = self._packed_window(self._window)
@@ -198,11 +194,11 @@ class TFRecordBertInput(base_input.BaseInput):
             )
         return self._packed[1]
 
-    # The window that is being taken: its number and its rows.
+    # Number and rows of the current window.
     _packed: tuple[int, Rows] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def _pack(self, rows: Rows, window: int) -> Rows:
-        """Packs examples into rows, in a random order of rows; segments are numbered from 1 in each row."""
+        """Packs examples into rows and shuffles the rows; segments are numbered from 1 in each row."""
         lengths = (rows["segment_ids"] > 0).sum(axis=1)
         length = self.max_sequence_length
         kept = np.flatnonzero(lengths)
@@ -219,10 +215,10 @@ class TFRecordBertInput(base_input.BaseInput):
         return {name: values[shuffled] for name, values in packed.items()}
 
     def _rows(self, indices: np.ndarray) -> Rows:
-        """Returns the examples at these indices of the order, one in each row; indices after the end are left out."""
+        """Reads the examples at these indices of the order, one per row; indices after the end are left out."""
         numbers = self._order.examples(int(indices[0]), len(indices))
         numbers = numbers[numbers < len(self.records)]
-        if not len(numbers):  # this process has none of the last batch
+        if not len(numbers):  # all rows of the last batch belong to other processes
             shape = (0, self.max_sequence_length)
             whole, real = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
             return {"labels": whole, "masked_ids": whole, "masked_pos": real, "segment_ids": real, "segment_pos": whole}

@@ -14,18 +14,18 @@ from spmd_trainer.inputs.messages import readable_messages
 
 
 class ChatPromptInput(messages.ConversationFiles, text.PromptRows):
-    """Conversations as prompts for `LanguageModel.decode`, written as text by a chat template.
+    """Conversations as prompts for `LanguageModel.decode`, rendered by a chat template.
 
-    `conversations` describes the files. The template writes all special tokens, so that no others are added. Batches are those of
-    `text.PromptRows`; `prompt_index` counts the conversations of all files.
+    `messages.ConversationFiles` describes the files. The template writes all special tokens; the input adds none.
+    Batches are those of `text.PromptRows`; `prompt_index` counts the conversations of all files.
 
     Attributes:
       files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`.
-      start: must stay at its default: the template writes the beginning of a text.
+      start: must keep its default: the template writes the start token.
       chat_template, template_variables: see `messages.ConversationFiles`.
       add_generation_prompt: end the prompt with the beginning of the assistant's answer.
-      prefix_len: maximum number of tokens in a prompt, P. A longer conversation is an error.
-      num_prompts: number of conversations to use, from the first; None uses all.
+      prefix_len: most tokens in a prompt, P. A longer conversation is an error.
+      num_prompts: use only the first this many conversations; None uses all.
     """
 
     add_generation_prompt: bool = True
@@ -38,15 +38,16 @@ class ChatPromptInput(messages.ConversationFiles, text.PromptRows):
         """Returns the tokens of a conversation. The first call renders all conversations.
 
         Raises:
-          UserError: see `text_of_prompt`; or a conversation is longer than `prefix_len`, or has a token that the model lacks.
+          UserError: as `text_of_prompt`; or a conversation is longer than `prefix_len`, or has a token outside the
+            model's vocabulary.
         """
         return self._tokens[index]
 
     def text_of_prompt(self, index: int) -> str:
-        """Returns a conversation as the template writes it.
+        """Renders a conversation.
 
         Raises:
-          UserError: a line is not a conversation, or the template can't render it; names the file and the line.
+          UserError: a line is not a conversation, or the template fails; names the file and the line.
         """
         found = self._conversations[index]
         try:

@@ -1,7 +1,7 @@
-"""Chat templates: conversations as the text that a model was trained on. Need the package jinja2: extra `hf`.
+"""Chat templates render conversations as the text a model was trained on. Needs the package jinja2: extra `hf`.
 
-A template comes with a tokenizer, from people whom nobody has checked, so it runs in jinja2's sandbox, which gives it no way to
-files, modules or the interpreter's internals. It sees the same names as in transformers, so the text is the same.
+Templates come with tokenizers and may be malicious, so they run in jinja2's sandbox without access to files, modules
+or the interpreter. They see the same names as in transformers and give the same text.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from spmd_trainer.storage.paths import file_or_pattern
 if TYPE_CHECKING:
     import jinja2
 
-# Names under which a message may carry a model's reasoning. The first is the one that newer templates read.
+# Keys of a model's reasoning in a message; newer templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 
 
 class Rendering(NamedTuple):
-    """A conversation as text.
+    """A rendered conversation.
 
     Attributes:
       text: the text.
-      generated: the (start, end) characters of each `{% generation %}` block, in the order of the text.
+      generated: (start, end) characters of each `{% generation %}` block, in order.
     """
 
     text: str
@@ -40,7 +40,7 @@ class Rendering(NamedTuple):
 
 
 class _Recorder:
-    """Where the `{% generation %}` blocks of a rendering are.
+    """Collects the `{% generation %}` blocks of a rendering.
 
     Attributes:
       length: characters written so far.
@@ -52,7 +52,7 @@ class _Recorder:
         self.blocks: list[tuple[int, str]] = []
 
 
-# Of the rendering under way. All templates share one environment, and so one `Generation` extension.
+# Recorder of the current rendering: all templates share one environment and its `Generation` extension.
 _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("recorder", default=None)
 
 
@@ -60,9 +60,9 @@ class ChatTemplate:
     """A compiled chat template.
 
     Attributes:
-      name: where it is from, for errors.
+      name: its origin, for errors.
       text: the template.
-      has_marks: whether it marks what the assistant wrote, with `{% generation %}...{% endgeneration %}`.
+      has_marks: True if it marks the assistant's text by `{% generation %}...{% endgeneration %}`.
     """
 
     def __init__(self, text: str, *, name: str = "chat_template", special_tokens: Mapping[str, str] | None = None):
@@ -70,7 +70,7 @@ class ChatTemplate:
 
         Args:
           text: the template.
-          name: where it is from, for errors.
+          name: its origin, for errors.
           special_tokens: tokens that the template can name: {'bos_token': '<s>', ...}.
 
         Raises:
@@ -90,18 +90,18 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Returns a conversation as text.
+        """Renders a conversation.
 
         Args:
-          messages: [{'role': 'user', 'content': ...}, ...], JSON values. As in transformers, the template does not see a
-            message's entries that are null.
-          add_generation_prompt: end with the beginning of the assistant's answer, if the template can.
+          messages: [{'role': 'user', 'content': ...}, ...], JSON values. As in transformers, null entries are hidden
+            from the template.
+          add_generation_prompt: end with the beginning of the assistant's answer, if the template supports it.
           tools: JSON schemas of the functions that the model may call.
-          documents: documents for templates that take some.
-          **variables: further variables of the template. They take precedence over the special tokens.
+          documents: documents for retrieval templates.
+          **variables: further variables; they override the special tokens.
 
         Raises:
-          UserError: the template refuses the conversation, fails, or does something that the sandbox forbids.
+          UserError: the template rejects the conversation, fails, or violates the sandbox.
         """
         import jinja2
 
@@ -126,14 +126,10 @@ class ChatTemplate:
         return "".join(parts)
 
     def render_marked(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendering:
-        """Returns a conversation as text, with the position of each `{% generation %}` block.
-
-        Args:
-          messages: see `render`.
-          **variables: the other arguments of `render`.
+        """Renders a conversation and locates each `{% generation %}` block. Arguments are those of `render`.
 
         Raises:
-          UserError: see `render`; or the position of a block in the text is unknown.
+          UserError: as `render`; or a block can't be located in the text.
         """
         recorder = _Recorder()
         token = _recorder.set(recorder)
@@ -154,16 +150,16 @@ class ChatTemplate:
 
 
 def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool, owner: str) -> tuple[str, str]:
-    """Returns the name and the text of one of a tokenizer's templates, as transformers chooses it.
+    """Chooses one of a tokenizer's templates as transformers does; returns its name and text.
 
     Args:
       templates: {name: text} of a tokenizer.
-      chosen: a name, or None for 'default' ('tool_use' if there are tools and there is such a template).
-      has_tools: the conversation has tools.
+      chosen: a name; None for 'default' ('tool_use' if there are tools and such a template).
+      has_tools: True if the conversation has tools.
       owner: the tokenizer, for errors.
 
     Raises:
-      UserError: there is no such template.
+      UserError: the template does not exist.
     """
     usual = _FOR_TOOLS if has_tools and _FOR_TOOLS in templates else _DEFAULT
     name = usual if chosen is None else chosen
@@ -180,16 +176,16 @@ def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool,
 
 
 def _as_templates_expect(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leaves out entries that are null, and gives reasoning the names under which templates look for it."""
+    """Drops null entries, and repeats reasoning under the names that templates look for."""
     message = {name: value for name, value in message.items() if value is not None}
     found = next((message[name] for name in _REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-# Compiling takes milliseconds, and a job builds its inputs several times.
+# Cached: compiling takes milliseconds, and a job builds its inputs several times.
 @functools.lru_cache(maxsize=16)
 def _compile(text: str, name: str) -> tuple[jinja2.Template, bool]:
-    """Returns the compiled template, and whether it has `{% generation %}`."""
+    """Returns the compiled template, and True if it has `{% generation %}`."""
     try:
         import jinja2
     except ImportError as error:
@@ -206,13 +202,13 @@ def _compile(text: str, name: str) -> tuple[jinja2.Template, bool]:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Returns the environment in which all templates run. It differs from jinja2's own where transformers' does."""
+    """Environment of all templates; differs from jinja2's defaults as transformers' does."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}`: marks what the assistant wrote. The text inside stays as it is."""
+        """`{% generation %}...{% endgeneration %}`: marks the assistant's text without changing it."""
 
         tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -263,11 +259,12 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool) -> ChatTe
 
     Args:
       tokenizer: the input's tokenizer.
-      given: None for the tokenizer's own template; the name of one of its templates; the path of a .jinja file; or a text.
-      has_tools: the conversation has tools.
+      given: None for the tokenizer's own template; the name of one of its templates; the path of a .jinja file; or a
+        text.
+      has_tools: True if the conversation has tools.
 
     Raises:
-      UserError: there is no such template, it can't be read, or it has a syntax error.
+      UserError: the template does not exist, can't be read, or has a syntax error.
     """
     owner = getattr(tokenizer, "name", type(tokenizer).__name__)
     known: Mapping[str, str] = getattr(tokenizer, "chat_templates", {})
@@ -285,13 +282,10 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool) -> ChatTe
 def clock_of(date: str | None) -> Callable[[str], str]:
     """Returns `strftime_now` for the templates of a training input: a function that formats a fixed date.
 
-    With today's date, a run that is resumed tomorrow would have other tokens. So the function raises UserError if `date` is None.
-
-    Args:
-      date: the `date` field, e.g. '2024-07-26'.
+    Today's date would change the tokens of a run resumed tomorrow, so the function raises UserError if `date` is None.
 
     Raises:
-      UserError: `date` is not a date.
+      UserError: `date` is not a date such as '2024-07-26'.
     """
     try:
         return functools.partial(_formatted, None if date is None else datetime.datetime.fromisoformat(date))

@@ -1,9 +1,9 @@
-"""Conversations for training: the loss counts what the assistant wrote.
+"""Conversations for training: only the assistant's text counts in the loss.
 
-The chat template writes a conversation as text, with all its special tokens, and the tokenizer encodes the whole text at once,
-so that the tokens are those of transformers' `apply_chat_template`. A conversation of n tokens is one segment of n - 1
-positions: each token but the last is an id, and each token but the first a label. `weights` is 1 on the labels that the
-assistant wrote (`assistant_masks` says which these are) and 0 on all others. Conversations are packed into rows and never split.
+The chat template renders a conversation with all special tokens, and the tokenizer encodes the whole text at once, so
+the tokens are those of transformers' `apply_chat_template`. A conversation of n tokens is one segment of n - 1
+positions: each token but the last is an id, and each token but the first a label. `weights` is 1 on the assistant's
+labels (see `assistant_masks`) and 0 on all others. Conversations are packed into rows and never split.
 
 Example, T = 8, '<user>hi<assistant>yes<end>' with one token for each of the five, and the assistant's text marked as
 '{% generation %}yes<end>{% endgeneration %}':
@@ -31,21 +31,21 @@ from spmd_trainer.inputs.chat_template import Rendering, clock_of
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, Conversation, readable_messages, text_of_content
 
-# Roles whose messages may be empty: what a tool returned.
+# Roles whose messages may be empty: tool results.
 _RETURNED = ("tool", "function", "ipython")
 _ERROR, _CUT, _DROP = "error", "cut", "drop"
 _TOO_LONG = (_ERROR, _CUT, _DROP)
-# Conversations that the tokenizer encodes at a time, on all cores.
+# Conversations encoded at a time, on all cores.
 _TOGETHER = 1024
 
 
 class Encoded(NamedTuple):
-    """A conversation as tokens.
+    """An encoded conversation.
 
     Attributes:
-      where: the file and the line or row.
+      where: file and line or row.
       tokens: all its tokens, unsigned [n].
-      counted: whether the assistant wrote each token, bool [n].
+      counted: True for tokens that the assistant wrote, bool [n].
     """
 
     where: str
@@ -56,23 +56,24 @@ class Encoded(NamedTuple):
 class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
     """Language-model input over conversations, packed into rows (see the module docstring).
 
-    `conversations` describes the files, and `packed_text.PackedRows` batches and epochs. A conversation that can't be used is an
-    error with its file and line: without a message of the assistant, with an unknown role or an empty message, or one that the
-    template can't render or of which no label would count. A message of a tool may be empty, and one of the assistant may have
+    `messages.ConversationFiles` describes the files, and `packed_text.PackedRows` batches and epochs. An unusable
+    conversation is an error with its file and line: it has no message of the assistant, an unknown role, an empty
+    message, no label that counts, or the template fails. A tool's message may be empty, and an assistant's may have
     reasoning or tool calls instead of content.
 
     Attributes:
-      files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`. The tokenizer is a Hugging Face tokenizer.
-      start: must stay at its default: the template writes the beginning of a text.
+      files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`. The tokenizer must be a Hugging Face
+        tokenizer.
+      start: must keep its default: the template writes the start token.
       chat_template, template_variables: see `messages.ConversationFiles`.
       seq_len, shuffle: see `packed_text.PackedRows`.
-      turns: 'all' counts all messages of the assistant, 'last' only the last one. A conversation may have an entry `turns` of its
-        own, which takes precedence.
-      too_long: what to do with a conversation of more than seq_len + 1 tokens. 'error': refuse it. 'drop': leave it out. 'cut':
-        keep its first seq_len + 1 tokens, and refuse it if none of the assistant's is left. Both log how many.
+      turns: 'all' counts all messages of the assistant, 'last' only the last one. An entry `turns` of a conversation
+        takes precedence.
+      too_long: for conversations of more than seq_len + 1 tokens. 'error': refuse. 'drop': leave out. 'cut': keep the
+        first seq_len + 1 tokens, and refuse if the assistant's text is cut off. 'drop' and 'cut' log the number.
       other_roles: roles that the template knows besides `messages.ROLES`.
-      date: what the template sees as the current date, e.g. '2024-07-26'. Required if the template writes the date: with today's,
-        a run that is resumed tomorrow would have other tokens.
+      date: the template's current date, e.g. '2024-07-26'. Required if the template writes the date: today's date
+        would change the tokens of a run resumed tomorrow.
     """
 
     turns: str = assistant_masks.ALL
@@ -98,10 +99,10 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
             raise self.error(str(error)) from error
 
     def encoded(self) -> Iterator[Encoded]:
-        """Yields every conversation of the files as tokens, whatever its length.
+        """Yields every conversation of the files as tokens, of any length.
 
         Raises:
-          UserError: a conversation can't be used; names its file and line.
+          UserError: a conversation is unusable; names its file and line.
         """
         everything = self.conversations()
         while some := list(itertools.islice(everything, _TOGETHER)):
@@ -120,7 +121,7 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
 
     @functools.cached_property
     def _packed(self) -> tuple[packed_text.RowTable, int]:
-        """The rows, and a checksum of the conversations in them."""
+        """Returns the rows, and a checksum of their conversations."""
         kept = list(self._fitting(self.encoded()))
         if not kept:
             raise self.error(f"no conversation is left, the first file is {self.paths[0]}; give one, or raise seq_len")
@@ -140,7 +141,7 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
         return {**super()._fingerprint(), "conversations": self._packed[1]}
 
     def _render(self, found: Conversation) -> Rendering:
-        """Checks a conversation and returns it as text, with the assistant's part of it."""
+        """Checks a conversation and renders it."""
         try:
             self._check(found)
             turns = self.turns if found.turns is None else found.turns
@@ -202,7 +203,7 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
             raise self.error(f"{where}: no label would count: no token stands for the assistant's text")
 
     def _fitting(self, encoded: Iterator[Encoded]) -> Iterator[Encoded]:
-        """Yields the conversations that fit in a row; does with the others what `too_long` says."""
+        """Yields the conversations that fit in a row, and treats the others as `too_long` says."""
         room, total, longer = self.seq_len + 1, 0, []
         for one in encoded:
             total += 1

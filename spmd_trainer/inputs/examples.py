@@ -19,18 +19,18 @@ class ExamplesInput(indexed.IndexedInput):
     """Base of inputs over a set of numbered examples. A subclass implements `num_examples`, `example_specs` and
     `read_examples`.
 
-    Training (`is_training=True`): endless. Each epoch gives every example once, in an order drawn from
-    (input_random_seed, epoch). Otherwise: every example once, in order, then StopIteration until `reset()`. Rows that fill
-    up the last batch repeat the last example with `eval_sample_weights` (and `weights`, if present) 0.
+    Training (`is_training=True`) is endless: each epoch gives every example once, in an order drawn from
+    (input_random_seed, epoch). Evaluation gives every example once, in order, then StopIteration until `reset()`. Rows
+    that fill up the last batch repeat the last example with `eval_sample_weights` (and `weights`, if present) 0.
 
-    A batch is a NestedMap of numpy arrays [B, ...], and `eval_sample_weights` float32 [B]. With `jax_enable_x64` off, int64
-    and float64 arrays become int32 and float32, and a value that doesn't fit is an error.
+    A batch is a NestedMap of numpy arrays [B, ...], and `eval_sample_weights` float32 [B]. With `jax_enable_x64` off,
+    int64 and float64 arrays become int32 and float32, and a value that doesn't fit is an error.
 
     Attributes:
       shuffle: False gives a training input's examples in order.
-      transform: a function from a batch (NestedMap of numpy arrays) to a batch, applied last; e.g. from uint8 to float32.
-        It must be pure, treat each row separately, and accept any values: it is called with zeros to find the shapes and
-        dtypes of its result.
+      transform: a function from a batch (NestedMap of numpy arrays) to a batch, applied last; e.g. from uint8 to
+        float32. It must be pure, treat each row separately, and accept any values: it is called with zeros to find the
+        shapes and dtypes of its result.
     """
 
     shuffle: bool = True
@@ -179,7 +179,7 @@ def for_devices(batch: NestedMap) -> NestedMap:
         if array.dtype.kind in "USO":
             raise UserError(f"{path} holds {array.dtype} values, which no device can hold; make numbers of them")
         to = jax.dtypes.canonicalize_dtype(array.dtype)
-        with np.errstate(over="ignore"):  # an overflow is an error below
+        with np.errstate(over="ignore"):  # overflow is checked below
             small = array.astype(to, copy=False)
         if to == array.dtype:
             return small
@@ -197,15 +197,12 @@ def specs_of(tree: NestedMap) -> NestedMap:
 
 
 def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) -> NestedMap:
-    """Stacks examples into a batch.
+    """Stacks examples into a NestedMap of numpy arrays [B, ...].
 
     Args:
       examples: trees of arrays.
       specs: shapes and dtypes of every example, a NestedMap of jax.ShapeDtypeStruct.
-      name_of: returns a name of example i for errors.
-
-    Returns:
-      NestedMap of numpy arrays [B, ...].
+      name_of: names example i in errors.
 
     Raises:
       UserError: an example has other leaves, another shape or another dtype.
@@ -232,7 +229,7 @@ def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) 
 
 
 def _leaves(example: Any, names: set[str]) -> Mapping[str, Any]:
-    """Returns the leaves of an example by path. One without nesting already holds them."""
+    """Returns the leaves of an example by path."""
     if (
         isinstance(example, dict)
         and example.keys() == names

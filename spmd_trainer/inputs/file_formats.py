@@ -1,4 +1,4 @@
-"""Identifies well-known file formats by a file's first bytes, and says what to do with such a file."""
+"""Recognises common file formats by a file's first bytes, with advice for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FileFormat:
 
     Attributes:
       name: with its article, e.g. 'a Parquet file'.
-      instead: what to do with the file, a sentence without a full stop.
+      instead: advice, a sentence without a full stop.
     """
 
     name: str
@@ -82,10 +82,10 @@ _WAVE = FileFormat("a WAVE sound", "ArrayInput takes sounds as arrays")
 
 
 def identify(head: bytes) -> FileFormat | None:
-    """Returns the format of a file that isn't text, or None if no format is recognised.
+    """Recognises a file that isn't text; None if its format is unknown.
 
-    A text may begin with the letters of a signature ('GGUF is a file format'), so a signature of letters only counts if a
-    control character follows. TFRecord files are not recognised here: see `record_files.begins_with_record`.
+    A text may begin with the letters of a signature ('GGUF is a file format'), so a signature of letters only counts
+    if a control character follows. For TFRecord files use `record_files.begins_with_record`.
 
     Args:
       head: the file's first `HEAD_BYTES` bytes, or the whole file if it is shorter.
@@ -116,7 +116,7 @@ def _is_printable(signature: bytes) -> bool:
 
 
 def _zip(head: bytes) -> FileFormat:
-    """Returns the format of a ZIP archive, judged by the name of the first file in it."""
+    """Tells ZIP-based formats apart by the name of the first file inside."""
     name = head[30 : 30 + _little_endian(head[26:28])]
     if name.endswith(b".npy"):
         return _NPZ

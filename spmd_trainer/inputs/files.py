@@ -1,4 +1,4 @@
-"""Finds and reads the files of an input, with a specific error for each thing that can be wrong with them."""
+"""Finds and reads the files of an input, with a specific error for each mistake."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.paths import file_or_pattern
 
 Paths = Sequence[str | os.PathLike[str]]
-# What an input's `files` field may hold.
+# Types of an input's `files` field.
 FileSource = Paths | Callable[[], Paths] | str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles:
-    """Files that exist, with their sizes when they were found.
+    """Existing files, with their sizes when they were found.
 
     Attributes:
       paths: in the order given.
@@ -36,12 +36,11 @@ class TextFiles:
 
     @functools.cached_property
     def total_bytes(self) -> int:
-        """Bytes in all files together."""
         return sum(self.sizes)
 
     @functools.cached_property
     def checksum(self) -> int:
-        """A number that changes when a file is added, removed, reordered or resized."""
+        """Changes when a file is added, removed, reordered or resized."""
         return zlib.crc32(",".join(map(str, self.sizes)).encode())
 
     @property
@@ -66,21 +65,21 @@ class TextFiles:
 
 
 _FIX = "Make it readable, or leave it out of `files`"
-# Maximum number of names in an error.
+# Most names in an error.
 _MAX_NAMES = 8
 
 
 def find_files(files: FileSource | None) -> TextFiles:
-    """Resolves an input's `files` field and checks that every file exists and is readable.
+    """Resolves an input's `files` field and checks that every file is readable.
 
     Args:
-      files: paths and glob patterns, one of them, or a function without arguments that returns them. A pattern ('*', '?',
-        '[a-z]', and '**' for folders of any depth) gives the files that it matches, sorted by path, without folders and
-        hidden files. A path that exists is never a pattern, whatever characters are in its name.
+      files: paths and glob patterns, one of them, or a function without arguments that returns them. A pattern ('*',
+        '?', '[a-z]', and '**' for folders of any depth) gives its matches sorted by path, without folders and hidden
+        files. An existing path is never treated as a pattern.
 
     Raises:
-      UserError: there are no paths; a pattern matches no file, or a file that another entry gives too; a path is missing, a
-        directory or unreadable; or all files are empty.
+      UserError: there are no paths; a pattern matches no file, or a file that another entry gives too; a path is
+        missing, a directory or unreadable; or all files are empty.
     """
     given = files() if callable(files) else files
     if isinstance(given, str | bytes | os.PathLike):
@@ -97,7 +96,7 @@ def find_files(files: FileSource | None) -> TextFiles:
 
 
 def nearby_names(path: str) -> str:
-    """Returns an addition to an error about a missing path: ' (did you mean b.txt?)', or what its folder holds instead."""
+    """Suffix for an error about a missing path: ' (did you mean b.txt?)', or the content of its folder."""
     folder = os.path.dirname(path) or "."
     try:
         if reading.exists(path):
@@ -110,7 +109,7 @@ def nearby_names(path: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first few names and the number of others: 'a, b and 5 more'. Hidden files come last."""
+    """Lists the first few names and counts the rest: 'a, b and 5 more'. Hidden files come last."""
     names = sorted(names, key=lambda name: name.startswith("."))
     shown = ", ".join(names[:_MAX_NAMES])
     more = len(names) - _MAX_NAMES
@@ -132,7 +131,7 @@ def _path(entry: object) -> str:
 
 
 def _expand(entries: list[str]) -> tuple[str, ...]:
-    """Returns the paths of the entries, in the order of the entries; the files of a pattern are sorted."""
+    """Returns the paths of the entries in order; the files of a pattern are sorted."""
     found: list[str] = []
     given_by: dict[str, str] = {}
     for entry in entries:
@@ -198,7 +197,7 @@ def _directory(path: str) -> str:
 
 
 def _glob_of(directory: str) -> str:
-    """Returns a glob of a directory's files with the most common extension, or of the files in its subfolders."""
+    """Suggests a glob for a directory: its most common extension, or the files in its subfolders."""
     try:
         inside = [entry for entry in epath.Path(directory).iterdir() if not entry.name.startswith(".")]
     except OSError:

@@ -1,7 +1,8 @@
-"""Inputs over Grain datasets. Need the package grain: extra `grain`.
+"""Inputs over Grain datasets. Needs the package grain: extra `grain`.
 
-`GrainInput` takes a `grain.MapDataset`, which gives element n directly, so sharding among processes, evaluation and positions
-work as in every other input. `GrainStreamInput` takes a `grain.IterDataset`, whose position only Grain knows.
+`GrainInput` takes a `grain.MapDataset`, which gives element n directly, so sharding among processes, evaluation and
+positions work as in every other input. `GrainStreamInput` takes a `grain.IterDataset`, whose position only Grain
+knows.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ _READ_AHEAD = 64
 class GrainInput(indexed.IndexedInput):
     """Input over a `grain.MapDataset` of examples (dicts of arrays of fixed shapes), not batched and not sharded.
 
-    Training (`is_training=True`): repeats the dataset without end; `.shuffle(seed=...)` of the dataset gives each epoch a
-    different order. Otherwise: each element once, in the dataset's order, then StopIteration until `reset()`. Rows that fill
-    up the last batch repeat the last element with `eval_sample_weights` 0. Grain's threads read elements ahead.
+    Training (`is_training=True`) repeats the dataset; `.shuffle(seed=...)` of the dataset gives each epoch a different
+    order. Evaluation gives each element once, in the dataset's order, then StopIteration until `reset()`. Rows that
+    fill up the last batch repeat the last element with `eval_sample_weights` 0. Grain's threads read elements ahead.
 
     A batch is a NestedMap of numpy arrays [B, ...] and `eval_sample_weights` float32 [B]; 64-bit arrays become 32-bit.
-    A saved position is valid for any number of processes and any batch size. Only the dataset's length and the shapes and
-    dtypes of its first element are compared when a position is restored: other changes of the pipeline are not detected.
+    A saved position is valid for any number of processes and any batch size. Restoring compares only the dataset's
+    length and the shapes and dtypes of its first element; other changes of the pipeline go unnoticed.
 
     Attributes:
-      dataset: a function without arguments that returns the dataset, or the dataset. Random transformations must draw
-        from Grain's own generator, so that an element is the same each time it is read.
+      dataset: the dataset, or a function without arguments that returns it. Random transformations must draw from
+        Grain's own generator, so that an element is the same each time it is read.
       read_threads: threads that read elements; 0 reads them in the thread that makes the batch.
     """
 
@@ -54,11 +55,7 @@ class GrainInput(indexed.IndexedInput):
 
     @functools.cached_property
     def source(self) -> Any:
-        """The dataset.
-
-        Raises:
-          UserError: grain isn't installed, or `dataset` is not a MapDataset, or is empty.
-        """
+        """The dataset. Raises UserError if grain isn't installed, or `dataset` is not a MapDataset or is empty."""
         grain = import_grain(self.error)
         dataset = self.dataset() if callable(self.dataset) else self.dataset
         if isinstance(dataset, grain.IterDataset):
@@ -89,7 +86,7 @@ class GrainInput(indexed.IndexedInput):
         return indexed.ExampleOrder(self.num_examples, self.is_training)
 
     def input_specs(self) -> NestedMap:
-        """Returns a NestedMap of jax.ShapeDtypeStruct: this process' batch without padding. Reads the first element."""
+        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads the first element."""
         return _batch_specs(self._example_specs, self.batch_size)
 
     @functools.cached_property
@@ -105,7 +102,7 @@ class GrainInput(indexed.IndexedInput):
     def _iterate(self, start: int) -> Iterator[NestedMap]:
         grain = import_grain(self.error)
         stop = sys.maxsize if self.num_batches is None else self.num_batches * self.batch_size
-        # The elements of this process' rows, with its rows counted over all its batches.
+        # Elements of this process' rows, numbered across all its batches.
         share = grain.MapDataset.range(start * self.batch_size, stop).map(self._element_of_row)
         options = grain.ReadOptions(num_threads=self.read_threads, prefetch_buffer_size=_READ_AHEAD)
         rows = iter(share.to_iter_dataset(options))
@@ -154,8 +151,9 @@ class GrainStreamInput(base_input.BaseInput):
     """Input over a `grain.IterDataset` of examples (dicts of arrays of fixed shapes), not batched.
 
     For pipelines without random access: filters, packing, mixtures. Each process reads its own share. The position is
-    Grain's own and is valid only for the same number of processes. Training datasets should be endless. Evaluation needs a
-    single process: each element once, the last batch filled up with rows of weight 0, then StopIteration until `reset()`.
+    Grain's own and valid only for the same number of processes. Training datasets should be endless. Evaluation needs
+    a single process: it gives each element once, fills up the last batch with rows of weight 0, then raises
+    StopIteration until `reset()`.
 
     A batch is a NestedMap of numpy arrays [B, ...] and `eval_sample_weights` float32 [B]; 64-bit arrays become 32-bit.
 
@@ -194,15 +192,15 @@ class GrainStreamInput(base_input.BaseInput):
             raise self._error(f"the first element of the dataset is not an example: {error}") from error
 
     def input_specs(self) -> NestedMap:
-        """Returns a NestedMap of jax.ShapeDtypeStruct: this process' batch without padding. Reads one element, not lost."""
+        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads one element and keeps it."""
         return _batch_specs(self._example_specs, self.batch_size)
 
     def get_next(self) -> NestedMap:
         """Returns the next batch.
 
         Raises:
-          StopIteration: the dataset has ended; in training, elements that don't fill a batch are left out.
-          UserError: an element has other leaves, shapes or dtypes than the first.
+          StopIteration: the dataset has ended; training drops an incomplete last batch.
+          UserError: an element's leaves, shapes or dtypes differ from the first element's.
         """
         specs = self._example_specs
         rows = list(itertools.islice(self._iterator, self.batch_size))
@@ -263,14 +261,7 @@ def _batch_specs(example: NestedMap, batch_size: int) -> NestedMap:
 
 
 def import_grain(error_of: Callable[[str], UserError]) -> Any:
-    """Imports Grain.
-
-    Args:
-      error_of: returns an error that names the input.
-
-    Raises:
-      UserError: it isn't installed.
-    """
+    """Imports Grain. Raises an error made by `error_of` if it isn't installed."""
     try:
         import grain
     except ImportError as error:

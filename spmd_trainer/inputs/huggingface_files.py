@@ -1,4 +1,4 @@
-"""Reads the files of a Hugging Face tokenizer, or the same facts from an object of that library."""
+"""Reads the files of a Hugging Face tokenizer, or the same data from an object of that library."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _DEFAULT = "default"
 
 
 class Source(NamedTuple):
-    """A tokenizer as it was given.
+    """A tokenizer's data.
 
     Attributes:
       name: for errors.
       content: the content of its tokenizer.json.
-      stated: the settings beside it: tokenizer_config.json and special_tokens_map.json.
+      stated: settings of tokenizer_config.json and special_tokens_map.json.
       chat_templates: {name: template}; the usual one is called 'default'.
     """
 
@@ -48,12 +48,12 @@ def read_source(source: Any) -> Source:
 
 
 def is_huggingface(value: Any) -> bool:
-    """Returns whether an object is a `tokenizers.Tokenizer` or a fast tokenizer of transformers, importing neither."""
+    """True for a `tokenizers.Tokenizer` or a fast tokenizer of transformers. Imports neither."""
     return _is_library_tokenizer(getattr(value, "backend_tokenizer", value))
 
 
 def _is_library_tokenizer(value: Any) -> bool:
-    # By methods, so that the wrappers in `tokenizers.implementations` count too.
+    # Duck-typed, to accept the wrappers in `tokenizers.implementations` too.
     return not isinstance(value, type) and all(hasattr(value, name) for name in ("to_str", "get_vocab", "token_to_id"))
 
 
@@ -81,7 +81,7 @@ def _read(path: str) -> Source:
 
 
 def _template_files(folder: str) -> dict[str, str]:
-    """Reads the chat templates that are files of their own. If there are any, transformers uses no others."""
+    """Reads the chat templates stored as files. If there are any, transformers ignores all others."""
     found: dict[str, str] = {}
     more = os.path.join(folder, _TEMPLATE_FOLDER)
     if reading.exists(more):
@@ -95,7 +95,7 @@ def _template_files(folder: str) -> dict[str, str]:
 
 
 def _named_templates(stated: Any) -> dict[str, str]:
-    """Returns the templates of a `chat_template` setting: one template, several by name, or none."""
+    """Returns the templates of a `chat_template` setting by name."""
     if not stated:
         return {}
     if isinstance(stated, str):
@@ -146,7 +146,7 @@ def _describe(source: Any) -> Source:
 
 
 def content_of(token: Any) -> str | None:
-    """Returns the text of a special token, which may be a string, a dict or an AddedToken."""
+    """Text of a special token given as a string, a dict or an AddedToken."""
     if token is None or isinstance(token, str):
         return token
     return token.get("content") if isinstance(token, Mapping) else getattr(token, "content", str(token))

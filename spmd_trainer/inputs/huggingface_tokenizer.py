@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers. Need the package tokenizers: extra `hf`."""
+"""Hugging Face tokenizers. Needs the package tokenizers: extra `hf`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _USUAL = {
     ),
     "pad": ("<pad>", "<|pad|>", "<PAD>", "[PAD]"),
 }
-# The special tokens with a name of their own in transformers.
+# Special tokens that transformers has a name for.
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# Parts of a tokenizer.json that do not change the tokens. The post-processor only adds special tokens, which is switched off.
+# Parts of a tokenizer.json that do not change the tokens: the post-processor only adds special tokens, and is off.
 _WITHOUT_EFFECT = ("version", "truncation", "padding", "post_processor")
 # Characters whose UTF-8 has every possible byte: all characters of one and two bytes, and at least one for each other first
 # byte.
@@ -51,12 +51,12 @@ _MAX_TEXT_BYTES = 2**28
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer with a Hugging Face tokenizer. Texts are UTF-8.
+    """Wraps a Hugging Face tokenizer. Texts are UTF-8.
 
-    Tokens are those of `encode(text, add_special_tokens=False)`: the inputs add end-of-text themselves. Padding and truncation
-    stored with the tokenizer are ignored. As in the library, text that spells a special token ('<|endoftext|>') becomes that
-    token, unless `encode_special_tokens` is set. Unlike in the library, a character that a BPE has no symbol for is an error;
-    the library drops the character.
+    Tokens are those of `encode(text, add_special_tokens=False)`: the inputs add end-of-text themselves. Padding and
+    truncation stored with the tokenizer are ignored. As in the library, text that spells a special token
+    ('<|endoftext|>') becomes that token, unless `encode_special_tokens` is set. A character without a symbol in a
+    BPE's vocabulary is an error; the library drops it.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class HuggingFaceTokenizer:
         """Reads the tokenizer.
 
         Args:
-          source: path of a tokenizer.json or of a folder that holds one, with special tokens named in tokenizer_config.json
-            and special_tokens_map.json in the same folder; a `tokenizers.Tokenizer`; or a fast tokenizer of transformers. An
-            object is copied.
-          eos: end-of-text, a token or its id. None takes the one that the files or the transformers tokenizer name, or else
-            the only token with a usual spelling, such as '</s>'.
+          source: path of a tokenizer.json or of a folder that holds one, with special tokens named in
+            tokenizer_config.json and special_tokens_map.json in the same folder; a `tokenizers.Tokenizer`; or a fast
+            tokenizer of transformers. An object is copied.
+          eos: end-of-text, a token or its id. None takes the one named by the files or the transformers tokenizer, or
+            else the only token with a usual spelling, such as '</s>'.
           bos: beginning-of-text, found in the same way. Inputs put it before each text if their `start` says so.
-          pad: padding, found in the same way. The inputs don't use it.
+          pad: padding, found in the same way. Inputs ignore it.
           encode_special_tokens: True encodes special tokens in a text like any other text. Set it here: a
             `tokenizers.Tokenizer` loses its own setting when a config is cloned.
 
         Raises:
-          UserError: the library is missing; the source can't be read or is not a tokenizer; or it has no end-of-text, or
-            lacks a token that is given or named.
+          UserError: the library is missing; the source can't be read or is not a tokenizer; or end-of-text or a given
+            or named token is missing.
         """
         self.name, self._content, stated, self.chat_templates = read_source(source)
         backend = getattr(source, "backend_tokenizer", source)
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _exact_tokenizer(self) -> huggingface.Tokenizer:
-        """The tokenizer without its post-processor, which may take a token's spaces out of its offsets."""
+        """The tokenizer without its post-processor, which may trim spaces from the offsets."""
         import tokenizers as huggingface
 
         found = huggingface.Tokenizer.from_str(self._tokenizer.to_str())
@@ -120,12 +120,12 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """The highest id + 1, including added tokens. Some ids below it may be unused."""
+        """Highest id + 1, added tokens included. Some ids below it may be unused."""
         return max(self.vocabulary.values()) + 1
 
     @functools.cached_property
     def encoded_vocab_size(self) -> int:
-        """The highest id of plain text and end-of-text, + 1; at most `vocab_size`.
+        """Highest id of plain text and end-of-text, + 1; at most `vocab_size`.
 
         Special tokens added to the model's own vocabulary do not count, because they occur only if a text spells them.
         """
@@ -151,7 +151,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer itself puts beginning-of-text before a text: its post-processor does.
+        """True if the tokenizer's post-processor puts beginning-of-text before a text.
 
         As in transformers 5, add_bos_token in tokenizer_config.json has no effect beside a tokenizer.json.
         """
@@ -159,7 +159,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
-        """The special tokens that chat templates know by name, as the files state them: {'bos_token': '<s>', ...}."""
+        """Special tokens by their names in chat templates, as stated by the files: {'bos_token': '<s>', ...}."""
         stated = {name: content_of(self._stated.get(name)) for name in _NAMED_TOKENS}
         return {name: token for name, token in stated.items() if token is not None}
 
@@ -170,33 +170,29 @@ class HuggingFaceTokenizer:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The content of the tokenizer.json."""
+        """Content of the tokenizer.json."""
         parsed: dict[str, Any] = json.loads(self._content)
         return parsed
 
     @functools.cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of the longest token in the vocabulary's spelling, at least 2."""
+        """Bytes of the longest spelling in the vocabulary, at least 2."""
         return max(2, max(len(token.encode()) for token in self.vocabulary))
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
         """Returns the tokens of a text, int32 [n].
 
         Raises:
-          UserError: the text isn't UTF-8, is too large to be encoded at once, or has a character that the tokenizer has no
-            token for; names the file.
+          UserError: the text isn't UTF-8, is too large to be encoded at once, or has a character without a token;
+            names the file.
         """
         return self._encode([self._checked(text, path, cut=cut)], [path])[0]
 
     def encode_batch(self, texts: Sequence[bytes], wheres: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text, int32 [n]. Faster than one `encode` after the other, because it uses all cores.
-
-        Args:
-          texts: the texts.
-          wheres: for errors, where each text is from.
+        """Returns the tokens of each text, int32 [n]. Uses all cores. `wheres` name the texts in errors.
 
         Raises:
-          UserError: see `encode`; names where the first such text is from.
+          UserError: see `encode`; names the first bad text.
         """
         return self._encode([self._checked(text, where) for text, where in zip(texts, wheres, strict=True)], wheres)
 
@@ -225,15 +221,9 @@ class HuggingFaceTokenizer:
         return [np.asarray(found.ids, np.int32) for found in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the tokens of texts, and which characters each token stands for.
+        """Returns for each text its tokens, int32 [n], and their (start, end) characters, int64 [n, 2].
 
-        Args:
-          texts: the texts.
-          wheres: for errors, where each text is from.
-
-        Returns:
-          For each text its tokens, int32 [n], and their (start, end) characters, int64 [n, 2]. Several tokens may stand for one
-          character.
+        Several tokens may stand for one character. `wheres` name the texts in errors.
 
         Raises:
           UserError: see `encode`.
@@ -251,7 +241,7 @@ class HuggingFaceTokenizer:
         ]
 
     def spell(self, ids: Any) -> str:
-        """Returns the text of ids [n], with special tokens as they are spelled."""
+        """Returns the text of ids [n], special tokens included."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def _refuse_lost_characters(self, text: str, path: str) -> None:
@@ -277,7 +267,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _symbols_of_lossy_bpe(self) -> frozenset[str] | None:
-        """The vocabulary of a BPE that lacks some characters and has no token for unknown ones; None for other tokenizers."""
+        """Vocabulary of a BPE that silently drops unknown characters; None for other tokenizers."""
         import tokenizers as huggingface
 
         model = self._tokenizer.model
@@ -291,13 +281,13 @@ class HuggingFaceTokenizer:
         return None if self._symbols(_EVERY_BYTE) <= by_byte else symbols
 
     def _symbols(self, text: str) -> set[str]:
-        """Returns the symbols of a text after pre-tokenization: its characters, or symbols for its bytes."""
+        """Symbols of a text after pre-tokenization: its characters, or symbols for its bytes."""
         splitter = self._tokenizer.pre_tokenizer
         pieces = [(text, ())] if splitter is None else splitter.pre_tokenize_str(text)
         return {symbol for piece, _ in pieces for symbol in piece}
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Returns the texts of ids. Ids outside the vocabulary and special tokens are dropped."""
+        """Returns the texts of ids, without special tokens and ids outside the vocabulary."""
         texts = []
         for row, length in zip(ids, lengths, strict=True):
             kept = np.asarray(row)[: int(length)]
@@ -306,7 +296,7 @@ class HuggingFaceTokenizer:
         return texts
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns a checksum of the tokenizer, whatever its path, and its end-of-text."""
+        """Returns a checksum of the tokenizer's content and its end-of-text."""
         return {"huggingface_tokenizer": self._checksum, "eos_id": self._eos_id}
 
     @functools.cached_property
@@ -358,7 +348,9 @@ class HuggingFaceTokenizer:
         return [added[index].content for index in sorted(added)]
 
     def _check_added(self, stated: Mapping[str, Any]) -> None:
-        """Raises a UserError if tokenizer.json lacks tokens that tokenizer_config.json adds, which would change the tokens."""
+        """Raises a UserError if tokenizer.json lacks tokens that tokenizer_config.json adds, which would change the
+        tokens.
+        """
         for index, token in stated.get("added_tokens_decoder", {}).items():
             if self._tokenizer.id_to_token(int(index)) != content_of(token):
                 raise UserError(
@@ -368,7 +360,7 @@ class HuggingFaceTokenizer:
                 )
 
 
-# A job builds an input several times, and a large tokenizer takes a second to load.
+# Cached: a job builds an input several times, and a large tokenizer takes a second to load.
 @functools.lru_cache(maxsize=4)
 def _load(content: str, encode_special_tokens: bool, name: str) -> huggingface.Tokenizer:
     try:

@@ -1,10 +1,10 @@
 """Inputs whose batch n is a pure function of n, so that a position is one integer.
 
-An *example* is one row of a batch. There is one global *order* of examples for all processes. Global batch n holds the
-examples at indices [n * G, (n + 1) * G) of the order, where G = batch_size * num_infeed_hosts; process h takes the rows
-[h * batch_size, (h + 1) * batch_size) of the global batch. So a global batch holds the same examples with any number of
-processes. The *position* is the number of global batches taken so far. A checkpoint stores the next index of the order, so
-that an input with another G continues with the next example: its batch 0 then begins at that index.
+An *example* is one row of a batch. All processes share one global *order* of examples. Global batch n holds the
+examples at indices [n * G, (n + 1) * G) of the order, where G = batch_size * num_infeed_hosts; process h takes the
+rows [h * batch_size, (h + 1) * batch_size) of the global batch. A global batch therefore holds the same examples with
+any number of processes. The *position* is the number of global batches taken so far. A checkpoint stores the next
+index of the order, so an input with another G continues with the next example: its batch 0 then begins at that index.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ExampleOrder:
     Attributes:
       num_examples: size of the set; None for an infinite set, where example i has index i in the order.
       endless: True repeats the set; False ends after the last example.
-      shuffle: each epoch of an endless order is a different permutation, drawn from (seed, epoch). Sets of more than
-        `permutations.STORED_SIZE` examples (16.8 million) have permutations that need no memory.
-      seed: seed of the permutations; 0 or more.
+      shuffle: each epoch of an endless order is a different permutation, drawn from (seed, epoch). Permutations of
+        sets of more than `permutations.STORED_SIZE` examples (16.8 million) are computed on demand.
+      seed: seed of the permutations, 0 or more.
     """
 
     num_examples: int | None
@@ -56,10 +56,10 @@ class ExampleOrder:
         return within
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what the order depends on, as JSON values."""
+        """Returns everything that decides the order, as JSON values."""
         found: dict[str, Any] = {"num_examples": self.num_examples, "shuffle": self.shuffle, "seed": self.seed}
         if self.shuffle and (self.num_examples or 0) > permutations.STORED_SIZE:
-            # Earlier versions stored the permutations of such sets: another order, so their positions must not be continued.
+            # Earlier versions stored these permutations: another order, so their positions must not be continued.
             found["permutation"] = "feistel"
         return found
 
@@ -68,15 +68,15 @@ class IndexedInput(base_input.BaseInput):
     """Base of inputs whose batch n is a pure function of n and of the settings.
 
     A subclass implements `order`, `input_specs` and `batch_at`, and may override `_iterate` with a faster pipeline.
-    Training inputs are endless. Without `is_training`, an input over a finite set gives each example exactly once, fills up
-    the last batch with rows of weight 0, and then raises StopIteration until `reset()`; it sets `reset_for_eval`. All
-    processes see the same number of batches.
+    Training inputs are endless. Evaluation of a finite set gives each example exactly once, fills up the last batch
+    with rows of weight 0, and then raises StopIteration until `reset()`; it sets `reset_for_eval`. All processes see
+    the same number of batches.
     """
 
     # The saved position is that of the whole job; see `Prefetcher.state_is_shared`.
     state_is_shared: ClassVar[bool] = True
 
-    # The index in the order at which batch 0 begins, and the number of batches taken since.
+    # Index in the order where batch 0 begins, and batches taken since.
     _origin: int = dataclasses.field(default=0, init=False, repr=False)
     _position: int = dataclasses.field(default=0, init=False, repr=False)
     _iterator: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -94,16 +94,16 @@ class IndexedInput(base_input.BaseInput):
 
     @property
     def order(self) -> ExampleOrder:
-        """The global order of examples, the same in every process."""
+        """Global order of examples, the same in every process."""
         raise NotImplementedError
 
     @property
     def endless(self) -> bool:
-        """Whether the order has no end. Overridden where computing `order` is expensive."""
+        """True if the order never ends. Overridden where computing `order` is expensive."""
         return self.order.endless
 
     def input_specs(self) -> NestedMap:
-        """Returns a NestedMap of jax.ShapeDtypeStruct: this process' batch without padding. Reads nothing."""
+        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads no data."""
         raise NotImplementedError
 
     def batch_at(self, position: int) -> NestedMap:
@@ -180,14 +180,14 @@ class IndexedInput(base_input.BaseInput):
         self.reset_for_eval: bool = not self.endless
 
     def error(self, message: str) -> UserError:
-        """Returns a UserError whose message names this input."""
+        """Makes a UserError that names this input."""
         return UserError(f"{type(self).__name__} {self.name!r}: {message}")
 
     def require_positive(self, field: str) -> None:
         """Checks that a field is an integer of 1 or more.
 
         Raises:
-          UserError: it is not; names the input, the field and its value.
+          UserError: names the input, the field and its value.
         """
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -197,16 +197,19 @@ class IndexedInput(base_input.BaseInput):
         return map(self.batch_at, itertools.count(start))
 
     def _move_to(self, index: int) -> None:
-        """Makes the next batch begin at this index of the order."""
         self._position, self._origin = divmod(index, self.global_batch_size)
         self._iterator = None
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Returns what batches depend on besides the position, as JSON values. Saved positions need the same values."""
+        """Returns everything besides the position that decides the batches, as JSON values. Saved positions need the
+        same values.
+        """
         return self.order.fingerprint()
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        """Returns texts that errors show instead of checksums in `_fingerprint`, by key: {'files': '3 files of 900 bytes'}."""
+        """Readable sizes that errors show instead of the checksums in `_fingerprint`: {'files': '3 files of 900
+        bytes'}.
+        """
         return {}
 
     def _get_state_internal(self) -> bytes:
@@ -243,7 +246,7 @@ class IndexedInput(base_input.BaseInput):
 
 
 def _changed_size(key: str, before: str | None, now: str) -> str:
-    """Returns a message about changed data. `before` is None for positions that were saved without sizes."""
+    """Message about changed data. `before` is None for positions saved without sizes."""
     if before is None:
         return f"the {key} have changed: now {now}"
     if before == now:

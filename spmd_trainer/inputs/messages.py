@@ -1,4 +1,4 @@
-"""Messages of conversations as files hold them: their roles and contents, and the tools beside them."""
+"""Conversations in files: messages with roles and contents, and the tools beside them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ def shown(value: object) -> str:
 
 
 def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:
-    """Returns the tools of a row. Parquet files hold them as JSON, because schemas in a column must have the same fields.
+    """Returns the tools of a row: a list of objects, the JSON text of one, or None.
 
-    Args:
-      given: a list of objects, the JSON text of one, or None.
-      where: file and line, for errors.
+    Parquet files hold JSON text, because all schemas in a column must have the same fields.
 
     Raises:
       UserError: `given` is something else.
@@ -43,15 +41,10 @@ def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:
 
 
 def list_of_objects(name: str, given: object, where: str) -> list[dict[str, Any]]:
-    """Returns an entry of a row.
-
-    Args:
-      name: the entry's name.
-      given: the entry.
-      where: file and line, for errors.
+    """Checks that entry `name` of a row is a list of objects, and returns it.
 
     Raises:
-      UserError: the entry is not a list of objects.
+      UserError: it is not.
     """
     if not (isinstance(given, list) and all(isinstance(entry, dict) for entry in given)):
         raise UserError(f"{where}: `{name}` is {shown(given)}; give a list of objects")
@@ -59,15 +52,11 @@ def list_of_objects(name: str, given: object, where: str) -> list[dict[str, Any]
 
 
 def readable_messages(messages: list[dict[str, Any]], template: ChatTemplate, **variables: Any) -> list[dict[str, Any]]:
-    """Returns messages whose content the template can write.
+    """Converts the messages' contents to a form that the template can render.
 
-    Contents may be lists of parts: [{'type': 'text', 'text': ...}]. A template that reads lists gets them, as in transformers.
-    Other templates fail on a list or write it as Python would print it. They get the texts of the parts, joined by newlines.
-
-    Args:
-      messages: the messages.
-      template: the template.
-      **variables: the other arguments of `ChatTemplate.render`.
+    Contents may be lists of parts: [{'type': 'text', 'text': ...}]. Templates that read lists get them, as in
+    transformers. For other templates, which fail or print the Python list, the texts of the parts are joined by
+    newlines. `variables` are the other arguments of `ChatTemplate.render`.
     """
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     if not lists or not all(map(_is_text, lists)):
@@ -75,7 +64,7 @@ def readable_messages(messages: list[dict[str, Any]], template: ChatTemplate, **
     try:
         text = template.render(messages, **variables)
     except UserError:
-        pass  # if it isn't because of the lists, the template fails again
+        pass  # if the lists aren't the cause, the template fails again
     else:
         if not any(str(content) in text for content in lists):
             return messages
@@ -83,11 +72,8 @@ def readable_messages(messages: list[dict[str, Any]], template: ChatTemplate, **
 
 
 def text_of_content(content: object, which: str) -> str | None:
-    """Returns the text of a message's content: lists of text parts are joined by newlines.
-
-    Args:
-      content: the content.
-      which: the message, for errors.
+    """Returns the text of a message's content: lists of text parts are joined by newlines. `which` names the message
+    in errors.
 
     Raises:
       UserError: the content is not a string, null or a list of text parts.
@@ -101,7 +87,7 @@ def text_of_content(content: object, which: str) -> str | None:
 
 
 def _text_of(content: Any) -> Any:
-    """Returns lists of text parts joined by newlines, and anything else as it is."""
+    """Joins lists of text parts by newlines; returns anything else unchanged."""
     return "\n".join(part["text"] for part in content) if isinstance(content, list) and _is_text(content) else content
 
 
@@ -120,12 +106,12 @@ class Conversation:
     """A conversation of a file.
 
     Attributes:
-      where: the file and the line ('chats.jsonl:3') or the row ('chats.parquet row 3'), from 1.
+      where: file and line ('chats.jsonl:3') or row ('chats.parquet row 3'), from 1.
       messages: at least one.
       tools: JSON schemas, or None.
       documents: documents for the template, or None.
       variables: further variables of the template.
-      turns: the value of `turns`, not checked; None if there is none.
+      turns: value of `turns`, not validated; None if missing.
     """
 
     where: str
@@ -168,7 +154,7 @@ class ConversationFiles(TemplatedFiles):
 
         Args:
           found: the conversation.
-          **defaults: variables that `template_variables` and the conversation may set otherwise.
+          **defaults: overridden by `template_variables` and the conversation.
 
         Raises:
           UserError: a variable has the name of an entry of the conversation.
@@ -176,7 +162,6 @@ class ConversationFiles(TemplatedFiles):
         return {"tools": found.tools, "documents": found.documents, **self.variables_of(found.variables, **defaults)}
 
     def _rows(self, index: int, path: str) -> Iterator[tuple[Any, str]]:
-        """Yields the conversations of a file, and where each one is."""
         try:
             yield from templated_files.rows(self.found.read(index), path, _ENTRIES)
         except UserError as error:

@@ -1,9 +1,9 @@
 """Short documents packed into rows, each document a segment.
 
 A document's tokens and one end-of-text are cut into pieces of at most T tokens. Each piece is one segment of one row:
-attention stays within the segment, and positions in it count from 0. A segment's first id is the token before its first
-label, which is end-of-text at a document's beginning (beginning-of-text with `start='bos'`). So every token is predicted
-exactly once, whatever else is in the row.
+attention stays within the segment, and positions in it count from 0. A segment's first id is the token before its
+first label: end-of-text at a document's beginning (beginning-of-text with `start='bos'`). Every token is therefore
+predicted exactly once.
 
 Example, T = 8, documents b"hello", b"a":
     ids         EOS h e l l o EOS a
@@ -27,15 +27,16 @@ from spmd_trainer.inputs import batches, indexed, text_base, tokenizers
 class PackedRows(text_base.TokenizedFiles):
     """Base of language-model inputs over packed rows.
 
-    Training: endless. Each epoch gives every row once, in an order drawn from (input_random_seed, epoch). Otherwise: every
-    row once, then StopIteration until `reset()`. All files are read before the first batch. A batch has the same arrays as one
-    of `TextInput`; segments are numbered from 1 in each row, and padding after the last segment has segment id 0.
+    Training is endless: each epoch gives every row once, in an order drawn from (input_random_seed, epoch). Evaluation
+    gives every row once, then StopIteration until `reset()`. All files are read before the first batch. A batch has
+    the same arrays as one of `TextInput`; segments are numbered from 1 in each row, and padding after the last segment
+    has segment id 0.
 
     A subclass implements `_table`.
 
     Attributes:
       seq_len: tokens per row, T.
-      shuffle: False gives the rows of a training input in the order in which they were packed.
+      shuffle: False keeps the rows of a training input in packing order.
     """
 
     seq_len: int = 0
@@ -75,20 +76,20 @@ class PackedRows(text_base.TokenizedFiles):
 
     @property
     def _table(self) -> RowTable:
-        """All rows. A subclass keeps them."""
+        """All rows. Subclasses cache them."""
         raise NotImplementedError
 
 
 class PackedTextInput(PackedRows):
     """Language-model input over the documents in text files, packed into rows (see the module docstring).
 
-    Which pieces share a row depends only on the documents and `seq_len`. For batches and epochs see `PackedRows`.
+    The packing depends only on the documents and `seq_len`. For batches and epochs see `PackedRows`.
 
     Attributes:
       files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`.
       seq_len, shuffle: see `PackedRows`.
-      separator: text between the documents of a file, e.g. a newline; None makes each file one document. The separator is
-        not part of a document, and empty documents are left out.
+      separator: text between the documents of a file, e.g. a newline, not part of them; None makes each file one
+        document. Empty documents are left out.
     """
 
     separator: str | None = None
@@ -120,14 +121,14 @@ class PackedTextInput(PackedRows):
 
 
 class RowTable(NamedTuple):
-    """All rows of an input, arrays [rows + 1, T], 0 where there is no token. The last row is empty.
+    """All rows of an input, arrays [rows + 1, T], 0 in empty positions. The last row is empty.
 
     Attributes:
       ids: the token before each label, unsigned integers, like the next three.
       labels: the tokens.
       segment_ids: from 1 in each row.
       segment_pos: from 0 in each segment.
-      counted: whether a label counts in the loss, bool; None: all do.
+      counted: True for labels that count in the loss, bool; None: all do.
     """
 
     ids: np.ndarray
@@ -138,7 +139,7 @@ class RowTable(NamedTuple):
 
 
 def batch_of_rows(table: RowTable, rows: np.ndarray) -> NestedMap:
-    """Returns rows of a table, integers [B], as a language-model batch (see `batches.lm_input_specs`)."""
+    """Makes a language-model batch (see `batches.lm_input_specs`) of the given rows, integers [B]."""
     segment_ids = table.segment_ids[rows].astype(np.int32)
     inside = segment_ids > 0
     return NestedMap(
@@ -153,10 +154,10 @@ def batch_of_rows(table: RowTable, rows: np.ndarray) -> NestedMap:
 
 
 class Fit(NamedTuple):
-    """Which row each piece of a document is in.
+    """Row of each piece of a document.
 
     Attributes:
-      rows: the row of each piece, int64 [pieces].
+      rows: row of each piece, int64 [pieces].
       columns: its first column, int64 [pieces].
       segments: its number in the row, from 1, int64 [pieces].
       num_rows: number of rows.
@@ -179,15 +180,12 @@ def pack(
     """Packs documents into rows.
 
     Args:
-      stream: the labels of all documents, unsigned [sum of lengths].
+      stream: labels of all documents, unsigned [sum of lengths].
       lengths: labels of each document.
       seq_len: tokens per row.
-      first: the id before the first label of each document, one for all or [documents].
-      counted: whether each label counts in the loss, bool [sum of lengths]; None: all do.
+      first: id before the first label of each document, one for all or [documents].
+      counted: True for labels that count in the loss, bool [sum of lengths]; None: all do.
       fit: chooses the row of each piece from the sizes of the pieces and of a row; None: `best_fit`.
-
-    Returns:
-      The rows.
     """
     pieces = np.array([min(seq_len, n - start) for n in lengths for start in range(0, n, seq_len)])
     rows, columns, segments, num_rows = (fit or best_fit)(pieces.tolist(), seq_len)
@@ -212,14 +210,11 @@ def pack(
 
 
 def best_fit(sizes: list[int], room: int) -> Fit:
-    """Packs pieces in order, each into the fullest row that it still fits in, or else into a new row.
+    """Packs pieces in order, each into the fullest row with room, or else into a new row.
 
     Args:
       sizes: size of each piece, 1 to `room`.
       room: size of a row.
-
-    Returns:
-      Where each piece is.
     """
     rows_with: list[list[int]] = [[] for _ in range(room + 1)]
     some = 0  # bit r is set if a row has exactly r tokens free: the best fit is the lowest set bit from `size` on

@@ -1,8 +1,7 @@
-"""Permutations of a set's examples, one for each (seed, epoch). The same version of a permutation never changes.
+"""Permutations of a set's examples, one for each (seed, epoch). They never change between versions.
 
-Up to `STORED_SIZE` examples, a permutation is an array that numpy shuffles: quick to make, and the order of every run so far.
-Above that, it is a function: `KeyedPermutation` computes each entry when it is asked for, and stores nothing. The choice depends
-on the size alone.
+Up to `STORED_SIZE` examples, a permutation is an array shuffled by numpy. Larger ones are functions:
+`KeyedPermutation` computes each entry on demand and stores nothing. The choice depends on the size alone.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns the examples at the given indices of an epoch's permutation.
+    """Returns the examples at the given indices of an epoch's permutation, int64 [n].
 
     Args:
       indices: int64 [n], 0 to `size` - 1.
       size: number of examples.
-      seed: seed of the permutations, 0 or more.
-      epoch: number of the epoch, 0 or more.
-
-    Returns:
-      int64 [n].
+      seed, epoch: 0 or more; they choose the permutation.
     """
     if size <= STORED_SIZE:
         return _stored(size, seed, epoch)[indices].astype(np.int64)
@@ -48,18 +43,13 @@ def _stored(size: int, seed: int, epoch: int) -> np.ndarray:
 class KeyedPermutation:
     """A pseudo-random permutation of 0 to size - 1 in constant memory: a Feistel network with cycle walking.
 
-    Each index is a pair (left, right) of digits, left * columns + right, in a grid of rows x columns that is just large enough.
-    A round adds a hash of one digit to the other, which can be undone, so all rounds together permute the grid. An entry that
-    lands outside the set, in the grid's last row, is permuted again until it lands inside.
+    Each index is a pair (left, right) of digits, left * columns + right, in the smallest grid of rows x columns that
+    holds the set. A round adds a hash of one digit to the other, which is reversible, so the rounds permute the grid.
+    An entry outside the set, in the grid's last row, is permuted again until it lands inside.
     """
 
     def __init__(self, size: int, seed: int, epoch: int):
-        """Makes the keys of the rounds.
-
-        Args:
-          size: number of examples, 1 to 2**62.
-          seed, epoch: 0 or more; other values give other permutations.
-        """
+        """`size` is 1 to 2**62; `seed` and `epoch`, 0 or more, choose the permutation."""
         self._size = np.uint64(size)
         self._columns = np.uint64(max(1, int(np.ceil(np.sqrt(size)))))
         self._rows = np.uint64(-(-size // int(self._columns)))

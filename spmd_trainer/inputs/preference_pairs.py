@@ -6,8 +6,8 @@ A row has `prompt`, `chosen` and `rejected`, all texts or all lists of messages:
     {"prompt": [{"role": "user", "content": "Which colour is the sky?"}],
      "chosen": [{"role": "assistant", "content": "Blue."}], "rejected": [{"role": "assistant", "content": "Green."}]}
 
-Without `prompt`, the common beginning of `chosen` and `rejected` is the prompt. A row of messages may also have `tools` and
-`chat_template_kwargs` (further variables of the template). Other entries are not read, and neither are empty lines.
+Without `prompt`, the common beginning of `chosen` and `rejected` is the prompt. A row of messages may also have
+`tools` and `chat_template_kwargs` (further variables of the template). Other entries and empty lines are ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pair:
 
     Attributes:
       where: file and line, for errors.
-      prompt: what both answers answer.
+      prompt: the common prompt.
       chosen: the preferred answer.
       rejected: the other one.
       tools: JSON schemas of the functions that the model may call, for the chat template.
@@ -57,7 +57,7 @@ def read(content: bytes, path: str, other_roles: Sequence[str] = ()) -> Iterator
     """Yields the pairs of a file.
 
     Args:
-      content: what the file holds: Parquet or JSON lines.
+      content: content of the file: Parquet or JSON lines.
       path: the file, for errors.
       other_roles: roles that messages may have besides `messages.ROLES`.
 
@@ -68,12 +68,7 @@ def read(content: bytes, path: str, other_roles: Sequence[str] = ()) -> Iterator
 
 
 def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
-    """Returns the pair that a row describes.
-
-    Args:
-      row: the row, JSON values.
-      where: file and line, for errors.
-      other_roles: see `read`.
+    """Makes a pair of a row of JSON values. `where` names it in errors; `other_roles` is as in `read`.
 
     Raises:
       UserError: the row is not a pair with a prompt and two different answers.
@@ -104,7 +99,7 @@ def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
 
 
 def _one_kind(row: dict[str, Any], where: str, roles: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Returns prompt (None if there is none), chosen and rejected. They are all texts or all lists of messages."""
+    """Returns prompt (None if missing), chosen and rejected, and checks that all are texts or all are messages."""
     given = {name: row[name] for name in ("prompt", *_SIDES) if row.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, str | list):
@@ -138,7 +133,9 @@ def _check_messages(name: str, messages: list[Any], where: str, roles: Sequence[
 
 
 def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
-    """Refuses empty prompts and answers, and answers with messages that the assistant did not write: all of them count."""
+    """Refuses empty prompts and answers, and answers with messages of other roles: every message of an answer counts
+    in the loss.
+    """
     if not any(text_of_content(message.get("content"), "the prompt") for message in prompt):
         raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
     if prompt[-1]["role"] == "assistant":
@@ -157,13 +154,13 @@ def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
 
 
 def _is_written(message: dict[str, Any]) -> bool:
-    """True if the assistant wrote something in this message."""
+    """True if this message has text by the assistant."""
     text = text_of_content(message.get("content"), "the answer")
     return bool(text) or any(message.get(entry) for entry in INSTEAD_OF_CONTENT)
 
 
 def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
-    """Returns the common beginning of two answers, and what follows it in each. A space before a text belongs to the text."""
+    """Splits two answers into their common beginning and the rest of each. A space before a text belongs to the text."""
     same = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
     size = sum(1 for _ in same)
     if isinstance(chosen, str) and size < min(len(chosen), len(rejected)) and chosen[size - 1 : size] == " ":

@@ -30,31 +30,31 @@ _ERROR, _DROP = "error", "drop"
 class PreferenceInput(TemplatedFiles):
     """Pairs of answers to a prompt, from JSON lines or Parquet files (`preference_pairs` has the forms of a row).
 
-    Messages become text by a chat template, which writes all special tokens. A text gets the token of `start` before it, if there
-    is one, and end-of-text after it, if it doesn't end with that. As in TRL, prompt and answer are encoded together, and the
-    answer begins at the first token that differs from the encoded prompt.
+    A chat template renders messages with all special tokens. A text gets the token of `start` before it, if set, and
+    end-of-text after it, unless it ends with it. As in TRL, prompt and answer are encoded together, and the answer
+    begins at the first token that differs from the encoded prompt.
 
-    A batch has `chosen` and `rejected`, each with `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T], and `paddings`,
-    `weights` float32 [B, T]: one row for prompt and answer, with weight 1 on the labels of the answer; `pair_index` int32 [B],
-    the number of the pair among `num_pairs`, -1 in rows that fill up the last batch; and `eval_sample_weights` float32 [B]. With
-    `reference='file'`, both sides also have `reference_logps`, log-probabilities as the bits of float32 in int32 [B]: a step that
-    computes in bfloat16 would round floats.
+    A batch has `chosen` and `rejected`, each with `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T], and
+    `paddings`, `weights` float32 [B, T]: one row for prompt and answer, with weight 1 on the labels of the answer;
+    `pair_index` int32 [B], the number of the pair among `num_pairs`, -1 in rows that fill up the last batch; and
+    `eval_sample_weights` float32 [B]. With `reference='file'`, both sides also have `reference_logps`:
+    log-probabilities as the bits of float32 in int32 [B], because a step in bfloat16 would round floats.
 
-    Training: endless, each epoch in an order drawn from (input_random_seed, epoch). Otherwise: each pair once. The first batch
-    reads and encodes all files.
+    Training is endless, each epoch in an order drawn from (input_random_seed, epoch). Evaluation gives each pair once.
+    The first batch reads and encodes all files.
 
     Attributes:
       files, tokenizer, eos_id, start: see `text_base.TokenizedFiles`. `start` is for texts only.
       seq_len: tokens per row, T.
       chat_template, template_variables: see `templated_files.TemplatedFiles`.
       other_roles: roles that the template knows besides `messages.ROLES`.
-      date: what the template sees as the current date, e.g. '2024-07-26'. Required if the template writes the date: with today's,
-        a run that is resumed tomorrow would have other tokens.
-      too_long: what to do with a pair whose prompt and answer have more than T + 1 tokens. 'error': refuse it. 'drop': leave it
-        out, and log how many. Answers are never cut: a cut one is no longer the answer that was compared.
+      date: the template's current date, e.g. '2024-07-26'. Required if the template writes the date: today's date
+        would change the tokens of a run resumed tomorrow.
+      too_long: for pairs whose prompt and answer have more than T + 1 tokens. 'error': refuse. 'drop': leave out, and
+        log the number. Answers are never cut: a cut answer is not the one that was compared.
       shuffle: False gives the pairs of a training input in the order of the files.
-      reference: 'file' adds log-probabilities that the trainer has computed once and keeps in the job_log_dir. None: batches have
-        none, because the model needs no reference or computes it itself.
+      reference: 'file' adds log-probabilities that the trainer has computed once and keeps in the job_log_dir. None:
+        the model needs no reference or computes it itself.
     """
 
     seq_len: int = 0
@@ -88,7 +88,9 @@ class PreferenceInput(TemplatedFiles):
 
     @functools.cached_property
     def pairs_checksum(self) -> str:
-        """Identifies the tokens of all pairs and where the answers begin: what log-probabilities depend on besides the model."""
+        """Checksum of the tokens of all pairs and the beginnings of their answers: the log-probabilities depend on it
+        and the model.
+        """
         found = hashlib.sha256()
         for array in self._table:
             found.update(np.ascontiguousarray(array).tobytes())
@@ -96,14 +98,12 @@ class PreferenceInput(TemplatedFiles):
 
     @property
     def lacks_reference(self) -> bool:
-        """True if batches need a reference that was not set yet."""
+        """True if `use_reference` must still be called."""
         return self.reference is not None and self._logps is None
 
     def use_reference(self, logps: np.ndarray) -> None:
-        """Sets the log-probabilities of the answers by the reference model.
-
-        Args:
-          logps: float32 [num_pairs, 2], of the chosen and the rejected answer of each pair, in the order of the files.
+        """Sets the reference model's log-probabilities of the answers, float32 [num_pairs, 2]: chosen and rejected, in
+        file order.
         """
         if logps.shape != (self.num_pairs, 2):
             raise ValueError(
@@ -220,7 +220,7 @@ class PreferenceInput(TemplatedFiles):
             raise self.error(str(error)) from error
 
     def _encode(self, pair: Pair) -> _Encoded:
-        """Returns the tokens of both conversations, with the token that comes before the first label."""
+        """Encodes both conversations, with the token before the first label."""
         prompt, *answered = self._texts(pair)
         before = [self.start_id] if pair.is_text and self.start_id is not None else []
         after = [self.tokenizer.eos_id] if pair.is_text else []
@@ -251,7 +251,7 @@ class PreferenceInput(TemplatedFiles):
             for answer in (pair.chosen, pair.rejected)
         ]
         if not all(text.startswith(prompt) for text in answered):
-            # Some templates end the prompt alone with text that they leave out before an answer, e.g. an empty thought.
+            # Some templates end a prompt with text that they omit before an answer, e.g. an empty thought.
             plain = self._render(pair, pair.prompt, add_generation_prompt=False)
             if not all(text.startswith(plain) for text in answered):
                 raise self.error(
@@ -285,12 +285,13 @@ class PreferenceInput(TemplatedFiles):
 
 
 class PairTable(NamedTuple):
-    """The tokens of all pairs.
+    """Tokens of all pairs.
 
     Attributes:
-      tokens: unsigned [sum of lengths]: chosen of pair 0, rejected of pair 0, chosen of pair 1, ..., each with its prompt.
-      offsets: int64 [2 * pairs + 1], where each begins.
-      starts: int64 [pairs], index of the answer's first token in both.
+      tokens: unsigned [sum of lengths]: chosen of pair 0, rejected of pair 0, chosen of pair 1, ..., each with its
+        prompt.
+      offsets: first token of each, int64 [2 * pairs + 1].
+      starts: index of the answer's first token on both sides, int64 [pairs].
     """
 
     tokens: np.ndarray
@@ -299,7 +300,7 @@ class PairTable(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """A pair as tokens: both sides, where the answers begin, and whether the prompt alone ends with other tokens."""
+    """An encoded pair: both sides, the start of the answers, and True if the prompt alone ends with other tokens."""
 
     sides: list[list[int]]
     start: int
@@ -307,6 +308,6 @@ class _Encoded(NamedTuple):
 
 
 def _common(tokens: list[int], other: list[int]) -> int:
-    """Returns the number of equal tokens at the beginning."""
+    """Length of the common prefix."""
     same = itertools.takewhile(lambda both: both[0] == both[1], zip(tokens, other, strict=False))
     return sum(1 for _ in same)

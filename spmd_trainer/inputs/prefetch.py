@@ -35,7 +35,7 @@ class Prefetched(NamedTuple):
 
     Attributes:
       batch: the result of `put`.
-      state: the input's `get_state()` right after this batch; None for inputs without a position.
+      state: `get_state()` of the input right after this batch; None for inputs without a position.
     """
 
     batch: Any
@@ -45,13 +45,13 @@ class Prefetched(NamedTuple):
 class Prefetcher(Iterator[Prefetched]):
     """Iterates over an input's batches, which a thread prepares ahead of time.
 
-    The thread gets a batch with `get_next_padded`, calls `put` with it, and waits while `depth` batches are ready. A
-    checkpoint saves `state`, the position after the last batch returned, not the thread's position. The end of the input
-    (StopIteration, or TensorFlow's OutOfRangeError) ends the iteration. `__next__` raises any other error of the input or of
-    `put` after the batches made before it, and again at each later call.
+    The thread gets a batch with `get_next_padded`, passes it to `put`, and pauses while `depth` batches are ready. A
+    checkpoint saves `state`, the position after the last batch returned, not the thread's position. The end of the
+    input (StopIteration, or TensorFlow's OutOfRangeError) ends the iteration. Any other error of the input or of `put`
+    is raised by `__next__` after the earlier batches, and again at each later call.
 
-    While a Prefetcher is open, only its thread may use the input. After `close()`, the input may be up to `depth` batches
-    ahead of `state`; call its `set_state(prefetcher.state)` or `reset()` before using it again.
+    While a Prefetcher is open, only its thread may use the input. After `close()`, the input may be up to `depth`
+    batches ahead of `state`; call its `set_state(prefetcher.state)` or `reset()` before using it again.
 
         with Prefetcher(train_input, put_on_mesh) as prefetched:
             for batch, input_state in prefetched:
@@ -86,27 +86,29 @@ class Prefetcher(Iterator[Prefetched]):
 
     @property
     def state(self) -> bytes | None:
-        """The input's position after the last batch returned by `__next__`; before the first, its position at construction."""
+        """The input's position after the last batch returned by `__next__`, or its initial position."""
         return self._state
 
     @property
     def state_is_shared(self) -> bool:
-        """Whether `state` means the same on any number of processes: the input's attribute of this name; False without one."""
+        """True if `state` is valid on any number of processes: the input's attribute, False by default."""
         return self._state is None or bool(getattr(self._source, "state_is_shared", False))
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether this process's next batch is there and those of other processes aren't; False for an input that can't tell."""
+        """True if this process's next batch is ready and another process's isn't; False if the input doesn't report
+        it.
+        """
         return bool(getattr(self._source, "waits_for_others", False))
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Bad records that the input has left out, by source; empty for an input that doesn't count them."""
+        """Bad records that the input has left out, by source; empty if it doesn't count them."""
         return getattr(self._source, "skipped", {})
 
     @property
     def seconds_for_others(self) -> float:
-        """How long the input has waited for other processes' batches; 0 for an input that doesn't wait for any."""
+        """Seconds that the input has waited for other processes' batches."""
         return float(getattr(self._source, "seconds_for_others", 0.0))
 
     def __next__(self) -> Prefetched:
@@ -114,9 +116,9 @@ class Prefetcher(Iterator[Prefetched]):
 
         Raises:
           StopIteration: the input has ended.
-          UserError, ValueError, RuntimeError: the thread failed. UserError and ValueError keep their type, other errors
-            become a RuntimeError. The message names the input, and the batch if the error did not name the input itself. The
-            cause is chained.
+          UserError, ValueError, RuntimeError: the thread failed. UserError and ValueError keep their type, other
+            errors become a RuntimeError. The message names the input, and the batch if the error did not name the
+            input itself. The cause is chained.
           RuntimeError: the prefetcher is closed.
         """
         with self._changed:
@@ -129,18 +131,18 @@ class Prefetcher(Iterator[Prefetched]):
             return item
 
     def peek(self) -> Prefetched | None:
-        """Returns the next batch without taking it, or None if the input has ended. Raises the same errors as `__next__`."""
+        """Returns the next batch without taking it, or None at the end of the input. Raises the same errors as
+        `__next__`.
+        """
         with self._changed:
             return self._wait_for_next()
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Stops the thread, waits for it to end, and drops the batches that are ready. May be called twice.
+        """Stops the thread, waits up to `timeout` seconds for it to end, and drops the batches that are ready. May be
+        called twice.
 
-        If the thread doesn't end in time, because the input blocks, a warning says where it is, and the thread is left behind.
-        It is a daemon thread: the process can end without it. The input must not be used again then.
-
-        Args:
-          timeout: the longest time to wait for the thread, in seconds.
+        If the input blocks the thread for longer, a warning says where, and the daemon thread is abandoned; the
+        process can still exit. The input must not be used again then.
         """
         with self._changed:
             closed_before, self._closed = self._closed, True
@@ -183,7 +185,7 @@ class Prefetcher(Iterator[Prefetched]):
             while self._wait_for_room():
                 batch = self._put(self._source.get_next_padded())
                 self._hand_over(Prefetched(batch, _state_of(self._source)))
-        except BaseException as raised:  # the consumer would wait forever if it were not told
+        except BaseException as raised:  # else the consumer would wait forever
             error = None if is_end(raised) else raised
         with self._changed:
             self._error = error
@@ -213,7 +215,7 @@ class Prefetcher(Iterator[Prefetched]):
 
 
 def _where(thread: threading.Thread) -> str:
-    """Returns the line that a thread executes, e.g. 'at corpus.py:12 in get_next'."""
+    """Formats the line that a thread executes, e.g. 'at corpus.py:12 in get_next'."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "about to end"
@@ -228,7 +230,7 @@ def _state_of(source: Input) -> bytes | None:
 
 
 def is_end(error: BaseException) -> bool:
-    """Returns True if an error of an input means that it has ended."""
+    """True if an input's error means that it has ended."""
     # TensorFlow's error is recognised by name, because importing TensorFlow takes seconds.
     return isinstance(error, StopIteration) or any(
         kind.__name__ == "OutOfRangeError" and kind.__module__.startswith("tensorflow") for kind in type(error).__mro__

@@ -1,8 +1,8 @@
 """TFRecord files, read by record number, without TensorFlow.
 
-A record is its length (8 bytes, little endian), a checksum of these 8 bytes (4), the data, and a checksum of the data (4);
-the checksums are masked CRC-32C (tensorflow.org/tutorials/load_data/tfrecord). All lengths are read at the start, the data of
-a record when it is needed. Where the records of a large file are is kept in the cache folder (`storage.local_copies`).
+A record is its length (8 bytes, little endian), a checksum of the length (4), the data, and a checksum of the data
+(4); the checksums are masked CRC-32C (tensorflow.org/tutorials/load_data/tfrecord). All lengths are read at the start,
+data on demand. The cache folder (`storage.local_copies`) keeps the index of a large file.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _LENGTH_BYTES = 8
 _FOOTER = struct.Struct("<I")
 _FRAME = _HEADER.size + _FOOTER.size
 _GZIP = b"\x1f\x8b"
-# Maximum number of open files, well below the limit of a process.
+# Most open files, well below the limit of a process.
 _MAX_OPEN = 64
-# Bytes that are read at a time to find small records.
+# Bytes per read while finding small records.
 _BLOCK = 2**20
-# Files below this size are indexed faster than a cached index is found.
+# Smaller files are faster to index again than to look up.
 _CACHED_BYTES = 2**20
 # Files up to this size together are mapped into memory: reading a record takes a fifth of the time. Mapped pages count as the
 # process's memory, so larger sets are read.
 _MAPPED_BYTES = 2**28
-# Record sizes that are summed up at a time for `checksum`.
+# Record sizes per block of `checksum`.
 _SIZES_AT_ONCE = 2**20
 _FIX = "Write the file again, or leave it out of `files`"
 _CUT_OFF = "the file ends inside it"
 
 
 class BrokenRecord(UserError):
-    """The data of one record don't match their checksum. The other records of the file may be whole."""
+    """The data of one record don't match their checksum. Other records of the file may be intact."""
 
 
 class RecordFiles:
     """Records of TFRecord files, numbered from 0 in the order of the files. Several threads may read at a time.
 
     Attributes:
-      shards: the records of each file.
+      shards: records of each file.
     """
 
     def __init__(self, source: files.FileSource | None, *, max_open: int | None = None):
@@ -60,20 +60,19 @@ class RecordFiles:
 
         Args:
           source: paths and glob patterns, one of them, or a function without arguments that returns them.
-          max_open: maximum number of files that are open at a time; None is 64.
+          max_open: most files open at a time; None is 64.
 
         Raises:
-          UserError: there are no files or no records, or a file can't be read, is compressed or is broken (names the file,
-            the record and its byte).
+          UserError: there are no files or no records, or a file can't be read, is compressed or is broken (names the
+            file, the record and its byte).
         """
         self._files = files.find_files(source)
-        # Of each file: where each record begins, and then where the last one ends.
+        # For each file: the first byte of each record, and the end of the last.
         self._bounds = [_bounds_of(path) for path in self._files.paths]
         self.shards = ShardIndex([len(bounds) - 1 for bounds in self._bounds])
         self._open: LRUCache[OpenFile | mmap.mmap] = LRUCache(max_open or _MAX_OPEN)
 
     def __len__(self) -> int:
-        """Returns the number of records in all files."""
         return len(self.shards)
 
     @property
@@ -88,7 +87,7 @@ class RecordFiles:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """A number that changes when a file is added, removed or reordered, or when record sizes change."""
+        """Changes when a file is added, removed or reordered, or when record sizes change."""
         crc = self._files.checksum
         for bounds in self._bounds:
             for begin in range(0, len(bounds) - 1, _SIZES_AT_ONCE):
@@ -98,11 +97,11 @@ class RecordFiles:
 
     @property
     def size_text(self) -> str:
-        """The number of files and bytes, for messages: '3 files of 15,000 bytes'."""
+        """Number of files and bytes, for messages: '3 files of 15,000 bytes'."""
         return self._files.size_text
 
     def describe(self, record: int) -> str:
-        """Returns where a record is, for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
+        """Formats a record's place for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
         index, number = self.shards.locate(record)
         return _describe(self.paths[index], number, int(self._bounds[index][number]))
 
@@ -119,7 +118,7 @@ class RecordFiles:
         return self._data(frame, end - begin, record)
 
     def read_many(self, records: np.ndarray) -> list[bytes]:
-        """Returns the data of records int64 [n], which may be in any order. Faster than n calls of `read`.
+        """Returns the data of records int64 [n], in any order. Faster than n calls of `read`.
 
         Raises:
           BrokenRecord, UserError: as `read`.
@@ -138,7 +137,7 @@ class RecordFiles:
         return found
 
     def _data(self, frame: bytes, size: int, record: int) -> bytes:
-        """Returns the data in the `size` bytes of a record, after checking them."""
+        """Checks the frame of a record of `size` bytes, and returns its data."""
         if len(frame) != size or int.from_bytes(frame[:_LENGTH_BYTES], "little") != size - _FRAME:
             raise UserError(f"{self.describe(record)} is no longer where this run found it; start the run again")
         data = frame[_HEADER.size : -_FOOTER.size]
@@ -147,7 +146,7 @@ class RecordFiles:
         return data
 
     def _read(self, index: int, spans: list[tuple[int, int]]) -> list[bytes]:
-        """Returns spans (first byte, number of bytes) of a file."""
+        """Reads spans (first byte, number of bytes) of a file."""
         path = self.paths[index]
         if is_remote(path):
             try:
@@ -173,16 +172,13 @@ class RecordFiles:
 
 
 def masked_crc(data: bytes) -> int:
-    """Returns the checksum of the format: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
+    """The format's checksum: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _data_of_whole(frames: list[bytes], sizes: np.ndarray) -> list[bytes] | None:
-    """Returns the data of records, or None if one of them hasn't its size, or doesn't match its checksum.
-
-    Checks all at once, which is faster.
-    """
+    """Checks all records at once, which is faster, and returns their data; None if one is broken."""
     if not frames or list(map(len, frames)) != sizes.tolist():
         return None
     together = b"".join(frames)
@@ -197,18 +193,18 @@ def _data_of_whole(frames: list[bytes], sizes: np.ndarray) -> list[bytes] | None
 
 
 def _at(content: bytes, places: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns the numbers that begin at these bytes of `content`."""
+    """Reads the numbers at these byte offsets of `content`."""
     size = len(content) - np.dtype(dtype).itemsize + 1
     return np.ndarray((size,), dtype, content, strides=(1,))[places]
 
 
 def begins_with_record(head: bytes) -> bool:
-    """Returns whether a file's first bytes are those of a TFRecord file: a length and its checksum."""
+    """True if a file's first bytes are a TFRecord length and its checksum."""
     return len(head) >= _HEADER.size and _length(head) is not None
 
 
 def _length(frame: bytes) -> int | None:
-    """Returns the length in the header that a frame begins with, or None if its checksum is wrong."""
+    """Returns the length in a frame's header, or None if its checksum is wrong."""
     length, crc = _HEADER.unpack_from(frame)
     return length if crc == _length_crc(length) else None
 
@@ -219,7 +215,7 @@ def _length_crc(length: int) -> int:
 
 
 def _bounds_of(path: str) -> np.ndarray:
-    """Returns where each record of a file begins, and then where the last one ends: int64 [records + 1]."""
+    """Returns the first byte of each record of a file, and the end of the last: int64 [records + 1]."""
     total = reading.size(path)
     if total < _CACHED_BYTES:
         return _find_records(path, total)
@@ -227,7 +223,7 @@ def _bounds_of(path: str) -> np.ndarray:
 
 
 def _find_records(path: str, total: int) -> np.ndarray:
-    """Finds the records of a file of `total` bytes. Of records that are large, only the headers are read."""
+    """Finds the records of a file of `total` bytes. Reads only the headers of large records."""
     bounds = array.array("q", [0])
     if total:
         with epath.Path(path).open("rb") as file:
@@ -236,7 +232,7 @@ def _find_records(path: str, total: int) -> np.ndarray:
 
 
 def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> None:
-    """Appends to `bounds` where each record ends."""
+    """Appends the end of each record to `bounds`."""
     block = file.read(_BLOCK)
     if block[: len(_GZIP)] == _GZIP and (total < _FRAME or _length(block) is None):
         raise UserError(f"{path} is compressed, so its records can't be read by number; unpack it with `gunzip`")
@@ -263,7 +259,7 @@ def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> No
 
 
 def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
-    """Returns the error about the record that begins at the last of `bounds`."""
+    """Error for the record that begins at the last of `bounds`."""
     whole = len(bounds) - 1
     return UserError(
         f"{_describe(path, whole, bounds[-1])} is broken: {wrong}. The {whole} records before it are whole. {_FIX}"

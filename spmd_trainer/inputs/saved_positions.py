@@ -1,4 +1,4 @@
-"""The saved position of an input that is no `IndexedInput`: numbers, with the settings that decide which rows they mean."""
+"""Saved positions of inputs other than `IndexedInput`: integers, with the settings that decide their meaning."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 def encode(position: Sequence[int], settings: Mapping[str, object]) -> bytes:
-    """Returns a position as text.
-
-    Args:
-      position: the numbers.
-      settings: what decides which rows come, as JSON values.
-    """
+    """Serialises a position together with the settings (JSON values) that decide the rows."""
     return json.dumps({"position": list(position), "data": dict(settings)}, sort_keys=True).encode()
 
 
 def decode(state: bytes, settings: Mapping[str, object], *, count: int, error: Callable[[str], Exception]) -> list[int]:
-    """Returns the numbers of a position.
+    """Reads a position of `count` integers.
 
     Args:
       state: from `encode`.
-      settings: those of the input now.
-      count: how many numbers the position has.
+      settings: the input's current settings.
+      count: number of integers.
       error: makes the input's error of a message.
 
     Raises:
-      Exception: as `error` makes it; the text is no position, or was saved with other settings.
+      Exception: from `error`, if `state` is malformed or was saved with other settings.
     """
     try:
         saved = json.loads(state)

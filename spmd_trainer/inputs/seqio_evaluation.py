@@ -1,4 +1,4 @@
-"""The inputs that evaluate the tasks of a SeqIO mixture."""
+"""Inputs for evaluating the tasks of a SeqIO mixture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd_trainer.inputs.seqio_input import MetricType, SeqIOInput, feature_conv
 
 
 def select_split(task: str, split_name: str | Callable[[str], str]) -> str:
-    """Returns a split's name: `split_name` itself, or what it returns for a task's name."""
+    """Returns `split_name`, or its result for a task's name if it is a function."""
     return split_name(task) if callable(split_name) else split_name
 
 

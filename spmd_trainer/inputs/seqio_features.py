@@ -1,4 +1,4 @@
-"""SeqIO feature converters that make the batches of praxis' models. Importing this module imports seqio: extra `seqio`.
+"""SeqIO feature converters for praxis' models. Importing this module imports seqio: extra `seqio`.
 
 Names, arguments and values are those of paxml 1.4.0's `seqio_input`.
 """
@@ -42,12 +42,12 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
         Args:
           pack: put several examples into a row.
           use_custom_packing_ops: pack with ops of tensor2tensor, which must be installed.
-          weights_on_targets_only: True: only tokens of 'targets' with an id of 0 or more have weight. None: all tokens with an
-            id of 0 or more. False: all tokens.
+          weights_on_targets_only: True: only tokens of 'targets' with an id of 0 or more have weight. None: all tokens
+            with an id of 0 or more. False: all tokens.
           apply_length_check: refuse examples longer than their feature's length.
           bos_id: first of a row's `ids`.
-          reverse_bos_padding: `ids` are the tokens, and `labels` the tokens moved one to the left, with `eos_id` at the end;
-            otherwise `labels` are the tokens, and `ids` the tokens moved one to the right, with `bos_id` at the front.
+          reverse_bos_padding: True: `ids` are the tokens, and `labels` the tokens shifted left with `eos_id` at the
+            end. False: `labels` are the tokens, and `ids` the tokens shifted right with `bos_id` at the front.
           eos_id: see `reverse_bos_padding`.
           target_has_suffix: multiply the weights by the feature 'target_suffix_weights'.
           passthrough_features: features that reach the batch unchanged.
@@ -72,17 +72,14 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
         )
 
     def __str__(self) -> str:
-        """Returns the settings, as a config's dump shows them."""
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._settings.items())})"
 
     @property
     def weights_on_targets_only(self) -> bool | None:
-        """The setting."""
         return self._settings["weights_on_targets_only"]
 
     @property
     def target_has_suffix(self) -> bool:
-        """The setting."""
         return bool(self._settings["target_has_suffix"])
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
@@ -119,7 +116,7 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
             row.weights *= tf.cast(loss_weights > 0, tf.float32)
         if self.target_has_suffix:
             row.weights *= tf.cast(features["target_suffix_weights"], tf.float32)
-        # A negative id marks a token without weight.
+        # Negative ids mark tokens without weight.
         row.ids, row.labels = tf.abs(row.ids), tf.abs(row.labels)
         if self._settings["reverse_bos_padding"]:
             row.ids = row.labels
@@ -130,19 +127,17 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
 
 
 class PackedLanguageModelFeatures(LanguageModelFeatures):
-    """`LanguageModelFeatures` for a task whose examples are rows already, with the features that seqio's packing makes."""
+    """`LanguageModelFeatures` for examples that are packed rows already, with the features of seqio's packing."""
 
     def __init__(self) -> None:
-        """Takes no settings."""
         super().__init__(pack=False)
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Returns the rows, unchecked and not packed again."""
         del task_feature_lengths
         return ds.map(self._to_row)
 
     def row_specs(self, task_feature_lengths: Mapping[str, int]) -> NestedMap | None:
-        """Returns None: only the data say."""
+        """Returns None: the specs depend on the data."""
         del task_feature_lengths
         return None
 
@@ -154,16 +149,13 @@ class SequenceModelFeatures(seqio.EncDecFeatureConverter):
     """
 
     def __init__(self, pack: bool = False, use_custom_packing_ops: bool = False, bos_id: int = 0):
-        """Stores the settings; see `LanguageModelFeatures`."""
         self._settings = {"pack": pack, "use_custom_packing_ops": use_custom_packing_ops, "bos_id": bos_id}
         super().__init__(pack=pack, use_custom_packing_ops=use_custom_packing_ops, bos_id=bos_id)
 
     def __str__(self) -> str:
-        """Returns the settings, as a config's dump shows them."""
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._settings.items())})"
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Returns the rows of a task's examples, a tf.data.Dataset of NestedMaps."""
         return super().__call__(ds, task_feature_lengths).map(self._to_row)
 
     def _to_row(self, features: Features) -> NestedMap:
@@ -193,7 +185,7 @@ class SequenceModelFeaturesWithTaskInfo(SequenceModelFeatures):
         return {**super()._convert_example(features), **kept}
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Returns the rows, unchecked, because seqio's check knows no task ids."""
+        """Skips seqio's check, which rejects task ids."""
         return self._convert_features(ds, task_feature_lengths).map(self._to_row)
 
 
@@ -201,11 +193,9 @@ class PackedSequenceModelFeatures(SequenceModelFeatures):
     """`SequenceModelFeatures` for a task whose examples are rows already."""
 
     def __init__(self) -> None:
-        """Takes no settings."""
         super().__init__(pack=False)
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Returns the rows, unchecked and not packed again."""
         del task_feature_lengths
         return ds.map(self._to_row)
 
@@ -214,7 +204,6 @@ class RemoveProvenance(seqio.PassThroughFeatureConverter):
     """Passes examples through without the features whose name begins with 'provenance'."""
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Returns the examples as NestedMaps."""
         del task_feature_lengths
         return ds.map(
             lambda example: NestedMap.FromNestedDict(example).FilterKeyVal(
@@ -227,12 +216,11 @@ class UnflattenAndRemoveProvenance(RemoveProvenance):
     """`RemoveProvenance`, with names such as 'a/b' nested."""
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Returns the examples as NestedMaps."""
         return super().__call__(ds.map(seqio.unflatten_dict), task_feature_lengths)
 
 
 def _segments(features: Features, side: str, paddings: Any) -> tuple[Any, Any]:
-    """Returns segment ids and positions: those of packed examples, or those of one example in a row."""
+    """Returns segment ids and positions, of packed examples or of one example per row."""
     if f"{side}_segment_ids" in features:
         return features[f"{side}_segment_ids"], features[f"{side}_positions"]
     ids = tf.cast(1.0 - paddings, tf.int32)

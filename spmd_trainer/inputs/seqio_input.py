@@ -39,11 +39,11 @@ class MetricType(enum.Enum):
 
 
 def feature_converter_class(name: str) -> Any:
-    """Returns the class of a feature converter; a module's `__getattr__`.
+    """Returns the class of a feature converter; implements a module's `__getattr__`.
 
     Raises:
       UserError: seqio is not installed.
-      AttributeError: there is no such converter.
+      AttributeError: the name is unknown.
     """
     if name not in FEATURE_CONVERTERS:
         raise AttributeError(f"module 'spmd_trainer.seqio_input' has no attribute {name!r}")
@@ -56,18 +56,19 @@ def feature_converter_class(name: str) -> Any:
 class SeqIOInput(base_input.BaseInput):
     """Input over a SeqIO task or mixture.
 
-    A batch is a NestedMap of numpy arrays [B, ...] as the feature converter makes them, and `eval_sample_weights` float32
-    [B]. Features that are not numbers are left out.
+    A batch is a NestedMap of numpy arrays [B, ...] from the feature converter, and `eval_sample_weights` float32 [B].
+    Non-numeric features are left out.
 
-    Training: each process reads its own shard of the files, shuffled with `input_random_seed`. Batch n depends only on n, the
-    settings and the number of processes. The position is n: a run that resumes makes the earlier batches again without
-    training on them, and is refused with another number of processes, batch size or seed.
+    Training: each process reads its own shard of the files, shuffled with `input_random_seed`. Batch n depends only on
+    n, the settings and the number of processes. The position is n: a resumed run makes the earlier batches again
+    without training on them. It is refused with another number of processes, batch size or seed.
 
-    Otherwise: every example once, in order, the same with any number of processes, because each reads all examples and keeps
-    its rows. The last batch is filled up with rows of weight 0. With `reset_for_eval=False`, each evaluation is of the first
-    `eval_loop_num_batches` batches (Pax continues where the last evaluation ended).
+    Evaluation gives every example once, in order, the same with any number of processes: each reads all examples and
+    keeps its rows. The last batch is filled up with rows of weight 0. With `reset_for_eval=False`, each evaluation
+    uses the first `eval_loop_num_batches` batches (Pax continues where the last evaluation ended).
 
-    The metrics that a SeqIO task declares are not computed. Decoding writes its outputs, and evaluation the model's metrics.
+    The metrics declared by a SeqIO task are not computed. Decoding writes its outputs, and evaluation the model's
+    metrics.
 
     Attributes:
       mixture_name: name of a registered task or mixture.
@@ -79,26 +80,26 @@ class SeqIOInput(base_input.BaseInput):
       shuffle: None: shuffle training data. Other data are never shuffled.
       repeat: None: repeat training data.
       use_cached: read the task's offline cache.
-      eval_auto_pad: not used: the last batch is always filled up.
+      eval_auto_pad: ignored: the last batch is always filled up.
       drop_remainder: leave out a training input's last rows that do not fill a batch; other inputs keep them.
       num_batches_to_skip: training begins with this batch.
       trim_output_features: trim examples to `task_feature_lengths`.
       try_in_mem_cache: let SeqIO keep small datasets in memory.
-      deterministic_input_start_index: not used.
-      eval_metrics_targets_length, eval_metrics_filter_targets_fields: not used: a task's metrics are not computed.
-      annotate_padding_fields: not used: rows that fill up a batch always have weights 0 and paddings 1.
+      deterministic_input_start_index: ignored.
+      eval_metrics_targets_length, eval_metrics_filter_targets_fields: ignored: a task's metrics are not computed.
+      annotate_padding_fields: ignored: rows that fill up a batch always have weights 0 and paddings 1.
       overridden_vocab: vocabulary for `ids_to_strings` instead of the task's.
-      enable_symbolic_checkpointing, experimental_enable_index_shuffle: not used: the position is a number.
-      log_preprocessed_targets: not used.
+      enable_symbolic_checkpointing, experimental_enable_index_shuffle: ignored: the position is a number.
+      log_preprocessed_targets: ignored.
       eval_enable_cache: keep evaluation data in memory between evaluations.
       eval_num_examples: number of examples, if known, for progress lines.
-      warm_start: not used.
+      warm_start: ignored.
       read_config: a tfds.ReadConfig for all SeqIO tasks of the process.
     """
 
     @dataclasses.dataclass(frozen=True)
     class DeterministicInput:
-        """Pax's settings of a deterministic input, which are not used."""
+        """Pax's settings of a deterministic input; ignored."""
 
         start_step: int = 0
         example_index_offset: int = 0
@@ -161,11 +162,7 @@ class SeqIOInput(base_input.BaseInput):
 
     @functools.cached_property
     def mixture_or_task_inst(self) -> Any:
-        """The task or mixture.
-
-        Raises:
-          UserError: no task or mixture of this name is registered.
-        """
+        """The task or mixture. Raises UserError if the name is not registered."""
         seqio = import_seqio(f"SeqIOInput {self.name!r}")
         if self.mixture_or_task is not None:
             return self.mixture_or_task
@@ -175,9 +172,9 @@ class SeqIOInput(base_input.BaseInput):
             raise self._error(f"{error}. Import the module that registers it") from error
 
     def input_specs(self) -> NestedMap:
-        """Returns a NestedMap of jax.ShapeDtypeStruct: this process's batch without padding.
+        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct.
 
-        Reads nothing with `LanguageModelFeatures`; with other converters, it sets up the task's pipeline.
+        Reads no data with `LanguageModelFeatures`; other converters set up the task's pipeline.
         """
         row_specs = getattr(self.feature_converter, "row_specs", None)
         specs = None if row_specs is None else row_specs(self.task_feature_lengths)
@@ -254,7 +251,7 @@ class SeqIOInput(base_input.BaseInput):
 
     @functools.cached_property
     def _rows(self) -> Any:
-        """The rows of this process as a tf.data.Dataset; without `is_training`, the rows of all processes."""
+        """The rows of this process (of all processes in evaluation) as a tf.data.Dataset."""
         seqio, tf = import_seqio(f"SeqIOInput {self.name!r}"), import_tensorflow()
         if self.read_config is not None:
             seqio.set_tfds_read_config_override(self.read_config)
@@ -279,7 +276,7 @@ class SeqIOInput(base_input.BaseInput):
         rows = rows.map(_numbers)
         if not self.is_training and self.eval_enable_cache and not self._repeats:
             rows = rows.cache()
-        # TFDS gives up the order of files where this is not set, and batch n would differ from run to run.
+        # Else TFDS reads files in any order, and batch n would differ from run to run.
         options = tf.data.Options()
         options.deterministic = True
         return rows.with_options(options)
@@ -301,7 +298,9 @@ class SeqIOInput(base_input.BaseInput):
             yield self._filled(batch, self.infeed_host_index * self.batch_size)
 
     def _filled(self, batch: Any, first_row: int) -> NestedMap:
-        """Returns rows [first_row, first_row + batch_size) of a batch; those it lacks repeat its first row with weight 0."""
+        """Returns rows [first_row, first_row + batch_size) of a batch; missing rows repeat its first row with weight
+        0.
+        """
         batch = examples.for_devices(NestedMap.FromNestedDict(batch))
         count = len(jax.tree.leaves(batch)[0])
         rows = np.arange(first_row, first_row + self.batch_size)
@@ -344,7 +343,7 @@ def configure_deterministic_input(p: Any, **kwargs: Any) -> Any:
 
 
 def is_packing_on(fc: Any) -> bool:
-    """Returns True if a feature converter packs several examples into a row."""
+    """True if a feature converter packs several examples into a row."""
     return bool(getattr(fc, "pack", False))
 
 
@@ -357,5 +356,5 @@ def import_seqio(what: str) -> Any:
 
 
 def _numbers(row: Any) -> NestedMap:
-    """Returns a row, or its specs, without the features that are not numbers."""
+    """Returns a row, or its specs, without non-numeric features."""
     return NestedMap.FromNestedDict(row).Filter(lambda x: x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool)

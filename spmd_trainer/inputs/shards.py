@@ -1,4 +1,4 @@
-"""Records of several files, or of other parts, numbered through."""
+"""Numbers the records of several shards, and keeps the recently used shards open."""
 
 from __future__ import annotations
 
@@ -13,40 +13,36 @@ import numpy as np
 
 
 class ShardIndex:
-    """Numbers of records: from 0 in each part, and from 0 through all parts.
+    """Maps record numbers across all shards to a shard and a number within it.
 
     Attributes:
-      counts: records of each part, int64 [parts].
+      counts: records of each shard, int64 [shards].
     """
 
     def __init__(self, counts: Sequence[int] | np.ndarray):
-        """Takes the number of records of each part."""
         self.counts = np.asarray(counts, np.int64)
         self._ends = np.cumsum(self.counts)
         self._end_list: list[int] = self._ends.tolist()
 
     def __len__(self) -> int:
-        """Returns the number of records in all parts."""
+        """Number of records in all shards."""
         return self._end_list[-1] if self._end_list else 0
 
     def span(self, part: int) -> tuple[int, int]:
-        """Returns the number of the first record of a part, and of the first one after it."""
+        """Returns the number of a shard's first record, and of the first one after it."""
         end = self._end_list[part]
         return end - int(self.counts[part]), end
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Returns the part that a record is in, and its number there."""
+        """Returns a record's shard and its number there."""
         part = bisect.bisect_right(self._end_list, number)
         return part, number - self.span(part)[0]
 
     def split(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields each part that has some of the records, in order.
-
-        Args:
-          numbers: int64 [n], in any order.
+        """Groups record numbers, int64 [n] in any order, by shard.
 
         Yields:
-          The part; the places of its records in `numbers`, int64 [m]; and their numbers in the part, int64 [m].
+          The shard; the places of its records in `numbers`, int64 [m]; and their numbers in the shard, int64 [m].
         """
         numbers = np.asarray(numbers)
         if not len(numbers):
@@ -62,18 +58,14 @@ T = TypeVar("T")
 
 
 class LRUCache(Generic[T]):
-    """Opens things by number, and keeps those that were used last. Several threads may ask at a time.
+    """Opens objects by number and keeps the most recently used. Thread-safe.
 
-    What is left out is only let go of: it must close itself when nobody uses it any longer.
+    Evicted objects are not closed explicitly; they must close themselves when collected.
     """
 
     def __init__(self, most: int, *, size_of: Callable[[T], int] | None = None, most_size: int = 0):
-        """Opens nothing yet.
-
-        Args:
-          most: how many are kept, 1 or more.
-          size_of: the size of an opened one; None: sizes don't count.
-          most_size: of the sizes together, while more than one is kept.
+        """`most` is the number to keep, 1 or more. With `size_of`, the total size of several kept objects is at most
+        `most_size`.
         """
         self._most, self._size_of, self._most_size = most, size_of, most_size
         self._kept: collections.OrderedDict[int, T] = collections.OrderedDict()
@@ -81,16 +73,11 @@ class LRUCache(Generic[T]):
 
     @property
     def kept(self) -> list[int]:
-        """The numbers of those that are open, the last used one last."""
+        """Numbers of the open objects, most recently used last."""
         return list(self._kept)
 
     def get(self, number: int, open_one: Callable[[int], T]) -> T:
-        """Returns one by its number.
-
-        Args:
-          number: its number.
-          open_one: opens it, if it isn't open. Not kept: its object could otherwise not be freed at once when it is let go of.
-        """
+        """Returns object `number`, opened by `open_one` if necessary."""
         with self._lock:
             if number not in self._kept:
                 while len(self._kept) >= self._most:
@@ -107,20 +94,15 @@ class LRUCache(Generic[T]):
 
 
 class OpenFile:
-    """A file that is open for reading; closed when nobody uses it.
+    """A local file open for reading; closes itself when collected. OSError if it can't be read.
 
     Attributes:
       number: its file descriptor.
     """
 
     def __init__(self, path: str):
-        """Opens a local file.
-
-        Raises:
-          OSError: it can't be read.
-        """
         self.number = os.open(path, os.O_RDONLY)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at interpreter exit
         if hasattr(self, "number"):
             close(self.number)

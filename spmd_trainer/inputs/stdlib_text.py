@@ -1,7 +1,7 @@
 """Source files of the running interpreter's standard library: real text that every machine has.
 
-About 12 MB in 700 files (Python 3.11). A checksum of a file's path relative to the library decides whether it is held out;
-about 1 in 20 is. So a file stays in its part when another Python version adds or drops other files.
+About 12 MB in 700 files (Python 3.11). A checksum of a file's path relative to the library decides whether it is held
+out; about 1 in 20 is. A file therefore keeps its part when another Python version adds or drops other files.
 """
 
 from __future__ import annotations
@@ -14,38 +14,31 @@ from spmd_trainer.errors import UserError
 
 # Left out: tests, because they repeat the library's text; installed packages and caches, because they are not the library.
 _LEFT_OUT_DIRS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-# Written when the interpreter was built, with paths of the build machine in them.
+# Generated when the interpreter was built; contain paths of the build machine.
 _BUILD_PREFIXES = ("config-", "_sysconfigdata")
 _ONE_IN = 20
 
 
 def stdlib_train_files() -> tuple[str, ...]:
-    """Returns the paths of the training part, sorted. Raises the same errors as `stdlib_files`."""
+    """Paths of the training part, sorted. Raises the errors of `stdlib_files`."""
     return tuple(path for relative, path in stdlib_files() if not is_heldout(relative))
 
 
 def stdlib_heldout_files() -> tuple[str, ...]:
-    """Returns the paths of the held-out part, sorted. Raises the same errors as `stdlib_files`."""
+    """Paths of the held-out part, sorted. Raises the errors of `stdlib_files`."""
     return tuple(path for relative, path in stdlib_files() if is_heldout(relative))
 
 
 def is_heldout(relative_path: str) -> bool:
-    """Whether a file belongs to the held-out part.
-
-    Args:
-      relative_path: relative to the library, with '/' between its parts, e.g. 'json/decoder.py'.
-    """
+    """True if a file belongs to the held-out part. `relative_path` has '/' between its parts, e.g. 'json/decoder.py'."""
     return zlib.crc32(relative_path.encode()) % _ONE_IN == 0
 
 
 def stdlib_files(root: str | None = None) -> list[tuple[str, str]]:
-    """Returns the library's source files.
+    """Lists the library's source files as (relative path with '/' between its parts, full path), sorted by the first.
 
     Args:
       root: the library's directory; None for the running interpreter's.
-
-    Returns:
-      (path relative to `root` with '/' between its parts, full path), sorted by the first.
 
     Raises:
       UserError: there are no source files, e.g. because the library is in an archive.

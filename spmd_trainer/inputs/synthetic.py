@@ -1,7 +1,7 @@
-"""Synthetic batches: random values of any shapes, or a small language that a model can learn. numpy only.
+"""Synthetic batches: random values of any shapes, or a small language that a model can learn. Uses numpy only.
 
-Each value is a hash of (seed, name, example, index in the example). So a batch depends only on its position, not on the
-number of processes, on numpy's version, or on earlier batches.
+Each value is a hash of (seed, name, example, index in the example). A batch depends only on its position, not on the
+number of processes, numpy's version, or earlier batches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _SyntheticBase(indexed.IndexedInput):
     """Base of the synthetic inputs.
 
     Attributes:
-      num_examples: size of the set. None: endless, without repetition. With `is_training`, the set repeats in the same
-        order. Without it, each example comes once, the last batch is filled up with rows of weight 0, then StopIteration.
+      num_examples: size of the set. None: endless, without repetition. Training repeats the set in the same order.
+        Evaluation gives each example once, fills up the last batch with rows of weight 0, then raises StopIteration.
     """
 
     num_examples: int | None = None
@@ -40,7 +40,7 @@ class _SyntheticBase(indexed.IndexedInput):
         return indexed.ExampleOrder(self.num_examples, self.is_training or self.num_examples is None, seed=self.seed)
 
     def _sample_weights(self, position: int) -> np.ndarray:
-        """Returns the rows' weights, float32 [B]: 0 after the end of a finite set."""
+        """Weights of the rows, float32 [B]: 0 after the end of a finite set."""
         examples = self.examples_at(position)
         if self.num_examples is None:
             return np.ones(self.batch_size, np.float32)
@@ -149,7 +149,9 @@ class SyntheticLmInput(_SyntheticBase):
 
 @functools.lru_cache(maxsize=8)
 def _powers_of_the_rule(vocab_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns factors and offsets, int64 [length]: i steps after token t comes (factors[i] * t + offsets[i]) mod vocab_size."""
+    """Returns factors and offsets, int64 [length]: i steps after token t comes (factors[i] * t + offsets[i]) mod
+    vocab_size.
+    """
     factors, offsets = np.ones(length, np.int64), np.zeros(length, np.int64)
     for i in range(1, length):
         factors[i] = 5 * factors[i - 1] % vocab_size
@@ -158,16 +160,13 @@ def _powers_of_the_rule(vocab_size: int, length: int) -> tuple[np.ndarray, np.nd
 
 
 def random_bits(seed: int, name: str, examples: np.ndarray, count: int) -> np.ndarray:
-    """Returns hashes of (seed, name, example, index), by splitmix64, which passes the usual tests of randomness.
+    """Returns splitmix64 hashes of (seed, name, example, index), uint64 [B, count].
 
     Args:
       seed: 0 or more.
       name: name of a field, so that the fields of a batch differ.
       examples: int64 [B].
       count: values per example.
-
-    Returns:
-      uint64 [B, count].
     """
     key = mix(np.array([seed % 2**64, zlib.crc32(name.encode())], np.uint64))
     rows = mix(examples.astype(np.uint64) + key[0] + key[1])
@@ -193,6 +192,6 @@ def _uniform(bits: np.ndarray, dtype: np.dtype, maxval: float) -> np.ndarray:
         return (bits >> np.uint64(63)).astype(bool)
     if kind == "int":
         return (bits % np.uint64(maxval)).astype(dtype)
-    # Only as many bits as the dtype's mantissa holds, so that rounding never gives maxval.
+    # As many bits as the dtype's mantissa holds, so that rounding never gives maxval.
     digits = min(jax.numpy.finfo(dtype).nmant, 52)
     return ((bits >> np.uint64(64 - digits)).astype(np.float64) * (2.0**-digits * maxval)).astype(dtype)

@@ -1,4 +1,4 @@
-"""Base of the inputs that write conversations as text by a chat template."""
+"""Base of the inputs that render conversations by a chat template."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PARQUET_SUFFIX = ".parquet"
 
 
 def rows(content: bytes, path: str, entries: Collection[str]) -> Iterator[tuple[Any, str]]:
-    """Yields the rows of a file, and where each row is: 'pairs.jsonl:3' or 'pairs.parquet row 3', from 1.
+    """Yields the rows of a file with their places: 'pairs.jsonl:3' or 'pairs.parquet row 3', from 1.
 
-    Empty lines are skipped. A Parquet file gives every message the same entries, with nulls where a message lacks one: entries
-    that are null are left out.
+    Empty lines are skipped. Parquet gives every message the same entries, with nulls for missing ones; null entries
+    are left out.
 
     Args:
-      content: what the file holds: Parquet, or a JSON value in each line.
+      content: content of the file: Parquet or JSON lines.
       path: the file, for errors.
-      entries: the columns to read of a Parquet file, where there are such columns.
+      entries: columns to read of a Parquet file, if it has them.
 
     Raises:
       UserError: a line is not JSON, or the file can't be read; names the file and the line.
@@ -68,7 +68,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-# The template gets these entries of a row by their names.
+# Entries of a row that are passed to the template by name.
 _ENTRIES = {"messages", "tools", "documents"}
 
 
@@ -76,32 +76,30 @@ class TemplatedFiles(text_base.TokenizedFiles):
     """Base of inputs over JSON lines and Parquet files whose rows hold messages.
 
     Attributes:
-      chat_template: None takes the tokenizer's ('tool_use' for conversations with tools if it has one of this name). Otherwise
-        the name of one of the tokenizer's templates, the path of a .jinja file, or a template's text.
-      template_variables: variables for the template, e.g. {'enable_thinking': False}. Those of a row take precedence.
+      chat_template: None takes the tokenizer's own (for conversations with tools the one named 'tool_use', if it
+        exists). Otherwise the name of one of the tokenizer's templates, the path of a .jinja file, or a template's
+        text.
+      template_variables: variables for the template, e.g. {'enable_thinking': False}. A row's variables take
+        precedence.
     """
 
     chat_template: str | None = None
     template_variables: Any = None
-    # By `has_tools`.
+    # Keyed by `has_tools`.
     _templates: dict[bool, ChatTemplate] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def template(self, *, has_tools: bool) -> ChatTemplate:
         """Returns the chat template for conversations with or without tools.
 
         Raises:
-          UserError: there is no such template, or it has a syntax error.
+          UserError: the template does not exist, or has a syntax error.
         """
         if has_tools not in self._templates:
             self._templates[has_tools] = template_of(self.tokenizer, self.chat_template, has_tools=has_tools)
         return self._templates[has_tools]
 
     def variables_of(self, row: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-        """Returns the variables of the template for a row.
-
-        Args:
-          row: the variables that the row sets.
-          **defaults: variables that `template_variables` and the row may set otherwise.
+        """Merges `defaults`, `template_variables` and the row's variables; later ones win.
 
         Raises:
           UserError: a variable has the name of an entry of a row.
@@ -112,11 +110,7 @@ class TemplatedFiles(text_base.TokenizedFiles):
         return variables
 
     def check_tokenizer(self) -> None:
-        """Refuses a tokenizer that can't encode what a chat template writes.
-
-        Raises:
-          UserError: the tokenizer reads special tokens as plain text.
-        """
+        """Refuses a tokenizer that reads special tokens as plain text, by UserError."""
         if getattr(self.tokenizer, "encodes_special_tokens", False):
             raise UserError(
                 "the tokenizer has encode_special_tokens=True, so that the special tokens of the chat template would be read as "

@@ -1,4 +1,4 @@
-"""Imports TensorFlow for the inputs that need it, when they first need it."""
+"""Imports TensorFlow on first use, and keeps it quiet."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LEVEL_OF_JAX = "1"
 
 
 def keep_quiet() -> None:
-    """Sets TensorFlow's environment variables if the user has not set them. Call it before TensorFlow is imported."""
-    # JAX sets a lower level when it is imported. Who imports JAX first, as notebooks do, has not asked for notices.
+    """Sets TensorFlow's environment variables unless the user has set them. Call it before TensorFlow is imported."""
+    # Importing JAX sets a lower level. If JAX was imported first, as in notebooks, the user did not ask for it.
     if "jax" in sys.modules and os.environ.get("TF_CPP_MIN_LOG_LEVEL") == _LEVEL_OF_JAX:
         del os.environ["TF_CPP_MIN_LOG_LEVEL"]
     for name, value in _ENVIRONMENT.items():
@@ -28,11 +28,7 @@ def keep_quiet() -> None:
 
 
 def check_tensorflow_installed() -> None:
-    """Checks that TensorFlow can be imported, without importing it.
-
-    Raises:
-      UserError: TensorFlow is not installed; the message has the command that installs it.
-    """
+    """Raises UserError with the install command if TensorFlow can't be imported. Does not import it."""
     if importlib.util.find_spec("tensorflow") is None:
         raise UserError(
             "this input needs TensorFlow, which is not installed. Install it with: "
@@ -41,7 +37,7 @@ def check_tensorflow_installed() -> None:
 
 
 def import_tensorflow() -> Any:
-    """Imports TensorFlow without its log messages and hides the GPUs from it, because JAX uses them.
+    """Imports TensorFlow without its log messages, and hides the GPUs from it, because JAX uses them.
 
     Raises:
       UserError: TensorFlow is not installed.
@@ -50,6 +46,6 @@ def import_tensorflow() -> Any:
     keep_quiet()
     import tensorflow as tf
 
-    with contextlib.suppress(RuntimeError):  # TensorFlow is already initialised; its devices can no longer be changed
+    with contextlib.suppress(RuntimeError):  # already initialised; its devices can't be changed
         tf.config.set_visible_devices([], "GPU")
     return tf

@@ -1,10 +1,10 @@
 """Text files as tokens: windows for training and evaluation, prompts for decode.
 
-Without a tokenizer, a token is a byte (0 to 255) or `eos_id`, end-of-text. The tokens of the files, in the order of the
-files and with one end-of-text after each file, form one stream s[0], s[1], ..., s[N-1]; s[-1] is end-of-text too. Window w
-of T tokens has the labels s[wT : (w+1)T] and the ids s[wT-1 : (w+1)T-1]: each position sees the token before the one it
-predicts, and every token is predicted exactly once. If N is not a multiple of T, the end of the last window has weight 0.
-With `start='bos'`, the tokens of each file begin with beginning-of-text, which is a token of the stream like any other.
+Without a tokenizer, a token is a byte (0 to 255) or `eos_id`, end-of-text. The tokens of the files, in order and with
+one end-of-text after each file, form one stream s[0], s[1], ..., s[N-1]; s[-1] is end-of-text too. Window w of T
+tokens has the labels s[wT : (w+1)T] and the ids s[wT-1 : (w+1)T-1]: each position sees the token before the one it
+predicts, and every token is predicted exactly once. If N is not a multiple of T, the end of the last window has weight
+0. With `start='bos'`, the tokens of each file begin with beginning-of-text, an ordinary token of the stream.
 
 Example, T = 4, one file holding b"hello", so that the stream is h e l l o EOS:
     window 0: ids EOS h e l, labels h e l l, weights 1 1 1 1
@@ -23,22 +23,23 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.inputs import batches, indexed, text_base
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 
-# Bytes read at first for each token of a prompt. Most texts have fewer bytes per token.
+# Bytes read initially per token of a prompt. Most texts have fewer bytes per token.
 _BYTES_PER_TOKEN = 8
 
 
 class PromptRows(text_base.TokenizedFiles):
     """Prompts for `LanguageModel.decode`, each one once and in order, then StopIteration.
 
-    A batch is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings`, `weights` float32 [B, P], 1 and 0
-    after the end of the prompt; `prefix_lengths` int32 [B], tokens of the prompt; `prompt_index` int32 [B], the prompt's number;
-    `eval_sample_weights` float32 [B]. Rows that fill up the last batch hold one token, with weight 0 and prompt_index -1.
+    A batch is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings`, `weights` float32 [B,
+    P], 1 and 0 after the end of the prompt; `prefix_lengths` int32 [B], tokens of the prompt; `prompt_index` int32
+    [B], the prompt's number; `eval_sample_weights` float32 [B]. Rows that fill up the last batch hold one token, with
+    weight 0 and prompt_index -1.
 
     A subclass implements `num_available` and `tokens_of_prompt`.
 
     Attributes:
-      prefix_len: maximum number of tokens in a prompt, P.
-      num_prompts: number of prompts to use, from the first; None uses all.
+      prefix_len: most tokens in a prompt, P.
+      num_prompts: use only the first this many prompts; None uses all.
     """
 
     prefix_len: int = 0
@@ -107,18 +108,18 @@ class PromptRows(text_base.TokenizedFiles):
 class TextInput(text_base.TokenizedFiles):
     """Language-model input over text files; the module docstring defines a window.
 
-    Training (`is_training=True`): endless. Each epoch gives every window once, in an order drawn from
-    (input_random_seed, epoch). Otherwise: every window once, in the order of the files, then StopIteration until
-    `reset()`. Reading by byte works with text of any encoding. SentencePiece and Hugging Face tokenizers need UTF-8. All
-    files are read before the first batch.
+    Training (`is_training=True`) is endless: each epoch gives every window once, in an order drawn from
+    (input_random_seed, epoch). Evaluation gives every window once, in the order of the files, then StopIteration until
+    `reset()`. Reading by byte works with text of any encoding. SentencePiece and Hugging Face tokenizers need UTF-8.
+    All files are read before the first batch.
 
     A batch is a NestedMap of numpy arrays: `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`,
     `weights` float32 [B, T]; `eval_sample_weights` float32 [B]. Each row is one segment (1). Where `weights` is 0,
     `paddings` is 1 and the other arrays are 0.
 
     Attributes:
-      files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`. The caller splits the files into training and
-        evaluation.
+      files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`. The caller splits the files into
+        training and evaluation.
       seq_len: tokens per row, T.
       shuffle: False gives the windows of a training input in the order of the files.
       max_windows: number of windows to use, spread evenly over the files; None uses all.
@@ -176,7 +177,7 @@ class TextInput(text_base.TokenizedFiles):
         return -(-self._stream_len // self.seq_len)
 
     def _load_stream(self) -> np.ndarray:
-        """Returns the stream as `token_dtype` [windows + 1, T]. The rest of the last window and an additional row are 0."""
+        """Returns the stream as `token_dtype` [windows + 1, T], zero-padded, with an extra row of 0."""
         stream = np.zeros((self._windows_of_stream + 1) * self.seq_len, self.token_dtype)
         start = 0
         for tokens in self._tokens_of_files:
@@ -222,8 +223,8 @@ class WindowTable(NamedTuple):
 
     Attributes:
       labels: uint16 or uint32 [windows + 1, T].
-      before: uint16 or uint32 [windows + 1]: the token before each window.
-      lengths: int64 [windows + 1]: tokens in each window.
+      before: the token before each window, uint16 or uint32 [windows + 1].
+      lengths: tokens in each window, int64 [windows + 1].
     """
 
     labels: np.ndarray
@@ -234,14 +235,14 @@ class WindowTable(NamedTuple):
 class PromptInput(PromptRows):
     """Prompts for `LanguageModel.decode`: the beginning of each file, one prompt per file.
 
-    A row holds the start token (end-of-text, as in training, unless `start` says otherwise) and the first tokens of the file, up
-    to `prefix_len` together. `prefix_lengths` includes the start token, and `prompt_index` is the index in `paths`. Batches are
-    those of `PromptRows`.
+    A row holds the start token (end-of-text, as in training, unless `start` says otherwise) and the first tokens of
+    the file, up to `prefix_len` together. `prefix_lengths` includes the start token, and `prompt_index` is the index
+    in `paths`. Batches are those of `PromptRows`.
 
     Attributes:
       files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`.
-      prefix_len: maximum number of tokens in a prompt, including the start token, P.
-      num_prompts: number of files to use, from the first; None uses all.
+      prefix_len: most tokens in a prompt, including the start token, P.
+      num_prompts: use only the first this many files; None uses all.
     """
 
     @property
@@ -257,7 +258,7 @@ class PromptInput(PromptRows):
         """Returns the start token and the first tokens of a file.
 
         Raises:
-          UserError: the file is empty and there is no start token, or it can't be read; names the file.
+          UserError: the file can't be read, or it is empty and `start` gives no token; names the file.
         """
         first = [] if self.start_id is None else [self.start_id]
         tokens = self._beginning(index, self.prefix_len - len(first))

@@ -1,4 +1,4 @@
-"""Base of the inputs over text files: finds and checks the files, makes tokens of them, and text of ids."""
+"""Bases of the inputs over text: the tokenizer (`TokenizedInput`), and the files (`TokenizedFiles`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ class TokenizedInput(indexed.IndexedInput):
     """Base of inputs whose rows hold the tokens of texts.
 
     Attributes:
-      tokenizer: None reads by byte. Otherwise the path of a SentencePiece .model file, of a Hugging Face tokenizer.json or
-        of a folder that holds one; a `tokenizers.Tokenizer` or a fast tokenizer of transformers; or an object with the
-        methods of `spmd_trainer.inputs.tokenizers.Tokenizer`, or its config. After construction, the tokenizer.
-      eos_id: end-of-text. None is 256 when reading by byte (a vocabulary of 257), or the tokenizer's own. Can be set for
-        bytes and for Hugging Face tokenizers only.
+      tokenizer: None reads by byte. Otherwise the path of a SentencePiece .model file, of a Hugging Face
+        tokenizer.json or of a folder that holds one; a `tokenizers.Tokenizer` or a fast tokenizer of transformers; or
+        an object with the methods of `spmd_trainer.inputs.tokenizers.Tokenizer`, or its config. After construction,
+        the tokenizer.
+      eos_id: end-of-text. None is 256 when reading by byte (a vocabulary of 257), or the tokenizer's own. Settable
+        only for bytes and Hugging Face tokenizers.
       start: the token before the first token of each text. 'eos': end-of-text, as in Pax. 'bos': the tokenizer's
-        beginning-of-text. 'none': no token, so that a prompt begins with its own first token; in training, the first token of a
-        text follows the end-of-text of the text before. 'tokenizer': 'bos' or 'none', whichever a Hugging Face tokenizer does
-        itself (by its post-processor), as in transformers.
+        beginning-of-text. 'none': no token: a prompt begins with its own first token, and in training a text follows
+        the previous end-of-text. 'tokenizer': 'bos' or 'none', as a Hugging Face tokenizer's post-processor does, like
+        transformers.
     """
 
     tokenizer: Any = None
@@ -35,27 +36,25 @@ class TokenizedInput(indexed.IndexedInput):
 
     @property
     def vocab_size(self) -> int:
-        """Size of the tokenizer's vocabulary: tokens are below it."""
+        """Size of the tokenizer's vocabulary."""
         return self.tokenizer.vocab_size
 
     @property
     def encoded_vocab_size(self) -> int:
-        """Vocabulary size that a model needs: `vocab_size` without special tokens that occur only if a text spells them."""
+        """Vocabulary size that a model needs: `vocab_size` without special tokens that occur only if a text spells
+        them.
+        """
         of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
         return of_text if self.start_id is None else max(of_text, self.start_id + 1)
 
     def limit_vocabulary(self, model_vocab_size: int) -> None:
-        """Makes a token that the model has no embedding for an error, or its document a bad record.
-
-        Call it before the first batch.
-
-        Args:
-          model_vocab_size: the model's vocabulary size; its tokens are 0 to `model_vocab_size` - 1.
+        """Rejects tokens of `model_vocab_size` and above, which the model has no embedding for. Call it before the
+        first batch.
         """
         self._model_vocab_size = model_vocab_size
 
     def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
-        """Returns the text of the first lengths[b] of each row of ids [B, T]. End-of-text and tokens without text are dropped."""
+        """Decodes the first lengths[b] of each row of ids [B, T]. End-of-text and tokens without text are dropped."""
         del key
         return self.tokenizer.decode(ids, lengths)
 
@@ -63,7 +62,7 @@ class TokenizedInput(indexed.IndexedInput):
         """Makes the tokenizer from its setting, and finds `start_id`. A subclass calls it at construction.
 
         Raises:
-          UserError: a setting doesn't fit.
+          UserError: a setting is invalid.
         """
         self.tokenizer = tokenizer_field.make_tokenizer(self.tokenizer, self.eos_id)
         self.start_id = tokenizer_field.start_token(self.tokenizer, self.start)
@@ -76,8 +75,8 @@ class TokenizedFiles(TokenizedInput):
       files: paths and glob patterns ('corpus/*.txt', 'corpus/**/*.txt', sorted), one of them, or a function without
         arguments that returns them.
       tokenizer, eos_id, start: see `TokenizedInput`.
-      allow_binary: True reads any file. False refuses files whose first bytes show a format that isn't text (Parquet, gzip,
-        TFRecord, ...) and, with a tokenizer that reads UTF-8, files with NUL bytes.
+      allow_binary: True reads any file. False refuses files whose first bytes show a format that isn't text (Parquet,
+        gzip, TFRecord, ...) and, with a tokenizer that reads UTF-8, files with NUL bytes.
     """
 
     files: Any = None
@@ -102,7 +101,7 @@ class TokenizedFiles(TokenizedInput):
         return self.found.paths
 
     def refuse_unknown_ids(self, tokens: np.ndarray, path: str) -> None:
-        """Checks the tokens [n] of a file, or of a part of it, against `limit_vocabulary`.
+        """Checks tokens [n] of a file against `limit_vocabulary`.
 
         Raises:
           UserError: a token is outside the model's vocabulary; names the file.
@@ -125,11 +124,12 @@ class TokenizedFiles(TokenizedInput):
         return self.is_training
 
     def tokens_of_file(self, index: int) -> np.ndarray:
-        """Returns the tokens of a file and one end-of-text, `token_dtype` [n]; beginning-of-text first if `start` says so.
+        """Returns the tokens of a file and one end-of-text, `token_dtype` [n], after the start token if `start` gives
+        one.
 
         Raises:
-          UserError: the file can't be read, the tokenizer can't encode it, or a token is outside the model's vocabulary;
-            names the file.
+          UserError: the file can't be read, the tokenizer can't encode it, or a token is outside the model's
+            vocabulary; names the file.
         """
         tokens = self.tokenizer.encode(self.found.read(index), self.found.paths[index])
         self.refuse_unknown_ids(tokens, self.found.paths[index])

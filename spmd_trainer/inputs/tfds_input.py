@@ -24,15 +24,17 @@ from spmd_trainer.storage.paths import file_or_pattern
 class TfdsInput(examples_lib.ExamplesInput):
     """Input over a prepared dataset; see `ExamplesInput` for order, batches and `transform`.
 
-    Nothing is downloaded: prepare the dataset first, e.g. `tfds build mnist --data_dir=DIR`, as tfrecord or array_record.
+    Never downloads: prepare the dataset first, e.g. `tfds build mnist --data_dir=DIR`, as tfrecord or array_record.
 
     Attributes:
       dataset: name of the dataset ('mnist', 'mnist:3.0.1', 'glue/cola'), or the directory of a prepared version.
       split: split in TFDS' syntax: 'train', 'train[:80%]', 'train+test'.
       data_dir: directory of prepared datasets; None is TFDS' default.
-      features: names of features to use, or {name in the batch: feature}; None uses all numeric features of a fixed shape.
-      example_fn: a function from one example (a dict of all its features, numpy) to one with arrays of a fixed shape, e.g.
-        to crop images of different sizes. If given, `features` is ignored, and one example is read to find the shapes.
+      features: names of features to use, or {name in the batch: feature}; None uses all numeric features of a fixed
+        shape.
+      example_fn: a function from one example (a dict of all its features, numpy) to one with arrays of a fixed shape,
+        e.g. to crop images of different sizes. If given, `features` is ignored, and one example is read to find the
+        shapes.
     """
 
     dataset: str | os.PathLike[str] = ""
@@ -43,10 +45,8 @@ class TfdsInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def builder(self) -> Any:
-        """The dataset's builder.
-
-        Raises:
-          UserError: tensorflow-datasets isn't installed, or there is no such prepared dataset.
+        """The dataset's builder. Raises UserError if tensorflow-datasets isn't installed, or the dataset isn't
+        prepared.
         """
         try:
             import tensorflow_datasets as tfds
@@ -68,7 +68,7 @@ class TfdsInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def _read(self) -> tuple[int, Callable[[int], dict[str, Any]]]:
-        """The number of examples, and a function that reads an example by number."""
+        """Returns the number of examples, and a function that reads an example by number."""
         splits = self.builder.info.splits
         try:
             split = splits[self.split]
@@ -142,7 +142,7 @@ class TfRecordExamples:
         """Finds the records.
 
         Args:
-          instructions: the split's file instructions: which records of which files.
+          instructions: the split's file instructions (tfds).
           features: the dataset's features, which decode an example.
 
         Raises:
@@ -163,16 +163,11 @@ class TfRecordExamples:
         self._record_of_example = np.concatenate(records)
 
     def read(self, example: int) -> dict[str, Any]:
-        """Returns an example of the split by number: a dict of numpy arrays.
-
-        Raises:
-          UserError: the example's record is broken.
-        """
+        """Returns an example of the split as a dict of numpy arrays. Raises UserError if its record is broken."""
         return self._features.deserialize_example_np(self._records.read(int(self._record_of_example[example])))
 
 
 def _read_from(source: Any, example: int) -> dict[str, Any]:
-    """Returns an example of a split prepared as ArrayRecord: a dict of numpy arrays."""
     try:
         return source[example]
     except (RuntimeError, ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""TFRecord files of tf.train.Example. Records are read by number, so any position is reached without reading earlier records."""
+"""TFRecord files of tf.train.Example, read by record number: any position is reached without reading earlier records."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Feature:
     Attributes:
       shape: shape of one example's array.
       dtype: dtype of the array. With 'numbers', a value that doesn't fit is an error.
-      encoding: 'numbers': a list of floats (for a float dtype) or integers (for others), as many as `shape` holds. 'raw':
-        one string, the array's bytes in row-major order, little endian. 'image': one string, a PNG, JPEG, GIF or BMP image
+      encoding: 'numbers': a list of floats (for a float dtype) or integers (for others) that fills `shape`. 'raw': one
+        string, the array's bytes in row-major order, little endian. 'image': one string, a PNG, JPEG, GIF or BMP image
         of `shape` [height, width, channels], uint8.
       key: the feature's key in the Example; None is its name in the batch.
     """
@@ -69,11 +69,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
-        """The files' records.
-
-        Raises:
-          UserError: a file can't be read or is broken, or there are no records.
-        """
+        """The files' records. Raises UserError if a file can't be read or is broken, or all are empty."""
         try:
             return record_files.RecordFiles(self.files)
         except UserError as error:
@@ -113,15 +109,10 @@ class TfRecordInput(examples_lib.ExamplesInput):
 
 
 class ExampleParser:
-    """Parses batches of serialized tf.train.Examples: with TensorFlow, unless they differ in their values only."""
+    """Parses batches of serialized tf.train.Examples: by a known byte layout if possible, otherwise with TensorFlow."""
 
     def __init__(self, features: Mapping[str, Feature], describe: Callable[[int], str]):
-        """Sets what to parse.
-
-        Args:
-          features: {name in the batch: Feature}.
-          describe: returns where row i of a batch comes from, for errors.
-        """
+        """`features` is {name in the batch: Feature}; `describe` names row i of a batch in errors."""
         # A shape may be a list, which can't be hashed.
         self._features = {name: dataclasses.replace(x, shape=tuple(x.shape)) for name, x in features.items()}
         self._describe = describe
@@ -174,7 +165,7 @@ class ExampleParser:
         return cast
 
     def _explain(self, tf: Any, serialized: list[bytes], wanted: dict[str, Any]) -> UserError:
-        """Finds the row that TensorFlow could not parse, because its error for a batch names no row."""
+        """Finds the row that TensorFlow could not parse: its error for a batch names no row."""
         for row, record in enumerate(serialized):
             try:
                 tf.io.parse_example([record], wanted)
@@ -187,13 +178,13 @@ class ExampleParser:
         raise AssertionError("a batch of records failed to parse, and none of them did by itself")
 
 
-# Importing hides the GPUs each time, which takes as long as parsing a small batch.
+# Cached: each import hides the GPUs again, which takes as long as parsing a small batch.
 _tensorflow = functools.cache(import_tensorflow)
 
 
 @functools.lru_cache(maxsize=16)
 def _layouts(features: tuple[tuple[str, Feature], ...]) -> wire_format.Layouts | None:
-    """Returns the layouts of Examples with these features; None if one is an image: those are never alike."""
+    """Layouts of Examples with these features; None if one is an image, whose size varies."""
     keys = [feature.key or name for name, feature in features]
     if any(feature.encoding == "image" or 0 in feature.shape for _, feature in features) or len(set(keys)) < len(keys):
         return None
@@ -211,7 +202,9 @@ def _layouts(features: tuple[tuple[str, Feature], ...]) -> wire_format.Layouts |
 
 @functools.lru_cache(maxsize=16)
 def _compiled_parser(wanted: tuple[tuple[str, Any], ...]) -> Any:
-    """Returns `tf.io.parse_example` for these features as one graph: a third of its time is converting its settings otherwise."""
+    """Compiles `tf.io.parse_example` for these features; otherwise a third of its time goes into converting its
+    settings.
+    """
     tf = _tensorflow()
     signature = [tf.TensorSpec([None], tf.string)]
     parser = tf.function(lambda records: tf.io.parse_example(records, dict(wanted)), input_signature=signature)
@@ -219,7 +212,7 @@ def _compiled_parser(wanted: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _plain(error: Any) -> str:
-    """Returns TensorFlow's message without the names of operations."""
+    """TensorFlow's message without the names of operations."""
     return re.sub(
         r"^\{\{.*?\}\} |^Name: <unknown>, | \[Op:\w+\]$", "", error.message.replace("}} Name: <unknown>,", "}}")
     )

@@ -1,7 +1,7 @@
 """The bytes that each token of a tokenizer stands for.
 
-The text of a sequence of tokens is the concatenation of their bytes. A tokenizer's own `decode` differs from it in two ways: it
-leaves special tokens out, and some tokenizers drop a space at the beginning of the text.
+The text of a token sequence is the concatenation of these bytes. A tokenizer's own `decode` differs: it leaves special
+tokens out, and some tokenizers drop a space at the beginning of the text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _BYTE_LEVEL, _BYTE_FALLBACK, _FUSE = "ByteLevel", "ByteFallback", "Fuse"
 def token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
     """Returns the bytes of each token from 0 to vocab_size - 1.
 
-    Special tokens of Hugging Face tokenizers have the bytes of their spelling. Unused ids, end-of-text of a `ByteTokenizer` and
-    control pieces of a SentencePiece model have none.
+    Special tokens of Hugging Face tokenizers have the bytes of their spelling. Unused ids, end-of-text of a
+    `ByteTokenizer` and control pieces of a SentencePiece model are empty.
 
     Raises:
-      UserError: a token's text depends on its neighbours, or the tokenizer is of another kind.
+      UserError: a token's text depends on its neighbours, or the kind of tokenizer is unsupported.
     """
     if isinstance(tokenizer, tokenizers.ByteTokenizer):
         known = range(tokenizers.BYTE_VALUES)
@@ -54,7 +54,7 @@ def _steps(decoder: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
 
 
 def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mapping[str, int], name: str) -> bytes:
-    """Returns the bytes of a token by the steps of a tokenizer.json's decoder."""
+    """Applies the decoder steps of a tokenizer.json to a token."""
     fused = False
     for step in steps:
         kind = step["type"]
@@ -62,7 +62,7 @@ def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mappi
         if kind is None:
             spelling = f" {spelling}"  # without a decoder, the library joins tokens with spaces
         elif kind == _BYTE_LEVEL and not fused:
-            # As the library: a token with a symbol that stands for no byte is text.
+            # As in the library: a token with a symbol outside the alphabet is text.
             if all(symbol in alphabet for symbol in spelling):
                 return bytes(alphabet[symbol] for symbol in spelling)
         elif kind == _BYTE_FALLBACK and not fused:
@@ -75,7 +75,7 @@ def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mappi
             spelling = spelling.replace(pattern["String"], step["content"])
         elif kind == _FUSE:
             fused = True
-        elif not (kind == "Strip" and fused):  # a Strip of the whole text takes only its beginning or end
+        elif not (kind == "Strip" and fused):  # a Strip of the whole text affects only its beginning or end
             raise UserError(
                 f"{name} has the decoder {kind!r}, with which a token's text depends on its neighbours, so that stop strings "
                 "can't be found in it; use eos_ids, or a tokenizer with a ByteLevel, Metaspace or ByteFallback decoder"
@@ -84,7 +84,6 @@ def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mappi
 
 
 def _fallback_byte(spelling: str) -> bytes | None:
-    """Returns the byte of a token such as '<0x0A>', or None."""
     if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
         try:
             return bytes.fromhex(spelling[3:5])
@@ -94,9 +93,10 @@ def _fallback_byte(spelling: str) -> bytes | None:
 
 
 def _byte_of_symbol() -> dict[str, int]:
-    """Returns the byte behind each symbol of GPT-2's byte-level alphabet.
+    """Maps each symbol of GPT-2's byte-level alphabet to its byte.
 
-    Printable Latin-1 characters stand for their own byte. The other 68 bytes, in ascending order, are the characters from U+0100.
+    Printable Latin-1 characters stand for their own byte. The other 68 bytes, in ascending order, are the characters
+    from U+0100.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]

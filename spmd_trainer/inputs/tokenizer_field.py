@@ -32,11 +32,11 @@ def make_tokenizer(given: Any, eos_id: int | None = None) -> tokenizers.Tokenize
     """Makes a tokenizer from the value of an input's `tokenizer` field.
 
     Args:
-      given: a path, an object or a config, see `text_base.TokenizedFiles`; None reads by byte.
+      given: a path, an object or a config, see `text_base.TokenizedInput`; None reads by byte.
       eos_id: end-of-text, for bytes and Hugging Face tokenizers only; None is 256, or the tokenizer's own.
 
     Raises:
-      UserError: `given` is not a tokenizer or can't be read, or `eos_id` is given and the tokenizer does not allow it.
+      UserError: `given` is not a tokenizer or can't be read, or the tokenizer does not accept `eos_id`.
     """
     if given is None:
         return tokenizers.ByteTokenizer(tokenizers.BYTE_VALUES if eos_id is None else eos_id)
@@ -62,14 +62,10 @@ def make_tokenizer(given: Any, eos_id: int | None = None) -> tokenizers.Tokenize
 
 
 def start_token(tokenizer: tokenizers.Tokenizer, start: str) -> int | None:
-    """Returns the token before the first token of each text, or None if there is none.
-
-    Args:
-      tokenizer: the tokenizer.
-      start: the value of an input's `start` field, see `text_base.TokenizedFiles`.
+    """Returns the token before each text for an input's `start` field (see `text_base.TokenizedInput`), or None.
 
     Raises:
-      UserError: `start` has another value, or the tokenizer has no beginning-of-text.
+      UserError: `start` is invalid, or the tokenizer lacks beginning-of-text.
     """
     if start not in _STARTS:
         near = did_you_mean(str(start), _STARTS)
@@ -95,16 +91,12 @@ def start_token(tokenizer: tokenizers.Tokenizer, start: str) -> int | None:
 
 
 def default_start(tokenizer: tokenizers.Tokenizer) -> str:
-    """Returns the `start` of texts for which none is given: 'tokenizer' for a Hugging Face tokenizer, otherwise 'eos'."""
+    """Default `start`: 'tokenizer' for a Hugging Face tokenizer, otherwise 'eos'."""
     return "tokenizer" if isinstance(tokenizer, HuggingFaceTokenizer) else "eos"
 
 
 def _is_sentencepiece(path: str) -> bool:
-    """Returns whether to read a path as a SentencePiece model: any file that is not JSON.
-
-    Raises:
-      UserError: the path does not exist or can't be read.
-    """
+    """True for any file that is not JSON. Raises UserError if the path can't be read."""
     path = file_or_pattern("tokenizer", path)
     if not reading.exists(path):
         hint = "" if path.endswith((".model", ".json")) else ". Tokenizers are not downloaded"

@@ -32,15 +32,15 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are 0..vocab_size-1."""
+        """Number of tokens: 0..vocab_size-1."""
 
     @property
     def eos_id(self) -> int:
-        """End-of-text, which comes before the first token of a text and after its last."""
+        """End-of-text: precedes the first token of a text and follows its last."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the longest token; 1 if each token is one byte."""
+        """Bytes of the longest token."""
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
         """Returns the tokens of a text, integers [n], without end-of-text.
@@ -55,10 +55,10 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Returns the text of the first lengths[b] of each row of ids [B, T]. End-of-text is dropped."""
+        """Decodes the first lengths[b] of each row of ids [B, T]. End-of-text is dropped."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what the tokens depend on, as JSON values."""
+        """Returns everything that decides the tokens, as JSON values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,10 @@ class ByteTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Highest token + 1: 257 with the default `eos_id`."""
         return max(BYTE_VALUES, self.eos_id + 1)
 
     @property
     def bytes_per_token(self) -> int:
-        """Always 1."""
         return 1
 
     def encode(self, text: bytes, path: str = "", *, cut: bool = False) -> np.ndarray:
@@ -91,20 +89,19 @@ class ByteTokenizer:
         return np.frombuffer(text, np.uint8)
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Returns the texts of ids; see `decode_bytes`."""
+        """See `decode_bytes`."""
         return decode_bytes(ids, lengths, self.eos_id)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the end-of-text token."""
         return {"eos_id": self.eos_id}
 
 
 @dataclasses.dataclass(frozen=True)
 class SentencePieceTokenizer:
-    """Tokenizer with a SentencePiece model (Kudo and Richardson, 2018). Texts are UTF-8.
+    """Wraps a SentencePiece model (Kudo and Richardson, 2018). Texts are UTF-8.
 
-    With a model of `tools/train_sentencepiece.py`, decoding gives back the encoded text byte for byte, except that U+2581,
-    SentencePiece's own mark of a space, becomes a space. Other models may normalize the text.
+    With a model of `tools/train_sentencepiece.py`, decoding restores the encoded text byte for byte, except that
+    U+2581, SentencePiece's mark of a space, becomes a space. Other models may normalize the text.
 
     Attributes:
       model: path of the trained `.model` file, which is read at construction.
@@ -171,20 +168,16 @@ class SentencePieceTokenizer:
         return np.asarray(self._processor.encode(_checked(text, path, cut=cut), out_type=int), np.int32)
 
     def encode_batch(self, texts: Sequence[bytes], wheres: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text, int32 [n]. Faster than one `encode` after the other, because it uses all cores.
-
-        Args:
-          texts: the texts.
-          wheres: for errors, where each text is from.
+        """Returns the tokens of each text, int32 [n]. Uses all cores. `wheres` name the texts in errors.
 
         Raises:
-          UserError: see `encode`; names where the first such text is from.
+          UserError: see `encode`; names the first bad text.
         """
         decoded = [_checked(text, where) for text, where in zip(texts, wheres, strict=True)]
         return [np.asarray(ids, np.int32) for ids in self._processor.encode(decoded, out_type=int)]
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Returns the texts of ids. Ids outside the vocabulary and control pieces are dropped."""
+        """Decodes ids, without control pieces and ids outside the vocabulary."""
         texts = []
         for row, length in zip(ids, lengths, strict=True):
             kept = np.asarray(row)[: int(length)]
@@ -193,7 +186,7 @@ class SentencePieceTokenizer:
         return texts
 
     def piece_bytes(self) -> list[bytes]:
-        """Returns the bytes of each piece. Control, unknown and unused pieces have none."""
+        """Returns the bytes of each piece; empty for control, unknown and unused pieces."""
         model = self._processor
         found = []
         for index in range(self.vocab_size):
@@ -207,7 +200,7 @@ class SentencePieceTokenizer:
         return found
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns a checksum of the model, whatever its path."""
+        """Returns a checksum of the model's content."""
         return {"sentencepiece_model": zlib.crc32(self._content)}
 
 
@@ -242,15 +235,12 @@ def decode_utf8(text: bytes, path: str, *, cut: bool = False) -> str:
 
 
 def decode_bytes(ids: Any, lengths: Any, eos_id: int = BYTE_VALUES) -> list[str]:
-    """Returns the text of byte tokens. Tokens that are not bytes are dropped; invalid UTF-8 becomes U+FFFD.
+    """Decodes byte tokens. Drops tokens that are not bytes; invalid UTF-8 becomes U+FFFD.
 
     Args:
       ids: integers [B, T].
-      lengths: integers [B]: the number of tokens to decode in each row.
+      lengths: number of tokens to decode in each row, integers [B].
       eos_id: end-of-text, dropped even if it is below 256.
-
-    Returns:
-      B strings.
     """
     rows = [np.asarray(row)[: int(length)] for row, length in zip(ids, lengths, strict=True)]
     kept = [row[(row >= 0) & (row < BYTE_VALUES) & (row != eos_id)] for row in rows]
@@ -258,15 +248,15 @@ def decode_bytes(ids: Any, lengths: Any, eos_id: int = BYTE_VALUES) -> list[str]
 
 
 def token_dtype(vocab_size: int) -> Any:
-    """Returns the smallest unsigned dtype that holds every token, in which inputs store them."""
+    """Smallest unsigned dtype that holds every token; inputs store tokens in it."""
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32
 
 
 def encode_documents(content: bytes, path: str, tokenizer: Tokenizer, separator: bytes | None) -> Iterator[np.ndarray]:
-    """Yields the tokens of each document in a file, without end-of-text. Documents without tokens are left out.
+    """Yields the tokens of each document in a file, without end-of-text. Skips documents without tokens.
 
     Args:
-      content: the file's content.
+      content: content of the file.
       path: the file, for errors.
       tokenizer: the tokenizer.
       separator: bytes between documents; None makes the file one document.

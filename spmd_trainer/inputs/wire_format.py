@@ -1,4 +1,5 @@
-"""Protocol buffers without their library: where the values of a serialized tf.train.Example are.
+"""Parses serialized tf.train.Examples without the protobuf library, and whole batches at once if their byte layouts
+agree.
 
 See https://protobuf.dev/programming-guides/encoding/.
 """
@@ -28,7 +29,7 @@ class Field(NamedTuple):
     Attributes:
       number: its number.
       kind: its wire type.
-      begin, end: the bytes of its value, without tag and length.
+      begin, end: bytes of its value, without tag and length.
     """
 
     number: int
@@ -42,8 +43,8 @@ class FeatureList(NamedTuple):
 
     Attributes:
       name: the feature's key, UTF-8.
-      kind: BYTES_LIST, FLOAT_LIST or INT64_LIST; None if the feature has no list.
-      begin, end: the bytes of the list's message.
+      kind: BYTES_LIST, FLOAT_LIST or INT64_LIST; None for a feature without a list.
+      begin, end: bytes of the list's message.
     """
 
     name: bytes
@@ -53,11 +54,7 @@ class FeatureList(NamedTuple):
 
 
 def fields(data: bytes, begin: int = 0, end: int | None = None) -> Iterator[Field]:
-    """Yields the fields of a message.
-
-    Args:
-      data: bytes that hold the message.
-      begin, end: where it stands in `data`; the end None is that of `data`.
+    """Yields the fields of the message in `data[begin:end]`.
 
     Raises:
       ValueError: it is not a message.
@@ -99,10 +96,10 @@ def example_features(data: bytes) -> Iterator[FeatureList]:
 
 
 def varint(data: bytes, place: int, end: int) -> tuple[int, int]:
-    """Returns the number at a place, and the place after it.
+    """Reads the varint at `place`; returns it and the place after it.
 
     Raises:
-      ValueError: it goes on after `end`, or is too large.
+      ValueError: it continues after `end`, or is too large.
     """
     value, shift, begin = 0, 0, place
     while place < end and shift < 64:
@@ -123,11 +120,11 @@ def _message(field: Field) -> Field:
     return field
 
 
-# A batch with more sizes of examples than one in so many is parsed by TensorFlow: a layout would fit few examples.
+# TensorFlow parses batches with more distinct sizes than 1 in this many examples: layouts would fit too few.
 _ALIKE = 8
-# Layouts that are kept. If there are more, TensorFlow parses all batches from then on.
+# Most layouts; with more, TensorFlow parses all further batches.
 _MOST_LAYOUTS = 64
-# The bit of each byte of a varint that says whether another byte follows, and those of the number.
+# In each byte of a varint: the continuation bit, and the bits of the number.
 _GOES_ON, _DIGITS = 0x80, 0x7F
 # Bytes of the largest varint.
 _MOST_BYTES = 10
@@ -138,10 +135,10 @@ class Wanted:
     """Values to find in each example.
 
     Attributes:
-      name: the name of the array.
+      name: name of the array.
       kind: FLOAT_LIST, INT64_LIST or BYTES_LIST.
-      shape: shape of the values of one example.
-      dtype: dtype of the values: float32, int64 or, for bytes, that of the array which they are, little endian.
+      shape: shape of one example's values.
+      dtype: dtype of the values: float32, int64 or, for bytes, that of the serialized array, little endian.
     """
 
     name: str
@@ -151,24 +148,18 @@ class Wanted:
 
 
 class Layouts:
-    """The layouts of examples seen so far."""
+    """Byte layouts of the examples seen so far."""
 
     def __init__(self, wanted: Mapping[str, Wanted]):
-        """Knows no layout yet.
-
-        Args:
-          wanted: what to find, by key of the feature.
-        """
+        """`wanted` maps a feature's key to the values to find."""
         self._wanted = {key.encode(): one for key, one in wanted.items()}
         self._known: dict[int, list[_Layout]] = collections.defaultdict(list)
         self._count = 0
         self._gave_up = False
 
     def parse(self, serialized: Sequence[bytes]) -> dict[str, np.ndarray] | None:
-        """Returns arrays [B, *shape] by name for B serialized examples, or None: TensorFlow must parse them, or find the error.
-
-        Args:
-          serialized: B examples, 1 or more.
+        """Parses B >= 1 serialized examples to arrays [B, *shape] by name. None: TensorFlow must parse them, or find
+        the error.
         """
         if self._gave_up:
             return None
@@ -190,7 +181,7 @@ class Layouts:
         return found
 
     def _split(self, table: np.ndarray) -> Iterator[tuple[_Layout | None, np.ndarray]]:
-        """Yields layouts, and the rows of a table [B, bytes] that have them; None if a row has no layout."""
+        """Groups the rows of a table [B, bytes] by layout; None for rows without one."""
         left = np.arange(len(table))
         known = self._known[table.shape[1]]
         for layout in known:
@@ -224,13 +215,13 @@ class Layouts:
 
 
 class _Span(NamedTuple):
-    """Where the values of a feature are in an example.
+    """Place of a feature's values in an example.
 
     Attributes:
-      wanted: what its values are.
+      wanted: the values.
       begin, end: their bytes.
-      numbers: of varints: where each begins, counted from `begin`; otherwise None.
-      shifts: of varints: by how much the bits of each byte are shifted, uint64 [bytes]; otherwise None.
+      numbers: for varints: first byte of each, counted from `begin`; otherwise None.
+      shifts: for varints: left shift of each byte's bits, uint64 [bytes]; otherwise None.
     """
 
     wanted: Wanted
@@ -242,11 +233,11 @@ class _Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Where the values of an example are.
+    """Place of all values in an example.
 
     Attributes:
-      example: uint8 [bytes], an example with this layout.
-      mask: uint8 [bytes], the bits that are the same in all examples with this layout.
+      example: an example with this layout, uint8 [bytes].
+      mask: the bits that all examples with this layout share, uint8 [bytes].
       spans: the wanted features.
     """
 
@@ -255,7 +246,7 @@ class _Layout:
     spans: tuple[_Span, ...]
 
     def fits(self, table: np.ndarray) -> np.ndarray:
-        """Returns which rows of a table [B, bytes] have this layout, bool [B]."""
+        """Marks the rows of a table [B, bytes] that have this layout, bool [B]."""
         fitting: np.ndarray = ~((table ^ self.example) & self.mask).any(axis=1)
         return fitting
 
@@ -272,7 +263,7 @@ class _Layout:
 
 
 def _layout_of(example: bytes, wanted: Mapping[bytes, Wanted]) -> _Layout | None:
-    """Returns the layout of an example; None if it lacks a feature or has one of another kind or size.
+    """Finds the layout of an example; None if a feature is missing or has another kind or size.
 
     Raises:
       ValueError: it is not a tf.train.Example.
@@ -306,11 +297,7 @@ def _layout_of(example: bytes, wanted: Mapping[bytes, Wanted]) -> _Layout | None
 
 
 def _with_numbers(span: _Span, varints: np.ndarray) -> _Span:
-    """Returns the span of a list of varints, uint8 [bytes].
-
-    Raises:
-      ValueError: it isn't one.
-    """
+    """Completes the span of a list of varints, uint8 [bytes]. Raises ValueError if it is malformed."""
     lasts = np.flatnonzero(varints < _GOES_ON)
     if not len(varints) or not len(lasts) or lasts[-1] != len(varints) - 1:
         raise ValueError("the last number of a list is cut off")

@@ -1,7 +1,6 @@
-"""Decodes the bytes of an image file to an array of a fixed size.
+"""Decodes image files to arrays of a fixed size.
 
-TensorFlow decodes, because it is installed with the trainer, and its decoders let other Python threads run. The EXIF orientation
-is not applied.
+Uses TensorFlow, which is installed with the trainer and releases the GIL while decoding. Ignores the EXIF orientation.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ RESIZES = (CROP, STRETCH, EXACT)
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Decodes JPEG, PNG, GIF (its first frame) and BMP images.
+    """Decodes JPEG, PNG, GIF (first frame) and BMP images.
 
     Attributes:
       shape: height, width and channels of the result: 1 channel is grey, 3 are RGB and 4 RGBA.
-      resize: 'crop': the largest centre with the shape's aspect, scaled. 'stretch': scaled to the shape, whatever its own.
-        'exact': an image of another shape is an error.
+      resize: 'crop': scale the largest centre with the shape's aspect. 'stretch': scale the whole image. 'exact':
+        refuse images of another shape.
     """
 
     shape: tuple[int, int, int]
@@ -37,7 +36,8 @@ class Decoder:
         """Returns the image, uint8 `shape`.
 
         Raises:
-          UserError: it isn't an image, it is damaged, or it has another shape; a clause, 'is not an image: ...'.
+          UserError: it isn't an image, is damaged, or has another shape; the message is a clause, 'is not a whole
+            image: ...'.
         """
         tf = _tensorflow()
         try:
@@ -51,7 +51,7 @@ class Decoder:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(shape: tuple[int, int, int], resize: str) -> Any:
-    """Returns a function from the bytes of an image to its pixels as one graph: step by step, it takes half as long again."""
+    """Compiles the decoder to one graph, which saves a third of the time of eager calls."""
     tf = _tensorflow()
     height, width, channels = shape
 
@@ -68,10 +68,10 @@ def _compiled(shape: tuple[int, int, int], resize: str) -> Any:
 
 
 def _centre(tf: Any, image: Any, height: int, width: int) -> Any:
-    """Returns the largest centre of an image that has the aspect of height and width."""
+    """Crops the largest centre with the aspect height : width."""
     size = tf.shape(image)
     rows, columns = size[0], size[1]
-    # Whole numbers: half a row is rounded up.
+    # Integer arithmetic: half a row is rounded up.
     kept_rows = tf.clip_by_value((2 * columns * height + width) // (2 * width), 1, rows)
     kept_columns = tf.clip_by_value((2 * rows * width + height) // (2 * height), 1, columns)
     top, left = (rows - kept_rows) // 2, (columns - kept_columns) // 2
@@ -79,7 +79,7 @@ def _centre(tf: Any, image: Any, height: int, width: int) -> Any:
 
 
 def _why(tf: Any, content: bytes, channels: int) -> str:
-    """Returns ': ' and TensorFlow's message about an image that can't be decoded. That of a graph is a long one."""
+    """Returns ': ' and the short eager error for an image; the graph's error is long."""
     try:
         tf.io.decode_image(content, channels=channels, expand_animations=False)
     except tf.errors.OpError as error:
@@ -89,10 +89,10 @@ def _why(tf: Any, content: bytes, channels: int) -> str:
     return ": it can't be scaled"
 
 
-# Importing hides the GPUs each time, which takes as long as decoding a small image.
+# Cached: each import hides the GPUs again, which takes as long as decoding a small image.
 _tensorflow = functools.cache(import_tensorflow)
 
 
 def _plain(error: Any) -> str:
-    """Returns TensorFlow's message without the names of operations."""
+    """TensorFlow's message without the names of operations."""
     return re.sub(r"^\{\{.*?\}\} | \[Op:\w+\]| name: *$", "", error.message).strip()

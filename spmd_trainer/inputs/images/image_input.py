@@ -1,8 +1,8 @@
 """Input over images in Parquet files and tar shards, decoded ahead by Grain's threads. Needs the extra `grain`.
 
-Batch n is a function of n and of the settings, as in every `IndexedInput`: the number of images in each chunk is known, so the
-image at any index of a mixture of shuffled sources is computed without reading. So a position is one number for any number of
-processes and any batch size, and each process reads and decodes the images of its own rows only.
+Batch n is a function of n and the settings, as in every `IndexedInput`: chunk sizes are known, so the image at any
+index of a mixture of shuffled sources is computed without reading. A position is one number for any number of
+processes and any batch size, and each process reads and decodes only the images of its own rows.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from spmd_trainer.inputs.images.tar_images import TarImages
 
 _KINDS = ("parquet", "tar")
 RAISE, SKIP = "raise", "skip"
-# Images that Grain decodes ahead, in batches; at least so many images.
+# Batches that Grain decodes ahead, and the least number of images.
 _BATCHES_AHEAD, _LEAST_AHEAD = 2, 64
 _MAX_LABEL = 2**31 - 1
 
-# The pixels and the label of an image; what is wrong with it; or why its file can't be read.
+# Pixels and label of an image, a bad image, or the error of its file.
 _Row = tuple[np.ndarray, int] | BadRecord | UserError
 
 
@@ -46,8 +46,8 @@ def open_images(images: Documents) -> ImageSource:
     """Opens images.
 
     Raises:
-      UserError: they are not `Images`; there are no files, they are of several kinds or of none that is known, or one can't be
-        read (names it); or they hold no image.
+      UserError: they are not `Images`; there are no files, their kinds differ or are unknown, or one (named) can't be
+        read; or they hold no image.
     """
     if not isinstance(images, Images):
         raise UserError(f"{type(images).__name__}(...) stands where Images('train/*.tar', label='cls') should")
@@ -93,12 +93,13 @@ class ImageInput(examples.ExamplesInput):
     Attributes:
       source: `Images`, or a `Mixture` of them; its weights are shares of images.
       shape: height, width and channels of an image: 1 channel is grey, 3 are RGB.
-      resize: 'crop': the largest centre of an image with the shape's aspect is scaled to it. 'stretch': the whole image is.
-        'exact': an image of another shape is bad.
-      classes: names of the classes: a label is the place of its name among them. None: labels are whole numbers, as numbers or
-        as text.
-      bad_records: 'raise': an image that can't be decoded, or without a label, is an error with its file and member. 'skip': its
-        row has weight 0, and is black with label 0; it is counted in `skipped` and logged. So the other rows stay where they are.
+      resize: 'crop': scale the largest centre with the shape's aspect. 'stretch': scale the whole image. 'exact': an
+        image of another shape is bad.
+      classes: names of the classes: a label is the index of its name. None: labels are integers, as numbers or as
+        text.
+      bad_records: 'raise': an image that can't be decoded or lacks a label raises an error with its file and member.
+        'skip': its row is black with label 0 and weight 0, is counted in `skipped` and logged; other rows keep their
+        places.
       threads: Grain's threads that read and decode; 0 decodes in the thread that makes the batch.
     """
 
@@ -117,11 +118,7 @@ class ImageInput(examples.ExamplesInput):
 
     @functools.cached_property
     def sources(self) -> list[mixture.OpenSource]:
-        """The sources, opened.
-
-        Raises:
-          UserError: one can't be opened; names it.
-        """
+        """The opened sources. Raises UserError if one (named) can't be opened."""
         try:
             found = mixture.open_mixture(
                 self._mixture, is_training=self.is_training, shuffle=self._shuffles, open_one=open_images
@@ -141,7 +138,7 @@ class ImageInput(examples.ExamplesInput):
 
     @functools.cached_property
     def order(self) -> ImageOrder:  # type: ignore[override]
-        # A seed of its own for each source, that doesn't depend on the other sources.
+        # Each source's seed is independent of the other sources.
         seeds = [self.seed * 2**32 + zlib.crc32(one.name.encode()) for one in self.sources]
         sizes = [_images_of(one).chunk_sizes() for one in self.sources]
         return ImageOrder(self.sources, sizes, seeds, self._mixture.stopping_strategy)
@@ -164,7 +161,7 @@ class ImageInput(examples.ExamplesInput):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Bad images in the batches that this object has given, by source."""
+        """Bad images in the batches so far, by source."""
         return dict(self._skipped)
 
     def batch_at(self, position: int) -> NestedMap:
@@ -173,7 +170,7 @@ class ImageInput(examples.ExamplesInput):
     def _iterate(self, start: int) -> Iterator[NestedMap]:
         grain = import_grain(self.error)
         stop = sys.maxsize if self.num_batches is None else self.num_batches * self.batch_size
-        # This process' rows, counted over all its batches.
+        # This process' rows, numbered across all its batches.
         rows = grain.MapDataset.range(start * self.batch_size, stop).map(self._row_of)
         ahead = max(_LEAST_AHEAD, _BATCHES_AHEAD * self.batch_size)
         decoded = iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)))
@@ -186,16 +183,16 @@ class ImageInput(examples.ExamplesInput):
 
     @functools.cached_property
     def _numbers(self) -> Any:
-        # Grain asks for one row at a time.
+        # Cached: Grain asks for one row at a time.
         return functools.lru_cache(maxsize=16)(self.examples_at)
 
     def _row(self, number: int) -> _Row:
-        """Returns an image, decoded. After the end: the last one."""
+        """Reads and decodes an image; after the end, the last one."""
         source, image = self.order.source_of(min(number, self.num_examples - 1))
         try:
             found: ImageRecord = _images_of(self.sources[source]).image(image)
         except UserError as error:
-            return error  # Grain would change the message of one that is raised
+            return error  # returned, because Grain changes the message of a raised error
         return found if isinstance(found, BadRecord) else self._decode(found)
 
     def _decode(self, image: Image) -> tuple[np.ndarray, int] | BadRecord:

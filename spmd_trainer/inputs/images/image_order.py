@@ -1,6 +1,6 @@
-"""The order of the images of a mixture, as a function of the index: no position but a number, for any number of processes.
+"""The order of a mixture's images as a function of the index.
 
-How many images each chunk of a source holds is known at the start. So the image at any index is computed, without reading.
+Chunk sizes are known at the start, so the image at any index is computed without reading, for any number of processes.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from spmd_trainer.inputs.shards import ShardIndex
 
 
 class SourceOrder:
-    """The images of one source: epochs, each shuffled globally, in windows, or not at all. See `documents.Documents.shuffle`."""
+    """Order of one source's images: epochs, each shuffled globally, in windows, or not at all. See
+    `documents.Documents.shuffle`.
+    """
 
     def __init__(self, sizes: np.ndarray, shuffle: str | int | None, seed: int):
         """Sets the order.
 
         Args:
           sizes: images of each chunk, int64 [chunks].
-          shuffle: 'global'. An integer: chunks are shuffled, and windows of so many images in each chunk. 'auto': the same with
-            windows of `order.AUTO_WINDOW` images. None: in order.
+          shuffle: 'global'. An integer: shuffled chunks, with shuffled windows of this many images in each. 'auto':
+            the same with windows of `order.AUTO_WINDOW` images. None: in order.
           seed: 0 or more.
         """
         self.size = int(sizes.sum())
         self._sizes, self._shuffle, self._seed = sizes, shuffle, seed
         self._firsts = np.cumsum(sizes) - sizes
         self._window = shuffle if isinstance(shuffle, int) else order.AUTO_WINDOW
-        # Each process makes the permutations of its batches only, so few are needed at a time.
+        # Each process needs only the permutations of its batches.
         self._permutation = functools.lru_cache(maxsize=8)(order.permutation)
         self._chunks = functools.lru_cache(maxsize=2)(self._chunks_of_epoch)
 
     def images(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the images at int64 [n] indices of the order, int64 [n]."""
+        """Returns the image numbers at int64 [n] indices of the order, int64 [n]."""
         epochs, within = np.divmod(indices, self.size)
         if self._shuffle is None:
             return within
@@ -65,7 +67,7 @@ class SourceOrder:
         return found
 
     def _chunks_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the chunks in an epoch's order, and where each begins in the epoch."""
+        """Returns an epoch's order of chunks, and the first index of each in the epoch."""
         chunks = order.permutation(len(self._sizes), self._seed, epoch)(np.arange(len(self._sizes)))
         chunks = chunks[self._sizes[chunks] > 0]
         sizes = self._sizes[chunks]
@@ -73,10 +75,11 @@ class SourceOrder:
 
 
 class ImageOrder:
-    """The images of all sources of a mixture, numbered through in the order of the sources.
+    """Order of the images of all sources, numbered across the sources.
 
-    The next image always comes from the source that is furthest behind its share, as in `mixture.Schedule`: source j gives its
-    image k when k / share[j] is the least of all. So how many each source has given at any index is found by bisection.
+    The next image always comes from the source furthest behind its share, as in `mixture.Schedule`: source j gives its
+    image k when k / share[j] is the smallest. Bisection therefore finds the images that each source has given at any
+    index.
     """
 
     def __init__(
@@ -86,8 +89,8 @@ class ImageOrder:
 
         Args:
           sources: the sources.
-          sizes: of each source, the images of each chunk.
-          seeds: a seed for each source.
+          sizes: images of each chunk, for each source.
+          seeds: one per source.
           stopping_strategy: see `Mixture`.
         """
         self._shares = [one.share for one in sources]
@@ -116,7 +119,9 @@ class ImageOrder:
         return self._shards.locate(image)
 
     def _places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns for each index its source, -1 after the end, and the index in that source's order: both int64 [count]."""
+        """Returns for each index its source (-1 after the end) and the index in that source's order, both int64
+        [count].
+        """
         taken = self._taken_before(first)
         schedule = Schedule(self._shares, taken)
         sources, places = np.full(count, -1, np.int64), np.zeros(count, np.int64)
@@ -133,7 +138,7 @@ class ImageOrder:
         return sources, places
 
     def _taken_before(self, index: int) -> list[int]:
-        """Returns how many images each source has given at an index, or a little before it."""
+        """Images that each source has given at an index, or slightly before it."""
         low, high = 0.0, 1.0
         while sum(self._taken_at(high)) <= index and (self.endless or high < self._last):
             low, high = high, high * 2
@@ -148,7 +153,7 @@ class ImageOrder:
         return max(limit / share for limit, share in zip(self._limits, self._shares, strict=True) if limit is not None)
 
     def _taken_at(self, time: float) -> list[int]:
-        """Returns how many images k of each source have k / share below `time`."""
+        """For each source, the number of images k with k / share below `time`."""
         return [
             _count(time, share) if limit is None else min(limit, _count(time, share))
             for share, limit in zip(self._shares, self._limits, strict=True)
@@ -157,17 +162,17 @@ class ImageOrder:
     def _length(self, stopping_strategy: str) -> int:
         if stopping_strategy != STOP:
             return sum(limit for limit in self._limits if limit is not None)
-        # It ends when it is the turn of a source that has no image left.
+        # The mixture ends at the first turn of an exhausted source.
         ends = [
             (limit / share, j) for j, (limit, share) in enumerate(zip(self._limits, self._shares, strict=True)) if limit
         ]
         time, ended = min(ends)
-        # Of sources with the same turn, the first comes first.
+        # Ties go to the first source.
         return sum(_count(time, share) + (j < ended and _is_turn(time, share)) for j, share in enumerate(self._shares))
 
 
 def _count(time: float, share: float) -> int:
-    """Returns how many whole numbers k, from 0, have k / share < time."""
+    """Number of integers k >= 0 with k / share < time."""
     count = max(0, int(time * share))
     while count and (count - 1) / share >= time:
         count -= 1

@@ -21,13 +21,13 @@ class Images(Documents):
 
     Attributes:
       files, epochs: as in `Documents`.
-      column: Parquet: the column of the images' bytes; of a struct with the entry 'bytes', that entry. Tar: the extension of the
-        member, or several with commas between, of which each sample has one. None: 'image', and 'jpg,jpeg,png'.
-      label: Parquet: the column of the labels. Tar: the extension of the member that holds it as text; 'json.a' is key a of the
-        object in the member 'json'. None: no labels.
-      kind: 'parquet' or 'tar'; None finds out by the names and the first bytes of the files.
-      shuffle: as in `Documents`. Tar shards are read by number, so they are shuffled globally. Parquet files are read by row
-        group: row groups are shuffled, and windows of so many rows in each; 'auto' takes windows of 10,000.
+      column: Parquet: the column of the images' bytes, or of structs with the entry 'bytes'. Tar: the member's
+        extension, or several separated by commas, one of which each sample has. None: 'image', and 'jpg,jpeg,png'.
+      label: Parquet: the column of the labels. Tar: the extension of the member that holds it as text; 'json.a' is key
+        a of the object in the member 'json'. None: no labels.
+      kind: 'parquet' or 'tar'; None detects it from the files' names and first bytes.
+      shuffle: as in `Documents`. Tar shards are read by number, so they are shuffled globally. Parquet files are read
+        by row group: row groups are shuffled, and windows of rows in each; 'auto' takes windows of 10,000.
     """
 
     column: Any = None
@@ -39,9 +39,9 @@ class Image:
     """One image.
 
     Attributes:
-      content: the bytes of its file.
-      label: what stands for its label: text from a tar member, any value from JSON or Parquet; None without labels.
-      where: the file and the member or row, for messages: 'a.tar, member 7.jpg', 'a.parquet row group 2, row 17'.
+      content: bytes of its file.
+      label: text from a tar member, any value from JSON or Parquet; None without labels.
+      where: file and member or row, for messages: 'a.tar, member 7.jpg', 'a.parquet row group 2, row 17'.
     """
 
     content: bytes
@@ -53,10 +53,10 @@ ImageRecord = Image | BadRecord
 
 
 class ImageSource(FileSource):
-    """Images in files, numbered through. Several threads may read at a time.
+    """Images in files, numbered across all chunks. Several threads may read at a time.
 
     Attributes:
-      label: what holds the labels, see `Images`; None: the images have none.
+      label: column or extension of the labels, see `Images`; None without labels.
     """
 
     label: str | None
@@ -67,10 +67,10 @@ class ImageSource(FileSource):
 
     @abc.abstractmethod
     def image(self, number: int) -> ImageRecord:
-        """Returns an image by its number in all chunks together.
+        """Reads an image by its number across all chunks.
 
         Raises:
-          UserError: the file can't be read, or has changed since it was opened; names it.
+          UserError: the file (named) can't be read, or has changed since it was opened.
         """
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:

@@ -1,4 +1,6 @@
-"""Images in Parquet files: a column of bytes, or of structs with the entry 'bytes', as the library `datasets` writes them."""
+"""Images in Parquet files: a column of bytes, or of structs with the entry 'bytes' as written by the library
+`datasets`.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,15 @@ from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
 from spmd_trainer.inputs.shards import LRUCache
 
 _COLUMN, _BYTES = "image", "bytes"
-# Row groups that are held in memory: a batch may end in one and begin in the next.
+# Row groups kept in memory: a batch may span two.
 _HELD = 2
 
 
 class ParquetImages(ParquetFiles, ImageSource):
-    """Rows of Parquet files. A chunk is a row group, which is read as a whole: so rows are shuffled in row groups."""
+    """Rows of Parquet files. A chunk is a row group; it is read as a whole, so rows are shuffled within row groups."""
 
     def __init__(self, paths: Sequence[str], column: str | None = None, label: str | None = None):
-        """Reads the files' footers.
-
-        Args:
-          paths: the files.
-          column: the column of the images; None: 'image'.
-          label: the column of the labels; None: no labels.
-
-        Raises:
-          UserError: pyarrow isn't installed; or a file can't be read, is damaged, or lacks a column; names the file.
-        """
+        """Reads the files' footers. `column` and `label` are as in `Images`. Raises as `ParquetFiles`."""
         self._column, self.label = column or _COLUMN, label
         super().__init__(paths, [self._column] if label is None else [self._column, label])
         self._tables: LRUCache[Any] = LRUCache(_HELD)
@@ -56,7 +49,7 @@ class ParquetImages(ParquetFiles, ImageSource):
         try:
             with self.opened(index) as file:
                 leaves = leaves_of(file)
-                # The path of an image, which stands beside its bytes, is not needed.
+                # Skip the path stored beside the bytes.
                 inner = f"{self._column}.{_BYTES}"
                 columns = [inner if inner in leaves else self._column, *filter(None, [self.label])]
                 return file.read_row_group(group, columns=columns, use_threads=False)
@@ -68,7 +61,7 @@ class ParquetImages(ParquetFiles, ImageSource):
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Returns the value of a column in a row; 'a.b' is entry b of the struct a."""
+    """Value of a column in a row; 'a.b' is entry b of the struct a."""
     if column in row:
         return row[column]
     value: Any = row

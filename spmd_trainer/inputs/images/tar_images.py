@@ -1,4 +1,4 @@
-"""Images in tar shards of webdataset's layout, read by number: where each sample's members are is found once."""
+"""Images in tar shards of webdataset's layout, read by number. An index of the members is built once."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from spmd_trainer.storage.local_copies import cached_index
 
 _EXTENSIONS = ("jpg", "jpeg", "png")
 _JSON = "json"
-# The size of a member that a sample lacks.
+# Size of a missing member.
 _MISSING = -1
 
 
 class _Member(NamedTuple):
-    """Where a member's content is: its first byte and its bytes."""
+    """First byte and size of a member's content."""
 
     begin: int
     size: int
@@ -38,20 +38,15 @@ _NONE = _Member(0, _MISSING)
 
 
 class TarImages(NumberedFiles, ImageSource):
-    """Samples of tar files that are not compressed. A chunk is a file."""
+    """Samples of uncompressed tar files. A chunk is a file."""
 
     kind: ClassVar[str] = "tar"
 
     def __init__(self, paths: Sequence[str], column: str | None = None, label: str | None = None):
-        """Finds the samples of all files; the result is kept in the cache folder.
-
-        Args:
-          paths: the files.
-          column: extensions of the members that are images, with commas between; None: jpg, jpeg and png.
-          label: extension of the member that is the label, or 'json.KEY'; None: no labels.
+        """Indexes the samples of all files; the cache folder keeps the index. `column` and `label` are as in `Images`.
 
         Raises:
-          UserError: a file can't be read, is compressed or damaged, or has a sample with several images; names the file.
+          UserError: a file (named) can't be read, is compressed or damaged, or has a sample with several images.
         """
         super().__init__(paths)
         self._images = _EXTENSIONS if column is None else tuple(part.strip() for part in column.split(","))
@@ -60,7 +55,7 @@ class TarImages(NumberedFiles, ImageSource):
         if self._key and self._label != _JSON:
             self._label, self._key = label or "", ""
         settings = zlib.crc32(repr((self._images, self._label)).encode())
-        # Of each sample: begin and size of its image, and of its label.
+        # For each sample: begin and size of its image, and of its label.
         self._members = [
             cached_index(path, f"tar-{settings:08x}", lambda index=index: self._find(index))  # type: ignore[misc]
             for index, path in enumerate(self.paths)
@@ -78,7 +73,7 @@ class TarImages(NumberedFiles, ImageSource):
                 f"{self.paths[file]}, sample {name!r}",
                 f"has no member {wanted}{did_you_mean(self._images[0], members)}",
             )
-        # The header stands before the content.
+        # The header precedes the content.
         block = self._files.read(file, begin - tarfile.BLOCKSIZE, begin + size)
         try:
             header = tarfile.TarInfo.frombuf(block[: tarfile.BLOCKSIZE], tarfile.ENCODING, "surrogateescape")
@@ -95,7 +90,7 @@ class TarImages(NumberedFiles, ImageSource):
         return label if isinstance(label, BadRecord) else Image(block[tarfile.BLOCKSIZE :], label, where)
 
     def _label_of(self, content: bytes, where: str) -> Any:
-        """Returns the label in the content of its member, or a BadRecord."""
+        """Reads the label from its member's content, or makes a BadRecord."""
         try:
             if self._label != _JSON:
                 return content.decode().strip()
@@ -110,7 +105,7 @@ class TarImages(NumberedFiles, ImageSource):
         return value
 
     def _find(self, index: int) -> np.ndarray:
-        """Returns begin and size of the image and of the label of each sample of a file, int64 [samples, 4]."""
+        """Returns begin and size of each sample's image and label, int64 [samples, 4]."""
         path = self.paths[index]
         self.refuse_changed(index)
         logging.info("finding the samples of %s", path)
@@ -141,7 +136,7 @@ class TarImages(NumberedFiles, ImageSource):
             yield from samples(archive, path, {*self._images, self._label}, _member)
 
     def _sample(self, file: int, number: int) -> tuple[str, list[str]]:
-        """Returns the name of a sample and the extensions of its members, for an error: the file is read up to it."""
+        """Rereads the file for an error message: name of a sample and the extensions of its members."""
         name, members = next(itertools.islice(self._walk(self.paths[file]), number, None))
         return name, list(members)
 
