@@ -37,14 +37,14 @@ from spmd_trainer.train_states import PyTree, TrainState
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-# What lm-eval's results say of the model.
+# Description of the model in lm-eval's results.
 _MODEL = "spmd-trainer"
 _OLDEST = (0, 4, 13)
 _YAML = (".yaml", ".yml")
 
 
 def check_installed() -> None:
-    """Makes sure that lm-eval can be imported.
+    """Checks that lm-eval can be imported.
 
     Raises:
       UserError: it is missing or too old; says how to install it.
@@ -60,13 +60,13 @@ def check_installed() -> None:
 
 
 class Tasks:
-    """The tasks of lm-eval that settings name."""
+    """The lm-eval tasks named by the settings."""
 
     def __init__(self, settings: LmEvalSettings):
-        """Finds the tasks by name, and loads none yet.
+        """Finds the tasks by name, without loading them.
 
         Raises:
-          UserError: lm-eval is missing, `include_path` is no directory, or there is no such task.
+          UserError: lm-eval is missing, `include_path` is not a directory, or a task is unknown.
         """
         check_installed()
         include = settings.include_path
@@ -74,7 +74,7 @@ class Tasks:
             raise UserError(f"--include_path={include}: there is no such directory; give one with tasks as YAML files")
         self._include = None if include is None else os.path.abspath(include)
         self._manager: TaskManager = self._find(with_own=False)
-        # It takes lm-eval 20 s to find its own tasks.
+        # lm-eval takes 20 s to find its own tasks.
         if not all(_matching(given, self._manager) for given in settings.tasks):
             self._manager = self._find(with_own=True)
         found = [name for given in settings.tasks for name in _matching(given, self._manager)]
@@ -84,19 +84,16 @@ class Tasks:
         self.names = tuple(dict.fromkeys(found))
 
     def load(self) -> list[Any]:
-        """Loads the tasks and their datasets.
-
-        Returns:
-          Tasks and groups of lm-eval, for one evaluation: it keeps the requests in them.
+        """Loads the tasks and groups of lm-eval with their datasets, for one evaluation: they hold its requests.
 
         Raises:
-          UserError: a task can't be loaded; names it.
+          UserError: a task (named) can't be loaded.
         """
         loaded: list[Any] = []
         for name in self.names:
             try:
                 found = self._load(name)
-            except Exception as error:  # whatever a task's YAML, its code or its dataset raises
+            except Exception as error:  # a task's YAML, code and dataset may raise anything
                 raise UserError(
                     f"--tasks: {name} can't be loaded: {type(error).__name__}: {first_paragraph(error)}"
                 ) from error
@@ -110,7 +107,7 @@ class Tasks:
         except KeyError:
             if self._has_own:
                 raise
-        # A group of one's own may have tasks of lm-eval.
+        # A user's group may contain tasks of lm-eval.
         self._manager = self._find(with_own=True)
         return self._manager.load([name])
 
@@ -133,7 +130,7 @@ class Tasks:
 
 
 def _matching(given: str, manager: TaskManager) -> list[str]:
-    """Returns the names of the tasks that a part of --tasks means; the path of a YAML file is its own name."""
+    """Returns the task names matched by one part of --tasks; the path of a YAML file is its own name."""
     if given.endswith(_YAML):
         return [os.path.abspath(given)] if os.path.isfile(given) else []
     found: list[str] = manager.match_tasks([given])
@@ -141,7 +138,7 @@ def _matching(given: str, manager: TaskManager) -> list[str]:
 
 
 class HarnessRunner:
-    """Evaluates train states on tasks. Steps are compiled once, at the first state.
+    """Evaluates train states on tasks. Steps are compiled once, for the first state.
 
     Attributes:
       requests: runs requests on the mesh.
@@ -164,18 +161,18 @@ class HarnessRunner:
         """Finds the tasks. Compiles nothing.
 
         Args:
-          settings: what to judge with.
+          settings: the settings of the evaluation.
           task, partitioner: of the job, set up.
           tokenizer: the tokenizer.
-          start_id: the token before each text in training; None: there is none.
+          start_id: the token before each text in training, or None.
           batch: ShapeDtypeStructs of the global training batch.
           config_lines: the resolved config, one 'path: value' a line.
           experiment: its name, for the results.
-          tasks: the tasks, if they were found before.
+          tasks: the tasks, if already found.
           progress: makes the context of a series of batches, see `requests.Source`; None reports nothing.
 
         Raises:
-          UserError: lm-eval is missing, there is no such task or chat template, or the model's rows are too short.
+          UserError: lm-eval is missing, a task or the chat template is unknown, or the model's rows are too short.
         """
         self._settings = settings
         self._tasks = tasks or Tasks(settings)
@@ -213,14 +210,14 @@ class HarnessRunner:
         writers: SummaryWriters,
         between_batches: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Evaluates a state on all tasks. Requests that an earlier run finished with the same variables are not run again.
+        """Evaluates a state on all tasks. Reuses answers that an earlier run computed with the same variables.
 
         Args:
           state: a state without optimizer states.
           step: its step.
           job_log_dir: the run's directory; files go to `lm_eval/step_N`.
-          writers: get the metrics, as `lm_eval_TASK`.
-          between_batches: called before each batch; what it raises ends the evaluation.
+          writers: receive the metrics, as `lm_eval_TASK`.
+          between_batches: called before each batch; an exception ends the evaluation.
 
         Returns:
           {'TASK/metric': value}, the same on every process.
@@ -249,12 +246,12 @@ class HarnessRunner:
             _log_results(results, step, directory)
             return metrics
 
-        # The other processes have no bootstrapped standard errors.
+        # Only process 0 has bootstrapped standard errors.
         metrics = decided_by_process_0(write)
         return {f"{name}/{metric}": value for name, values in metrics.items() for metric, value in values.items()}
 
     def _identity(self, state: TrainState) -> str:
-        """Returns a text that is equal only for equal variables and equal settings of the model, on any mesh."""
+        """Fingerprint of the variables and the model's settings, the same on any mesh."""
         settings = lines_of(self._config_lines, ("task.model", "task.lora"))
         return request_key(settings, int(state.step), checksum(state.mdl_vars))
 
@@ -263,7 +260,7 @@ class HarnessRunner:
         return {"experiment": self._experiment, "step": step, **given}
 
     def _evaluate(self) -> tuple[dict[str, Any], Any]:
-        """Returns lm-eval's results, and its tracker, which knows the settings of the evaluation."""
+        """Returns lm-eval's results, and its tracker, which holds the settings of the evaluation."""
         from lm_eval import evaluator
         from lm_eval.loggers import EvaluationTracker
 
@@ -292,14 +289,14 @@ class HarnessRunner:
 
 
 class _Silent:
-    """Progress that nobody sees."""
+    """Progress without output."""
 
     def advance(self) -> None:
-        """Does nothing."""
+        """No-op."""
 
 
 def _training_rows(batch: PyTree) -> tuple[int, int]:
-    """Returns the number of rows that a training batch gives the model, and their number of tokens."""
+    """Returns the rows of a training batch as the model sees them, and their number of tokens."""
     chosen = batch.get("chosen") if isinstance(batch, Mapping) else None
     # The model reads a batch of pairs as one batch of the chosen and the rejected answers.
     rows, answers = (chosen, 2) if isinstance(chosen, Mapping) else (batch, 1)
@@ -315,7 +312,7 @@ def _training_rows(batch: PyTree) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _harness_settings() -> Iterator[None]:
-    """Lets lm-eval seed Python's and NumPy's random numbers, print, and resample without forking, and undoes it."""
+    """Restores the random state after lm-eval seeds it, allows it to print, and makes it resample without forking."""
     before = random.getstate(), np.random.get_state(), os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
@@ -331,7 +328,7 @@ def _harness_settings() -> Iterator[None]:
 
 
 def scalars(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns {task or group: {metric: value}} of lm-eval's results.
+    """Extracts {task or group: {metric: value}} from lm-eval's results.
 
     Names of metrics are those of lm-eval, 'acc' and 'acc_stderr'; with a filter, 'exact_match/strict-match'.
     """
@@ -348,9 +345,9 @@ def scalars(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _write_results(results: dict[str, Any], tracker: Any, directory: epath.Path, *, samples: bool) -> None:
-    """Writes `results_DATE.json`, and `samples_TASK_DATE.jsonl` if asked, with lm-eval's own writer.
+    """Writes `results_DATE.json`, and optionally `samples_TASK_DATE.jsonl`, with lm-eval's own writer.
 
-    It writes only to local files, and only logs what fails.
+    The writer supports only local files, and logs its errors instead of raising them.
     """
     examples = results.pop("samples", {})
     with tempfile.TemporaryDirectory() as folder:

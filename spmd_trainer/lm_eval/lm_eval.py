@@ -1,4 +1,4 @@
-"""Judges the model with lm-eval's tasks during training."""
+"""Evaluates the model on lm-eval's tasks during training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class LmEval(Callback):
 
         task_p.train.callbacks = [Config(LmEval, tasks="my_task", every_steps=500, tokenizer="models/llama")]
 
-    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` of the run. Training waits for the evaluation, whose
-    time the steps per second don't include. A step that is due to be saved is saved first. A run that is killed during an
-    evaluation continues from its last checkpoint; when it gets to the same step with the same variables, it runs only the
-    requests that have no answer yet. If the run starts at a checkpoint whose evaluation is due and has no results, that step is
-    evaluated before training continues.
+    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` of the run. Training waits for the
+    evaluation; its time is excluded from the steps per second. A step that is due to be saved is saved first. A run
+    killed during an evaluation continues from its last checkpoint; at the same step with the same variables, it runs
+    only the unanswered requests. If the run starts at a checkpoint whose evaluation is due and has no results, that
+    step is evaluated before training continues.
 
     Attributes:
       metrics: {'TASK/metric': value} of the last evaluation.
@@ -41,14 +41,14 @@ class LmEval(Callback):
         settings: LmEvalSettings | None = None,
         **options: Any,
     ):
-        """Finds nothing yet.
+        """Checks the settings.
 
         Args:
           tasks: names of tasks, 'a,b' or a tuple.
           every_steps: steps between two evaluations.
           tokenizer: as the `tokenizer` of text inputs: a path, a tokenizer or its config; None reads by byte.
-          start: the token before each text, as the `start` of text inputs; None is 'tokenizer' for a Hugging Face tokenizer and
-            'eos' for others.
+          start: the token before each text, as the `start` of text inputs; None is 'tokenizer' for a Hugging Face
+            tokenizer and 'eos' for others.
           settings: all settings, instead of `tasks` and `options`.
           **options: further fields of `LmEvalSettings`.
 
@@ -66,11 +66,11 @@ class LmEval(Callback):
         self._runner: HarnessRunner | None = None
 
     def on_open(self, run: Run) -> None:
-        """Loads the tasks and the tokenizer and builds the judge, so that wrong settings end the run before it trains.
+        """Loads the tasks and the tokenizer, so that wrong settings end the run before it trains.
 
         Raises:
-          UserError: lm-eval is missing, there is no such task, tokenizer or chat template, a task can't be loaded, or the
-            model's rows are too short.
+          UserError: lm-eval is missing, a task, the tokenizer or the chat template is unknown, a task can't be loaded,
+            or the model's rows are too short.
         """
         self._tasks = Tasks(self._settings)
         tokenizer = make_tokenizer(self._settings.model_args.tokenizer or self._tokenizer)
@@ -80,18 +80,17 @@ class LmEval(Callback):
         self._tasks.load()
 
     def on_start(self, run: Run) -> None:
-        """Evaluates the restored state if that is due and there are no results of its step."""
+        """Evaluates the restored state if its evaluation is due and has no results."""
         if run.first_step and self._due(run, run.first_step):
             directory = run.job_log_dir / "lm_eval" / f"step_{run.first_step}"
             if not decided_by_process_0(lambda: any(directory.glob("results_*.json"))):
                 self._evaluate(run, run.first_step)
 
     def asks_for_pause(self, run: Run, step: int) -> bool:
-        """Returns True where an evaluation is due."""
+        """True if an evaluation is due."""
         return self._due(run, step)
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Evaluates the state where that is due."""
         if self._due(run, step):
             self._evaluate(run, step)
 

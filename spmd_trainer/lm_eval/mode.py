@@ -1,4 +1,4 @@
-"""Judges a checkpoint with EleutherAI's lm-eval harness. See `spmd_trainer.lm_eval`."""
+"""Evaluates a checkpoint with EleutherAI's lm-eval harness: --mode=lm_eval. See `spmd_trainer.lm_eval`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from spmd_trainer.training.phases import Phase
 
 
 def evaluate(job: Job) -> dict[str, float]:
-    """Judges one checkpoint, `--restore_checkpoint_step` or the newest, on `--tasks`. Called by every process.
+    """Evaluates one checkpoint, `--restore_checkpoint_step` or the newest, on `--tasks`. Called by every process.
 
-    Writes `lm_eval/step_N/results_DATE.json` and the metrics. If the job is killed and started again, it goes on with the
-    requests that are not answered yet.
+    Writes `lm_eval/step_N/results_DATE.json` and the metrics. A killed and restarted job runs only the unanswered
+    requests.
 
     Returns:
       {'TASK/metric': value}.
 
     Raises:
-      UserError: lm-eval is missing, a task is unknown or can't be loaded, there is no tokenizer, or no checkpoint.
+      UserError: lm-eval, the tokenizer or the checkpoint is missing, or a task is unknown or can't be loaded.
     """
     settings = job.config.lm_eval
     if settings is None:
@@ -50,16 +50,7 @@ def evaluate(job: Job) -> dict[str, float]:
 
 
 def make_runner(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) -> HarnessRunner:
-    """Returns the judge of a job's model.
-
-    Args:
-      job: the job.
-      settings: the settings.
-      tasks: the tasks, if they were found before.
-
-    Raises:
-      UserError: see `tokenizer_of` and `HarnessRunner`.
-    """
+    """Makes the runner for a job's model. Raises as `tokenizer_of` and `HarnessRunner`."""
     experiment = job.config.experiment
     tokenizer, start_id = tokenizer_of(experiment, settings)
     return HarnessRunner(
@@ -77,14 +68,12 @@ def make_runner(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) 
 
 
 def tokenizer_of(experiment: ResolvedExperiment, settings: LmEvalSettings) -> tuple[Tokenizer, int | None]:
-    """Returns the tokenizer of the experiment's first input over texts, and the token that its texts begin with, or None.
+    """Returns the tokenizer of the experiment's first text input and its start token, or None.
 
-    Args:
-      experiment: the resolved experiment.
-      settings: `model_args.tokenizer` takes the place of the input's tokenizer.
+    `model_args.tokenizer` of the settings takes precedence over the input's tokenizer.
 
     Raises:
-      UserError: there is neither such an input nor a tokenizer in the settings.
+      UserError: neither a text input nor the settings name a tokenizer.
     """
     config, given = experiment.config, settings.model_args.tokenizer
     datasets = [*config.train_datasets, *config.eval_datasets, *config.decode_datasets]

@@ -1,4 +1,4 @@
-"""The model as lm-eval sees it: texts in, likelihoods and texts out. Imports lm-eval."""
+"""Implements lm-eval's model interface: texts in, likelihoods and texts out. Imports lm-eval."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.lm_eval.requests import Prompt, Requests, Scored, Source
 from spmd_trainer.lm_eval.texts import Texts
 
-# Tokens that a task generates if it says nothing, as lm-eval's `hf` backend.
+# Default number of generated tokens, as in lm-eval's `hf` backend.
 _MAX_GEN_TOKS = 256
-# What a task may set, besides `until` and the names of max_gen_toks, and the fields of `GenerationSettings` for it.
+# A task's settings (besides `until` and the names of max_gen_toks) and their fields in `GenerationSettings`.
 _FIELDS = {"top_k": int, "top_p": float, "repetition_penalty": float}
-# Settings without a counterpart here, with the values that have no effect.
+# Unsupported settings, with the values that have no effect and are accepted.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "min_p": (0, 0.0, None),
@@ -33,10 +33,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 class HarnessModel(TemplateLM):
-    """A model state behind lm-eval's interface. Every process of a job makes the same calls.
+    """A model state behind lm-eval's interface. All processes of a job make the same calls.
 
     Attributes:
-      source: the model state, which the caller sets before each evaluation.
+      source: the model state, set by the caller before each evaluation.
     """
 
     source: Source
@@ -44,13 +44,13 @@ class HarnessModel(TemplateLM):
     def __init__(
         self, requests: Requests, texts: Texts, generation: GenerationSettings | None, info: Mapping[str, Any]
     ):
-        """Compiles nothing yet.
+        """Stores the parts.
 
         Args:
           requests: runs requests on the mesh.
           texts: the tokenizer and its rules.
-          generation: how the model generates where a task says nothing; None for a model that can't.
-          info: what results say about the model.
+          generation: defaults for settings that a task leaves out; None for a model that can't generate.
+          info: description of the model in the results.
         """
         super().__init__()
         self._requests = requests
@@ -60,17 +60,16 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """End-of-text."""
         return self._texts.tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before texts without a context."""
+        """Token before texts without a context."""
         return self._texts.prefix_id
 
     @property
     def max_length(self) -> int:
-        """The longest row in tokens."""
+        """Longest row in tokens."""
         return self._requests.max_length
 
     @property
@@ -79,21 +78,20 @@ class HarnessModel(TemplateLM):
         return f"{self._texts.tokenizer.fingerprint()}{self.chat_template(True)}"
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns what results say about the model."""
         return dict(self._info)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Returns the tokens of a text; see `Texts.encode`."""
+        """See `Texts.encode`."""
         del kwargs
         return self._texts.encode(string, special=add_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Returns the text of the chat template that is applied; None if there is none."""
+        """Text of the chat template in use, or None."""
         del chat_template
         return None if self._texts.template is None else self._texts.template.text
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Returns a conversation as the chat template writes it; see `Texts.chat`."""
+        """See `Texts.chat`."""
         return self._texts.chat(chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -128,7 +126,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def _rows(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """Cuts the beginning off contexts that are too long, and says how many."""
+        """Cuts the beginning off contexts that are too long, and logs their number."""
         longest, cut, rows = self.max_length + 1, 0, []
         for context, continuation in pairs:
             if len(continuation) > self.max_length:
@@ -152,7 +150,7 @@ class HarnessModel(TemplateLM):
         """Continues contexts. `args` of a request: (context, generation settings).
 
         Raises:
-          UserError: a setting has no counterpart here, or leaves no room for a context.
+          UserError: a setting is unsupported, or leaves no room for a context.
         """
         del disable_tqdm
         groups: dict[str, list[int]] = collections.defaultdict(list)
@@ -190,7 +188,7 @@ class HarnessModel(TemplateLM):
         return prompts
 
     def _settings(self, given: Mapping[str, Any]) -> tuple[GenerationSettings, tuple[str, ...]]:
-        """Returns how to generate, and the texts at which the result is cut."""
+        """Returns the generation settings, and the strings at which the result is cut."""
         rest = dict(normalize_gen_kwargs(dict(given), _MAX_GEN_TOKS))
         eos = self._texts.spelling(self.eot_token_id)
         until = tuple(handle_stop_sequences(list(rest.pop("until")), eos=eos or None))

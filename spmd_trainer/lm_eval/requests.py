@@ -1,7 +1,7 @@
 """Runs requests on the mesh: scores of continuations, and continuations of prompts, both as tokens.
 
-Each request runs once: equal ones share an answer, and answers on disk are used again. Only sums of log-probabilities, one bool
-per row and generated tokens leave the devices.
+Equal requests run once, and answers on disk are reused. Only sums of log-probabilities, one bool per row and generated
+tokens leave the devices.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ def request_key(*parts: Any) -> str:
 
 
 class Answers:
-    """The answers of one model state: lines {"key": ..., "answer": ...}. Only one process may create and use this object."""
+    """The answers of one model state: lines {"key": ..., "answer": ...}. Only one process may create and use this
+    object.
+    """
 
     def __init__(self, directory: epath.Path):
-        """Reads what is there; a line that is incomplete because the process was killed is ignored.
-
-        Args:
-          directory: where the file is; made when the first answer is added.
-        """
+        """Reads the file in `directory`, ignoring an incomplete line. The first added answer creates it."""
         path = directory / ANSWERS_FILE
         text = read_joined(path)
         self._known: dict[str, Any] = {}
@@ -62,11 +60,11 @@ class Answers:
         self._ends_line = not text or text.endswith("\n")
 
     def known(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Returns the answers to those of the requests that are finished, by key."""
+        """Returns the known answers among these keys."""
         return {key: self._known[key] for key in keys if key in self._known}
 
     def add(self, answers: Mapping[str, Any]) -> None:
-        """Adds answers, JSON values by key, to the end of the file."""
+        """Appends answers, JSON values by key."""
         lines = "".join(json.dumps({"key": key, "answer": answer}) + "\n" for key, answer in answers.items())
         self._file.write((lines if self._ends_line else "\n" + lines).encode())
         self._ends_line = True
@@ -77,7 +75,7 @@ class Answers:
         self._file.flush()
 
 
-# Bytes of answers that process 0 sends to the others at once.
+# Bytes of answers per broadcast from process 0.
 _MESSAGE_BYTES = 2**19
 
 # (activity, number of batches) -> context manager with `advance()`
@@ -89,7 +87,7 @@ class Scored(NamedTuple):
 
     Attributes:
       tokens: context and continuation.
-      scored: how many of the last tokens are the continuation.
+      scored: number of tokens of the continuation, at the end.
     """
 
     tokens: tuple[int, ...]
@@ -101,7 +99,7 @@ class Prompt(NamedTuple):
 
     Attributes:
       tokens: the prompt.
-      occurrence: which of the equal prompts it is. They get different random numbers.
+      occurrence: number among equal prompts, which get different random numbers.
     """
 
     tokens: tuple[int, ...]
@@ -110,14 +108,14 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The model state that answers requests, and where its answers are kept.
+    """The model state that answers requests, and its stored answers.
 
     Attributes:
       state: a state without optimizer states.
-      identity: identifies the variables and the settings that an answer depends on.
+      identity: identifies the variables and the settings that decide the answers.
       answers: the answers on disk; None on all processes but the first.
       progress: makes the context of a series of batches.
-      between_batches: called before each batch; what it raises ends the run.
+      between_batches: called before each batch; an exception ends the run.
     """
 
     state: TrainState
@@ -128,10 +126,10 @@ class Source:
 
 
 class Requests:
-    """Runs requests with one task on one mesh. Each shape is compiled once, whatever the number of states.
+    """Runs requests with one task on one mesh. Each shape is compiled once for all states.
 
     Attributes:
-      max_length: the longest row in tokens.
+      max_length: longest row in tokens.
       compiled: number of steps made so far, one for each shape (and each way of generating).
       computed: number of requests that ran on the devices so far.
     """
@@ -146,14 +144,14 @@ class Requests:
         batch_size: int | None = None,
         tokenizer: Tokenizer | None = None,
     ):
-        """Compiles nothing yet.
+        """Sets the shapes. Compiles nothing.
 
         Args:
           task: the task.
           partitioner: the partitioner, set up.
           tokens_per_batch: tokens of a full batch.
-          max_length: the longest row in tokens.
-          batch_size: rows of a full batch, whatever their length; None: as `tokens_per_batch` says.
+          max_length: longest row in tokens.
+          batch_size: rows of a full batch of any length; None: as many as `tokens_per_batch` allows.
           tokenizer: for stop strings.
         """
         self.max_length = max_length
@@ -167,19 +165,18 @@ class Requests:
 
     @property
     def compiled(self) -> int:
-        """Number of steps made so far."""
         return len(self._steps)
 
     def scores(self, rows: Sequence[Scored], source: Source) -> list[tuple[float, bool]]:
         """Scores continuations.
 
         Args:
-          rows: the rows; at most `max_length` + 1 tokens, of which the first is not scored.
+          rows: at most `max_length` + 1 tokens each; the first token is not scored.
           source: the model state.
 
         Returns:
-          For each row the sum of the log-probabilities of its continuation, and whether each of its tokens is the most likely
-          one after those before it.
+          For each row the sum of the log-probabilities of its continuation, and True if greedy decoding would give the
+            continuation.
         """
         keys = [request_key(source.identity, "score", row.tokens, row.scored) for row in rows]
         distinct = dict(zip(keys, rows, strict=True))
@@ -195,15 +192,15 @@ class Requests:
         return [(found[key][0], found[key][1]) for key in keys]
 
     def continuations(self, prompts: Sequence[Prompt], settings: GenerationSettings, source: Source) -> list[list[int]]:
-        """Continues prompts.
+        """Continues prompts, one sample each.
 
         Args:
-          prompts: the prompts, at most `max_length` - `settings.max_tokens` tokens each.
-          settings: how to continue them; one sample each.
+          prompts: at most `max_length` - `settings.max_tokens` tokens each.
+          settings: how to continue them.
           source: the model state.
 
         Returns:
-          The generated tokens of each prompt, with the one that ended it.
+          The generated tokens of each prompt, including the one that ended it.
 
         Raises:
           UserError: the model has no generation settings.
@@ -231,7 +228,7 @@ class Requests:
         return [found[key] for key in keys]
 
     def shapes(self, lengths: Sequence[int], limit: int | None = None) -> list[Shape]:
-        """Returns the shapes of the batches for rows of these lengths, at most `limit` (`max_length`) tokens each."""
+        """Chooses the batch shapes for rows of these lengths, each at most `limit` (`max_length`) tokens."""
         return steps.choose_shapes(
             lengths,
             limit=self.max_length if limit is None else limit,
@@ -245,7 +242,7 @@ class Requests:
         return max(devices, -(-wanted // devices) * devices if self._batch_size else wanted // devices * devices)
 
     def _with_known_stops(self, settings: GenerationSettings) -> GenerationSettings:
-        """Leaves out stop strings that can't be found while text is generated; the text is cut at them afterwards anyway."""
+        """Leaves out stop strings that can't be detected during generation; the text is cut at them afterwards."""
         if not settings.stop or self._tokenizer is None:
             return dataclasses.replace(settings, stop=())
         try:
@@ -262,10 +259,10 @@ class Requests:
         return self._steps[name]
 
     def _answers(self, run: _Run, source: Source) -> dict[str, Any]:
-        """Returns the answer to each request: from disk, or computed now."""
+        """Reads each request's answer from disk, or computes it."""
         multihost.agree(f"the {run.what}", request_key(list(run.lengths)))
         found = _from_process_0(None if source.answers is None else source.answers.known(run.lengths))
-        # The shapes are those for all requests, so that a job that goes on compiles the same ones.
+        # Shapes are chosen for all requests, so that a resumed job compiles the same ones.
         shapes = self.shapes(list(run.lengths.values()), run.limit)
         todo = [key for key in run.lengths if key not in found]
         batches = steps.batches([run.lengths[key] for key in todo], shapes)
@@ -319,9 +316,9 @@ class _Run:
       what: for the log.
       lengths: tokens of each distinct request, by key.
       arrays: (keys, shape) -> a batch of numpy arrays.
-      step: (batch, shape) -> the step for it.
+      step: (batch, shape) -> the compiled step.
       answer: (outputs on the host, row) -> the row's answer, a JSON value.
-      limit: no row is longer.
+      limit: longest row.
     """
 
     what: str
@@ -333,7 +330,7 @@ class _Run:
 
 
 def _score_arrays(rows: Sequence[Scored], shape: Shape) -> NestedMap:
-    """Returns a batch like those of `TextInput`; rows beyond the given ones have no weight."""
+    """Makes a batch like those of `TextInput`; extra rows have weight 0."""
     size = (shape.rows, shape.width)
     batch = NestedMap(
         ids=np.zeros(size, np.int32),
@@ -354,7 +351,7 @@ def _score_arrays(rows: Sequence[Scored], shape: Shape) -> NestedMap:
 
 
 def _prompt_arrays(keys: Sequence[str], prompts: Sequence[Prompt], shape: Shape) -> NestedMap:
-    """Returns a batch like those of `PromptInput`. Random numbers depend on the request, not on its row."""
+    """Makes a batch like those of `PromptInput`. Random numbers depend on the request, not on its row."""
     batch = NestedMap(
         ids=np.zeros((shape.rows, shape.width), np.int32),
         prefix_lengths=np.ones(shape.rows, np.int32),
@@ -370,7 +367,6 @@ def _prompt_arrays(keys: Sequence[str], prompts: Sequence[Prompt], shape: Shape)
 
 
 def _from_process_0(answers: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns process 0's answers on every process."""
     if jax.process_count() == 1:
         return dict(answers or {})
     parts: list[dict[str, Any]] = [{}]

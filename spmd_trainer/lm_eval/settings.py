@@ -1,4 +1,4 @@
-"""What a model is judged with. Names and meanings are those of the lm-eval command."""
+"""Settings of an lm-eval evaluation. Names and meanings are those of the lm-eval command."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class ModelArgs:
     """How the harness uses the model: the counterpart of lm-eval's --model_args.
 
     Attributes:
-      tokenizer: path of a tokenizer; None: that of the experiment's inputs.
-      batch_size: rows of a batch; None: as many as have the tokens of a (mini)batch of training.
-      max_length: the longest row in tokens. None: the model's `max_positions`, or the length of a training row.
-      add_bos_token: put beginning-of-text before every text, or before none; None: as the experiment's inputs do.
-      prefix_token_id: the token before texts without a context; None: the token that texts begin with, or
-        beginning-of-text, or end-of-text.
+      tokenizer: path of a tokenizer; None: the one of the experiment's inputs.
+      batch_size: rows of a batch; None: as many as hold the tokens of a (mini)batch of training.
+      max_length: longest row in tokens. None: the model's `max_positions`, or the length of a training row.
+      add_bos_token: True puts beginning-of-text before every text, False before none; None: as the experiment's inputs
+        do.
+      prefix_token_id: token before texts without a context; None: the start token, else beginning-of-text, else
+        end-of-text.
     """
 
     tokenizer: str | None = None
@@ -45,19 +46,19 @@ class ModelArgs:
 
 @dataclasses.dataclass(frozen=True)
 class LmEvalSettings:
-    """What to judge a model with.
+    """Settings of an evaluation.
 
     Attributes:
       tasks: names of tasks, groups and tags of lm-eval, patterns of such names, or paths of YAML files.
       include_path: directory with further tasks, as YAML files.
-      num_fewshot: number of examples in the context; None: what each task says.
+      num_fewshot: number of examples in the context; None: each task's default.
       limit: use only the first examples of each task: their number, or below 1 a fraction; None: all.
       apply_chat_template: write prompts with the tokenizer's chat template: True, or the name of one of its templates.
       system_instruction: text of the system message.
       fewshot_as_multiturn: write few-shot examples as turns of a conversation; None: if a chat template is applied.
-      gen_kwargs: changes the tasks' generation settings, e.g. {'max_gen_toks': 64}.
+      gen_kwargs: overrides the tasks' generation settings, e.g. {'max_gen_toks': 64}.
       log_samples: also write every example with its answers.
-      confirm_run_unsafe_code: allow tasks that run code which the model wrote.
+      confirm_run_unsafe_code: allow tasks that run code written by the model.
       model_args: how the harness uses the model.
     """
 
@@ -77,7 +78,7 @@ class LmEvalSettings:
         if isinstance(self.tasks, str):
             object.__setattr__(self, "tasks", split_names(self.tasks))
         if not self.tasks:
-            raise UserError("no tasks to judge the model with; give --tasks=NAME,NAME")
+            raise UserError("no tasks to evaluate; give --tasks=NAME,NAME")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise UserError(f"--num_fewshot={self.num_fewshot}; give 0 or more examples")
         if self.limit is not None and not self.limit > 0:
@@ -87,13 +88,13 @@ class LmEvalSettings:
 
 
 def split_names(text: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the names in 'a,b', or in several such texts, each once."""
+    """Splits 'a,b', or several such texts, into distinct names."""
     texts = [text] if isinstance(text, str) else list(text)
     return tuple(dict.fromkeys(name.strip() for part in texts for name in part.split(",") if name.strip()))
 
 
 def parse_arguments(flag: str, text: str | None) -> dict[str, Any]:
-    """Parses 'key=value,key=value', or a JSON object. Values are Python literals; others are texts.
+    """Parses 'key=value,key=value', or a JSON object. Values are Python literals or else strings.
 
     Raises:
       UserError: a part has another form.
@@ -115,7 +116,7 @@ def parse_arguments(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def model_args(text: str | None) -> ModelArgs:
-    """Returns the value of --model_args.
+    """Parses --model_args.
 
     Raises:
       UserError: an unknown name or a wrong value.

@@ -1,4 +1,6 @@
-"""The steps that answer requests on the devices: scores of given tokens, and continuations of prompts."""
+"""Compiled steps of requests (scores of given tokens, and continuations of prompts), and the batch shapes they are
+compiled for.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from spmd_trainer.train_states import NestedWeightHParams, TrainState
 
 # Most shapes for the requests of one kind.
 MAX_SHAPES = 8
-# Fewer shapes are used if no more than this fraction of the tokens is then padding.
+# Use fewer shapes while at most this fraction of the tokens is padding.
 _ENOUGH = 0.1
 # Widths are multiples of this number, and of more where there would be more candidates than _CANDIDATES.
 _MULTIPLE = 8
@@ -31,7 +33,7 @@ _CANDIDATES = 256
 
 
 class Shape(NamedTuple):
-    """The shape of a batch.
+    """Shape of a batch.
 
     Attributes:
       rows: rows of the global batch.
@@ -47,7 +49,7 @@ class Batch(NamedTuple):
 
     Attributes:
       shape: the shape.
-      requests: indices of the requests; at most `shape.rows`.
+      requests: indices of at most `shape.rows` requests.
     """
 
     shape: Shape
@@ -57,11 +59,11 @@ class Batch(NamedTuple):
 def choose_shapes(
     lengths: Sequence[int], *, limit: int, rows_of: Callable[[int], int], num_devices: int
 ) -> list[Shape]:
-    """Chooses the shapes for requests of these lengths: at most MAX_SHAPES, with as little padding as possible.
+    """Chooses at most MAX_SHAPES shapes for requests of these lengths, with as little padding as possible.
 
     Args:
       lengths: tokens of each request.
-      limit: no row is longer; all lengths are at most this.
+      limit: longest row.
       rows_of: width -> most rows of a batch.
       num_devices: rows are a multiple of it.
 
@@ -71,7 +73,7 @@ def choose_shapes(
     found: list[Shape] = []
     sizes, before = np.sort(np.asarray(lengths, int))[::-1], 0
     for width, next_width in itertools.pairwise([*reversed(_widths(sizes, limit)), 0] if len(sizes) else []):
-        # What is left of the requests of this width; some may fill the last batch of the width before.
+        # Remaining requests of this width; some may have filled the last batch of the width before.
         count = int(np.count_nonzero(sizes > next_width)) - before
         if count <= 0:
             continue
@@ -83,7 +85,7 @@ def choose_shapes(
 
 
 def batches(lengths: Sequence[int], shapes: Sequence[Shape]) -> list[Batch]:
-    """Divides requests into batches, the longest first. Only the last batch may have rows without a request.
+    """Divides requests into batches, the longest first. Only the last batch may have unused rows.
 
     Args:
       lengths: tokens of each request.
@@ -99,7 +101,7 @@ def batches(lengths: Sequence[int], shapes: Sequence[Shape]) -> list[Batch]:
 
 
 def padding(lengths: Sequence[int], planned: Sequence[Batch]) -> float:
-    """Returns the fraction of the batches' tokens that belong to no request."""
+    """Fraction of the batches' tokens that is padding."""
     total = sum(batch.shape.rows * batch.shape.width for batch in planned)
     return 1 - sum(lengths) / total if total else 0.0
 
@@ -130,7 +132,7 @@ def _widths(found: npt.NDArray[np.int64], limit: int) -> list[int]:
     return sorted([*chosen, int(candidates[last])])
 
 
-# What a model must give for each row, or all of it as logits.
+# Outputs that a model must return per row, unless it returns logits.
 _NEEDED = ("per_example_argmax", "per_sequence_xent")
 
 
@@ -142,18 +144,19 @@ def score_step(
     var_weight_hparams: NestedWeightHParams,
     *rest: Any,
 ) -> tuple[None, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Scores the labels of a batch whose weights are not 0. A step for `Partitioner.partition`.
+    """Scores the labels of a batch with nonzero weights. A step for `Partitioner.partition`.
 
     Args:
       task, state, key, var_weight_hparams: as in `step_fns.eval_step`.
-      inputs: the batch; `row_index` int32 [B] is returned as it is.
-      *rest: what a partitioner adds; not used, so that the compiler splits the step.
+      inputs: the batch; `row_index` int32 [B] is returned unchanged.
+      *rest: the partitioner's extra arguments; unused, so that the compiler splits the step.
 
     Returns:
-      float32 [B], the sum of the log-probabilities; bool [B], whether every scored label is the most likely token; `row_index`.
+      float32 [B], the sum of the log-probabilities; bool [B], True if every scored label is the most likely token;
+        `row_index`.
 
     Raises:
-      UserError: the model gives neither logits nor what is needed of them.
+      UserError: the model returns neither logits nor per-token scores.
     """
     del rest
     if hasattr(task.model, "return_predictions"):
@@ -195,7 +198,7 @@ def generate_step(
     Args:
       task, state, key, inputs, var_weight_hparams, *rest: as in `score_step`.
       settings: how to continue them.
-      tokenizer: of stop strings and the end-of-text.
+      tokenizer: for stop strings and end-of-text.
 
     Returns:
       int32 [B, N], the generated tokens; int32 [B], their number; `row_index`.

@@ -1,4 +1,4 @@
-"""Text <-> tokens, by the rules of lm-eval's `hf` backend: which token begins a text, and what a chat template writes."""
+"""Text <-> tokens, by the rules of lm-eval's `hf` backend for start tokens and chat templates."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Message = Mapping[str, Any]
 
 
 class Texts:
-    """A tokenizer, and how texts begin.
+    """A tokenizer, with the start token of texts.
 
     Attributes:
       tokenizer: the tokenizer.
-      prefix_id: the token before a text without a context.
-      max_token: tokens are below it; None if the model's vocabulary is unknown.
+      prefix_id: token before a text without a context.
+      max_token: exclusive upper bound of tokens; None if the model's vocabulary is unknown.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class Texts:
         vocab_size: int | None = None,
         chat_template: bool | str = False,
     ):
-        """Reads the chat template, if one is to be applied.
+        """Reads the chat template, if requested.
 
         Args:
           tokenizer: the tokenizer.
-          start_id: the token before each text in training; None: there is none.
-          arguments: `add_bos_token` and `prefix_token_id`; None: the usual ones.
-          vocab_size: the model's; None if it is unknown.
-          chat_template: True, or the name of one of the tokenizer's templates; False: none is applied.
+          start_id: the token before each text in training, or None.
+          arguments: `add_bos_token` and `prefix_token_id`; None: the defaults.
+          vocab_size: the model's; None if unknown.
+          chat_template: True, or the name of one of the tokenizer's templates; False for no template.
 
         Raises:
-          UserError: the tokenizer has no such template, or no beginning-of-text although one is asked for.
+          UserError: the template does not exist, or beginning-of-text is requested and missing.
         """
         self.tokenizer, arguments = tokenizer, arguments or ModelArgs()
         bos_id: int | None = getattr(tokenizer, "bos_id", None)
@@ -66,15 +66,15 @@ class Texts:
 
         Args:
           text: the text.
-          special: put the token before it that texts begin with; None: unless it is spelled out there.
+          special: True puts the start token before it; None does so unless the text spells it.
 
         Raises:
-          UserError: the tokenizer can't encode the text, or it gives a token that the model has no embedding for.
+          UserError: the tokenizer can't encode the text, or a token is outside the model's vocabulary.
         """
         return self._encode(text, self.prefix_id if special is None else None, special is not False)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a text to be continued; an empty one becomes the token before texts without a context."""
+        """Returns the tokens of a text to be continued; an empty text becomes `prefix_id`."""
         return self._encode(text, self._bos_id, True) or [self.prefix_id]
 
     def _encode(self, text: str, spelled: int | None, special: bool) -> list[int]:
@@ -94,11 +94,11 @@ class Texts:
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of a context and of its continuation.
 
-        Spaces at the end of the context belong to the continuation. Both are encoded together, and divided where the context
-        alone ends.
+        Spaces at the end of the context belong to the continuation. Both are encoded together, and divided where the
+        context alone ends.
 
         Raises:
-          UserError: see `encode`; or nothing of the continuation is left.
+          UserError: see `encode`; or the continuation has no tokens.
         """
         if not context:
             tokens = self.encode(continuation, special=False)
@@ -115,11 +115,11 @@ class Texts:
         return pair
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of generated tokens, without special tokens."""
+        """Decodes generated tokens, without special tokens."""
         return self.tokenizer.decode(np.asarray(tokens, np.int32)[None], [len(tokens)])[0]
 
     def spelling(self, token: int | None) -> str:
-        """Returns how a text spells a token; '' if no text does."""
+        """Text of a token; '' if it has none."""
         if token is None or not isinstance(self.tokenizer, HuggingFaceTokenizer):
             return ""
         return self._spellings.get(token, "")
@@ -130,14 +130,14 @@ class Texts:
         return {token: text for text, token in self.tokenizer.vocabulary.items()}
 
     def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Returns a conversation as the chat template writes it.
+        """Renders a conversation by the chat template.
 
-        If the template refuses it, it is written without system messages, with a warning, as lm-eval does.
+        If the template refuses it, system messages are left out with a warning, as in lm-eval.
 
         Args:
           messages: the conversation.
-          add_generation_prompt: end with the beginning of an answer; otherwise end with the text of the last message, which the
-            model continues.
+          add_generation_prompt: True ends with the beginning of an answer; False with the text of the last message,
+            which the model continues.
 
         Raises:
           UserError: the template can't render the conversation.
@@ -155,11 +155,11 @@ class Texts:
 
 
 def _up_to_last_message(text: str, last: str) -> str:
-    """Cuts off what a chat template writes after the last message. Templates may strip a message's spaces."""
+    """Cuts off the template's text after the last message. Templates may strip a message's spaces."""
     found = text.rfind(last.strip())
     if found < 0:
         raise UserError(
-            "the chat template changes the text of the last message, so that the model can't continue it; judge without "
+            "the chat template changes the text of the last message, so that the model can't continue it; evaluate without "
             "--apply_chat_template"
         )
     kept = last.lstrip() if text.startswith(last.lstrip(), found) else last.strip()
@@ -167,7 +167,9 @@ def _up_to_last_message(text: str, last: str) -> str:
 
 
 def _template(tokenizer: Tokenizer, chosen: bool | str) -> ChatTemplate:
-    """Returns the tokenizer's usual template (True) or the one with a name; unlike an input's field, it takes no path or text."""
+    """Returns the tokenizer's default template (True) or one by name; paths and texts, as in an input's field, are not
+    accepted.
+    """
     if isinstance(chosen, str):
         owner = str(getattr(tokenizer, "name", type(tokenizer).__name__))
         choose(getattr(tokenizer, "chat_templates", {}), chosen, has_tools=False, owner=owner)
