@@ -1,16 +1,17 @@
-"""Trackers: services and files that keep the history of many runs. Chosen by `--track=wandb,mlflow` or by the experiment.
+"""Trackers: services and files that keep the history of many runs. Chosen by `--track=wandb,mlflow` or by the
+experiment.
 
-base.py         `Tracker`, the interface; `RunFacts`, what a tracker is told of a run
+base.py         `Tracker`, the interface; `RunFacts`, a run's description
 registry.py     the known trackers by name
-feed.py         one tracker's queue and thread: a tracker that is slow or fails never touches the run
-run_ids.py      `tracking.json`: under which ids a run continues after a restart
+feed.py         one tracker's queue and thread, which keep its errors and delays from the run; `tracking.json`, the ids
+of a run
 settings.py     a run's config as nested dicts
 samples.py      decoded examples as texts and pictures
 wandb.py, mlflow.py, trackio.py, tensorboard.py   the trackers; each needs the extra of its name, TensorBoard none
 
-A new tracker is one file with a class that derives from `Tracker`, and one line in `registry.TRACKERS`. The packages of trackers
-are imported in the trackers' methods: on their own threads, and only when they were asked for.
+A new tracker is one file with a class that derives from `Tracker`, and one line in `registry.TRACKERS`. The trackers'
+methods import their packages lazily, on their own threads.
 """
 
-# How the names of trackers' threads begin.
+# Prefix of the names of trackers' threads.
 THREADS = "tracker: "

@@ -1,4 +1,4 @@
-"""`Tracker`: what a training run tells a service that keeps the history of runs."""
+"""`Tracker`: the interface through which a training run reports to a service that keeps the history of runs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from etils import epath
 from spmd_trainer.storage import is_remote
 from spmd_trainer.tracking.settings import Settings
 
-# How a run ended: complete, with an error, or by a signal, after which the same command continues it.
+# How a run ended: complete, with an error, or by a signal (the same command then continues it).
 Status: TypeAlias = Literal["finished", "failed", "stopped"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """What a run is.
+    """Description of a run.
 
     Attributes:
       name: the run's name; by default, that of its directory.
-      project: what the run is filed under, e.g. a project of W&B or an experiment of MLflow.
+      project: grouping of runs, e.g. a project of W&B or an experiment of MLflow.
       experiment: the experiment's full registered name.
       settings: the resolved config as nested dicts, and under 'run' the mesh, devices, processes and versions.
       config_text: the same, one 'path: value' a line.
       job_log_dir: the run's directory.
-      first_step: the step that this start of the run begins with.
-      tags: words to find the run by.
-      resume_id: what `open` returned when this run was first tracked; None for a new run.
+      first_step: first step of this start of the run.
+      tags: search words.
+      resume_id: the result of `open` when this run was first tracked; None for a new run.
     """
 
     name: str
@@ -45,7 +45,7 @@ class RunFacts:
 
     @property
     def local_dir(self) -> str | None:
-        """The run's directory as a path that any library can open; None if it is in an object store."""
+        """The run's directory as a local path; None in an object store."""
         return None if is_remote(self.job_log_dir) else str(self.job_log_dir)
 
 
@@ -56,7 +56,7 @@ class StepScalars:
     Attributes:
       step: the training step.
       values: {'train/loss': value}: the name of the summary, a slash, and the scalar's name in it.
-      time: when they were written, in seconds since 1970.
+      time: time of writing, in seconds since 1970.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Histogram:
 
     Attributes:
       counts: int64 [bins].
-      edges: float64 [bins + 1], rising.
+      edges: float64 [bins + 1], ascending.
     """
 
     counts: np.ndarray
@@ -80,43 +80,45 @@ class Histogram:
 class Tracker(abc.ABC):
     """Sends one run's history to one service.
 
-    All methods but `check` are called on one thread, in order: `open`, then the others, then `close` once. They may block and may
-    raise any exception; see `feed.Feed` for what becomes of it. If `open` raises, nothing else is called.
+    All methods but `check` are called on one thread, in order: `open`, then the others, then `close` once. They may
+    block and raise; `feed.Feed` handles both. If `open` raises, no other method is called.
 
     Attributes:
-      batch: how many `StepScalars` it takes at once at most.
-      where: where the run is found, for the log: an address or a directory; set by `open`.
+      batch: most `StepScalars` per call.
+      where: address or directory of the run, for the log; set by `open`.
     """
 
     batch = 1
     where = ""
 
     def check(self, job_log_dir: epath.Path) -> None:
-        """Raises UserError if a run in `job_log_dir` can't be tracked. Called before training, on the run's own thread."""
+        """Raises UserError if a run in `job_log_dir` can't be tracked. Called before training, on the run's own
+        thread.
+        """
         del job_log_dir
 
     @abc.abstractmethod
     def open(self, facts: RunFacts) -> str:
-        """Begins a run, or continues that of `facts.resume_id`. Returns the id to continue it with after a restart."""
+        """Begins a run, or continues `facts.resume_id`. Returns the id for continuing it after a restart."""
 
     @abc.abstractmethod
     def scalars(self, records: Sequence[StepScalars]) -> None:
-        """Takes the scalars of 1 to `batch` steps.
+        """Records the scalars of 1 to `batch` steps.
 
-        A run that restarts from an older checkpoint does some steps again, so steps are not always rising.
+        A run that restarts from an older checkpoint repeats steps, so steps may go back.
         """
 
     @abc.abstractmethod
     def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Takes decoded examples, records as in `decode_out/DATASET/step_N.jsonl`."""
+        """Records decoded examples, with the fields of `decode_out/DATASET/step_N.jsonl`."""
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Takes histograms by name. A tracker that can't show them leaves them out."""
+        """Records histograms by name. Trackers without histograms ignore them."""
         del step, histograms
 
     @abc.abstractmethod
     def page(self, path: epath.Path) -> None:
-        """Takes the run's page, one HTML file."""
+        """Records the run's page, one HTML file."""
 
     @abc.abstractmethod
     def close(self, status: Status) -> None:

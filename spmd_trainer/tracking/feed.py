@@ -1,4 +1,6 @@
-"""A tracker's queue and thread. What a tracker does, or fails to do, never reaches the run."""
+"""A tracker's queue and thread, which keep its errors and delays from the run; and `tracking.json`, by which a restart
+continues the same run.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,24 @@ from spmd_trainer.tracking.base import Histogram, RunFacts, Status, StepScalars,
 FILE = "tracking.json"
 
 
-# Trackers write from their own threads, and a run may have several callbacks that track.
+# Trackers write from their own threads, and a run may have several tracking callbacks.
 _LOCK = threading.Lock()
 
 
 class RunIds:
-    """Ids by the names of trackers."""
+    """The run's ids in the trackers, by tracker name, stored in `tracking.json`."""
 
     def __init__(self, job_log_dir: epath.Path):
-        """Reads what an earlier start of the run has written."""
+        """Reads the ids of earlier starts of the run."""
         self._path = job_log_dir / FILE
         self._ids = self._read()
 
     def get(self, tracker: str) -> str | None:
-        """Returns a tracker's id of this run; None if it has not tracked it yet."""
+        """The run's id in a tracker, or None."""
         return self._ids.get(tracker)
 
     def set(self, tracker: str, run_id: str) -> None:
-        """Writes a tracker's id.
-
-        Raises:
-          OSError: the file can't be written.
-        """
+        """Stores an id. Raises OSError if the file can't be written."""
         with _LOCK:
             self._ids = self._read()
             if self._ids.get(tracker) != run_id:
@@ -59,13 +57,13 @@ class RunIds:
             return {}
 
 
-# Records that may wait for a tracker. A record of 60 scalars takes 8 KB, so this is at most 40 MB of a tracker that hangs, and
-# 5000 summaries for one that is away for a while.
+# Most queued records. A record of 60 scalars takes 8 KB, so a hanging tracker costs at most 40 MB, and a tracker that
+# is away for a while catches up on 5000 summaries.
 CAPACITY = 5000
 # How long the end of a run waits for its trackers, all of them together: a minute of a machine that has nothing left to do is
 # cheap beside lost records, and a server that does not answer for a minute is away. The last checkpoint is on disk before.
 CLOSE_SECONDS = 60.0
-# Most trackers end sooner; no line says that they are waited for.
+# Wait this long before logging it: most trackers end sooner.
 _SILENT_SECONDS = 2.0
 
 
@@ -75,7 +73,7 @@ class _Call:
 
     Attributes:
       method: the method's name.
-      records: how many records are lost if it fails.
+      records: number of records lost if it fails.
       make: calls it.
     """
 
@@ -85,16 +83,10 @@ class _Call:
 
 
 class Feed:
-    """Hands a run's records to one tracker, on a thread of the tracker's own."""
+    """Sends a run's records to one tracker, on the tracker's own thread."""
 
     def __init__(self, name: str, tracker: Tracker, *, capacity: int = CAPACITY):
-        """Starts nothing.
-
-        Args:
-          name: the tracker's name.
-          tracker: the tracker.
-          capacity: records that may wait; those that come when so many wait are lost, and counted.
-        """
+        """`capacity` is the most records in the queue; further ones are dropped and counted."""
         self.name = name
         self._tracker = tracker
         self._capacity = capacity
@@ -116,35 +108,26 @@ class Feed:
         self._thread.start()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Queues the scalars of a step. Returns at once."""
+        """Queues the scalars of a step without blocking."""
         self._put(StepScalars(step, dict(values), time.time()))
 
     def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Queues decoded examples. Returns at once."""
+        """Queues decoded examples without blocking."""
         self._put(_Call("samples", 1, lambda: self._tracker.samples(step, dataset, rows)))
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Queues histograms. Returns at once."""
+        """Queues histograms without blocking."""
         self._put(_Call("histograms", 1, lambda: self._tracker.histograms(step, histograms)))
 
     def end(self, status: Status, page: epath.Path | None) -> None:
-        """Queues the end of the run. Returns at once; `join` waits.
-
-        Args:
-          status: how the run ended.
-          page: the run's page, if there is one.
-        """
+        """Queues the end of the run, and its page if given, without blocking; `join` waits."""
         if page is not None:
             self._given += 1
             self._queue.put(_Call("page", 1, lambda: self._tracker.page(page)))
         self._queue.put(_Call("close", 0, lambda: self._tracker.close(status)))
 
     def join(self, seconds: float) -> None:
-        """Waits until the tracker has ended, and logs what was lost.
-
-        Args:
-          seconds: how long at most.
-        """
+        """Waits at most `seconds` for the tracker to end, and logs the number of lost records."""
         self._thread.join(min(max(0.0, seconds), _SILENT_SECONDS))
         if self._thread.is_alive() and seconds > _SILENT_SECONDS:
             logging.info("waiting for tracker %s, %.0f s at most ...", self.name, seconds)
@@ -190,7 +173,7 @@ class Feed:
                 return
 
     def _more(self, first: StepScalars) -> tuple[list[StepScalars], _Call | None]:
-        """Returns the scalars that wait, as many as the tracker takes at once, and the other thing that came after them."""
+        """Collects queued scalars up to the tracker's batch size, and returns them with the next other call."""
         records = [first]
         while len(records) < self._tracker.batch:
             try:
@@ -213,7 +196,7 @@ class Feed:
         logging.info("tracker %s: %s", self.name, self._tracker.where or run_id)
 
     def _try(self, call: _Call) -> bool:
-        """Makes a call; returns whether it went well. After an `open` that failed, nothing is called."""
+        """Makes a call; returns False if it failed. After a failed `open`, no call is made."""
         if call.method != "open" and not self._is_open:
             self._failed[call.method] += call.records
             return False

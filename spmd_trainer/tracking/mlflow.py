@@ -1,11 +1,11 @@
 """MLflow. Needs the package mlflow: extra `mlflow`.
 
-MLFLOW_TRACKING_URI says where: a server, a database or Databricks. Without it, runs go to an SQLite file in the run's directory,
-`JOB_LOG_DIR/mlruns`, which `mlflow ui --backend-store-uri sqlite:///...` shows.
+MLFLOW_TRACKING_URI names a server, a database or Databricks. Without it, runs go to an SQLite file in the run's
+directory, `JOB_LOG_DIR/mlruns`; `mlflow ui --backend-store-uri sqlite:///...` shows it.
 
-MLflow's names have letters, digits and `_-. :/` only: 'train_datasets[0].files' is the parameter 'train_datasets.0.files'. Its
-parameters never change, so a setting that a restart has changed is the tag 'changed/NAME'. `config.txt` among the run's artifacts
-has all settings of the last start, as they are.
+MLflow's names allow only letters, digits and `_-. :/`: 'train_datasets[0].files' is the parameter
+'train_datasets.0.files'. Its parameters are immutable, so a setting changed by a restart becomes the tag
+'changed/NAME'. `config.txt` among the run's artifacts has all settings of the last start, unmodified.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNKNOWN = re.compile(r"[^\w\-. :/]", re.ASCII)
 # Limits of MLflow's servers: characters of a name, of a parameter and of a tag; metrics and parameters of one request.
 _NAME, _PARAMETER, _TAG = 250, 6000, 5000
 _METRICS, _PARAMETERS = 1000, 100
-# The terminal is the trainer's own: no bars for each table, no lines about a new database, no address of the run printed.
+# Keep MLflow off the trainer's terminal: progress bars, database messages, the run's address.
 _QUIET = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -47,11 +47,11 @@ _Item = TypeVar("_Item")
 class MlflowTracker(Tracker):
     """Sends a run to MLflow."""
 
-    # One request for several steps: each takes as long as the way to the server and back.
+    # Several steps per request: each request costs a round trip.
     batch = 100
 
     def check(self, job_log_dir: epath.Path) -> None:
-        """Raises UserError if there is nowhere to send the run to."""
+        """Raises UserError without a usable destination."""
         if is_remote(job_log_dir) and not os.environ.get(URI):
             raise UserError(
                 f"tracker mlflow: set {URI}, e.g. to a server's address: MLflow's own files can't be in {job_log_dir}"
@@ -72,7 +72,7 @@ class MlflowTracker(Tracker):
         return self._run_id
 
     def scalars(self, records: Sequence[StepScalars]) -> None:
-        """Sends metrics, in as few requests as MLflow allows."""
+        """Sends metrics in as few requests as MLflow allows."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -93,15 +93,14 @@ class MlflowTracker(Tracker):
             self._client.log_image(self._run_id, array, key=key, step=step, synchronous=True)
 
     def page(self, path: epath.Path) -> None:
-        """Logs the page as an artifact."""
         self._client.log_text(self._run_id, path.read_text(), path.name)
 
     def close(self, status: Status) -> None:
-        """Ends the run. A run that a signal has stopped is 'KILLED' until it continues."""
+        """Ends the run. A run stopped by a signal is 'KILLED' until it continues."""
         self._client.set_terminated(self._run_id, _STATUSES[status])
 
     def _resumed(self, run_id: str | None) -> str | None:
-        """Returns the id of the run to continue; None if there is none, or MLflow does not know it."""
+        """Returns the id of the run to continue, or None if MLflow does not know it."""
         from mlflow.exceptions import MlflowException
 
         if run_id is None:
@@ -159,7 +158,7 @@ class MlflowTracker(Tracker):
 
 
 def _where(facts: RunFacts) -> tuple[str, str | None]:
-    """Returns the tracking URI, and where a new experiment's artifacts go; None: as the server says."""
+    """Returns the tracking URI, and the artifact location of a new experiment; None: the server's default."""
     uri = os.environ.get(URI)
     if uri:
         return uri, None
@@ -169,13 +168,13 @@ def _where(facts: RunFacts) -> tuple[str, str | None]:
 
 
 def _name(name: str) -> str:
-    """Returns a name that MLflow takes: '[0]' becomes '.0', other unknown characters '_', and a long end its checksum."""
+    """Makes a valid MLflow name: '[0]' becomes '.0', other unknown characters '_', and a long end its checksum."""
     known = _UNKNOWN.sub("_", re.sub(r"\[(\d+)\]", r".\1", name))
     return known if len(known) <= _NAME else f"{known[: _NAME - 9]}.{zlib.crc32(known.encode()):08x}"
 
 
 def _shortened(text: str, length: int) -> str:
-    """Returns the text; of a long one the beginning, which says so."""
+    """Truncates a long text, and marks it as truncated."""
     if len(text) <= length:
         return text
     end = f"... {len(text)} characters"

@@ -13,13 +13,13 @@ from spmd_trainer.tracking.base import Tracker
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """Where a tracker is.
+    """Location of a tracker.
 
     Attributes:
-      module: the module of this package.
+      module: module of this package.
       cls: its class.
       package: the package that it imports.
-      extra: the trainer's extra that installs the package; None if the trainer needs it anyway.
+      extra: the trainer's extra that installs the package; None if the trainer always needs it.
     """
 
     module: str
@@ -37,14 +37,14 @@ TRACKERS = {
 
 
 def check(names: Iterable[str], where: str) -> None:
-    """Checks names of trackers, and that their packages are installed. Imports none of them.
+    """Checks names of trackers, and that their packages are installed, without importing them.
 
     Args:
       names: e.g. ['wandb'].
-      where: what names them, for the message: '--track'.
+      where: source of the names, for messages: '--track'.
 
     Raises:
-      UserError: there is no such tracker, its name is there twice, or its package is not installed.
+      UserError: a name is unknown or repeated, or its package is not installed.
     """
     seen = set()
     for name in names:
@@ -61,16 +61,12 @@ def check(names: Iterable[str], where: str) -> None:
 
 
 def make(name: str) -> Tracker:
-    """Returns a new tracker. Its package is not imported yet.
-
-    Args:
-      name: one of `TRACKERS`.
-    """
+    """Makes the tracker named in `TRACKERS`. Its package is imported later."""
     entry = TRACKERS[name]
     tracker: Tracker = getattr(importlib.import_module(f"spmd_trainer.tracking.{entry.module}"), entry.cls)()
     return tracker
 
 
 def split_names(values: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names in the values of `--track`, which may be given several times: 'wandb,mlflow' and 'trackio'."""
+    """Splits the values of `--track`, which may be repeated: 'wandb,mlflow' and 'trackio'."""
     return tuple(name.strip() for value in values for name in value.split(",") if name.strip())

@@ -11,17 +11,17 @@ import numpy as np
 from spmd_trainer.sharding.messages import shortened
 
 Row = Mapping[str, object]
-# What a language model's record is read by; its other fields are about all samples of the prompt.
+# Columns of a language model's table; its other fields are about all samples of the prompt.
 _OF_TEXTS = ("index", "prompt", "output", "score")
-# Characters of one cell. A longer array or text is in the run's directory, as the cell says.
+# Characters of one cell. Longer content is in the run's directory, and the cell says so.
 _CELL = 4000
 
 
 def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list[list[object]]]:
-    """Returns the columns and rows of a table.
+    """Returns the columns and rows of a table of decoded examples.
 
-    Of a language model's records it has index, prompt, best output and score; of others every field that is no picture, arrays
-    as JSON.
+    A language model's table has index, prompt, best output and score; other tables have every field except pictures,
+    arrays as JSON.
 
     Args:
       rows: records as in `decode_out/DATASET/step_N.jsonl`.
@@ -37,14 +37,14 @@ def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list
 
 
 def markdown(rows: Sequence[Row], dataset: str, step: int) -> str:
-    """Returns the table in Markdown, which shows texts as they are: backticks, bars and line ends in them are escaped."""
+    """Formats the table in Markdown, with backticks, bars and line ends escaped."""
     columns, cells = table(rows, dataset, step)
     lines = [columns, ["---"] * len(columns), *([_escaped(cell) for cell in row] for row in cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def pictures(rows: Sequence[Row]) -> list[tuple[str, np.ndarray]]:
-    """Returns the names and pictures (uint8 [height, width, 3 or 4]) of all arrays in records that are pictures."""
+    """Returns the names and pictures (uint8 [height, width, 3 or 4]) of all image-like arrays in the records."""
     found = []
     for number, row in enumerate(rows):
         for name, value in row.items():
@@ -55,10 +55,11 @@ def pictures(rows: Sequence[Row]) -> list[tuple[str, np.ndarray]]:
 
 
 def picture(value: object) -> np.ndarray | None:
-    """Returns an array of rank 3 with 1, 3 or 4 channels as a picture, uint8 [height, width, 3 or 4]; None for any other value.
+    """Converts an array of rank 3 with 1, 3 or 4 channels to a picture, uint8 [height, width, 3 or 4]; None for any
+    other value.
 
-    Whole numbers from 0 to 255 and numbers from 0 to 1 are taken for brightness; of others, the least becomes black and the
-    largest white.
+    Integers from 0 to 255 and numbers from 0 to 1 are brightness; other ranges are scaled so that the minimum is black
+    and the maximum white.
 
     Args:
       value: a field of a record: nested lists of numbers, where NaN and infinity are None.
@@ -82,7 +83,7 @@ def picture(value: object) -> np.ndarray | None:
 
 
 def png(array: np.ndarray) -> bytes:
-    """Returns a picture, uint8 [height, width, 3 or 4], as a PNG file."""
+    """Encodes a picture, uint8 [height, width, 3 or 4], as PNG."""
     from PIL import Image  # TensorBoard needs it too
 
     content = io.BytesIO()

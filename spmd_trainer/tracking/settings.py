@@ -1,4 +1,4 @@
-"""A run's settings as nested dicts, made of the lines of its config."""
+"""Parses a run's config lines to nested dicts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import TypeAlias
 Value: TypeAlias = bool | int | float | str | None
 Settings: TypeAlias = dict[str, "Settings | Value"]
 
-# The key of a config's class beside its fields: 'task.train.learner: Learner' has fields below it.
+# Key of a config's class among its fields: 'task.train.learner: Learner' has fields below it.
 CLASS = "class"
 
 
 def nested(lines: Iterable[str]) -> Settings:
     """Returns {'task': {'train': {'num_train_steps': 200}}} for the line 'task.train.num_train_steps: 200'.
 
-    Numbers, texts, booleans and None become Python's; any other value stays the text of the line. Where a setting has settings
-    below it, its own value is found under 'class'.
-
-    Args:
-      lines: 'path: value' each. A line without ': ' continues the value before it.
+    Numbers, strings, booleans and None become Python values; other values stay text. The own value of a setting with
+    fields goes under 'class'. A line without ': ' continues the value before it.
     """
     root: Settings = {}
     for path, text in _pairs(lines):
@@ -59,7 +56,7 @@ def _pairs(lines: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _below(settings: Settings, name: str) -> Settings:
-    """Returns the dict under a name; a value that is there already becomes its class."""
+    """Returns the dict under a name; an existing value becomes its class."""
     found = settings.get(name)
     if isinstance(found, dict):
         return found

@@ -1,10 +1,9 @@
-"""TensorBoard: what the trainer's summaries, which are always written, don't have.
+"""TensorBoard: adds the config and decoded examples as texts, hyperparameters, pictures and histograms to the
+trainer's summaries.
 
-Beside the summaries go the config and decoded examples as texts, hyperparameters, pictures and histograms.
-
-TensorBoard reads the files of a directory one after the other, by name: while a run goes on, it reads no file again once the
-next one is there. So `summaries/train`, where the trainer's own file grows, gets only what is known before the trainer writes
-and after it: hyperparameters and the status, which TensorBoard shows with the curves of their directory. Everything else goes
+TensorBoard reads the files of a directory in order of name, and never rereads a file once it has seen the next one.
+`summaries/train`, where the trainer's own file grows, therefore gets only hyperparameters and the status, written
+before and after the trainer writes; TensorBoard shows them with the curves of their directory. Everything else goes
 into directories that the trainer doesn't write into.
 """
 
@@ -47,7 +46,7 @@ class TensorboardTracker(Tracker):
         return facts.name
 
     def scalars(self, records: Sequence[StepScalars]) -> None:
-        """Does nothing: the trainer writes scalars itself."""
+        """No-op: the trainer writes scalars itself."""
 
     def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
         """Writes the text 'samples', and pictures."""
@@ -63,17 +62,19 @@ class TensorboardTracker(Tracker):
             file.add(step, self._summaries.histogram(name, histogram.counts, histogram.edges))
 
     def page(self, path: epath.Path) -> None:
-        """Does nothing: the page is beside the summaries."""
+        """No-op: the page is beside the summaries."""
 
     def close(self, status: Status) -> None:
-        """Writes how the run ended."""
+        """Writes the run's status."""
         end = self._new_file("train")
         end.add(0, self._summaries.hparams_end(status))
         for file in (end, *self._files.values()):
             file.flush()
 
     def _file(self, name: str) -> EventFile:
-        """Returns the file of a directory of the tracker's own. Steps that an earlier start has taken too are replaced."""
+        """Returns the file of a directory that only the tracker writes. Replaces steps repeated since an earlier
+        start.
+        """
         if name not in self._files:
             self._files[name] = self._new_file(name, replaces_from=self._first_step + 1)
         return self._files[name]
@@ -85,5 +86,5 @@ class TensorboardTracker(Tracker):
 
 
 def _as_code(text: str) -> str:
-    """Returns a text as a block of code in Markdown, so that it is shown as it is."""
+    """Formats a text as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Tells trackers of a run: Weights & Biases, MLflow, trackio, TensorBoard."""
+"""The callback that reports a run to trackers: Weights & Biases, MLflow, trackio, TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _VERSIONS = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-
 
 
 class Tracking(Callback):
-    """Tells trackers of a run what its summaries say, its settings, decoded examples, its page, and how it ended.
+    """Reports a run's summaries, settings, decoded examples, page and status to trackers.
 
         task_p.train.callbacks = [Config(Tracking, trackers=["wandb", "mlflow"], project="my-project")]
 
-    `--track=wandb,mlflow` does the same with the defaults. Process 0 tracks; a restarted run continues in each tracker where it
-    was (`tracking.json`). A tracker that fails or hangs loses its records, as the log says, and changes nothing else.
+    `--track=wandb,mlflow` does the same with the defaults. Process 0 tracks; a restarted run continues in each tracker
+    (`tracking.json`). A tracker that fails or hangs loses records, which is logged, and never affects the run.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class Tracking(Callback):
         tags: Sequence[str] = (),
         histogram_interval_steps: int | None = None,
     ):
-        """Opens nothing.
+        """Checks the arguments.
 
         Args:
-          trackers: names, as for `--track`, or trackers of your own.
-          project: what the run is filed under; None for the experiment's short name.
+          trackers: names, as for `--track`, or `Tracker` objects.
+          project: grouping of runs; None for the experiment's short name.
           name: the run's name; None for that of its directory.
-          tags: words to find the run by.
-          histogram_interval_steps: steps between two histograms of the variables, for trackers that show them; None: never.
-            Training pauses for them.
+          tags: search words.
+          histogram_interval_steps: steps between two histograms of the variables, for trackers that show them; None:
+            never. Training pauses for them.
 
         Raises:
-          UserError: there is no such tracker, its package is not installed, or an argument is wrong.
+          UserError: a tracker is unknown, its package is not installed, or an argument is wrong.
         """
         if isinstance(trackers, str):
             raise UserError(f"Tracking: trackers={trackers!r} is one text; give a list of names, e.g. [{trackers!r}]")
@@ -74,17 +74,13 @@ class Tracking(Callback):
         self._histograms: tuple[Partitioner, VariableHistograms] | None = None
 
     def on_open(self, run: Run) -> None:
-        """Lets each tracker say what it lacks.
-
-        Raises:
-          UserError: a tracker has nowhere to send the run to.
-        """
+        """Checks each tracker. Raises UserError if one has no destination."""
         if not jax.process_index():
             for tracker in self._trackers:
                 tracker.check(run.job_log_dir)
 
     def on_start(self, run: Run) -> None:
-        """Opens the trackers, each on its own thread, and listens to the run's summaries."""
+        """Opens the trackers, each on its own thread, and subscribes to the run's summaries."""
         if jax.process_index():
             return
         facts, ids = self._facts(run), RunIds(run.job_log_dir)
@@ -94,18 +90,17 @@ class Tracking(Callback):
         run.summaries.listen(self._hear)
 
     def after_decode(self, run: Run, step: int, dataset: str, samples: Sequence[Mapping[str, object]]) -> None:
-        """Gives decoded examples to the trackers."""
         del run
         for feed in self._feeds:
             feed.samples(step, dataset, samples)
 
     def asks_for_pause(self, run: Run, step: int) -> bool:
-        """Returns True where histograms are due."""
+        """True if histograms are due."""
         del run
         return self._interval is not None and step % self._interval == 0
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Counts the variables' values where histograms are due."""
+        """Sends histograms of the variables if due."""
         if not self.asks_for_pause(run, step):
             return
         run.begin(f"histograms at step {step}")
@@ -116,11 +111,11 @@ class Tracking(Callback):
             feed.histograms(step, histograms)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Tells the trackers that the run has failed, or that Ctrl-C has stopped it."""
+        """Reports that the run has failed, or that Ctrl-C has stopped it."""
         self._end(run, run.end(error))
 
     def on_end(self, run: Run) -> None:
-        """Tells the trackers that the run is complete, or that a signal has stopped it, and waits for them."""
+        """Reports that the run is complete, or that a signal has stopped it, and waits for the trackers."""
         self._end(run, run.end())
 
     def _hear(self, name: str, step: int, scalars: Mapping[str, float], notes: Mapping[str, str]) -> None:
@@ -159,14 +154,14 @@ class Tracking(Callback):
 
 
 def trackers_last(callbacks: Sequence[Callback], track: Sequence[str]) -> tuple[list[Callback], list[Callback]]:
-    """Separates the callbacks that track, which come last so that they can send what the others have written.
+    """Separates the tracking callbacks, which run last so that they can send the other callbacks' output.
 
     Args:
       callbacks: the experiment's and the caller's.
-      track: the trackers of `--track`; those that the callbacks name already are not opened twice.
+      track: the trackers of `--track`; a tracker that a callback already has is not added again.
 
     Returns:
-      The other callbacks, and those that track.
+      The other callbacks, and the tracking ones.
 
     Raises:
       UserError: two trackers have the same name, under which a run has one id.
@@ -181,7 +176,7 @@ def trackers_last(callbacks: Sequence[Callback], track: Sequence[str]) -> tuple[
 
 
 def _about(run: Run) -> Settings:
-    """Returns a run's settings outside of its config."""
+    """Settings of a run outside of its config."""
     devices = run.mesh.devices
     return {
         "job_log_dir": str(run.job_log_dir),

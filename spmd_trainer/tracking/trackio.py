@@ -1,7 +1,7 @@
-"""trackio, Hugging Face's tracker, with files of its own. Needs the package trackio: extra `trackio`.
+"""trackio, Hugging Face's tracker, which stores local files. Needs the package trackio: extra `trackio`.
 
-Runs go to trackio's directory (TRACKIO_DIR, by default in Hugging Face's cache), which `trackio show` shows, or to the server of
-TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
+Runs go to trackio's directory (TRACKIO_DIR, by default in Hugging Face's cache), shown by `trackio show`, or to the
+server of TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 
 class TrackioTracker(Tracker):
-    """Sends a run to trackio, which knows a run by its project and its name."""
+    """Sends a run to trackio, which identifies a run by its project and its name."""
 
     def open(self, facts: RunFacts) -> str:
-        """Begins the run, or continues it."""
         import trackio
         import trackio.run
         import trackio.utils
@@ -48,7 +47,6 @@ class TrackioTracker(Tracker):
         return str(self._run.name)
 
     def scalars(self, records: Sequence[StepScalars]) -> None:
-        """Logs the scalars of a step."""
         for record in records:
             self._run.log(dict(record.values), step=record.step)
 
@@ -69,18 +67,17 @@ class TrackioTracker(Tracker):
         self._run.log(made, step=step)
 
     def page(self, path: epath.Path) -> None:
-        """Logs the page."""
         self._run.log({"page": self._trackio.Html(path.read_text())})
 
     def close(self, status: Status) -> None:
-        """Notes how the run ended, and waits until all is written."""
+        """Stores the run's status, and waits until all is written."""
         levels = self._trackio.AlertLevel
         self._run.alert(title=f"run {status}", level=levels.ERROR if status == "failed" else levels.INFO)
         self._run.finish()
 
 
 def _free_name(trackio: ModuleType, facts: RunFacts) -> str:
-    """Returns the run's name; with a number behind it if the project has such a run, which would be taken for this one."""
+    """Returns the run's name, numbered if the project already has a run of this name."""
     try:
         taken = {run.name for run in trackio.Api().runs(facts.project)}
     except ValueError:  # there is no such project yet
@@ -89,7 +86,7 @@ def _free_name(trackio: ModuleType, facts: RunFacts) -> str:
 
 
 def _send_prints_to_log(module: ModuleType) -> None:
-    """Makes what a module prints on this thread a debug line of the log: the terminal is the trainer's own."""
+    """Redirects a module's prints on this thread to debug lines of the log, away from the trainer's terminal."""
     own = threading.get_ident()
 
     def print_elsewhere(*values: object, **options: Any) -> None:

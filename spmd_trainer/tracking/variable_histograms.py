@@ -1,4 +1,4 @@
-"""Histograms of a model's variables, counted on the devices."""
+"""Histograms of a model's variables, computed on the devices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ _BINS = 64
 
 
 class VariableHistograms:
-    """Counts the values of each variable. Compiled once for each mesh; all processes call it together."""
+    """Computes a histogram of each variable. Compiled once per mesh; all processes call it together."""
 
     def __init__(self, metadata: StateMetadata):
-        """Compiles nothing yet.
-
-        Args:
-          metadata: of the training state.
-        """
+        """`metadata` describes the training state."""
         self._mesh = metadata.mesh
 
         def count(state: TrainState) -> PyTree:
@@ -31,12 +27,10 @@ class VariableHistograms:
         self._count = jax.jit(count, out_shardings=NamedSharding(metadata.mesh, PartitionSpec()))
 
     def __call__(self, state: TrainState) -> dict[str, Histogram]:
-        """Returns histograms of all variables of floating point by path, e.g. 'params/lm/softmax/w'. Waits for the devices.
+        """Returns histograms of all floating-point variables by path, e.g. 'params/lm/softmax/w'. Waits for the
+        devices.
 
-        NaN and infinity are in no bin.
-
-        Args:
-          state: the train state at padded shapes, on the mesh.
+        NaN and infinity are in no bin. `state` has padded shapes, on the mesh.
         """
         with jax.set_mesh(self._mesh):
             found = jax.device_get(self._count(state))
@@ -47,9 +41,9 @@ class VariableHistograms:
 
 
 def _counts(x: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the least value, the largest, and how many values are at most each edge after the first; () for integers.
+    """Returns the minimum, the maximum, and the number of values up to each edge after the first; () for integers.
 
-    One reduction for each edge, which leaves a variable where its shards are: sorting or flattening it would gather it.
+    One reduction per edge keeps the variable sharded: sorting or flattening it would gather it.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return ()

@@ -1,11 +1,11 @@
 """Weights & Biases. Needs the package wandb: extra `wandb`.
 
-WANDB_MODE=offline writes files only, below `JOB_LOG_DIR/wandb`; `wandb sync` uploads them, those of all starts of a run into one
-history. wandb's own environment variables work (WANDB_ENTITY, WANDB_BASE_URL, ...).
+WANDB_MODE=offline only writes files, below `JOB_LOG_DIR/wandb`; `wandb sync` uploads those of all starts of a run into
+one history. wandb's own environment variables work (WANDB_ENTITY, WANDB_BASE_URL, ...).
 
-wandb numbers its records itself and drops, without a word, what is given for an earlier number than the last. A run that starts
-again from an older checkpoint has such steps, and so have evaluations. So the training step is a value of its own,
-'trainer/step', which all charts are drawn over.
+wandb numbers its records itself and silently drops records of earlier numbers. A run restarted from an older
+checkpoint repeats steps, and evaluations report earlier ones. The training step is therefore a separate value,
+'trainer/step', the x axis of all charts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WandbTracker(Tracker):
     """Sends a run to W&B, or writes its offline files."""
 
     def check(self, job_log_dir: epath.Path) -> None:
-        """Raises UserError if the run is to be sent, and nobody is logged in: wandb would ask in the terminal."""
+        """Raises UserError if an online run has no login: wandb would ask in the terminal."""
         del job_log_dir
         if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
             return
@@ -60,10 +60,10 @@ class WandbTracker(Tracker):
             tags=list(facts.tags) or None,
             dir=os.environ.get("WANDB_DIR") or facts.local_dir,
             settings=wandb.Settings(
-                # The terminal is the trainer's own: wandb neither prints to it nor records it.
+                # Keep wandb off the trainer's terminal: it neither prints to it nor records it.
                 console="off",
                 silent=True,
-                # At its end a process waits for wandb's, which tries for minutes to reach a server that is away.
+                # At exit the process waits for wandb's, which retries an unreachable server for minutes.
                 finish_timeout=CLOSE_SECONDS,
                 init_timeout=CLOSE_SECONDS,
                 x_graphql_retry_max=3,
@@ -81,7 +81,6 @@ class WandbTracker(Tracker):
         return str(self._run.id)
 
     def scalars(self, records: Sequence[StepScalars]) -> None:
-        """Logs the scalars of a step."""
         for record in records:
             self._log(record.step, record.values)
 
@@ -108,12 +107,11 @@ class WandbTracker(Tracker):
         self._run.log({"page": self._wandb.Html(text, inject=False)})
 
     def close(self, status: Status) -> None:
-        """Ends the run. W&B has two ends, and shows a run that a signal has stopped as finished."""
+        """Ends the run. W&B has only two statuses and shows a run stopped by a signal as finished."""
         self._run.summary["trainer/status"] = status
         self._run.finish(exit_code=_EXIT_CODES[status])
 
     def _save(self, name: str, text: str) -> None:
-        """Saves a file of the run."""
         path = Path(self._run.dir) / name
         path.write_text(text, encoding="utf-8")
         self._run.save(path, base_path=self._run.dir, policy="now")
