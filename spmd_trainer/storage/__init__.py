@@ -1,9 +1,9 @@
-"""Paths of every kind, in one room: local ones, file://, gs:// and s3://.
+"""Paths of all kinds: local ones, file://, gs:// and s3://.
 
-`paths.py` reads what the user gives, `backends.py` chooses what serves it, `object_store.py` stands in front of object stores,
-`listing.py` lists their objects. `files.py` writes files that are seen whole or not at all, and tells the sizes of files;
-`append.py` writes files that grow, `access.py` checks permissions and space, `retry.py` repeats what failed for a passing reason,
-`lock.py` keeps a second trainer out of a directory.
+`paths.py` parses user paths, `backends.py` chooses their file systems, `object_store.py` wraps object stores,
+`listing.py` lists their objects. `files.py` writes files atomically and lists sizes; `append.py` writes growing files,
+`access.py` checks permissions and space, `retry.py` retries transient failures, `lock.py` keeps a second trainer out
+of a directory.
 """
 
 from spmd_trainer.storage import backends as backends  # registers the paths of object stores

@@ -1,4 +1,4 @@
-"""Asks before a run starts whether its directories can be read and written, and explains what stands in the way."""
+"""Checks before a run starts that its directories can be read and written, and explains failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etils import epath
 from spmd_trainer.errors import UserError
 from spmd_trainer.storage import backends, retry
 
-# How often the first request of a run is tried: whoever starts it is waiting.
+# Attempts of a run's first request; few, because the user is waiting.
 _ATTEMPTS = 2
 _NO_CREDENTIALS = re.compile(
     r"anonymous caller|unable to locate credentials|default credentials were not found|could not automatically determine|"
@@ -37,17 +37,17 @@ _ROLES = {
 
 
 def check_writable(name: str, path: epath.Path) -> None:
-    """Makes sure that files can be written and deleted below a directory. Leaves nothing behind.
+    """Checks that files can be written and deleted below a directory. Leaves no files behind.
 
-    On a file system, looks at the permissions of the directory or of the nearest one above that exists. In an object store,
-    writes one tiny object and deletes it: permissions can't be told there in another way.
+    On a file system, checks the permissions of the directory or its nearest existing parent. In an object store,
+    writes and deletes one tiny object: there is no other way to check permissions.
 
     Args:
-      name: what the directory was given as, for messages, e.g. '--job_log_dir'.
+      name: source of the path, for messages, e.g. '--job_log_dir'.
       path: the directory, see `paths.directory`.
 
     Raises:
-      UserError: it can't be written; says why and what to do.
+      UserError: it can't be written; says why and how to fix it.
     """
     if (scheme := backends.scheme_of(path)) is not None:
         _check_remote(name, path, scheme)
@@ -62,18 +62,18 @@ def check_writable(name: str, path: epath.Path) -> None:
 
 
 def check_readable(name: str, path: epath.Path) -> None:
-    """Makes sure that a directory can be listed, if it exists.
+    """Checks that a directory can be listed, if it exists.
 
     Raises:
-      UserError: no permission, no credentials; says what to do. A missing directory is no error.
+      UserError: missing permission or credentials; says how to fix it.
     """
-    # A file in its place is refused where the path is used, with what it should be.
+    # If it is a file, the code that uses the path refuses it with a better message.
     with explained(name, path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         next(iter(path.iterdir()), None)
 
 
 def free_space(path: epath.Path) -> int | None:
-    """Returns the free bytes of the file system that a path is on, or will be; None in an object store, which has no end."""
+    """Free bytes of the file system of a path, which need not exist; None in an object store."""
     if backends.scheme_of(path) is not None:
         return None
     existing = path
@@ -84,11 +84,8 @@ def free_space(path: epath.Path) -> int | None:
 
 @contextlib.contextmanager
 def explained(name: str, path: epath.Path) -> Iterator[None]:
-    """Turns what storage raises about access into a `UserError` with the fix; other errors pass.
-
-    Args:
-      name: what the path was given as.
-      path: the path.
+    """Converts storage errors about access to a `UserError` with the fix; other errors pass. `name` is the source of
+    the path.
     """
     try:
         yield
@@ -103,12 +100,9 @@ def explained(name: str, path: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outages_explained(path: epath.Path) -> Iterator[None]:
-    """Turns what an object store raises during a run into a `UserError`: revoked credentials, a bucket that is gone.
+    """Converts permanent object store errors during a run to a `UserError`: revoked credentials, a deleted bucket.
 
-    Storage has tried again before it raises. Errors of a file system, and errors about something else, pass.
-
-    Args:
-      path: the run's directory.
+    Storage has retried before it raises. Errors of a file system and other errors pass.
     """
     try:
         yield
@@ -120,14 +114,10 @@ def outages_explained(path: epath.Path) -> Iterator[None]:
 
 
 def explain(path: epath.PathLike, error: BaseException) -> str | None:
-    """Says what an error of storage means and what to do, as the end of a sentence that begins with the path.
-
-    Args:
-      path: the path that was used.
-      error: what was raised.
+    """Explains a storage error and its fix, as the end of a sentence that begins with the path.
 
     Returns:
-      E.g. "can't be used: there is no bucket 'b'; ...", or None if the error is about something else.
+      E.g. "can't be used: there is no bucket 'b'; ...", or None for unrelated errors.
     """
     scheme = backends.scheme_of(path)
     if scheme is None:
@@ -158,7 +148,7 @@ def _check_remote(name: str, path: epath.Path, scheme: str) -> None:
             store.put(probe, b"This file may be deleted.\n", attempts=_ATTEMPTS)
             store.remove(probe)
     except FileNotFoundError as error:
-        # Nothing but a bucket can be missing when an object is written.
+        # When an object is written, only the bucket can be missing.
         raise UserError(f"{name}={path} {_no_bucket(path)}") from error
 
 

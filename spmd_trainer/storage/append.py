@@ -1,8 +1,8 @@
-"""Files that grow: metrics, event files, logs.
+"""Growing files: metrics, event files, logs.
 
-Object stores can't append. There, a growing file is a series of objects, its parts: `NAME.part-000001-HOST-PID`, ... A process
-rewrites its newest part with what was added, and begins another when that one is large, so that the bytes written stay in
-proportion to the file. `read_joined` gives the parts as one text. A part that was put is whole: nothing is torn by a kill.
+Object stores can't append. There, a growing file is a series of objects, its parts: `NAME.part-000001-HOST-PID`, ... A
+process rewrites its newest part with the added bytes, and begins another when the part is large, so that the bytes
+written stay in proportion to the file. `read_joined` joins the parts. Each put part is complete: a kill tears nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmd_trainer.storage import backends, paths
 from spmd_trainer.storage.object_store import ObjectStore
 
 _PART = re.compile(r"(?P<file>.+)\.part-(?P<number>\d{6})-[^/]+")
-# Bytes after which a part is left alone.
+# A part of this many bytes is final.
 _PART_BYTES = 256 * 1024
 # Seconds between two puts of one part: services limit how often an object may be replaced (GCS: once a second).
 _SECONDS_BETWEEN_PUTS = 5.0
@@ -30,31 +30,31 @@ class GrowingFile(Protocol):
     """A file that is written at its end."""
 
     def write(self, data: bytes) -> None:
-        """Adds bytes to the end. In an object store, others may see them only after `flush`.
+        """Appends bytes. In an object store, others may see them only after `flush`.
 
         Raises:
-          OSError: they can't be written. Nothing of them was added, so that they may be given again.
+          OSError: they can't be written. None were added, so the call can be repeated.
         """
 
     def flush(self) -> None:
         """Makes everything visible to others.
 
         Raises:
-          OSError: it can't be written; it is kept, and tried again at the next call.
+          OSError: the data can't be written; they are kept for the next call.
         """
 
 
 def open_append(
     path: epath.Path, *, header: bytes = b"", separate_files: bool = False, attempts: int | None = None
 ) -> GrowingFile:
-    """Returns a file to write at its end. Creates nothing before the first write.
+    """Opens a file for appending. The first write creates it.
 
     Args:
       path: the file.
-      header: what each file, or part, begins with.
-      separate_files: in an object store, name the parts as files of their own ('NAME', 'NAME.1', ...), for readers that know
-        nothing of parts, e.g. TensorBoard.
-      attempts: in an object store, how often to try to write before giving up; None for as often as every request.
+      header: first bytes of each file or part.
+      separate_files: in an object store, name the parts like independent files ('NAME', 'NAME.1', ...), for readers
+        that don't know parts, e.g. TensorBoard.
+      attempts: in an object store, attempts per write; None for the default.
     """
     scheme = backends.scheme_of(path)
     if scheme is None:
@@ -63,7 +63,7 @@ def open_append(
 
 
 def read_joined(path: epath.Path) -> str:
-    """Returns the text of a growing file, its parts joined in their order; '' if there is none."""
+    """Returns the text of a growing file, its parts joined in order; '' if missing."""
     if not paths.is_remote(path):
         try:
             return path.read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def read_joined(path: epath.Path) -> str:
 
 
 def parts(path: epath.Path) -> list[epath.Path]:
-    """Returns the parts of a growing file in an object store, in their order; empty if there are none."""
+    """Lists the parts of a growing file in an object store, in order."""
     try:
         entries = list(path.parent.iterdir())
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def parts(path: epath.Path) -> list[epath.Path]:
 
 
 class _LocalFile:
-    """Opened for every write and closed after it: nothing is buffered here, so others see each write at once."""
+    """Opens and closes the file for every write: nothing is buffered here, so others see each write at once."""
 
     def __init__(self, path: epath.Path, header: bytes):
         self._path, self._header = path, header
@@ -101,7 +101,7 @@ class _LocalFile:
                 file.write(data if start else self._header + data)
                 file.flush()
             except OSError:
-                # What a full disk took of it would be half a line. Truncating needs no space.
+                # A full disk may have accepted half a line. Truncating needs no space.
                 os.truncate(self._path, start)
                 raise
 
@@ -110,7 +110,7 @@ class _LocalFile:
 
 
 class _Parts:
-    """The parts that this process writes."""
+    """The parts written by this process."""
 
     def __init__(
         self, store: ObjectStore, path: epath.Path, header: bytes, *, separate_files: bool, attempts: int | None
@@ -157,7 +157,7 @@ class _Parts:
         return self._path.parent / name
 
     def _first_number(self) -> int:
-        """One more than the parts that earlier processes wrote; the host and the process keep two at a time apart."""
+        """One more than the number of existing parts; host and process id distinguish concurrent writers."""
         if self._separate_files:
             return 1
         numbers = [int(match["number"]) for part in parts(self._path) if (match := _PART.fullmatch(part.name))]

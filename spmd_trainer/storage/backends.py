@@ -1,10 +1,10 @@
-"""Chooses what reads and writes each kind of path: the operating system, gcsfs for gs://, s3fs for s3://.
+"""Chooses the implementation for each kind of path: the operating system, gcsfs for gs://, s3fs for s3://.
 
-All remote paths are `epath.Path`s of a class that is registered with epath, so that the trainer, Orbax and JAX's compilation
-cache share one choice. TensorStore has drivers for arrays, which `prepare` gives the same endpoints.
+All remote paths are `epath.Path`s of a class registered with epath, so that the trainer, Orbax and JAX's compilation
+cache share one choice. TensorStore has its own drivers for arrays; `prepare` gives them the same endpoints.
 
-Environment variables that matter, all of them the libraries' own: STORAGE_EMULATOR_HOST (GCS), AWS_ENDPOINT_URL and the other
-AWS_ variables (S3), and those that Google's and Amazon's libraries read for credentials.
+Relevant environment variables, all defined by the libraries: STORAGE_EMULATOR_HOST (GCS), AWS_ENDPOINT_URL and the
+other AWS_ variables (S3), and the credentials of Google's and Amazon's libraries.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.storage import orbax_s3
 from spmd_trainer.storage.object_store import ObjectStore
 
-# What each scheme needs: the package, and the extra of spmd-trainer that brings it.
+# Required package of each scheme, and the extra of spmd-trainer that installs it.
 _PACKAGES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-# Seconds. A request that stays silent for so long counts as failed, and is repeated.
+# Seconds. A request without a response for this long is retried.
 _CONNECT_SECONDS = 10
 _READ_SECONDS = 60
-# How often a library tries a request, and how often the trainer has it try; together they outlast an outage of a minute. gcsfs
+# Attempts by the library, and by the trainer around it; together they outlast an outage of a minute. gcsfs
 # tries 6 times within half a minute.
 _S3_LIBRARY_ATTEMPTS = 3
 _ATTEMPTS = {"gs": 4, "s3": 8}
 
 
 class _ObjectStores(type(epath_backend.fsspec_backend)):  # type: ignore[misc]  # its class has no public name
-    """epath's backend on fsspec, with this package's file systems."""
+    """epath's fsspec backend, with this package's file systems."""
 
     def fs(self, path: epath.PathLike) -> ObjectStore:
-        """Returns the object store that a path is in."""
         scheme = scheme_of(path)
         if scheme is None:
             raise ValueError(f"{os.fspath(path)} is in no object store that the trainer knows")
@@ -50,10 +49,10 @@ _OBJECT_STORES = _ObjectStores()
 
 @epath.register_path_cls(tuple(f"{scheme}://" for scheme in _PACKAGES))
 class ObjectPath(gpath.PosixGPath):
-    """The `epath.Path` of an object. It uses gcsfs and s3fs, whatever else is installed; this module imports neither.
+    """The `epath.Path` of an object. Always uses gcsfs and s3fs; this module imports neither.
 
-    epath's own takes TensorFlow's file system where TensorFlow is installed. That takes seconds to import, and ignores the
-    endpoints of emulators.
+    epath's own class uses TensorFlow's file system if TensorFlow is installed, which takes seconds to import and
+    ignores the endpoints of emulators.
     """
 
     @property
@@ -62,10 +61,7 @@ class ObjectPath(gpath.PosixGPath):
 
 
 def prepare(scheme: str) -> None:
-    """Checks that a scheme's package is installed, and sets up the libraries for its endpoint.
-
-    Args:
-      scheme: 'gs' or 's3'.
+    """Checks that the package of a scheme ('gs' or 's3') is installed, and configures the libraries for its endpoint.
 
     Raises:
       UserError: the package is not installed.
@@ -73,7 +69,7 @@ def prepare(scheme: str) -> None:
     package, extra = _PACKAGES[scheme]
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{scheme}:// paths need the package {package}: install spmd-trainer[{extra}]")
-    # A transfer of TensorStore that stalls for this long is cut off, and repeated.
+    # TensorStore aborts and retries a transfer that stalls for this long.
     os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_CONNECT_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_READ_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -81,16 +77,17 @@ def prepare(scheme: str) -> None:
         orbax_s3.install(kvstore)
     if scheme == "gs" and (emulator := _gcs_emulator()):
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
-        # Else TensorStore looks for credentials, and logs that there are none.
+        # Else TensorStore searches for credentials and logs an error.
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
-        # Emulators don't have the service that tells which kind of bucket it is.
+        # Emulators lack the service that reports the kind of bucket.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 def kvstore(path: str) -> dict[str, Any]:
-    """Returns TensorStore's spec of the key-value store at a path: 'gs://BUCKET/KEY', 's3://BUCKET/KEY' or a local one.
+    """Returns TensorStore's key-value store spec of a path: 'gs://BUCKET/KEY', 's3://BUCKET/KEY' or a local one.
 
-    TensorStore's S3 driver finds credentials by itself, but reads neither the endpoint nor the region from the environment.
+    TensorStore's S3 driver finds credentials itself, but reads neither the endpoint nor the region from the
+    environment.
     """
     scheme = scheme_of(path)
     if scheme is None:
@@ -100,22 +97,18 @@ def kvstore(path: str) -> dict[str, Any]:
         return {"driver": "gcs", "bucket": bucket, "path": key}
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key}
     if "AWS_ACCESS_KEY_ID" in os.environ:
-        # Else the driver looks for files of profiles first, and logs an error for each that is not there.
+        # Else the driver tries profile files first, and logs an error for each missing one.
         spec["aws_credentials"] = {"type": "environment"}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         spec["endpoint"] = endpoint
-        # Servers other than Amazon's have no regions, but a request is signed for one.
+        # Requests are signed for a region, also for servers without regions.
         spec["aws_region"] = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     return spec
 
 
 @functools.cache
 def object_store(scheme: str) -> ObjectStore:
-    """Returns the object store of a scheme, 'gs' or 's3'.
-
-    Raises:
-      UserError: its package is not installed.
-    """
+    """Returns the object store of a scheme, 'gs' or 's3'. Raises UserError if its package is not installed."""
     prepare(scheme)
     import fsspec
 
@@ -124,7 +117,7 @@ def object_store(scheme: str) -> ObjectStore:
     if scheme == "gs":
         import aiohttp
 
-        # The trainer logs what fails, and what is tried again.
+        # The trainer logs failures and retries itself.
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
         settings["session_kwargs"] = {"timeout": timeout}
@@ -141,18 +134,18 @@ def object_store(scheme: str) -> ObjectStore:
 
 
 def reset() -> None:
-    """Forgets the connections of this process, so that changed environment variables count. For tests."""
+    """Drops this process's connections, so that changed environment variables take effect. For tests."""
     object_store.cache_clear()
 
 
 def scheme_of(path: epath.PathLike) -> str | None:
-    """Returns 'gs' or 's3' for a path in an object store, None for one in a file system."""
+    """Returns 'gs' or 's3' for a path in an object store, None for a local one."""
     scheme, separator, _ = os.fspath(path).partition("://")
     return scheme if separator and scheme in _PACKAGES else None
 
 
 def _gcs_emulator() -> str:
-    """The address of an emulator, with its scheme; '' for the real service."""
+    """Address of an emulator, with its scheme; '' for the real service."""
     address = os.environ.get("STORAGE_EMULATOR_HOST", "")
     if address in ("", "default"):
         return ""

@@ -1,4 +1,4 @@
-"""Files that are seen whole or not at all, and the sizes of files."""
+"""Atomically written files, and the sizes of files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from etils import epath
 
 from spmd_trainer.storage import backends, paths
 
-# Ends the name of a file that is being written. One that is left over is of a process that was killed.
+# Suffix of files being written. A leftover one is from a killed process.
 UNFINISHED_SUFFIX = ".writing"
 
 
 def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
-    """Writes a text file that is seen whole or not at all, also after a loss of power.
+    """Writes a text file atomically, also across a power loss.
 
     On a file system: a temporary file, renamed. In an object store: one put.
 
     Args:
-      path: the file; its directory is made.
+      path: the file; its directory is created.
       lines: without line ends.
 
     Raises:
-      OSError: the file can't be written; what was there before stays.
+      OSError: the file can't be written; the old content stays.
     """
     if paths.is_remote(path):
         with path.open("w", encoding="utf-8") as file:
@@ -48,9 +48,9 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
 
 
 def write_if_changed(path: epath.Path, lines: Iterable[str]) -> bool:
-    """Does as `write_atomically`, unless the file has this content already. Returns True if it was written.
+    """Writes as `write_atomically`, unless the file already has this content. Returns True if it was written.
 
-    In an object store it is always written, which takes one request; reading it first would take another.
+    In an object store it always writes: reading first would cost another request.
     """
     wanted = list(lines)
     if paths.is_remote(path):
@@ -67,11 +67,11 @@ def write_if_changed(path: epath.Path, lines: Iterable[str]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FileInfo:
-    """What a listing says of a file.
+    """A file in a listing.
 
     Attributes:
       size: bytes.
-      modified: when it was last written.
+      modified: time of the last write.
     """
 
     size: int
@@ -81,13 +81,10 @@ class FileInfo:
 def files_below(directory: epath.Path) -> dict[str, FileInfo]:
     """Returns {path below the directory, with slashes: size and time} of all files at any depth, sorted.
 
-    Takes one request for every 1,000 files in an object store.
-
-    Args:
-      directory: the directory. If it is missing, there are no files below it.
+    An object store takes one request per 1,000 files. A missing directory has no files.
 
     Raises:
-      OSError: it can't be listed.
+      OSError: the directory can't be listed.
     """
     scheme = backends.scheme_of(directory)
     if scheme is None:

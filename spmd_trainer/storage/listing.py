@@ -1,7 +1,7 @@
 """Lists the objects of a bucket with one request per page of up to 1,000, through gcsfs or s3fs.
 
-The listings of these libraries take more: gcsfs asks for an object three times, and for a missing directory both list what is
-beside it, page by page. GCS and S3 answer a listing with everything that was written before it.
+These libraries' own listings cost more: gcsfs asks for an object three times, and for a missing directory both list
+its neighbours, page by page. GCS and S3 listings are consistent with all earlier writes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Entry:
     """An object or a common prefix.
 
     Attributes:
-      name: 'bucket/key'. An object whose key ends with a slash stands for an empty directory.
+      name: 'bucket/key'. An object whose key ends with a slash marks an empty directory.
       size: bytes; 0 for a directory.
-      modified: when the object was written; 1970 for a directory.
-      is_directory: whether it stands for the objects below it.
+      modified: time of the last write; 1970 for a directory.
+      is_directory: True for a common prefix.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Entry:
 
 
 def entries(fs: Any, scheme: str, path: str, *, recursive: bool) -> list[Entry]:
-    """Returns what is below a directory; empty if there is nothing.
+    """Lists a directory.
 
     Args:
       fs: the synchronous file system of gcsfs or s3fs.
       scheme: 'gs' or 's3'.
       path: 'bucket/key', or 'bucket' alone.
-      recursive: all objects at any depth, without directories; otherwise one level.
+      recursive: True lists all objects at any depth, without directories; False one level.
     """
     bucket, _, key = path.partition("/")
     prefix = f"{key}/" if key else ""
@@ -49,12 +49,10 @@ def entries(fs: Any, scheme: str, path: str, *, recursive: bool) -> list[Entry]:
 
 
 def look_up(fs: Any, scheme: str, path: str) -> Entry | None:
-    """Returns the object of this name, or else the directory, or None. One request, or two where many names begin alike.
+    """Returns the object of this name, or else the directory, or None. One request, or two if many names share the
+    prefix.
 
-    Args:
-      fs: the synchronous file system of gcsfs or s3fs.
-      scheme: 'gs' or 's3'.
-      path: 'bucket/key'.
+    Arguments are those of `entries`.
     """
     bucket, _, key = path.partition("/")
     # A page may be empty and yet have a next one.
@@ -70,7 +68,7 @@ def look_up(fs: Any, scheme: str, path: str) -> Entry | None:
 def _first_page(
     fs: Any, scheme: str, bucket: str, prefix: str, *, recursive: bool, limit: int | None = None
 ) -> tuple[list[Entry], str | None]:
-    """Returns the first page that has entries, or the last one."""
+    """Returns the first non-empty page, or the last page."""
     page, token = _page(fs, scheme, bucket, prefix, recursive=recursive, limit=limit)
     while not page and token is not None:
         page, token = _page(fs, scheme, bucket, prefix, recursive=recursive, limit=limit, token=token)
@@ -96,7 +94,7 @@ def _page(
     limit: int | None = None,
     token: str | None = None,
 ) -> tuple[list[Entry], str | None]:
-    """Returns a page, and where the next one begins."""
+    """Returns a page, and the token of the next one."""
     ask = _gcs_page if scheme == "gs" else _s3_page
     return ask(fs, bucket, prefix, "" if recursive else "/", limit or PAGE, token)
 

@@ -1,4 +1,4 @@
-"""The cache folder: indices of files, and local copies of files that a library reads from a disk only.
+"""The cache folder: indices of files, and local copies of remote files for libraries that read only local ones.
 
 The folder is `$SPMD_TRAINER_CACHE`, or `spmd-trainer` in the user's cache folder. It can be deleted at any time.
 """
@@ -33,10 +33,10 @@ def cache_folder() -> pathlib.Path:
 
 
 def local_copy(path: str) -> str:
-    """Returns a path on a disk with the content of a file: the path itself, or a copy of a file of an object store.
+    """Returns the path of a local file, or the path of a local copy of a remote file.
 
     Raises:
-      OSError: the file can't be read, or the cache folder has no room.
+      OSError: the file can't be read, or the cache folder is full.
     """
     if not is_remote(path):
         return path
@@ -51,14 +51,14 @@ def local_copy(path: str) -> str:
 
 
 def cached_index(path: str, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Returns the index of a file: an array that `make` computes once for each size and time of change of the file.
+    """Returns the index of a file: an array that `make` computes once per size and modification time of the file.
 
-    A large one is mapped from the cache folder, so that it takes no memory until it is used. If the folder can't be written, a
-    warning is logged, and the index is kept in memory.
+    A large index is memory-mapped from the cache folder. If the folder can't be written, logs a warning and keeps the
+    index in memory.
 
     Args:
       path: the file.
-      kind: what the index is, e.g. 'lines'; part of the name in the cache.
+      kind: kind of index, e.g. 'lines'; part of the name in the cache.
       make: computes the array.
     """
     target = cache_folder() / "index" / f"{_key(path)}-{kind}.npy"
@@ -83,14 +83,14 @@ def cached_index(path: str, kind: str, make: Callable[[], np.ndarray]) -> np.nda
 
 
 def _mapped(path: pathlib.Path) -> np.ndarray:
-    """Returns a stored array. Small ones are read, because a mapping keeps its file open."""
+    """Loads a stored array. Small ones are read, because a mapping keeps its file open."""
     found: np.ndarray = np.load(path, mmap_mode="r")
     return found if found.nbytes > _HELD_BYTES else np.array(found)
 
 
 @contextlib.contextmanager
 def _replacing(target: pathlib.Path) -> Iterator[str]:
-    """Gives a temporary path beside the target, which takes its place if all goes well."""
+    """Yields a temporary path, which replaces the target unless the block raises."""
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".partial-")
     os.close(handle)
     try:
@@ -103,7 +103,7 @@ def _replacing(target: pathlib.Path) -> Iterator[str]:
 
 
 def _key(path: str) -> str:
-    """Returns a name for a file as it is now."""
+    """Cache name of a file in its current state."""
     if is_remote(path):
         found = epath.Path(path).stat()
         stamp = f"{path}:{found.length}:{found.mtime}"

@@ -1,9 +1,10 @@
 """Keeps a second trainer out of a directory.
 
-A lock is a file in `DIRECTORY/lock/`: 000001.json, 000002.json, ... The one with the highest number holds. A process takes the
-lock by making the next number, which only one process can: by a hard link on a file system, a conditional put in an object store.
-It keeps the lock by writing a new heartbeat every few seconds. A lock whose heartbeat has stopped is stale, and the next number
-takes it over. No clocks of two hosts are compared: whoever finds a lock watches whether its heartbeat changes.
+A lock is a file in `DIRECTORY/lock/`: 000001.json, 000002.json, ... The highest number is valid. A process takes the
+lock by creating the next number, which only one process can do: by a hard link on a file system, a conditional put in
+an object store. It keeps the lock by writing a new heartbeat every few seconds. A lock whose heartbeat has stopped is
+stale, and the next number takes it over. Clocks of different hosts are never compared: a waiting process watches for a
+change of the heartbeat.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from spmd_trainer.storage import backends
 from spmd_trainer.storage.files import write_atomically
 
 _HEARTBEAT_SECONDS = 10.0
-# A heartbeat that doesn't change for so long has stopped: several were missed.
+# A heartbeat unchanged for this long has stopped: several were missed.
 _STALE_SECONDS = 45.0
 
 
@@ -37,16 +38,16 @@ class LockedError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """What a lock says about its process.
+    """The process that holds a lock.
 
     Attributes:
       host: its host's name.
       pid: its process id.
-      started: when it took the lock, in words.
-      machine: tells machines and containers apart: process ids mean something only within one.
-      process_start: when the process began, in clock ticks since the machine did; process ids are used again.
-      token: tells locks apart.
-      heartbeat: counts up.
+      started: when it took the lock, as text.
+      machine: identifies the machine and container in which the process id is valid.
+      process_start: start of the process, in clock ticks since boot; process ids are reused.
+      token: identifies the lock.
+      heartbeat: a counter.
     """
 
     host: str
@@ -71,18 +72,18 @@ def locked(
 ) -> Iterator[Callable[[], None]]:
     """Holds the lock of a directory. Called by one process of a job.
 
-    Entering returns at once if there is no lock, or if its process is known to be dead. Otherwise it watches the lock for up to
+    Enters at once if the directory is unlocked, or if the owner is known to be dead. Otherwise it watches the lock for up to
     `stale_seconds`.
 
     Args:
-      directory: what to lock; it is made.
-      name: what the directory was given as, for messages.
+      directory: the directory to lock, created if missing.
+      name: source of the path, for messages.
       heartbeat_seconds: time between two heartbeats.
-      stale_seconds: a lock without a heartbeat for so long is taken over.
+      stale_seconds: a lock without a heartbeat for this long is taken over.
 
     Yields:
-      A function that raises `LockedError` if another process has taken the lock over, because this one was stopped for longer
-      than `stale_seconds`. It costs nothing; call it before each save.
+      A function that raises `LockedError` if another process has taken the lock over, because this one was stopped for
+        longer than `stale_seconds`. It is cheap; call it before each save.
 
     Raises:
       LockedError: another process holds the lock.
@@ -101,7 +102,7 @@ def locked(
 
 
 class _Lock:
-    """A lock that this process has taken."""
+    """The lock held by this process."""
 
     def __init__(self, folder: epath.Path, number: int, owner: Owner, what: str):
         self._folder, self._number, self._owner, self._what = folder, number, owner, what
@@ -129,7 +130,7 @@ class _Lock:
                 logging.warning("can't write the lock of %s: %s", self._what, error)
 
     def release(self) -> None:
-        """Removes the lock, unless it is another process's by now."""
+        """Removes the lock, unless another process has taken it over."""
         try:
             if self._taken_by is None:
                 _path(self._folder, self._number).unlink(missing_ok=True)
@@ -138,15 +139,15 @@ class _Lock:
 
 
 def _take(folder: epath.Path, what: str, stale_seconds: float) -> _Lock:
-    # Most directories are not locked: their first number is tried without asking which there are.
+    # Most directories are not locked, so try the first number without listing the folder.
     numbers: list[int] = []
     while True:
         if numbers and not _wait_until_stale(_path(folder, numbers[-1]), what, stale_seconds):
-            numbers = _numbers(folder)  # it is gone, or someone else's
+            numbers = _numbers(folder)  # it is gone, or has another owner
             continue
         number, me = max(numbers, default=0) + 1, _myself()
         if _create(_path(folder, number), me):
-            # Another process may hold a number that was not seen: the folder was not listed before the first one was tried, or
+            # Another process may hold an unseen number: the folder was not listed before the first attempt, or
             # a lock was taken meanwhile.
             if set(_numbers(folder)) <= {number, *numbers}:
                 for old in numbers:
@@ -157,7 +158,7 @@ def _take(folder: epath.Path, what: str, stale_seconds: float) -> _Lock:
 
 
 def _wait_until_stale(path: epath.Path, what: str, stale_seconds: float) -> bool:
-    """Returns True when a lock is stale; False if it is gone, or another process's by now.
+    """Returns True when a lock is stale; False if it disappeared or changed hands.
 
     Raises:
       LockedError: its process is alive.
@@ -186,7 +187,7 @@ def _wait_until_stale(path: epath.Path, what: str, stale_seconds: float) -> bool
 
 
 def _is_alive(owner: Owner) -> bool | None:
-    """Whether a lock's process runs; None if it ran elsewhere, where this process can't see it."""
+    """True if a lock's process runs; None if it ran elsewhere and is invisible to this process."""
     if owner.machine != _machine() or not owner.machine:
         return None
     return _process_start(owner.pid) == owner.process_start
@@ -204,7 +205,7 @@ def _myself() -> Owner:
 
 
 def _machine() -> str:
-    """A name of this machine since it was started, and of this container's process ids; '' if unknown."""
+    """Identifies this boot of the machine and this container's process ids; '' if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -213,7 +214,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """When a process began, in clock ticks; '' if there is none, or if only its parent has yet to notice that it ended."""
+    """Start of a process in clock ticks; '' if it does not exist or is a zombie."""
     try:
         # The name, in brackets, may have spaces.
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -235,7 +236,7 @@ def _numbers(folder: epath.Path) -> list[int]:
 
 
 def _read(path: epath.Path) -> Owner | None:
-    """A lock's owner; None if the lock is gone or unreadable, as a killed process or a full disk leaves it."""
+    """Owner of a lock; None if the file is missing or unreadable, as after a kill or a full disk."""
     try:
         return Owner(**json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -251,12 +252,12 @@ def _write(path: epath.Path, owner: Owner) -> None:
 
 
 def _create(path: epath.Path, owner: Owner) -> bool:
-    """Writes a lock if there is none of its number. Of several processes that try, one succeeds."""
+    """Creates a lock of this number, atomically. Returns False if it exists."""
     scheme = backends.scheme_of(path)
     if scheme is not None:
         return backends.object_store(scheme).create(path, _text(owner).encode())
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written first, then linked: whoever sees the lock sees what it says.
+    # Written first, then linked: readers never see an incomplete lock.
     unfinished = path.parent / f".{path.name}.{owner.token}.writing"
     unfinished.write_text(_text(owner))
     try:

@@ -1,8 +1,9 @@
-"""Object stores as epath uses them: every request is repeated after transient errors, and an object is written by one put.
+"""Object stores as epath uses them: every request is retried after transient errors, and an object is written by one
+put.
 
-`epath` asks an fsspec file system. fsspec's own answers differ from a file system's where it matters here: `isdir` is False
-when the service refuses the request, names with '*' are patterns, making a directory may make a bucket, and a file that is
-closed by an error is still uploaded. `ObjectStore` stands in front of it.
+`epath` uses an fsspec file system. fsspec's answers differ from a file system's in important ways: `isdir` is False
+when the service refuses the request, names with '*' are patterns, making a directory may make a bucket, and a file
+closed by an error is still uploaded. `ObjectStore` corrects these.
 """
 
 from __future__ import annotations
@@ -25,27 +26,28 @@ from spmd_trainer.storage.retry import OUTAGE_ATTEMPTS, StoreError, http_status,
 PathLike = str | os.PathLike[str]
 _Result = TypeVar("_Result")
 
-# Services copy by themselves; these are requests that wait for them.
+# Concurrent copy requests; the service does the copying.
 _COPIES_AT_ONCE = 16
-# Bytes of one read request, unless the caller asks for more at once.
+# Bytes per read request, unless the caller asks for more.
 _READ_BYTES = 4 * 2**20
-# A file of up to this many bytes is held in memory until it is written.
+# Files up to this size are buffered in memory.
 _MEMORY_BYTES = 16 * 2**20
 
 
 class ObjectStore:
-    """The part of fsspec's interface that epath calls, and what the trainer needs besides.
+    """The part of fsspec's interface that epath calls, and the trainer's additions.
 
-    Paths may begin with the scheme. A "directory" is a common prefix of objects: it exists while there is an object below it.
+    Paths may begin with the scheme. A "directory" is a common prefix of objects: it exists while it has an object
+    below it.
     """
 
     def __init__(self, scheme: str, file_system: Any, attempts: int = OUTAGE_ATTEMPTS):
-        """Stands in front of a file system.
+        """Wraps a file system.
 
         Args:
           scheme: 'gs' or 's3'.
-          file_system: a synchronous `fsspec.AbstractFileSystem`, with listings that are not cached.
-          attempts: how often a request is tried.
+          file_system: a synchronous `fsspec.AbstractFileSystem` without a listings cache.
+          attempts: attempts per request.
         """
         self.scheme = scheme
         self._fs = file_system
@@ -55,7 +57,7 @@ class ObjectStore:
         """Returns {'type': 'file' or 'directory', 'size': bytes, 'mtime': datetime (files)}.
 
         Raises:
-          FileNotFoundError: there is neither an object nor anything below the path.
+          FileNotFoundError: neither an object nor a directory.
         """
         key = self._key(path)
         if "/" not in key:
@@ -67,7 +69,7 @@ class ObjectStore:
         return {"name": entry.name, "type": kind, "size": entry.size, "mtime": entry.modified}
 
     def exists(self, path: PathLike) -> bool:
-        """Returns True if there is an object or a directory. Other than fsspec's, raises what stands in the way of knowing."""
+        """True for an object or a directory. Unlike fsspec's, raises errors of the service."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -75,7 +77,7 @@ class ObjectStore:
         return True
 
     def isdir(self, path: PathLike) -> bool:
-        """Returns True for a directory. Other than fsspec's, raises what stands in the way of knowing."""
+        """True for a directory. Unlike fsspec's, raises errors of the service."""
         try:
             return bool(self.info(path)["type"] == "directory")
         except FileNotFoundError:
@@ -85,7 +87,7 @@ class ObjectStore:
         """Returns the paths of the entries of a directory, one level deep.
 
         Raises:
-          FileNotFoundError: there is nothing below the path.
+          FileNotFoundError: the directory does not exist.
         """
         del detail
         own = self._key(path)
@@ -96,11 +98,11 @@ class ObjectStore:
         return sorted({entry.name.rstrip("/") for entry in found} - {own})
 
     def objects(self, path: PathLike) -> list[listing.Entry]:
-        """Returns all objects below a path, at any depth, sorted by name; empty if there are none."""
+        """Returns all objects below a path, at any depth, sorted by name."""
         return sorted(self._entries(path, recursive=True), key=lambda entry: entry.name)
 
     def find(self, path: PathLike) -> list[str]:
-        """Returns the paths of all objects below a path, at any depth; empty if there are none."""
+        """Returns the paths of all objects below a path, at any depth."""
         return [f"{self.scheme}://{entry.name}" for entry in self.objects(path)]
 
     def _entries(self, path: PathLike, *, recursive: bool) -> list[listing.Entry]:
@@ -108,7 +110,7 @@ class ObjectStore:
         return self._try("listing", path, lambda: listing.entries(self._fs, self.scheme, key, recursive=recursive))
 
     def glob(self, pattern: PathLike) -> list[str]:
-        """Returns the paths, without scheme, that match a pattern, sorted."""
+        """Returns the matches of a pattern, without scheme, sorted."""
         return sorted(self._try("listing", pattern, lambda: self._fs.glob(_text(pattern))))
 
     def walk(self, top: PathLike, **settings: Any) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -117,13 +119,13 @@ class ObjectStore:
             yield f"{self.scheme}://{root}", directories, files
 
     def makedirs(self, path: PathLike, exist_ok: bool = False) -> None:
-        """Does nothing: a directory exists when something is in it. Buckets are the user's to make."""
+        """No-op: directories exist through their objects, and buckets are made by the user."""
 
     def mkdir(self, path: PathLike, create_parents: bool = False) -> None:
-        """Does nothing, as `makedirs`."""
+        """No-op, as `makedirs`."""
 
     def rmdir(self, path: PathLike) -> None:
-        """Removes the objects that stand for an empty directory; never a bucket."""
+        """Removes the marker objects of an empty directory; never a bucket."""
         key = self._key(path)
         if "/" in key:
             self._remove_all([f"{key}/"])
@@ -132,7 +134,7 @@ class ObjectStore:
         """Deletes an object; with `recursive`, everything below a directory.
 
         Raises:
-          FileNotFoundError: there is nothing to delete. S3 does not say.
+          FileNotFoundError: the path does not exist. S3 does not report it.
         """
         if not recursive:
             self._try("deleting", path, lambda: self._fs.rm_file(_text(path)))
@@ -143,7 +145,7 @@ class ObjectStore:
         self._remove_all(found)
 
     def rename(self, path: PathLike, target: PathLike, recursive: bool = False) -> None:
-        """Copies every object to the new path, then deletes the old ones. Not atomic: others see both meanwhile."""
+        """Copies every object to the new path, then deletes the old ones. Not atomic: both are visible meanwhile."""
         del recursive
         source, goal = _text(path).rstrip("/"), _text(target).rstrip("/")
         found = self.find(path) or [source]
@@ -158,10 +160,10 @@ class ObjectStore:
     def open(self, path: PathLike, mode: str = "r") -> IO[Any]:
         """Opens an object to read ('r', 'rb') or to write ('w', 'wb').
 
-        What is written becomes one object when the file is closed, and nothing at all if a `with` block ends by an error.
+        Closing the file writes one object; a `with` block that raises writes none.
 
         Raises:
-          FileNotFoundError: there is no object to read. A file opened with 'rb' raises it when it is first read.
+          FileNotFoundError: the object to read does not exist. A file opened with 'rb' raises it at the first read.
           OSError: mode 'a': objects can't be appended to; see `storage.append`.
         """
         kind = mode.replace("b", "").replace("t", "")
@@ -180,7 +182,7 @@ class ObjectStore:
         """Returns the size of an object in bytes.
 
         Raises:
-          FileNotFoundError: there is no such object.
+          FileNotFoundError: the object does not exist.
           IsADirectoryError: it is a directory.
         """
         found = self.info(path)
@@ -189,33 +191,26 @@ class ObjectStore:
         return int(found["size"])
 
     def read(self, path: PathLike, start: int | None = None, end: int | None = None) -> bytes:
-        """Returns the bytes of an object from `start` up to `end`; None: its first and its last. One request."""
+        """Returns the bytes of an object from `start` to `end`; None for its ends. One request."""
         # Otherwise s3fs asks for the size first, to read large objects in pieces.
         pieces = {"max_concurrency": 1} if self.scheme == "s3" else {}
         data: bytes = self._try("reading", path, lambda: self._fs.cat_file(_text(path), start=start, end=end, **pieces))
         return data
 
     def put(self, path: PathLike, data: bytes, *, attempts: int | None = None) -> None:
-        """Writes an object as a whole: others see the old content or the new one.
-
-        Args:
-          path: the object.
-          data: its content.
-          attempts: how often to try; None for as often as every request.
-        """
+        """Writes an object atomically, with `attempts` attempts (None for the default)."""
         call = functools.partial(self._fs.pipe_file, _text(path), data)
         self._call(call, f"writing {_text(path)}", attempts or self._attempts)
 
     def put_file(self, path: PathLike, local: str) -> None:
-        """Uploads a local file; others see the old content or the new one."""
+        """Uploads a local file atomically."""
         self._try("writing", path, lambda: self._fs.put_file(local, _text(path)))
 
     def create(self, path: PathLike, data: bytes) -> bool:
-        """Writes an object if there is none. Of several processes that try, one succeeds.
+        """Creates an object atomically. Returns False if it exists.
 
-        Returns:
-          False if there was one. A put that is repeated after a cut connection may have succeeded at first: then the object
-          holds `data`, and the answer is True.
+        A put repeated after a cut connection may have succeeded at first: if the object holds `data`, the result is
+        True.
         """
         try:
             self._try("writing", path, lambda: self._fs.pipe_file(_text(path), data, mode="create"))
@@ -224,12 +219,12 @@ class ObjectStore:
                 raise
             try:
                 return self.read(path) == data
-            except FileNotFoundError:  # whoever made it has deleted it meanwhile
+            except FileNotFoundError:  # its creator has deleted it meanwhile
                 return False
         return True
 
     def remove(self, path: PathLike) -> None:
-        """Deletes an object if it is there. One request."""
+        """Deletes an object if it exists. One request."""
         self._try("deleting", path, lambda: self._remove_if_there(_text(path)))
 
     def _remove_all(self, paths: list[str]) -> None:
@@ -267,7 +262,7 @@ class ObjectStore:
         except OSError:
             raise
         except Exception as error:
-            # Callers expect of a path what a file system raises.
+            # Callers expect a file system's errors.
             raise StoreError(errno.EIO, f"{what} failed: {summary(error)}") from error
 
 
@@ -298,7 +293,7 @@ class _Reader(io.RawIOBase):
         return self._position
 
     def readall(self) -> bytes:
-        """Reads the rest by one request; the inherited method takes one for every 8 KiB."""
+        """Reads the rest in one request; the inherited method takes one per 8 KiB."""
         if self._position == 0:
             data = self._store.read(self._path)
         elif self._position >= self._size:
@@ -319,7 +314,7 @@ class _Reader(io.RawIOBase):
 
 
 class _Writer(io.IOBase):
-    """Collects what is written, in memory or in a temporary file, and uploads it when it is closed."""
+    """Collects the content in memory or in a temporary file, and uploads it when closed."""
 
     def __init__(self, store: ObjectStore, path: str, mode: str):
         super().__init__()
@@ -330,7 +325,7 @@ class _Writer(io.IOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Takes text or bytes, as the mode says; returns their length."""
+        """Writes text or bytes, as the mode says; returns their length."""
         self._content.write(data.encode() if self._is_text else data)
         return len(data)
 
@@ -338,10 +333,9 @@ class _Writer(io.IOBase):
         return int(self._content.tell())
 
     def flush(self) -> None:
-        """Does nothing: an object is written as a whole."""
+        """No-op: an object is written at once."""
 
     def close(self) -> None:
-        """Uploads what was written."""
         if self.closed:
             return
         try:
@@ -350,7 +344,7 @@ class _Writer(io.IOBase):
             self.discard()
 
     def discard(self) -> None:
-        """Closes the file without writing anything."""
+        """Closes the file without an upload."""
         self._content.close()
         super().close()
 
@@ -381,6 +375,6 @@ class _Writer(io.IOBase):
 
 
 def _text(path: PathLike) -> str:
-    """The path without a slash at the end, which would name another object."""
+    """The path without a trailing slash, which would name another object."""
     text = os.fspath(path)
     return text if text.endswith("://") else text.rstrip("/")

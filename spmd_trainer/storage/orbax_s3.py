@@ -1,8 +1,9 @@
 """Teaches Orbax to keep checkpoints in S3.
 
-Orbax 0.12 knows gs:// and file systems; for an s3:// path it makes a spec of TensorStore's file driver. This module makes it take
-s3:// for what it is, an object store without atomic renames: steps are committed by a file, as on gs://, and arrays are read and
-written by TensorStore's S3 driver. It changes four private functions and one constant, and checks that they are there.
+Orbax 0.12 knows gs:// and file systems; for an s3:// path it makes a spec of TensorStore's file driver. This module
+makes it treat s3:// as an object store without atomic renames: steps are committed by a file, as on gs://, and
+TensorStore's S3 driver reads and writes arrays. It changes four private functions and one constant, and checks that
+they exist.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _PREFIX = "s3://"
 
 
 def install(s3_kvstore: Callable[[str], dict[str, Any]]) -> None:
-    """Changes Orbax, once. Imports it.
+    """Patches Orbax, once.
 
     Args:
       s3_kvstore: makes TensorStore's spec of an s3:// path.
 
     Raises:
-      UserError: the installed Orbax is built differently.
+      UserError: the installed Orbax has other internals.
     """
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils

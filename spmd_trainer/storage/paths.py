@@ -1,4 +1,4 @@
-"""Paths that a user gives: local ones, file://, gs:// and s3://. Every one of them is read here."""
+"""Parses user paths: local ones, file://, gs:// and s3://."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spmd_trainer.sharding.messages import nearest_names, shortened
 from spmd_trainer.storage import backends
 
 _SCHEMES = ("gs", "s3", "file")
-# What people write for a scheme, besides its own name.
+# Common misspellings and aliases of schemes.
 _OTHER_NAMES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/*)(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-# Patterns to the libraries that list and delete objects: 'run*' would mean other runs too.
+# The libraries treat these as patterns when listing and deleting: 'run*' would match other runs too.
 _WILDCARDS = frozenset("*?[]")
 _SHOWN_CHARACTERS = 80
-# Bytes. What the trainer adds below a directory, e.g. /checkpoints/1000000/state/ocdbt.process_0/d/<32 digits>.
+# Bytes reserved for paths below a directory, e.g. /checkpoints/1000000/state/ocdbt.process_0/d/<32 digits>.
 _ADDED_BYTES = 160
 _MAX_NAME_BYTES = 255  # of each part of a local path
 _MAX_LOCAL_BYTES = 4096
@@ -28,15 +28,15 @@ _MAX_OBJECT_BYTES = 1024
 
 
 def directory(name: str, text: str | os.PathLike[str]) -> epath.Path:
-    """Returns the absolute path of a directory that the user gave. Asks neither the disk nor the network.
+    """Returns the absolute path of a user's directory, without touching disk or network.
 
     Args:
-      name: what it was given as, for messages, e.g. '--job_log_dir'.
+      name: source of the path, for messages, e.g. '--job_log_dir'.
       text: a local path (~ is the user's home), file:///DIR, gs://BUCKET/DIR or s3://BUCKET/DIR.
 
     Raises:
-      UserError: an unknown scheme, no valid bucket name, control characters, a path that is too long, or a package that is
-        not installed.
+      UserError: an unknown scheme, an invalid bucket name, control characters, a path that is too long, or a package
+        that is not installed.
     """
     path = _parse(name, text)
     scheme = backends.scheme_of(path)
@@ -56,14 +56,9 @@ def directory(name: str, text: str | os.PathLike[str]) -> epath.Path:
 
 
 def file_or_pattern(name: str, text: str | os.PathLike[str]) -> str:
-    """Returns the path or pattern of an input's file, with the scheme in its own spelling; a local one is left as it is.
+    """Returns the path or pattern of an input's file with a normalised scheme; a local one is unchanged.
 
-    Args:
-      name: what it was given as, for messages.
-      text: see `directory`; patterns are allowed.
-
-    Raises:
-      UserError: see `directory`.
+    Arguments and errors are those of `directory`; patterns are allowed.
     """
     given = os.fspath(text)
     match = _SCHEME.fullmatch(given)
@@ -73,7 +68,7 @@ def file_or_pattern(name: str, text: str | os.PathLike[str]) -> str:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Returns True for a path in an object store, which has no directories, renames or appends."""
+    """True for a path in an object store."""
     return backends.scheme_of(path) is not None
 
 
@@ -97,7 +92,7 @@ def _parse(name: str, text: str | os.PathLike[str]) -> epath.Path:
 
 
 def _is_url(match: re.Match[str]) -> bool:
-    """A local name may have a colon ('run:1'); a scheme has '://' after it, or is a known one with fewer slashes."""
+    """Tells a scheme from a local name with a colon ('run:1'): '://' follows a scheme, or fewer slashes a known one."""
     known = match[1].lower() in (*_SCHEMES, *_OTHER_NAMES)
     return match[2].startswith("//") or (known and len(match[1]) > 1)
 
@@ -159,7 +154,7 @@ def _unknown_scheme(name: str, given: str, scheme: str, rest: str) -> str:
 
 
 def _shown(text: str | os.PathLike[str]) -> str:
-    """The text as messages show it: on one line, and cut if it is long."""
+    """Formats the text for messages: on one line, truncated."""
     shown = os.fspath(text)
     if not shown.isprintable():
         shown = repr(shown)[1:-1]

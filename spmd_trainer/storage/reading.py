@@ -1,7 +1,4 @@
-"""Reads the files of inputs and tokenizers, on disk or in an object store. Paths are texts, as users give them.
-
-`problem` says in words what a file system or an object store raises.
-"""
+"""Reads files of inputs and tokenizers, on disk or in an object store, by their paths as strings."""
 
 from __future__ import annotations
 
@@ -13,20 +10,19 @@ from typing import TypeVar
 
 from spmd_trainer.storage import access, backends, retry
 
-# Requests that wait for an object store at a time.
+# Concurrent requests to an object store.
 _REQUESTS = 16
 
 T = TypeVar("T")
 
 
 def exists(path: str) -> bool:
-    """Returns True if there is a file, a directory or a broken link."""
+    """True for a file, a directory or a broken link."""
     scheme = backends.scheme_of(path)
     return os.path.lexists(path) if scheme is None else backends.object_store(scheme).exists(path)
 
 
 def is_dir(path: str) -> bool:
-    """Returns True for a directory."""
     scheme = backends.scheme_of(path)
     return os.path.isdir(path) if scheme is None else backends.object_store(scheme).isdir(path)
 
@@ -35,17 +31,17 @@ def size(path: str) -> int:
     """Returns the size of a file in bytes.
 
     Raises:
-      OSError: there is no such file. A directory in an object store is an IsADirectoryError.
+      OSError: the file does not exist. A directory in an object store is an IsADirectoryError.
     """
     scheme = backends.scheme_of(path)
     return os.stat(path).st_size if scheme is None else backends.object_store(scheme).size(path)
 
 
 def for_each(paths: Sequence[str], call: Callable[[str], T]) -> tuple[T, ...]:
-    """Returns the results of a function of a path, e.g. of `size`, in order. Several requests wait for an object store at a time.
+    """Calls a function for each path, e.g. `size`, concurrently for object stores; returns the results in order.
 
     Raises:
-      Exception: what the function raises for the first path for which it raises.
+      Exception: the error of the first failing path.
     """
     if all(backends.scheme_of(path) is None for path in paths):
         return tuple(map(call, paths))
@@ -54,10 +50,10 @@ def for_each(paths: Sequence[str], call: Callable[[str], T]) -> tuple[T, ...]:
 
 
 def names(folder: str) -> list[str]:
-    """Returns the names of the entries of a folder, sorted.
+    """Returns the sorted names of a folder's entries.
 
     Raises:
-      OSError: there is no such folder, or it can't be read.
+      OSError: the folder does not exist or can't be read.
     """
     scheme = backends.scheme_of(folder)
     if scheme is None:
@@ -66,7 +62,7 @@ def names(folder: str) -> list[str]:
 
 
 def glob(pattern: str) -> list[str]:
-    """Returns the paths that a pattern matches, sorted; '**' is folders of any depth. Hidden ones are left out."""
+    """Returns the sorted non-hidden matches of a pattern; '**' is folders of any depth."""
     scheme = backends.scheme_of(pattern)
     if scheme is None:
         return sorted(set(glob_lib.glob(pattern, recursive=True)))
@@ -79,7 +75,7 @@ def glob(pattern: str) -> list[str]:
 
 
 def read(path: str, start: int = 0, end: int | None = None) -> bytes:
-    """Returns the bytes of a file from `start` up to `end`, or to its last; fewer where the file ends before.
+    """Returns the bytes of a file from `start` to `end` (None: to its end); fewer if the file is shorter.
 
     Raises:
       OSError: the file can't be read.
@@ -95,7 +91,7 @@ def read(path: str, start: int = 0, end: int | None = None) -> bytes:
 
 
 def problem(path: str, error: Exception) -> str:
-    """Returns why a file can't be read, as a clause, e.g. 'No such file or directory'."""
+    """Describes a read error as a clause, e.g. 'No such file or directory'."""
     if isinstance(error, FileNotFoundError):
         return "No such file or directory"
     if backends.scheme_of(path) is None and isinstance(error, OSError) and error.strerror:

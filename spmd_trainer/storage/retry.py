@@ -1,4 +1,4 @@
-"""Repeats calls to storage that failed for a passing reason: a 503, a reset connection, an I/O error of a network disk."""
+"""Retries storage calls after transient failures: a 503, a reset connection, an I/O error of a network disk."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _Result = TypeVar("_Result")
 
 # Attempts that outlast an outage of a minute: the waits before them are 1, 2, 4, 8, 16, 30 and 30 s.
 OUTAGE_ATTEMPTS = 8
-# Seconds. Doubling stops here, so that a call goes on soon after an outage has ended.
+# Seconds. The longest wait, so that a call resumes soon after an outage.
 _LONGEST_WAIT = 30.0
-# Marks the error of a call that was repeated until the last attempt.
+# Marks the error of a call whose attempts are exhausted.
 _TRIED_AGAIN = "_spmd_trainer_tried_again"
-# A path that is not there, or is of the wrong kind, is still so a second later; likewise what the user may not do.
+# Missing paths, wrong kinds of path and missing permissions don't change within seconds.
 _LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _LASTING_NUMBERS = {
     errno.EACCES,
@@ -66,7 +66,7 @@ _PASSING_CLASSES = {
     "ServerDisconnectedError",
     "TransportError",
 }
-# Likewise errors about credentials: trying again does not help.
+# Credential errors are permanent too.
 CREDENTIALS_CLASSES = {
     "DefaultCredentialsError",
     "NoCredentialsError",
@@ -78,31 +78,28 @@ CREDENTIALS_CLASSES = {
 
 
 class StoreError(OSError):
-    """An error of an object store's library that is no OSError itself; its cause."""
+    """Wraps an object store library's error that is not an OSError; the error is its cause."""
 
 
 def retry(fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait: float = 1.0) -> _Result:
-    """Calls `fn` until it succeeds; waits after a transient error, twice as long each time, with jitter.
+    """Calls `fn` until it succeeds; waits after a transient error, doubling each time, with jitter.
 
     Args:
-      fn: the call. It must do the same when it is repeated after it was cut off half-way.
-      what: what the call does, e.g. 'reading gs://b/run/checkpoints/12/manifest.json'; begins the log lines.
-      attempts: number of calls at most. `OUTAGE_ATTEMPTS` outlasts a minute's outage.
-      first_wait: seconds before the second call, on average.
-
-    Returns:
-      What `fn` returns.
+      fn: the call; must be safe to repeat after an interruption.
+      what: description, e.g. 'reading gs://b/run/checkpoints/12/manifest.json'; begins the log lines.
+      attempts: most calls. `OUTAGE_ATTEMPTS` outlasts a minute's outage.
+      first_wait: mean seconds before the second call.
 
     Raises:
-      Exception: the error of the last attempt, with a note of the attempts; or at once any error that is not transient (see
-        `is_transient`), or that a `retry` within `fn` has given up on.
+      Exception: the error of the last attempt, with a note of the attempts; immediately any error that is not
+        transient (see `is_transient`) or that a nested `retry` has given up on.
     """
     started = time.monotonic()
     for attempt in range(1, attempts + 1):
         try:
             return fn()
         except Exception as error:
-            # A path of an object store has tried again by itself: trying that again would multiply the waits.
+            # Object store paths retry by themselves; retrying again would multiply the waits.
             if not is_transient(error) or any(getattr(link, _TRIED_AGAIN, False) for link in chain(error)):
                 raise
             if attempt == attempts:
@@ -118,10 +115,9 @@ def retry(fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns True if the same call may succeed later: an I/O error, HTTP 429 or 5xx, a cut connection, a timeout.
+    """True if the same call may succeed later: an I/O error, HTTP 429 or 5xx, a cut connection, a timeout.
 
-    A missing file, missing permission, bad credentials, a full disk and every error that is not about input or output are
-    not transient.
+    A missing file, missing permission, bad credentials, a full disk and errors unrelated to I/O are not transient.
     """
     if isinstance(error, StoreError) and error.__cause__ is not None:
         return is_transient(error.__cause__)
@@ -144,7 +140,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException | None) -> int | None:
-    """Returns the HTTP status that an error of gcsfs, aiohttp or botocore carries; None if it carries none."""
+    """HTTP status of an error of gcsfs, aiohttp or botocore, or None."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):
         metadata = response.get("ResponseMetadata")
@@ -158,13 +154,13 @@ def http_status(error: BaseException | None) -> int | None:
 
 
 def summary(error: BaseException) -> str:
-    """Returns the type and the first line of an error's text, e.g. 'HttpError: Service Unavailable, 503'."""
+    """Type and first line of an error, e.g. 'HttpError: Service Unavailable, 503'."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and what caused it; not what was merely being handled when it was raised."""
+    """Yields an error and its causes; not errors that were merely being handled when it was raised."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
