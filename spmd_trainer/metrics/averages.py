@@ -13,20 +13,21 @@ from spmd_trainer.metrics.packing import Scalars
 class StepAverages:
     """Averages the scalars since the last summary (`task.train.summary_accumulate_interval_steps`).
 
-    One step in every `every` steps is included. Weighted scalars are averaged by their weights, in float64; the loss and the
-    layers' summaries are plain means; clu metrics are merged. The caller leaves out invalid steps (NaN or Inf, or skipped by
-    the learner), because one of them would make the average NaN; the summary `invalid_steps` counts them.
+    One step in every `every` steps is included. Weighted scalars are averaged by their weights, in float64; the loss
+    and the layers' summaries are plain means; clu metrics are merged. The caller leaves out invalid steps (NaN or Inf,
+    or skipped by the learner), because one of them would make the average NaN; the summary `invalid_steps` counts
+    them.
     """
 
     def __init__(self, every: int | None, summary_interval: int):
         """Starts an empty average.
 
         Args:
-          every: include the steps whose numbers are multiples of this; None averages nothing.
+          every: include the steps whose numbers are multiples of this; None disables averaging.
           summary_interval: steps between two summaries.
 
         Raises:
-          UserError: `every` is below 1, or above `summary_interval`, so that a summary could have no step to average.
+          UserError: `every` is below 1, or above `summary_interval`, so that a summary could be empty.
         """
         if every is not None and not 1 <= every <= summary_interval:
             raise UserError(
@@ -39,7 +40,7 @@ class StepAverages:
         self._clear()
 
     def add(self, step: int, scalars: Scalars) -> None:
-        """Adds the scalars of a valid step, if the step is included in the average."""
+        """Adds the scalars of a valid step, if the average includes the step."""
         if self._every is None or step % self._every:
             return
         if scalars.loss is not None:
@@ -51,15 +52,14 @@ class StepAverages:
         self._clu = clu_metrics.merged(self._clu, scalars.clu)
 
     def take(self, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Returns the scalars to write, {'loss': ..., metric: ..., summary: ...}, and starts an empty average.
+        """Returns the averages {'loss': ..., metric: ..., summary: ...} and starts an empty average.
 
-        Args:
-          scalars: the step's own scalars, returned if no step was added since the last summary or the start of the run.
+        Returns `scalars`, the step's own, if no step was added.
         """
         result = {name: sum(values) / len(values) for name, values in self._summaries.items()}
         for name, pairs in self._values.items():
             total = sum(weight for _, weight in pairs)
-            # If all weights are 0, there is nothing to average: use the last value.
+            # If all weights are 0, use the last value.
             result[name] = sum(v * w for v, w in pairs if w) / total if total else pairs[-1][0]
         if self._losses:
             result["loss"] = sum(self._losses) / len(self._losses)

@@ -15,16 +15,16 @@ CluMetrics = Mapping[str, metrics.Metric]
 
 
 def merged(old: CluMetrics, new: CluMetrics) -> dict[str, metrics.Metric]:
-    """Returns the metrics of two sets of batches as those of both together; `old` may be empty."""
+    """Merges the metrics of two sets of batches; `old` may be empty."""
     with jax.transfer_guard_device_to_host("allow"):
         return {name: old[name].merge(metric) if name in old else metric for name, metric in new.items()}
 
 
 def computed(clu: CluMetrics) -> dict[str, float]:
-    """Returns the values of metrics; those of a metric that computes a dict are named 'metric/key'.
+    """Computes metrics; a metric that computes a dict gives 'metric/key'.
 
     Raises:
-      UserError: a metric fails, or computes something else than a scalar or a dict of scalars; names it.
+      UserError: a metric (named) fails, or computes something other than a scalar or a dict of scalars.
     """
     found: dict[str, float] = {}
     with jax.transfer_guard_device_to_host("allow"):

@@ -40,7 +40,7 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
 
     @property
     def improved(self) -> bool:
-        """Whether the latest evaluation is the best so far."""
+        """True if the latest evaluation is the best so far."""
         return self._best is not None and not self._since_best
 
     def dataset_among(self, names: Iterable[str]) -> str | None:
@@ -48,16 +48,11 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
         return max((name for name in names if self.metric.startswith(f"{name}/")), key=len, default=None)
 
     def __call__(self, metrics: Mapping[str, Any], running_mode: str, step: int, is_last: bool) -> bool:
-        """Records an evaluation.
+        """Records an evaluation. Returns True if training should end.
 
         Args:
           metrics: {'DATASET/metric': value}.
-          running_mode: not used; part of Pax's signature, like the next two.
-          step: not used.
-          is_last: not used.
-
-        Returns:
-          Whether training should end.
+          running_mode, step, is_last: unused; part of Pax's signature.
 
         Raises:
           UserError: `metrics` lacks the metric.
@@ -69,7 +64,7 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
                 f"{did_you_mean(self.metric, metrics)}"
             )
         value = float(metrics[self.metric]) * (1 if self.mode == "min" else -1)
-        # NaN compares as not below anything, so it is never an improvement.
+        # NaN is never an improvement: comparisons with NaN are false.
         if value < (float("inf") if self._best is None else self._best - self.min_delta):
             self._best, self._since_best = value, 0
         else:

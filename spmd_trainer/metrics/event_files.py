@@ -28,14 +28,14 @@ from tensorboard.util import tensor_util
 
 from spmd_trainer.storage.append import open_append
 
-# Numbers the event files of this process: the names of two files opened within a second differ, and sort in order of time.
+# Numbers this process's event files, so that names of files opened within a second differ and sort by time.
 _FILE_NUMBERS = itertools.count()
 
 
 class EventFile:
-    """One event file, which TensorBoard shows as part of the run named after its directory.
+    """One event file; TensorBoard shows it as part of the run named after its directory.
 
-    On a file system, the file is opened for every write and closed after it: nothing is buffered here, so TensorBoard sees each
+    On a file system, the file is opened and closed for every write: nothing is buffered here, so TensorBoard sees each
     step at once. In an object store TensorBoard sees it after a few seconds, or after `flush`.
     """
 
@@ -44,23 +44,19 @@ class EventFile:
 
         Args:
           directory: where to write.
-          replaces_from: TensorBoard forgets what earlier files of the directory have of this step and later ones: a run that
-            was killed does the steps after its last checkpoint again. None forgets nothing.
+          replaces_from: TensorBoard discards this and later steps of the directory's earlier files: a killed run
+            repeats the steps after its last checkpoint. None discards nothing.
         """
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_FILE_NUMBERS):06d}.v2"
         header = event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2")
         self._file = open_append(directory / name, header=_record(header), separate_files=True)
-        self._begin = b""  # not in the header, which every part in an object store begins with
+        self._begin = b""  # not in the header, which each part in an object store repeats
         if replaces_from is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._begin = _record(event_pb2.Event(wall_time=time.time(), step=replaces_from, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends the scalars of one step.
-
-        Args:
-          step: the training step.
-          scalars: values by tag; stored as float32.
+        """Appends the scalars of one step, values by tag, as float32.
 
         Raises:
           OSError: the file cannot be written.
@@ -71,11 +67,7 @@ class EventFile:
         self.add(step, summary)
 
     def add(self, step: int, summary: summary_pb2.Summary) -> None:
-        """Appends a summary of any kind; see `event_summaries`.
-
-        Args:
-          step: the training step.
-          summary: TensorBoard's message.
+        """Appends a summary made by one of the functions below.
 
         Raises:
           OSError: the file cannot be written.
@@ -106,19 +98,13 @@ _STATUSES = {
 
 
 def text(tag: str, content: str) -> summary_pb2.Summary:
-    """Returns a text, which TensorBoard shows as Markdown."""
+    """Makes a text summary, shown as Markdown."""
     summary: summary_pb2.Summary = text_v2.text_pb(tag, content)
     return summary
 
 
 def image(tag: str, png: bytes, size: tuple[int, ...]) -> summary_pb2.Summary:
-    """Returns a picture.
-
-    Args:
-      tag: its name.
-      png: the PNG file.
-      size: (height, width).
-    """
+    """Makes an image summary of a PNG file; `size` is (height, width)."""
     height, width = size
     content = np.array([str(width).encode(), str(height).encode(), png], dtype=object)
     metadata = image_metadata.create_summary_metadata(display_name=None, description="")
@@ -126,25 +112,19 @@ def image(tag: str, png: bytes, size: tuple[int, ...]) -> summary_pb2.Summary:
 
 
 def histogram(tag: str, counts: np.ndarray, edges: np.ndarray) -> summary_pb2.Summary:
-    """Returns a histogram.
-
-    Args:
-      tag: its name.
-      counts: [bins].
-      edges: [bins + 1], rising.
-    """
+    """Makes a histogram summary of `counts` [bins] with ascending `edges` [bins + 1]."""
     buckets = np.stack([edges[:-1], edges[1:], counts], axis=1).astype(np.float64)
     metadata = histogram_metadata.create_summary_metadata(display_name=None, description="")
     return _of_tensor(tag, buckets, metadata)
 
 
 def hparams(values: Mapping[str, bool | int | float | str | None], *, trial: str, began: float) -> summary_pb2.Summary:
-    """Returns a run's hyperparameters; None is shown as 'None'.
+    """Makes the summary of a run's hyperparameters; None is shown as 'None'.
 
     Args:
       values: by name.
-      trial: the trial that the run belongs to.
-      began: when the run began, in seconds since 1970.
+      trial: the run's trial.
+      began: start of the run, in seconds since 1970.
     """
     shown = {name: "None" if value is None else value for name, value in values.items()}
     summary: summary_pb2.Summary = hparams_v2.hparams_pb(shown, trial_id=trial, start_time_secs=began)
@@ -152,11 +132,7 @@ def hparams(values: Mapping[str, bool | int | float | str | None], *, trial: str
 
 
 def hparams_end(status: str) -> summary_pb2.Summary:
-    """Returns the end of the run whose hyperparameters are in the same directory.
-
-    Args:
-      status: 'finished', 'failed' or 'stopped'.
-    """
+    """Makes the summary that ends the run in the same directory; `status` is 'finished', 'failed' or 'stopped'."""
     end = plugin_data_pb2.SessionEndInfo(status=_STATUSES[status], end_time_secs=time.time())
     metadata = hparams_metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=end))
     tag = hparams_metadata.SESSION_END_INFO_TAG

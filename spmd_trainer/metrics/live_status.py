@@ -1,7 +1,6 @@
-"""What a run does at this moment, for a display that looks at it when it likes.
+"""The current status of a run, for displays that poll it.
 
-The run only stores what it has anyway; a display such as `cli/live_line.py` reads it on a thread of its own. Without a display
-nobody reads it.
+The run stores only values it has anyway; a display such as `cli/live_line.py` reads them on its own thread.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
-if TYPE_CHECKING:  # takes a tenth of a second, and is needed only where there is a terminal
+if TYPE_CHECKING:  # takes a tenth of a second, and only terminals need it
     from rich.console import RenderableType
 
-# `logging.info(..., extra=SHOWN_LIVE)`: a line that the display shows in its own way. Files and other terminals get the line.
+# `logging.info(..., extra=SHOWN_LIVE)`: the display formats this line itself; files and other terminals get it as is.
 SHOWN_LIVE: Final = {"spmd_trainer_shown_live": True}
 # For a signal handler's message while a display is on: it must take no lock, so it can't print above.
 ERASE_ROW: Final = "\r\x1b[J"
@@ -21,12 +20,12 @@ ERASE_ROW: Final = "\r\x1b[J"
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory of a process's devices, in bytes: that of the fullest one.
+    """Memory of a process's fullest device, in bytes.
 
     Attributes:
-      in_use: what is allocated now.
-      peak: the most that was allocated at once.
-      limit: what can be allocated; None if the backend doesn't say.
+      in_use: currently allocated.
+      peak: peak allocation.
+      limit: capacity; None if the backend doesn't report it.
     """
 
     in_use: int
@@ -36,19 +35,19 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingStatus:
-    """A moment of training.
+    """Current status of training.
 
     Attributes:
       step: the last step whose scalars have arrived.
       num_steps: training is complete at this step.
       loss: that step's loss; None before the first step.
-      seconds_per_step: mean over the last steps; None until it is known.
+      seconds_per_step: mean over the last steps; None until measured.
       items_per_step: tokens (or examples) in a global batch.
       unit: name of an item.
-      mfu: the model FLOPs utilization, from 0 to 1; None if it is unknown.
-      memory: of this process's devices; None if the backend doesn't say.
-      due: the step of the next 'save', 'eval' and 'decode', as far as there are any.
-      activity: what the run does instead of training, e.g. 'saving step 12'; empty while it trains.
+      mfu: model FLOPs utilization, from 0 to 1; None if unknown.
+      memory: of this process's devices; None if the backend doesn't report it.
+      due: step of the next 'save', 'eval' and 'decode'; omits disabled ones.
+      activity: current activity other than training, e.g. 'saving step 12'; empty during training.
     """
 
     step: int
@@ -65,13 +64,13 @@ class TrainingStatus:
 
 @dataclasses.dataclass(frozen=True)
 class PhaseStatus:
-    """A moment of a phase, such as compiling or evaluating.
+    """Current status of a phase, such as compiling or evaluating.
 
     Attributes:
-      what: what is being done.
-      seconds: how long it has lasted.
-      batches: finished batches; None if it has none.
-      total: number of batches; None if it is unknown.
+      what: the activity.
+      seconds: elapsed time.
+      batches: finished batches; None for a phase without batches.
+      total: number of batches; None if unknown.
     """
 
     what: str
@@ -84,22 +83,22 @@ class ShownPhase(Protocol):
     """A phase that can be shown."""
 
     def status(self) -> PhaseStatus | None:
-        """Returns this moment of the phase, or None while a phase inside it is shown instead. Called by any thread."""
+        """Returns the phase's status, or None while a nested phase is shown. Called by any thread."""
 
 
 class Display(Protocol):
     """Shows the status on a terminal."""
 
     def print(self, content: RenderableType) -> None:
-        """Prints something above what is shown live. Text that is too long for a row is not broken, but left to the terminal."""
+        """Prints above the live line. Text too long for a row is left for the terminal to wrap."""
 
 
 class LiveStatus:
-    """What goes on in this process.
+    """Current activities of this process.
 
     Attributes:
-      training: returns the moment of the training run; None if there is none. Called by any thread.
-      display: shows this status now; None if nothing does.
+      training: returns the status of the training run; None without one. Called by any thread.
+      display: the active display, or None.
     """
 
     def __init__(self) -> None:
@@ -108,15 +107,13 @@ class LiveStatus:
         self._phases: dict[int, ShownPhase] = {}
 
     def begin(self, phase: ShownPhase) -> None:
-        """Notes that a phase has begun."""
         self._phases[id(phase)] = phase
 
     def end(self, phase: ShownPhase) -> None:
-        """Notes that a phase has ended."""
         self._phases.pop(id(phase), None)
 
     def phases(self) -> Iterator[PhaseStatus]:
-        """Yields the phases that go on, the first to begin first."""
+        """Yields the active phases, the oldest first."""
         for phase in tuple(self._phases.values()):
             status = phase.status()
             if status is not None:

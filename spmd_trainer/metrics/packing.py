@@ -1,7 +1,7 @@
 """Packs the scalars of a step into one array.
 
-Fetching sixty separate scalars from the devices can take the host longer than a small step itself. clu metrics, which few models
-have, stay as they are, because their arrays may be integers and of any size.
+Fetching sixty separate scalars from the devices can take the host longer than a small step. clu metrics stay separate,
+because their arrays may be integers of any size; few models have them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spmd_trainer.metrics import clu_metrics
 from spmd_trainer.metrics.clu_metrics import CluMetrics
 from spmd_trainer.step.step_fns import StepFnOutput
 
-# What a step returns: the vector, and its clu metrics.
+# Output of a step: the vector and the clu metrics.
 Packed: TypeAlias = tuple[jax.Array, CluMetrics]
 
 # praxis appends the type of a summary to its name; a layer that is applied several times appends a number after that.
@@ -34,9 +34,8 @@ def summary_name(key: str) -> str:
 class ScalarPacking:
     """Packs loss, weighted scalars and scalar summaries of a step into one float32 vector, and unpacks them by name.
 
-    clu metrics travel beside the vector.
-
-    Tracing `pack` stores the names, so each step function needs its own instance.
+    clu metrics travel beside the vector. Tracing `pack` stores the names, so each step function needs its own
+    instance.
     """
 
     def __init__(self) -> None:
@@ -45,10 +44,11 @@ class ScalarPacking:
         self._summaries = SummaryNames()
 
     def pack(self, output: StepFnOutput) -> Packed:
-        """Returns float32 [loss, value and weight of each weighted scalar, summaries], and clu metrics. Called while tracing.
+        """Returns float32 [loss, value and weight of each weighted scalar, summaries], and clu metrics. Called while
+        tracing.
 
-        A repeated layer has the summaries of all repetitions in one array: 'layer/norm/0', 'layer/norm/1', ...
-        Summaries of other types (images, histograms, tensors) are left out.
+        A repeated layer's summaries are one array; they become 'layer/norm/0', 'layer/norm/1', ... Summaries of other
+        types (images, histograms, tensors) are left out.
 
         Raises:
           ValueError: the loss or a weighted scalar is not a scalar.
@@ -89,14 +89,14 @@ def _scalar(what: str, value: Any) -> jax.Array:
 
 
 class SummaryNames:
-    """Names of a step's summaries, in the order of their values. All steps share one object, which caches look-ups."""
+    """Names of a step's summaries, in the order of their values. Shared by all steps; caches look-ups."""
 
     def __init__(self, names: Sequence[str] = ()):
         self.names = tuple(names)
         self._indices: dict[str, tuple[int, ...]] = {}
 
     def indices_of(self, last_part: str) -> tuple[int, ...]:
-        """Returns the indices of the names whose last part, after the last '/', is `last_part`."""
+        """Indices of the names whose last part, after the last '/', is `last_part`."""
         if last_part not in self._indices:
             found = (index for index, name in enumerate(self.names) if name.rpartition("/")[2] == last_part)
             self._indices[last_part] = tuple(found)
@@ -104,12 +104,13 @@ class SummaryNames:
 
 
 class Scalars(Mapping[str, float]):
-    """One step's scalars on the host: a mapping from name to float of loss, weighted scalars, clu metrics and summaries.
+    """One step's scalars on the host: a mapping from name to float of loss, weighted scalars, clu metrics and
+    summaries.
 
     Attributes:
       loss: mean loss, or None.
       means: mean of each weighted scalar over the batch.
-      weights: its weight.
+      weights: weight of each weighted scalar.
       clu: the model's clu metrics over the batch, to merge with those of other batches.
     """
 
@@ -131,7 +132,7 @@ class Scalars(Mapping[str, float]):
 
     @functools.cached_property
     def summaries(self) -> dict[str, float]:
-        """Scalar summaries by name. Computed on demand: a deep model has thousands, and most steps do not use them."""
+        """Scalar summaries by name. Computed on demand: a deep model has thousands, which most steps ignore."""
         return dict(zip(self._names.names, self._values, strict=True))
 
     @functools.cached_property
@@ -149,7 +150,7 @@ class Scalars(Mapping[str, float]):
         return len(self._by_name)
 
     def summaries_called(self, last_part: str) -> list[float]:
-        """Returns the summaries whose name ends in `last_part`, of all layers and optimizers."""
+        """Summaries whose name ends in `last_part`, of all layers and optimizers."""
         return [self._values[index] for index in self._names.indices_of(last_part)]
 
 
@@ -174,7 +175,7 @@ class WeightedMean:
         Args:
           values: {name: mean over the batch}.
           weights: {name: its weight}.
-          clu: {name: clu metric over the batch}, merged as the metric itself says.
+          clu: {name: clu metric over the batch}, merged by the metric itself.
         """
         self._clu = clu_metrics.merged(self._clu, clu or {})
         for name, value in values.items():
@@ -184,7 +185,9 @@ class WeightedMean:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, float]:
-        """Returns the mean (for counts, the sum) of each name whose total weight is not 0, and the values of clu metrics."""
+        """Returns the mean (for counts, the sum) of each name with nonzero total weight, and the values of clu
+        metrics.
+        """
         means = {
             name: self._sums[name] / (1.0 if name in _COUNTS else weight)
             for name, weight in self._weights.items()

@@ -14,7 +14,7 @@ from spmd_trainer.sharding.messages import format_seconds
 if TYPE_CHECKING:  # importing it imports praxis, and checkpointing imports only durations from here
     from spmd_trainer.metrics.packing import Scalars
 
-# Metrics shown in addition to the loss if the task has them, and their labels.
+# Metrics shown beside the loss if the task has them, and their labels.
 _SHOWN = {
     "bits_per_byte": "bits per byte",
     "accuracy": "accuracy",
@@ -22,7 +22,7 @@ _SHOWN = {
 }
 # A line is also logged when the last line is this many seconds old.
 LONGEST_SILENCE = 30.0
-# The live line takes the step time of the interval that has begun once it is this many seconds old.
+# The live line uses the current interval's step time once the interval is this many seconds old.
 _ENOUGH_SECONDS = 2.0
 
 
@@ -35,7 +35,8 @@ class Progress:
       items_per_step: tokens (or examples) in a global batch.
       unit: name of an item.
       flops_per_item: the model's FLOPs as counted by `analysis.chips.model_flops`; None if unknown.
-      peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs utilization.
+      peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs
+        utilization.
       memory: of this process's devices, for the live line; None if unknown.
     """
 
@@ -65,19 +66,13 @@ class Progress:
         self._seconds: float | None = None
 
     def start(self, step: int) -> None:
-        """Starts, or after a pause restarts, timing at this step."""
+        """Starts timing at this step, initially or after a pause."""
         self._last_line = self._clock()
         self._since = (step, self._last_line)
 
     def report(self, step: int, scalars: Scalars) -> dict[str, float]:
-        """Logs a line if one is due.
-
-        Args:
-          step: the step that has finished.
-          scalars: the step's scalars.
-
-        Returns:
-          The timing scalars for the summaries; empty unless the step ends an interval.
+        """Logs a line for a finished step if due. Returns timing scalars for the summaries; empty unless the step ends
+        an interval.
         """
         now = self._clock()
         self._latest = (step, now, scalars.loss)
@@ -94,7 +89,7 @@ class Progress:
         return timing
 
     def status(self) -> TrainingStatus | None:
-        """Returns this moment of training; None before `start`. Called by any thread."""
+        """Returns the current status of training; None before `start`. Called by any thread."""
         since, latest, seconds = self._since, self._latest, self._seconds
         if since is None:
             return None
@@ -117,7 +112,7 @@ class Progress:
         )
 
     def _log(self, step: int, scalars: Scalars, seconds: float) -> dict[str, float]:
-        """Logs the line of a step. Returns the timing scalars."""
+        """Logs a step's line. Returns the timing scalars."""
         self._seconds = seconds
         parts = [f"step {step}/{self._num_steps}", f"loss {scalars.loss:.4f}"]
         parts += [f"{text} {scalars.means[name]:.3f}" for name, text in _SHOWN.items() if name in scalars.means]

@@ -1,4 +1,4 @@
-"""Where a run's time goes: seconds per part of each start of the run, kept in `run_times.jsonl`."""
+"""Accounts for a run's time: seconds per part of each start of the run, stored in `run_times.jsonl`."""
 
 from __future__ import annotations
 
@@ -15,40 +15,33 @@ from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 
 TIMES_FILE = "run_times.jsonl"
 PARTS = ("start", "compile", "input", "step", "save", "evaluation", "decode", "other")
-# How a start of a run can end, as far as it can tell.
+# How a start of a run can end, if it was not killed.
 ENDS = ("finished", "stopped", "failed")
 
 
 class RunTimes:
-    """Adds up the seconds that a process spends on each part of a run. It is in one part at any time.
+    """Adds up the seconds that a process spends in each part of a run. Exactly one part is active at any time.
 
-    `begin` costs a clock's reading and an addition, so that a training loop can call it at every step.
+    `begin` costs one clock reading and one addition, cheap enough to call at every step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        """Begins with 'start'.
-
-        Args:
-          clock: returns the time in seconds, as `time.monotonic`.
-        """
+        """Begins with 'start'. `clock` returns the time in seconds."""
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        # One attribute, so that another thread sees a part and its own beginning.
+        # One attribute, so that other threads see a consistent pair of part and start.
         self._current = ("start", clock())
 
     @property
     def current(self) -> tuple[str, float]:
-        """The part in progress, and when it began, by the clock. Any thread may ask."""
+        """The active part and its start on the clock. Thread-safe."""
         return self._current
 
     def begin(self, part: str) -> float:
-        """Ends one part and begins the next, one of `PARTS`.
-
-        Returns:
-          The time at which it began, by the clock.
+        """Ends the active part and begins another of `PARTS`. Returns its start on the clock.
 
         Raises:
-          KeyError: there is no such part.
+          KeyError: the part is unknown.
         """
         now = self._clock()
         before, since = self._current
@@ -58,7 +51,7 @@ class RunTimes:
         return now
 
     def seconds(self) -> dict[str, float]:
-        """Returns {part: seconds so far}, the part in progress included. Any thread may ask."""
+        """Returns {part: seconds so far}, the active part included. Thread-safe."""
         seconds, (part, since) = dict(self._seconds), self._current
         seconds[part] += self._clock() - since
         return seconds
@@ -66,16 +59,16 @@ class RunTimes:
 
 @dataclasses.dataclass(frozen=True)
 class StartTimes:
-    """What one start of a run has taken so far.
+    """Times of one start of a run so far.
 
     Attributes:
-      start: when it began, in seconds since 1970; it tells the starts of a run apart.
+      start: its beginning, in seconds since 1970; identifies the start.
       seconds: {part: seconds}, of all `PARTS`.
-      first_step: the step of the state that it began with.
-      step: the step that it has reached.
-      time: when this was noted, in seconds since 1970.
-      ended: how it ended, one of `ENDS`; '' while it goes on, and if it was killed.
-      starting: True until its state is restored or initialised. Its steps are then those that the start before has reached.
+      first_step: step of its initial state.
+      step: its latest step.
+      time: time of this record, in seconds since 1970.
+      ended: one of `ENDS`; '' while it runs, and if it was killed.
+      starting: True until its state is restored or initialised. Its steps then repeat those of the start before.
     """
 
     start: float
@@ -88,7 +81,7 @@ class StartTimes:
 
     @property
     def steps(self) -> int:
-        """The steps that it has taken."""
+        """Number of steps it has taken."""
         return self.step - self.first_step
 
     @property
@@ -98,22 +91,17 @@ class StartTimes:
 
 
 class RunTimesFile:
-    """Appends what a start of a run has taken to the run's `run_times.jsonl`. Only process 0 may use it."""
+    """Appends the times of a start to the run's `run_times.jsonl`. Only process 0 may use it."""
 
     def __init__(self, job_log_dir: epath.Path, start: float):
-        """Writes nothing yet.
-
-        Args:
-          job_log_dir: the run's directory.
-          start: see `StartTimes`.
-        """
+        """`start` is as in `StartTimes`. The first write creates the file."""
         self._path = job_log_dir / TIMES_FILE
         self._start = start
         self._file: GrowingFile | None = None
         self._has_failed = False
 
     def write(self, seconds: Mapping[str, float], first_step: int, step: int, ended: str = "") -> None:
-        """Appends a line. If that fails, logs a warning once: times are no reason to end a run.
+        """Appends a line. A failure only logs a warning, once.
 
         Args:
           seconds: see `RunTimes.seconds`.
@@ -122,12 +110,7 @@ class RunTimesFile:
         self._append(seconds, {"steps": step - first_step, "first_step": first_step, "step": step}, ended)
 
     def write_starting(self, seconds: Mapping[str, float], ended: str = "") -> None:
-        """Appends a line of a start that has no state yet, as `write` does.
-
-        Args:
-          seconds: see `RunTimes.seconds`.
-          ended: see `StartTimes`.
-        """
+        """Appends a line for a start without a state, as `write` does."""
         self._append(seconds, {"starting": True}, ended)
 
     def _append(self, seconds: Mapping[str, float], steps: Mapping[str, int], ended: str) -> None:
@@ -151,11 +134,8 @@ class RunTimesFile:
 
 
 def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
-    """Reads what the starts of a run have taken.
-
-    Returns:
-      The last record of each start, the earliest start first; empty if there is no record. Lines that can't be read, such as
-      one that was cut short by a kill, are left out.
+    """Returns the last record of each start, the earliest start first. Skips unreadable lines, such as one cut short
+    by a kill.
     """
     last: dict[float, StartTimes] = {}
     reached = 0
@@ -182,14 +162,14 @@ def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """How much of a run's time went into steps that count.
+    """Share of a run's time spent on steps that count.
 
     Attributes:
-      seconds: time of all starts together, without the time between them.
+      seconds: total time of all starts, without the time between them.
       productive: seconds of steps whose result the run has kept.
-      redone: seconds of steps that a later start took again, from an earlier checkpoint.
+      redone: seconds of steps that a later start repeated from an earlier checkpoint.
       redone_steps: the number of those steps.
-      away: seconds between the last record of each start and the beginning of the next one.
+      away: seconds between the last record of each start and the beginning of the next.
     """
 
     seconds: float
@@ -200,16 +180,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """`productive` as a part of `seconds`; 0 for a run that has just begun."""
+        """`productive` / `seconds`; 0 for a run that has just begun."""
         return self.productive / self.seconds if self.seconds else 0.0
 
 
 def goodput(records: Sequence[StartTimes]) -> Goodput:
-    """Returns how much of a run's time went into steps that count.
-
-    Args:
-      records: those of `read_run_times`.
-    """
+    """Computes the goodput of the records from `read_run_times`."""
     productive = redone = away = 0.0
     redone_steps = 0
     for index, record in enumerate(records):

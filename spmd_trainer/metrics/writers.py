@@ -1,7 +1,6 @@
-"""Writes scalars to TensorBoard event files and to JSON lines, on a thread of its own.
+"""Writes scalars to TensorBoard event files and JSON lines, on its own thread.
 
-A summary of sixty scalars takes milliseconds to write, and TensorBoard's modules a tenth of a second to import. Both happen
-on the writing thread.
+Writing a summary of sixty scalars takes milliseconds, and importing TensorBoard's modules a tenth of a second.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ if TYPE_CHECKING:
     from spmd_trainer.metrics.event_files import EventFile
 
 METRICS_FILE = "metrics.jsonl"
-# (name, step, scalars, notes), as `SummaryWriters.write` is given them.
+# (name, step, scalars, notes): the arguments of `SummaryWriters.write`.
 Listener: TypeAlias = Callable[[str, int, Mapping[str, float], Mapping[str, str]], None]
-# Tries of a write on a file system, seconds 0, 1, 3, 7 and 15; storage itself repeats what fails in an object store.
+# Attempts of a write on a file system, at seconds 0, 1, 3, 7 and 15; object stores have their own retries.
 _ATTEMPTS = 5
 
 
 class SummaryError(UserError):
-    """Summaries can't be written: the disk is full, a permission is gone, storage does not come back.
+    """Summaries can't be written: the disk is full, a permission is gone, or storage stays unavailable.
 
-    The training steps are not lost by that: whoever catches this saves the state before it ends the run.
+    The training steps are not lost: the handler saves the state before it ends the run.
     """
 
 
@@ -41,13 +40,13 @@ class SummaryWriters:
     """One TensorBoard directory and one `metrics.jsonl` per name ('train', 'eval_heldout', ...) below a job's directory."""
 
     def __init__(self, job_log_dir: epath.PathLike, *, enabled: bool = True, raises_at_end: bool = False):
-        """Opens nothing: files are created when the first scalar is written.
+        """Opens no files: the first scalar creates them.
 
         Args:
           job_log_dir: the job's directory.
-          enabled: False writes nothing; set for all processes but one.
-          raises_at_end: True raises a failure in `raise_failure` only. Set where other processes work in step with this one:
-            they must save together first; `take_failure` tells when.
+          enabled: False disables writing; set for all processes but one.
+          raises_at_end: True raises a failure only in `raise_failure`. Set for jobs of several processes, which must
+            save together first; `take_failure` says when.
         """
         self._root = epath.Path(job_log_dir) / "summaries"
         self._enabled = enabled
@@ -62,15 +61,13 @@ class SummaryWriters:
         self._replaced: dict[str, int] = {}
 
     def listen(self, listener: Listener) -> None:
-        """Has a function called for each later `write` of this process, if it writes.
-
-        Args:
-          listener: called in the thread of the caller of `write`; it must return at once.
+        """Calls `listener` for each later `write` of this process, in the writer's calling thread; it must return at
+        once. No-op if disabled.
         """
         self._listeners.append(listener)
 
     def replace_from(self, name: str, step: int) -> None:
-        """Makes TensorBoard forget what it has of `step` and later steps under a name, once something is written there.
+        """Makes TensorBoard discard `step` and later steps of a name, as soon as the name is written again.
 
         `read_metrics` takes the last record of each step anyway.
         """
@@ -86,7 +83,7 @@ class SummaryWriters:
           notes: texts by name, written to `metrics.jsonl` only.
 
         Raises:
-          SummaryError: an earlier write failed for good. It is raised once; from then on nothing is written.
+          SummaryError: an earlier write failed permanently. Raised once; later scalars are dropped.
         """
         self._raise_earlier_error()
         if self._has_failed or not self._enabled or not scalars:
@@ -100,10 +97,10 @@ class SummaryWriters:
         self._queue.put(lambda: self._write_now(name, step, values, texts))
 
     def flush(self) -> None:
-        """Waits until everything queued is written, so that no checkpoint exists without the scalars before it.
+        """Waits until everything queued is written, so that every checkpoint has the scalars before it.
 
         Raises:
-          SummaryError: a write failed for good, and that was not raised before.
+          SummaryError: a write failed permanently, if not raised before.
         """
         if self._thread is not None:
             self._queue.put(self._flush_now)
@@ -111,20 +108,20 @@ class SummaryWriters:
         self._raise_earlier_error()
 
     def take_failure(self) -> bool:
-        """Returns True once after a write has failed for good, if that is raised at the end."""
+        """Returns True once after a permanent failure, if it is raised at the end."""
         if self._failure_taken or not (self._raises_at_end and self._has_failed):
             return False
         self._failure_taken = True
         return True
 
     def raise_failure(self, *, in_order: bool) -> None:
-        """Raises what was put off.
+        """Raises a postponed failure.
 
         Args:
-          in_order: True if nothing is left to do together with other processes, which end too.
+          in_order: True if no joint work with other processes remains, and they end too.
 
         Raises:
-          SummaryError: a write failed for good.
+          SummaryError: a write failed permanently.
         """
         self._raises_at_end = False
         try:
@@ -137,7 +134,7 @@ class SummaryWriters:
         """Writes everything queued and ends the writing thread.
 
         Raises:
-          SummaryError: a write failed for good, and that was not raised before.
+          SummaryError: a write failed permanently, if not raised before.
         """
         if self._thread is not None:
             self._queue.put(self._flush_now)
@@ -193,11 +190,11 @@ class SummaryWriters:
 
 
 def read_metrics(job_log_dir: epath.PathLike, name: str) -> dict[int, dict[str, Any]]:
-    """Reads back the scalars and notes written under a name.
+    """Reads the scalars and notes written under a name.
 
     Returns:
-      {step: {'step': step, scalar: value, note: text}} with the last record of each step; empty if nothing was written. A line
-      that is incomplete because the process was killed is ignored.
+      {step: {'step': step, scalar: value, note: text}} with the last record of each step. Skips a line left incomplete
+        by a killed process.
     """
     found = {}
     for line in read_joined(epath.Path(job_log_dir) / "summaries" / name / METRICS_FILE).splitlines():
@@ -210,7 +207,7 @@ def read_metrics(job_log_dir: epath.PathLike, name: str) -> dict[int, dict[str, 
 
 
 def _end_last_line(path: epath.Path) -> None:
-    """Ends an incomplete last line, left by a process that was killed, so that the next record begins on a new line."""
+    """Terminates an incomplete last line, left by a killed process, so that the next record begins on a new line."""
     if path.exists() and (text := path.read_text()) and not text.endswith("\n"):
         with path.open("a") as file:
             file.write("\n")
