@@ -12,15 +12,15 @@ from spmd_trainer.decoder.lora import Lora
 
 
 class WithAdapters(experiment.DecoderExperiment):
-    """A decoder with adapters beside its frozen variables, if there are targets for some. Comes first among the base classes.
+    """Adds adapters to a decoder with frozen variables, if LORA_TARGETS is set. List it first among the base classes.
 
     Attributes:
-      LORA_TARGETS: regexes of the variables that get adapters, or 'all-linear'; see `decoder.lora.Lora`. None: no adapters, all
-        variables learn.
+      LORA_TARGETS: regexes of the variables that get adapters, or 'all-linear'; see `decoder.lora.Lora`. None: no
+        adapters, all variables learn.
       LORA_RANK: the adapters' rank.
       LORA_ALPHA: the adapters' product is multiplied by LORA_ALPHA / LORA_RANK.
       LORA_DROPOUT: dropout of the adapters' input.
-      LORA_RANK_AXIS: mesh axes that may split the rank dimension, each where no other dimension uses it; None: not split.
+      LORA_RANK_AXIS: mesh axes that may split the rank dimension, where no other dimension uses them; None: not split.
       DORA: learn the norm of each output's weights separately.
     """
 
@@ -32,7 +32,6 @@ class WithAdapters(experiment.DecoderExperiment):
     DORA = False
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Returns the task, with adapters if there are targets."""
         task_p = super().task()
         if self.LORA_TARGETS is not None:
             task_p.lora = Config(

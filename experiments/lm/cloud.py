@@ -1,8 +1,8 @@
 """Decoder-only language models in the sizes that Pax publishes for the cloud, on synthetic text.
 
-Each class is a model size with the mesh for it; `model_params` documents the attributes. For an experiment of your own, subclass
-one and override `datasets`. The largest ones need as many chips as their meshes have; `--mode=inspect` with `--mesh` shows the
-layout on another mesh. The `...Tiny` classes have the same structures and run in seconds on 8 devices.
+Each class is a model size with its mesh; `model_params` documents the attributes. To train on other data, subclass one
+and override `datasets`. The largest ones need as many chips as their meshes have; `--mode=inspect` with `--mesh` shows
+the layout on another mesh. The `...Tiny` classes have the same structures and run in seconds on 8 devices.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from spmd_trainer.tasks.lm import model_params
 def rows_per_process(global_batch_size: int) -> int:
     """Returns the number of rows that this process feeds.
 
-    Use it in a config as `batch_size=Config(rows_per_process, global_batch_size=128)`: the number of processes is known only
-    when the input is built, and asking for it initialises the devices.
+    Use it in a config as `batch_size=Config(rows_per_process, global_batch_size=128)`: the number of processes is
+    known only when the input is built, and asking for it initialises the devices.
 
     Raises:
       UserError: the number of processes doesn't divide the batch.
@@ -57,11 +57,10 @@ class SyntheticText(base_experiment.BaseExperiment):
     DCN_MESH_SHAPE: Any
 
     def global_batch_size(self) -> int:
-        """Returns the global batch size."""
         return round(self.PERCORE_BATCH_SIZE * math.prod(self.ICI_MESH_SHAPE) * math.prod(self.DCN_MESH_SHAPE))
 
     def datasets(self) -> list[Any]:
-        """Returns text that a model can learn: token t is followed by (5 t + 3) mod VOCAB_SIZE."""
+        """Returns learnable text: token t is followed by (5 t + 3) mod VOCAB_SIZE."""
 
         def text(**fields: Any) -> Any:
             return Config(
@@ -75,7 +74,6 @@ class SyntheticText(base_experiment.BaseExperiment):
         return [text(name="train", is_training=True), text(name="heldout", num_examples=self.NUM_EVAL_EXAMPLES)]
 
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-        """Runs on any number of devices."""
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
 
@@ -97,7 +95,6 @@ class CloudExperiment(SyntheticText):
     WEIGHT_DECAY: Any
 
     def task(self) -> Any:
-        """Returns the task's config."""
         task_p = super().task()  # type: ignore[safe-super]  # the model class stands behind this one
         if not self.USE_ADAFACTOR:  # the model classes set Adafactor
             model_params.set_default_adam(task_p, self.LEARNING_RATE, self.WEIGHT_DECAY)
@@ -328,7 +325,6 @@ class LmCloudSpmdAdafactorTiny(TinyCloud, LmCloudSpmd):
     ICI_MESH_SHAPE = (1, 4, 2)
 
     def task(self) -> Any:
-        """Returns the task's config."""
         task_p = super().task()
         # In int8, a difference in the last bit of a gradient can grow to 1/127 of the largest momentum, so two meshes
         # would not give the same numbers.

@@ -4,9 +4,9 @@
     spmd-trainer --exp=lm.finetune.ChatFromFolder --job_log_dir=runs/chat --fdl.FOLDER=models/llama --fdl.FILES=chats.jsonl
     spmd-trainer --exp=lm.finetune.DpoFromFolder --job_log_dir=runs/dpo --fdl.FOLDER=models/llama --fdl.FILES=pairs.jsonl
 
-`--fdl.LORA_TARGETS=all-linear` gives the last two adapters too; without, all variables learn. With the same flags,
-`--mode=export --export_dir=DIR` writes a folder that transformers opens, with the adapters merged; `--export_adapter` writes the
-adapters alone, which PEFT opens. `--mode=data` shows which tokens count.
+`--fdl.LORA_TARGETS=all-linear` adds adapters to the last two; without it, all variables learn. With the same flags,
+`--mode=export --export_dir=DIR` writes a folder that transformers opens, with the adapters merged; `--export_adapter`
+writes only the adapters, for PEFT. `--mode=data` shows which tokens count.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from spmd_trainer.inputs import chat_text, preferences
 
 
 class TunedFromFolder(WithAdapters, FromFolder):
-    """The model of a Hugging Face folder (FOLDER); with adapters beside the frozen model if LORA_TARGETS are given.
+    """The model of a Hugging Face folder (FOLDER); frozen, with adapters, if LORA_TARGETS is set.
 
     Attributes:
-      CHAT_TEMPLATE, TEMPLATE_VARIABLES: the fields `chat_template` and `template_variables` of inputs of conversations, those to
-        train on and those to decode. A CHAT_TEMPLATE of None is the folder's.
+      CHAT_TEMPLATE, TEMPLATE_VARIABLES: the fields `chat_template` and `template_variables` of all inputs of
+        conversations, for training and decoding. A CHAT_TEMPLATE of None is the folder's.
     """
 
     CHAT_TEMPLATE: str | None = None
     TEMPLATE_VARIABLES: Any = None
 
     def decode_datasets(self) -> list[Any]:
-        """Returns the prompts, if there are some. Conversations get the chat template that the training data has."""
         found = super().decode_datasets()
         for prompts in found:
             if hasattr(prompts.cls, "chat_template"):
@@ -57,7 +56,7 @@ class LoraFromFolder(TunedFromFolder):
 
 @experiment_registry.register(tags=["needs_folder"])
 class ChatFromFolder(TunedFromFolder):
-    """Fine-tunes the model of a Hugging Face folder (FOLDER) on conversations (FILES): on what the assistant wrote.
+    """Fine-tunes the model of a Hugging Face folder (FOLDER) on the assistant's text in conversations (FILES).
 
     Attributes:
       FILES, EVAL_FILES: conversations to train and to evaluate on, *.jsonl or *.parquet; see `inputs.ChatInput`.
@@ -70,7 +69,6 @@ class ChatFromFolder(TunedFromFolder):
     DATE: str | None = None
 
     def datasets(self) -> list[Any]:
-        """Returns the conversations to train on, and those to evaluate on if there are some."""
         if self.FILES is None:
             raise UserError("lm.finetune.ChatFromFolder needs conversations: --fdl.FILES='chats/*.jsonl'")
         shared = {
@@ -91,12 +89,14 @@ class ChatFromFolder(TunedFromFolder):
 
 @experiment_registry.register(tags=["needs_folder"])
 class DpoFromFolder(TunedFromFolder):
-    """Trains the model of a Hugging Face folder (FOLDER) on pairs of answers (FILES); a batch has GLOBAL_BATCH_SIZE pairs.
+    """Trains the model of a Hugging Face folder (FOLDER) on pairs of answers (FILES); a batch has GLOBAL_BATCH_SIZE
+    pairs.
 
     Attributes:
-      FILES, EVAL_FILES: pairs, *.jsonl or *.parquet; see `inputs.PreferenceInput`. Without EVAL_FILES, nothing is evaluated.
-      REFERENCE: 'file' computes the reference's log-probabilities when the run begins, and keeps them in its job_log_dir; 'live'
-        computes them in each step with the frozen base of the adapters.
+      FILES, EVAL_FILES: pairs, *.jsonl or *.parquet; see `inputs.PreferenceInput`. Without EVAL_FILES, evaluation is
+        off.
+      REFERENCE: 'file' computes the reference's log-probabilities when the run begins, and stores them in its
+        job_log_dir; 'live' computes them in each step with the frozen base of the adapters.
       LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN: see `decoder.preferences.loss.PreferenceLoss`.
       CHAT_TEMPLATE, TEMPLATE_VARIABLES, TOO_LONG, DATE: the fields of `PreferenceInput` with these names.
       LORA_TARGETS, LORA_RANK, ...: see `adapters.WithAdapters`.
@@ -109,7 +109,6 @@ class DpoFromFolder(TunedFromFolder):
     LEARNING_RATE = 1e-6
 
     def datasets(self) -> list[Any]:
-        """Returns the pairs to train on, and those to evaluate on if there are some."""
         if self.FILES is None:
             raise UserError("lm.finetune.DpoFromFolder needs pairs: --fdl.FILES='pairs/*.jsonl'")
         train = Config(
@@ -127,14 +126,12 @@ class DpoFromFolder(TunedFromFolder):
         ]
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Returns the task of `TunedFromFolder`, in which a live reference is the adapters' base."""
         task_p = super().task()
         if task_p.lora is not None:
             task_p.lora.reference = self.REFERENCE == "live" and self.LOSS != "simpo"
         return task_p
 
     def model(self) -> Config[PreferenceModel]:
-        """Returns the model of `FromFolder`, which learns from pairs."""
         plain = super().model()
         model_p = Config(PreferenceModel, **{name: getattr(plain, name) for name in plain.__arguments__})
         fields = {"loss": self.LOSS, "beta": self.BETA, "label_smoothing": self.LABEL_SMOOTHING}

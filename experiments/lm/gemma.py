@@ -1,7 +1,7 @@
 """Gemma 2 and 3 (text) in the sizes that Google published, on synthetic text.
 
-Sizes are those of the config.json of the `google` models on Hugging Face; those of Gemma 3 are also in
-transformers' `convert_gemma3_weights.py`. For a run of your own, subclass one and override `datasets`.
+Sizes are from the config.json of the `google` models on Hugging Face; those of Gemma 3 are also in transformers'
+`convert_gemma3_weights.py`. To train on other data, subclass one and override `datasets`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spmd_trainer.models.decoder_spec import RotaryScaling
 
 
 class Gemma(SyntheticDecoder):
-    """What all sizes have in common: scaled embeddings, norms before and after attention and feed-forward layer."""
+    """Base of all sizes: scaled embeddings, norms before and after attention and feed-forward layer."""
 
     HEAD_DIMS = 256
     ACTIVATION = "gelu_tanh"
@@ -23,12 +23,11 @@ class Gemma(SyntheticDecoder):
     TIED_EMBEDDINGS = True
 
     def spec(self) -> Any:
-        """Returns the description of the model, with embeddings scaled by the root of their width."""
         return super().spec().set(embedding_scale=self.MODEL_DIMS**0.5)
 
 
 class Gemma2(Gemma):
-    """Gemma 2 (arXiv:2408.00118): local and global layers in turn, soft caps."""
+    """Gemma 2 (arXiv:2408.00118): alternating local and global layers, soft caps."""
 
     VOCAB_SIZE = 256_000
     MAX_POSITIONS = 8192
@@ -117,7 +116,7 @@ class Gemma3_27B(Gemma3):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyGemma2(TinySizes, Gemma2):
-    """Gemma 2's structure: a local layer that sees 5 tokens and a global one; caps that bend the logits."""
+    """Gemma 2's structure: a local layer with a window of 5 tokens and a global one; caps that bend the logits."""
 
     WINDOW = 5
     ATTENTION_SOFTCAP = 1.0
@@ -126,7 +125,7 @@ class TinyGemma2(TinySizes, Gemma2):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyGemma3(TinySizes, Gemma3):
-    """Gemma 3's structure: two local layers that see 5 tokens, a global one, and a local one that is not repeated."""
+    """Gemma 3's structure: two local layers with a window of 5 tokens, a global one, and an unrepeated local one."""
 
     NUM_LAYERS = 4
     LAYER_PATTERN = ("local", "local", "global")

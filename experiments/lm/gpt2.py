@@ -1,6 +1,6 @@
 """GPT-2 in the sizes that OpenAI published, on synthetic text.
 
-Sizes are those of the config.json of the `openai-community` models on Hugging Face. For a run of your own, subclass one
+Sizes are from the config.json of the `openai-community` models on Hugging Face. To train on other data, subclass one
 and override `datasets`.
 """
 

@@ -1,4 +1,5 @@
-"""The model of a Hugging Face folder: fine-tuning on text files, evaluation and generation, with the folder's own tokenizer.
+"""The model of a Hugging Face folder: fine-tuning on text files, evaluation and generation, with the folder's
+tokenizer.
 
     spmd-trainer --exp=lm.hf.FromFolder --job_log_dir=runs/tuned --fdl.FOLDER=models/llama --fdl.FILES='corpus/*.txt'
 
@@ -35,16 +36,17 @@ class FromFolder(experiment.DecoderExperiment):
     Attributes:
       FOLDER: the folder: config.json, safetensors files, tokenizer.json.
       FILES: paths and patterns of text files to train on; None: the sources of Python's standard library.
-      EVAL_FILES: text files to evaluate on; None: held-out files of the standard library if FILES is None, otherwise none.
-      SEPARATOR: what stands between the documents of a file; None: a file is one document.
+      EVAL_FILES: text files to evaluate on; None: held-out files of the standard library if FILES is None, otherwise
+        none.
+      SEPARATOR: text between the documents of a file; None: a file is one document.
       TOKENIZER: path of a tokenizer; None: the one in FOLDER.
-      START: the token before each text; see `inputs.text_base.TokenizedFiles`.
+      START: the token before each text; see `inputs.text_base.TokenizedInput`.
       SEQ_LEN: tokens per row.
       GLOBAL_BATCH_SIZE: rows per step.
       VARIABLE_DTYPE: 'float32', 'bfloat16', or 'stored' for the dtype of the folder's tensors.
       NUM_EVAL_WINDOWS: rows to evaluate on.
-      PROMPTS: what to continue with `--mode=decode_once`: text files, of which each file's beginning is a prompt; or files of
-        conversations (*.jsonl, *.parquet), see `inputs.ChatPromptInput`. None: nothing.
+      PROMPTS: prompts for `--mode=decode_once`: text files, each of whose beginnings is a prompt; or files of
+        conversations (*.jsonl, *.parquet), see `inputs.ChatPromptInput`. None disables decoding.
       PROMPT_LEN: most tokens of a prompt.
       NUM_PROMPTS: prompts per step.
     """
@@ -73,11 +75,9 @@ class FromFolder(experiment.DecoderExperiment):
     CHECKPOINT_EVERY_N_STEPS = 100
 
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-        """Runs on any number of devices."""
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def datasets(self) -> list[Any]:
-        """Returns the training files, and files to evaluate on if there are some."""
         shared = {
             "seq_len": self.SEQ_LEN,
             "batch_size": Config(rows_per_process, global_batch_size=self.GLOBAL_BATCH_SIZE),
@@ -108,7 +108,6 @@ class FromFolder(experiment.DecoderExperiment):
         return [train, windows]
 
     def decode_datasets(self) -> list[Any]:
-        """Returns the prompts, if there are some."""
         if self.PROMPTS is None:
             return []
         shared = {
@@ -129,19 +128,17 @@ class FromFolder(experiment.DecoderExperiment):
         return [Config(text.PromptInput, start=self.START, **shared)]
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Returns the task, which begins with the folder's variables."""
         task_p = super().task()
         task_p.train.init_from_checkpoint_rules = {self._folder(): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
         task_p.train.eval_skip_train = True
         return task_p
 
     def model(self) -> Config[DecoderLanguageModel]:
-        """Returns the model with variables of VARIABLE_DTYPE; it generates as the folder's generation_config.json says."""
         model_p = super().model()
         if self.VARIABLE_DTYPE not in ("float32", "bfloat16", _STORED):
             raise UserError(f"VARIABLE_DTYPE={self.VARIABLE_DTYPE!r}; give 'float32', 'bfloat16' or {_STORED!r}")
         stored = self.VARIABLE_DTYPE == _STORED
-        # The ids of the folder's generation_config.json are those of its own tokenizer.
+        # The ids in the folder's generation_config.json belong to its own tokenizer.
         changes = {} if self.TOKENIZER is None else {"eos_ids": None, "pad_id": 0}
         generation = settings.from_folder(self._folder(), **changes)
         model_p.generation = Config(settings.GenerationSettings, **vars(generation))
@@ -149,7 +146,6 @@ class FromFolder(experiment.DecoderExperiment):
         return model_p
 
     def spec(self) -> Config[DecoderSpec]:
-        """Returns the model that the folder's config.json describes."""
         _, _, spec = hf_folder.read_model(self._folder())
         fields = dict(vars(spec))
         for name in ("rotary_scaling", "moe"):

@@ -1,7 +1,7 @@
 """Llama 2, 3, 3.1 and 3.2 in the sizes that Meta published, on synthetic text.
 
-Sizes are those of the config.json of the `meta-llama` models on Hugging Face. Llama 3.3 has the sizes of Llama 3.1. For a
-run of your own, subclass one and override `datasets`.
+Sizes are from the config.json of the `meta-llama` models on Hugging Face. Llama 3.3 has the sizes of Llama 3.1. To
+train on other data, subclass one and override `datasets`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spmd_trainer.models.decoder_spec import RotaryScaling
 
 
 class Llama(SyntheticDecoder):
-    """What all sizes have in common."""
+    """Base of all sizes."""
 
     HEAD_DIMS = 128
     NORM_EPSILON = 1e-5
@@ -121,7 +121,6 @@ class Lora(WithAdapters):
     LORA_RANK_AXIS = ("data", "mdl")
 
     def model(self) -> Config[DecoderLanguageModel]:
-        """Returns the model with variables in bfloat16."""
         return super().model().set(dtype=jnp.bfloat16)
 
 
@@ -165,7 +164,7 @@ class Llama3_2_3B(Llama3_2):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyLlama(TinySizes, Llama3_1):
-    """Llama 3.1's structure, with frequencies that are scaled within the 12 tokens."""
+    """Llama 3.1's structure, with frequencies scaled within the 12 tokens."""
 
     ROTARY_SCALING = dataclasses.replace(Llama3_1.ROTARY_SCALING, original_max_positions=8)
 

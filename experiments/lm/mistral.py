@@ -1,7 +1,7 @@
 """Mistral 7B and Mixtral 8x7B in the sizes that Mistral AI published, on synthetic text.
 
-Sizes are those of the config.json of `mistralai/Mistral-7B-v0.1`, `-v0.3` and `mistralai/Mixtral-8x7B-v0.1` on Hugging Face. For
-a run of your own, subclass one and override `datasets`.
+Sizes are from the config.json of `mistralai/Mistral-7B-v0.1`, `-v0.3` and `mistralai/Mixtral-8x7B-v0.1` on Hugging
+Face. To train on other data, subclass one and override `datasets`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from spmd_trainer.models.decoder_spec import MoeSpec
 
 
 class Mistral(SyntheticDecoder):
-    """What all sizes have in common."""
+    """Base of all sizes."""
 
     HEAD_DIMS = 128
     NORM_EPSILON = 1e-5
@@ -22,7 +22,7 @@ class Mistral(SyntheticDecoder):
 
 @experiment_registry.register
 class Mistral7B(Mistral):
-    """Mistral 7B v0.1 (arXiv:2310.06825): each token sees 4096 tokens, on 32 chips."""
+    """Mistral 7B v0.1 (arXiv:2310.06825): a window of 4096 tokens, on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 14_336, 32, 8
     LAYER_PATTERN = ("local",)
@@ -32,7 +32,7 @@ class Mistral7B(Mistral):
 
 @experiment_registry.register
 class Mistral7BV3(Mistral):
-    """Mistral 7B v0.3: no window on 32 chips."""
+    """Mistral 7B v0.3: full attention, on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 14_336, 32, 8
     VOCAB_SIZE = 32_768
@@ -52,7 +52,7 @@ class Mixtral8x7B(Mistral):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyMistral(TinySizes, Mistral7B):
-    """Mistral's structure: each token sees 5 tokens."""
+    """Mistral's structure with a window of 5 tokens."""
 
     WINDOW = 5
 

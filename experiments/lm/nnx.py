@@ -16,7 +16,7 @@ from praxis.py_utils import NestedMap
 from spmd_trainer import experiment_registry, models, tasks_lib
 from spmd_trainer.experiments.lm import stdlib
 
-# Timescales of rotary embeddings run from 1 to this many positions.
+# Timescales of rotary embeddings range from 1 to this many positions.
 _MAX_TIMESCALE = 10_000
 _MASKED = -1e9
 _DTYPE = jnp.bfloat16
@@ -25,7 +25,7 @@ _STACKED = {nnx.PARTITION_NAME: "layers"}
 
 
 def _annotated(fan_in: int, *axes: str | None) -> Any:
-    """Returns an initialiser of normal values with variance 1 / fan_in, for a variable with these logical axes."""
+    """Makes an initialiser of normal values with variance 1 / fan_in, for a variable with these logical axes."""
     return nnx.with_partitioning(nnx.initializers.normal(1 / math.sqrt(fan_in)), axes)
 
 
@@ -108,7 +108,6 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def text_inputs(batch: NestedMap) -> tuple[jax.Array, ...]:
-    """Returns tokens, positions and segments of a text batch."""
     return batch.ids, batch.segment_pos, batch.segment_ids
 
 
@@ -134,11 +133,10 @@ class StdlibNnx(stdlib.StdlibBytes):
     ]
 
     def decode_datasets(self) -> list[Any]:
-        """Returns nothing: the model has no `generate`."""
+        """Empty: the model has no `generate`."""
         return []
 
     def task(self) -> pax_fiddle.Config[tasks_lib.SingleTask]:
-        """Returns StdlibBytes' task with this model."""
         task_p = super().task()
         task_p.train.learner.loss_name = "loss"
         return task_p

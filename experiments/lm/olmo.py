@@ -1,7 +1,7 @@
 """OLMo 2 in the sizes that the Allen Institute published, on synthetic text.
 
-Sizes are those of the config.json of `allenai/OLMo-2-0425-1B`, `-1124-7B`, `-1124-13B` and `-0325-32B` on Hugging Face. For a
-run of your own, subclass one and override `datasets`.
+Sizes are from the config.json of `allenai/OLMo-2-0425-1B`, `-1124-7B`, `-1124-13B` and `-0325-32B` on Hugging Face. To
+train on other data, subclass one and override `datasets`.
 """
 
 from __future__ import annotations

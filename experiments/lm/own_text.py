@@ -1,4 +1,6 @@
-"""Pretraining on text of your own: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, tar shards, text, or a prepared corpus."""
+"""Pretraining on your own text: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, tar shards, text, or a prepared
+corpus.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from spmd_trainer.inputs import CorpusInput, Documents, stdlib_text, tokenizer_f
 
 @experiment_registry.register
 class OwnText(stdlib.StdlibBytes):
-    """StdlibBytes on text of your own, by any tokenizer: `--fdl.FILES='web/*.parquet' --fdl.TOKENIZER=tokenizer.json`.
+    """StdlibBytes on your own text, with any tokenizer: `--fdl.FILES='web/*.parquet' --fdl.TOKENIZER=tokenizer.json`.
 
     Without FILES, the text is the sources of the standard library.
 
     Attributes:
-      FILES, EVAL_FILES: paths, globs or directories of the documents for training and for evaluation; a folder of
-        tools/prepare_text.py. Without EVAL_FILES, nothing is evaluated.
+      FILES, EVAL_FILES: paths, globs or directories of the documents for training and for evaluation, or an output
+        folder of tools/prepare_text.py. Without EVAL_FILES, evaluation is off.
       COLUMN: column or key with the text, see `Documents.column`.
-      TOKENIZER: path of a tokenizer, see `text_base.TokenizedFiles`; None reads bytes.
+      TOKENIZER: path of a tokenizer, see `text_base.TokenizedInput`; None reads bytes.
       PACKING: see `CorpusInput.packing`.
       BAD_RECORDS: 'raise' or 'skip'.
     """
@@ -35,7 +37,6 @@ class OwnText(stdlib.StdlibBytes):
     MAX_SEQ_LEN = 512
 
     def datasets(self) -> list[Any]:
-        """Returns the training documents, and those for evaluation if EVAL_FILES is set."""
         train = self._corpus(
             "train", self.FILES or stdlib_text.stdlib_train_files, is_training=True, input_random_seed=17
         )
@@ -43,7 +44,6 @@ class OwnText(stdlib.StdlibBytes):
         return [train, *([self._corpus("heldout", evaluated)] if evaluated else [])]
 
     def vocab_size(self) -> int:
-        """Returns the tokenizer's vocabulary size."""
         return tokenizer_field.make_tokenizer(self.TOKENIZER, None).vocab_size
 
     def decode_datasets(self) -> list[Any]:

@@ -1,7 +1,7 @@
 """Qwen 2.5 and Qwen 3, also as mixtures of experts, in the sizes that Alibaba published, on synthetic text.
 
-Sizes are those of the config.json of the `Qwen` base models on Hugging Face (Qwen2.5-7B, Qwen3-8B-Base, ...). Qwen 2 has the
-sizes of Qwen 2.5. For a run of your own, subclass one and override `datasets`.
+Sizes are from the config.json of the `Qwen` base models on Hugging Face (Qwen2.5-7B, Qwen3-8B-Base, ...). Qwen 2 has
+the sizes of Qwen 2.5. To train on other data, subclass one and override `datasets`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from spmd_trainer.models.decoder_spec import MoeSpec
 
 
 class Qwen(SyntheticDecoder):
-    """What all sizes have in common."""
+    """Base of all sizes."""
 
     HEAD_DIMS = 128
     ROTARY_BASE = 1_000_000.0

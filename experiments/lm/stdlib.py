@@ -27,10 +27,8 @@ class BitsPerByte(base_hyperparams.FiddleBaseParameterizable):
     source: str = "avg_xent"
 
     def __call__(self, weighted_scalars: Any) -> Any:
-        """Returns the same {name: (mean, weight)} with `bits_per_byte` added.
-
-        Raises:
-          ValueError: the model has no metric named `source`.
+        """Returns the same {name: (mean, weight)} with `bits_per_byte` added. ValueError if the metric `source` is
+        missing.
         """
         if self.source not in weighted_scalars:
             raise ValueError(f"BitsPerByte reads {self.source!r}; the model's outputs are {sorted(weighted_scalars)}")
@@ -66,7 +64,6 @@ class StdlibBytes(base_experiment.BaseExperiment):
     DECODE_STEPS = 64
 
     def datasets(self) -> list[Any]:
-        """Returns the training files, and windows of held-out files."""
         train = pax_fiddle.Config(
             text.ByteTextInput,
             name="stdlib_train",
@@ -88,15 +85,12 @@ class StdlibBytes(base_experiment.BaseExperiment):
         return [train, heldout]
 
     def vocab_size(self) -> int:
-        """Returns the model's vocabulary size."""
         return VOCAB_SIZE
 
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-        """Runs on any number of devices."""
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def decode_datasets(self) -> list[Any]:
-        """Returns prompts: the beginnings of held-out files."""
         prompts = pax_fiddle.Config(
             text.PromptInput,
             name="heldout_prompts",
@@ -139,7 +133,7 @@ class StdlibBytes(base_experiment.BaseExperiment):
         lm_p.vocab_size = self.vocab_size()
         lm_p.model_dims = self.MODEL_DIMS
         lm_p.packed_input = True
-        # Rotary embeddings instead of absolute positions: windows begin anywhere in a file.
+        # Rotary embeddings, because windows begin anywhere in a file.
         lm_p.position_emb_tpl = None
         lm_p.softmax_tpl.scale_sqrt_depth = True
         lm_p.softmax_tpl.params_init = base_layer.WeightInit.Gaussian(1.0 / math.sqrt(self.MODEL_DIMS))

@@ -19,7 +19,8 @@ class SyntheticDecoder(SyntheticText, experiment.DecoderExperiment):
 class LongRows(SyntheticDecoder):
     """Context parallelism: rows are split over the mesh axis 'seq'; list it before the family's class.
 
-    The backward pass doesn't compute attention's outputs again: for long rows that would take longer than all other layers.
+    The backward pass stores attention's outputs: recomputing them for long rows would take longer than all other
+    layers.
     """
 
     MESH_AXIS_NAMES = ("replica", "data", "seq", "mdl")

@@ -16,7 +16,6 @@ class ShardMapDataParallelTiny(StdlibBytesTiny):
     GLOBAL_BATCH_SIZE = 16
 
     def partitioner(self) -> ShardMapPartitioner:
-        """Returns a data-parallel partitioner: parameters are replicated."""
         return ShardMapPartitioner("dp", num_minibatches=2)
 
 
@@ -25,13 +24,13 @@ class ShardMapFsdpTiny(StdlibBytesTiny):
     """StdlibBytesTiny, its parameters split over all 8 devices and gathered layer by layer."""
 
     def partitioner(self) -> ShardMapPartitioner:
-        """Returns an FSDP partitioner that splits parameters of 512 or more elements: here all but norms and biases."""
+        """Splits parameters of 512 or more elements: here all but norms and biases."""
         return ShardMapPartitioner("fsdp", min_weight_size=512)
 
 
 @experiment_registry.register(tags=["tiny"])
 class ShardMapFsdpUnrolledTiny(ShardMapFsdpTiny):
-    """ShardMapFsdpTiny with separate layers instead of stacked ones, which don't rematerialise by themselves."""
+    """ShardMapFsdpTiny with separate instead of stacked layers, which need explicit rematerialisation."""
 
     def _model(self) -> Any:
         model_p = super()._model()

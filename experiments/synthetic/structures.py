@@ -39,7 +39,6 @@ class TinyLmBase(base_experiment.BaseExperiment):
         return [train, Config(synthetic.SyntheticLmInput, name="heldout", num_examples=10, **fields)]
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Returns the task after `customize` has changed it."""
         task_p = Config(tasks_lib.SingleTask, name="tiny")
         task_p.model = Config(layers.LanguageModel, name="lm")
         task_p.model.ici_mesh_shape = list(self.ICI_MESH_SHAPE)
@@ -62,17 +61,15 @@ class TinyLmBase(base_experiment.BaseExperiment):
         return task_p
 
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-        """Runs on any number of devices."""
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def lm(self) -> Config[layers.TransformerLm]:
-        """Returns the decoder-only transformer."""
         lm_p = Config(layers.TransformerLm, vocab_size=self.VOCAB_SIZE, model_dims=self.MODEL_DIMS)
         lm_p.stacked_transformer_tpl = self.stack(self.NUM_LAYERS)
         return lm_p
 
     def stack(self, num_layers: int) -> Config[layers.StackedTransformer]:
-        """Returns `num_layers` layers, each with variables of its own."""
+        """Returns `num_layers` layers with separate variables."""
         stack_p = Config(
             layers.StackedTransformer,
             model_dims=self.MODEL_DIMS,
@@ -94,7 +91,7 @@ class TinyLmBase(base_experiment.BaseExperiment):
 
 
 def adam() -> Config[optimizers.Adam]:
-    """Returns Adam with an epsilon so large that rounding noise in a gradient stays small in the update."""
+    """Adam with a large epsilon, so that rounding noise in a gradient stays small in the update."""
     schedule = Config(schedules.Constant, value=1.0)
     return Config(optimizers.Adam, beta1=0.9, beta2=0.99, epsilon=1e-3, learning_rate=1e-2, lr_schedule=schedule)
 
@@ -128,7 +125,7 @@ class TinyRematerialized(TinyLmBase):
 
 
 class TinyPipelineBase(TinyLmBase):
-    """Two stages of one layer each, over a mesh axis of their own; microbatches of three rows."""
+    """Two stages of one layer each, over a separate mesh axis; microbatches of three rows."""
 
     MESH_AXIS_NAMES = ("stage", "data", "mdl")
     ICI_MESH_SHAPE = (2, 2, 2)
@@ -147,7 +144,7 @@ class TinyPipelineBase(TinyLmBase):
         return lm_p
 
     def task(self) -> Any:
-        """Returns the task: each stage's weights are on its own devices; activations are split over 'data' only."""
+        """Keeps each stage's weights on its devices; activations are split over 'data' only."""
         task_p = super().task()
         lm_p = layers.TransformerLm.set_custom_sharding_params(
             task_p.model.lm_tpl,

@@ -75,7 +75,6 @@ class CaptionedImages(base_experiment.BaseExperiment):
     DIMS = 18
 
     def datasets(self) -> list[Any]:
-        """Returns random batches for training and ten random examples for evaluation."""
         specs = {
             "labels": ((), "int32", self.NUM_CLASSES),
             "ids": ((16,), "int32", self.VOCAB_SIZE),
@@ -87,11 +86,10 @@ class CaptionedImages(base_experiment.BaseExperiment):
         return [train, Config(synthetic.SyntheticInput, name="heldout", num_examples=10, **fields)]
 
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-        """Runs on any number of devices."""
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Returns the task: a split mapping for each rank, and one exception by name."""
+        """Sets a split mapping for each rank, and one exception by name."""
         task_p = Config(tasks_lib.SingleTask, name="captioned_images")
         task_p.model = Config(
             CaptionedImageModel,

@@ -25,7 +25,7 @@ Config = pax_fiddle.Config
 
 SIZE = 8
 NUM_CLASSES = 10
-# A checksum of its pixels decides whether an image is held out, about 1 in 5. The choice doesn't depend on the images' order,
+# A checksum of its pixels decides whether an image is held out (about 1 in 5), independently of the images' order,
 # and duplicates of an image are never on both sides.
 _ONE_IN = 5
 # Largest side of the box that training hides, in pixels.
@@ -144,7 +144,6 @@ class DigitsVit(base_experiment.BaseExperiment):
     EVAL_INTERVAL_STEPS = 300
 
     def datasets(self) -> list[Any]:
-        """Returns the training images and the held-out images."""
         train = Config(
             DigitsInput,
             name="train",
@@ -156,11 +155,10 @@ class DigitsVit(base_experiment.BaseExperiment):
         return [train, Config(DigitsInput, name="heldout", arrays=heldout_digits, batch_size=self.GLOBAL_BATCH_SIZE)]
 
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-        """Runs on any number of devices."""
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Returns the task: inputs split by batch; feed-forward and attention split over 'mdl', all variables over 'data'."""
+        """Splits inputs by batch, feed-forward and attention over 'mdl', and all variables over 'data'."""
         task_p = Config(tasks_lib.SingleTask, name="digits", model=self._model())
         task_p.model.ici_mesh_shape = list(self.ICI_MESH_SHAPE)
         task_p.model.mesh_axis_names = list(self.MESH_AXIS_NAMES)

@@ -63,7 +63,6 @@ class LinenConvNet(nn.Module):
 
 
 def visible(batch: NestedMap) -> jax.Array:
-    """Returns the images of a `DigitsInput` batch with hidden pixels set to 0."""
     return batch.images * batch.mask[..., None]
 
 
