@@ -14,7 +14,7 @@ from spmd_trainer.sharding.specs import axes_by_dim
 
 PICTURES = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 MESH = {"replica": 1, "data": 4, "mdl": 2}
-# One colour for each part of the first split dimension; a device's number is written in its part.
+# One colour for each part of the first split dimension.
 COLOURS = ("#cfe3fb", "#d5efd2", "#fce3c5", "#eadcf5", "#f9d3d6", "#d3eeee", "#f3efc3", "#e3e3e3")
 _LINE = "#44546a"
 
@@ -23,12 +23,11 @@ class Drawing:
     """An SVG on a white card, which is readable on light and dark pages."""
 
     def __init__(self, width: int, height: int, title: str):
-        """Starts a drawing; `title` is what a screen reader says."""
+        """Starts a drawing; screen readers read `title`."""
         self._width, self._height, self._title = width, height, title
         self._parts: list[str] = []
 
     def box(self, x: float, y: float, width: float, height: float, fill: str = "#ffffff", dashed: bool = False) -> None:
-        """Draws a rectangle."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{_LINE}"{dash}/>'
@@ -37,20 +36,18 @@ class Drawing:
     def text(
         self, x: float, y: float, text: str, *, size: int = 13, anchor: str = "middle", bold: bool = False
     ) -> None:
-        """Writes a line; y is its base line."""
+        """Writes a line; y is its baseline."""
         weight = ' font-weight="bold"' if bold else ""
         self._parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
         )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        """Draws an arrow."""
         self._parts.append(
             f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{_LINE}" stroke-width="1.5" marker-end="url(#head)"/>'
         )
 
     def svg(self) -> str:
-        """Returns the file's text."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self._width} {self._height}" width="{self._width}" '
             f'height="{self._height}" role="img" font-family="sans-serif" fill="#1d2733">'
@@ -65,7 +62,7 @@ class Drawing:
 
 
 def parts(spec: PartitionSpec, rank: int) -> dict[tuple[int, ...], list[int]]:
-    """Returns {which part of each dimension: the numbers of the devices that hold it} on MESH."""
+    """Returns {part index of each dimension: devices that hold it} on MESH."""
     axes = axes_by_dim(spec, rank)
     held: dict[tuple[int, ...], list[int]] = {}
     for device, place in enumerate(itertools.product(*(range(size) for size in MESH.values()))):
@@ -81,7 +78,7 @@ def parts(spec: PartitionSpec, rank: int) -> dict[tuple[int, ...], list[int]]:
 
 
 def _grid(drawing: Drawing, x: int, y: int, width: int, height: int, spec: PartitionSpec) -> None:
-    """Draws the first and last dimension of an array, and who holds what."""
+    """Draws the first and last dimension of an array, with the devices of each part."""
     rank = max(2, len(spec))
     held = parts(spec, rank)
     rows = max(part[0] for part in held) + 1
@@ -172,7 +169,7 @@ def _chain(
 
 
 def step_flow() -> str:
-    """What happens to a batch and to the state in one training step."""
+    """The path of a batch and of the state through one training step."""
     drawing = Drawing(860, 300, "A batch and the train state flow through one training step")
     input_side, device_side = "#fff7e6", "#e8f1fb"
     _chain(
@@ -212,7 +209,6 @@ DRAWINGS = {"split_mappings.svg": split_mappings, "padding.svg": padding, "step_
 
 
 def main() -> None:
-    """Writes all pictures."""
     PICTURES.mkdir(exist_ok=True)
     for name, draw in DRAWINGS.items():
         (PICTURES / name).write_text(draw())

@@ -1,14 +1,14 @@
-"""Converts a checkpoint of Pax (paxml) to one of this trainer. The Pax directory is only read.
+"""Converts a checkpoint of Pax (paxml) to one of this trainer. Never changes the Pax directory.
 
     python tools/import_pax_checkpoint.py PAX/checkpoints runs/imported/checkpoints
     python tools/import_pax_checkpoint.py --step=20 --exp=my_pkg.mine.MyLm PAX/checkpoints runs/imported/checkpoints
 
-Training, evaluation and decoding read Pax checkpoints as they are, so converting one is a matter of keeping a copy. The result
-is a directory for --restore_checkpoint_dir. It holds the step, the variables and all optimizer states, without padding, and no
-position of the training input.
+Conversion is optional: training, evaluation and decoding read Pax checkpoints directly. The result is a directory for
+--restore_checkpoint_dir. It holds the step, the variables and all optimizer states, without padding, but no position
+of the training input.
 
-A checkpoint tells the logical shapes of the model's variables, and mostly those of the optimizer's states follow. Where they
-don't, the tool names the variables and asks for --exp, the experiment with the same model and optimizer.
+A checkpoint contains the logical shapes of the model's variables, from which those of the optimizer's states usually
+follow. Otherwise the tool names the variables and asks for --exp, the experiment with the same model and optimizer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from spmd_trainer.experiment_registry import modules
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Converts what the arguments name. Returns the step.
+    """Converts the checkpoint named by the arguments. Returns the step.
 
     Raises:
-      UserError: there is no such checkpoint or experiment, or they don't fit each other.
+      UserError: the checkpoint or experiment does not exist, or they don't fit each other.
       CheckpointError: the step can't be written.
     """
     source, target = storage.directory("SOURCE", args.source), storage.directory("TARGET", args.target)

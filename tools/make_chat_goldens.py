@@ -1,16 +1,16 @@
-"""Writes what Hugging Face transformers makes of conversations: their tokens, and which of them the assistant wrote.
+"""Records how Hugging Face transformers tokenises conversations, and which tokens it attributes to the assistant.
 
-Runs in an environment of its own with transformers (`make interop` creates it), and imports nothing of this project:
+Runs in a separate environment with transformers (`make interop` creates it), without this project:
 
     python tools/make_chat_goldens.py DIR
 
-It reads DIR/conversations.jsonl and DIR/templates/*.jinja, trains two small tokenizers (DIR/byte_level like those of Llama 3 and
-of models with ChatML, DIR/byte_fallback like Gemma's) unless they are there, and writes DIR/expected.json:
-{template: [{ids, mask} of each conversation]}, null where the template refuses it. A conversation with `templates` is only for
-these.
+It reads DIR/conversations.jsonl and DIR/templates/*.jinja, trains two small tokenizers if missing (DIR/byte_level like
+those of Llama 3 and of models with ChatML, DIR/byte_fallback like Gemma's), and writes DIR/expected.json: {template:
+[{ids, mask} of each conversation]}, null where the template refuses it. A conversation with `templates` is only for
+these templates.
 
-Templates with `{% generation %}` have the mask of `return_assistant_tokens_mask`. For the others, transformers has no mask. There
-it is the tokens of the characters that each message of the assistant adds to the generation prompt before it.
+Templates with `{% generation %}` have the mask of `return_assistant_tokens_mask`. For others, transformers has no
+mask; theirs covers the characters that each message of the assistant adds to the generation prompt before it.
 
 tests/inputs/data/chat holds the output.
 """
@@ -36,7 +36,7 @@ TOKENIZERS = {"chatml": "byte_level", "llama_3": "byte_level", "gemma": "byte_fa
 
 
 def byte_level(texts: list[str]) -> Any:
-    """Returns a byte-level BPE. Its post-processor takes spaces out of the offsets, like Llama 3's."""
+    """Trains a byte-level BPE. Its post-processor takes spaces out of the offsets, like Llama 3's."""
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -57,7 +57,7 @@ def byte_level(texts: list[str]) -> Any:
 
 
 def byte_fallback(texts: list[str]) -> Any:
-    """Returns a BPE of characters, with tokens of bytes for unknown ones."""
+    """Trains a BPE of characters, with byte tokens for unknown ones."""
     bpe = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     bpe.normalizer = normalizers.Replace(" ", "\u2581")
     bpe.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -82,7 +82,7 @@ def byte_fallback(texts: list[str]) -> Any:
 
 
 def tokens_and_mask(tokenizer: Any, template: str, conversation: dict[str, Any]) -> dict[str, list[int]] | None:
-    """Returns the tokens of a conversation and 1 for each that the assistant wrote; None where the template refuses it."""
+    """Returns the tokens of a conversation and 1 for each of the assistant's; None if the template refuses it."""
     arguments = {
         "tools": conversation.get("tools"),
         "chat_template": template,
@@ -114,7 +114,6 @@ def tokens_and_mask(tokenizer: Any, template: str, conversation: dict[str, Any])
 
 
 def main() -> None:
-    """Writes the tokenizers and expected.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=pathlib.Path)
     directory: pathlib.Path = parser.parse_args().directory

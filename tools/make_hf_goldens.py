@@ -1,16 +1,19 @@
-"""Makes random tiny models with Hugging Face transformers, and writes what transformers computes with them.
+"""Makes random tiny models with Hugging Face transformers, and records their outputs.
 
-Runs in an environment of its own with torch and transformers (`make interop` creates it), and imports nothing of this project:
+Runs in a separate environment with torch and transformers (`make interop` creates it), without this project:
 
     python tools/make_hf_goldens.py DIR [NAME ...]
 
 For each model it writes DIR/NAME with the files of `save_pretrained`, and beside them expected.npz:
   ids [rows, length] int32, logits [rows, length, vocab] float32, loss: the mean cross entropy of the next token.
   prompts [rows, prompt] int32, padded on the left; prompt_lengths [rows]; tokens [rows, 64]: the greedy continuation.
-  eos_id: a token of the first row's continuation; tokens_to_eos [rows, 64]: the continuation with it as end-of-text, then -1.
-Folders with a tokenizer also have stop_strings, and tokens_to_stop [rows, 64]: the continuation up to the first of them, then -1.
+  eos_id: a token of the first row's continuation; tokens_to_eos [rows, 64]: the continuation with it as end-of-text,
+    then -1.
+Folders with a tokenizer also have stop_strings, and tokens_to_stop [rows, 64]: the continuation up to the first of
+them, then -1.
 
-tests/interop/data/hf holds the output for all names. Remake it with the versions of torch and transformers that its README names.
+tests/interop/data/hf holds the output for all names. Remake it with the versions of torch and transformers that its
+README names.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Case:
 
 
 def sizes(vocab: int, dims: int, hidden: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
-    """Returns the arguments that most config classes share."""
+    """Arguments shared by most config classes."""
     return {
         "vocab_size": vocab,
         "hidden_size": dims,
@@ -295,7 +298,7 @@ CASES = (
 
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Fills every parameter, so that a wrong or missing one changes the logits."""
+    """Randomises every parameter, so that a wrong or missing one changes the logits."""
     # Layers that are weak beside the embeddings give models that repeat one token.
     weak = isinstance(
         model, transformers.Gemma2ForCausalLM | transformers.Gemma3ForCausalLM | transformers.GPT2LMHeadModel
@@ -318,7 +321,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def make_model(case: Case, seed: int) -> Any:
-    """Returns a model with random parameters in float32, whose weights are tied as its config says."""
+    """Makes a model with random float32 parameters, tied as its config says."""
     model_class = getattr(transformers, case.architecture)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     settings = {key: value for key, value in case.config.items() if value is not None or key != "rope_parameters"}
@@ -334,9 +337,8 @@ def make_model(case: Case, seed: int) -> Any:
 def continuation(
     model: Any, prompts: np.ndarray, lengths: np.ndarray, stop_strings: list[str] | None = None, tokenizer: Any = None
 ) -> tuple[np.ndarray, float]:
-    """Returns the greedy tokens after prompts padded on the left: [rows, NEW_TOKENS], or fewer if all rows end earlier.
-
-    The number is the smallest difference between the best and the second-best logit.
+    """Returns the greedy tokens after left-padded prompts ([rows, NEW_TOKENS], or fewer if all rows end earlier), and
+    the smallest difference between the best and the second-best logit.
     """
     ids = torch.tensor(prompts, dtype=torch.long)
     mask = torch.arange(prompts.shape[1])[None] >= prompts.shape[1] - torch.tensor(lengths)[:, None]
@@ -389,7 +391,7 @@ def make_tokenizer(vocab_size: int) -> Any:
 
 
 def expected(case: Case, model: Any, tokenizer: Any, seed: int) -> dict[str, np.ndarray] | None:
-    """Returns the arrays of expected.npz; None if this seed's model proves little."""
+    """Returns the arrays of expected.npz; None if this seed's model is too repetitive or close to a tie."""
     random, vocab = np.random.default_rng(seed), model.config.vocab_size
     ids = random.integers(3, vocab, (ROWS, LENGTH)).astype(np.int32)
     with torch.no_grad():

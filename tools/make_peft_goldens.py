@@ -1,11 +1,12 @@
-"""Makes random adapters with PEFT on the tiny models of tests/interop/data/hf, and writes what PEFT computes with them.
+"""Makes random adapters with PEFT on the tiny models of tests/interop/data/hf, and records their outputs.
 
-Runs in an environment of its own with torch, transformers and peft (`make interop` creates it). Imports nothing of this project:
+Runs in a separate environment with torch, transformers and peft (`make interop` creates it), without this project:
 
     python tools/make_peft_goldens.py FOLDERS DIR [NAME ...]
 
-FOLDERS holds the models (tests/interop/data/hf). For each case it writes DIR/NAME with the files of `save_pretrained`, and beside
-them expected.npz: logits [rows, length, vocab] float32 of the model with the adapters, for the ids in the model's expected.npz.
+FOLDERS holds the models (tests/interop/data/hf). For each case it writes DIR/NAME with the files of `save_pretrained`,
+and beside them expected.npz: logits [rows, length, vocab] float32 of the model with the adapters, for the ids in the
+model's expected.npz.
 
 tests/interop/data/peft holds the output for all names. Remake it with the versions that its README names.
 """
@@ -54,7 +55,6 @@ CASES = (
 
 
 def make(case: Case, models: pathlib.Path, target: pathlib.Path) -> None:
-    """Writes a case."""
     torch.manual_seed(sum(map(ord, case.name)))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         models / case.model, attn_implementation="eager", dtype=torch.float32
@@ -71,7 +71,7 @@ def make(case: Case, models: pathlib.Path, target: pathlib.Path) -> None:
             ids = torch.tensor(file["ids"], dtype=torch.long)
         logits = adapted(ids).logits.numpy()
     adapted.save_pretrained(target / case.name)
-    (target / case.name / "README.md").unlink(missing_ok=True)  # a form to fill in
+    (target / case.name / "README.md").unlink(missing_ok=True)  # a model card template
     np.savez_compressed(target / case.name / "expected.npz", logits=logits)
 
 

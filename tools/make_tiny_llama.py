@@ -1,10 +1,8 @@
-"""Makes a Hugging Face folder to try things on: a tiny Llama of random weights, with a tokenizer and a chat template.
-
-The tokenizer is trained on text files.
+"""Makes a Hugging Face folder for experiments: a tiny Llama of random weights, with a tokenizer and a chat template.
 
     python tools/make_tiny_llama.py --text 'text/*.txt' models/tiny
 
-Needs the extra `hf`. The tokenizer is a byte-level BPE, so it encodes any text.
+Needs the extra `hf`. The tokenizer, a byte-level BPE trained on the text files, encodes any text.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from spmd_trainer.models.decoder_spec import DecoderSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
 BOS, EOS = "<s>", "</s>"
-# The marks say which text is the assistant's: what fine-tuning learns.
+# The marks delimit the assistant's text, on which fine-tuning computes the loss.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
@@ -79,7 +77,6 @@ def make_folder(folder: pathlib.Path, texts: list[str], seed: int) -> None:
 
 
 def main() -> int:
-    """Parses the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="pattern of the text files that the tokenizer is trained on")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")

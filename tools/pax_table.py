@@ -1,10 +1,11 @@
-"""Tries every experiment that paxml registers, with `paxml` renamed, and prints a table for docs/coming_from_pax.md.
+"""Builds every experiment registered by paxml, with `paxml` renamed, and prints a table for docs/coming_from_pax.md.
 
     VOCAB_PATH=some_sentencepiece.model python tools/pax_table.py --write
 
-Each module is imported from the installed paxml's sources (`spmd_trainer/tasks/published.py`), and each of its experiments is
-built on an abstract mesh of the size that it declares: the config is resolved, the model is traced, and every variable gets its
-layout. No data are read: an experiment whose input can't say its shapes without them gets a made-up input of these shapes.
+Each module is imported from the installed paxml's sources (`spmd_trainer/tasks/published.py`), and each of its
+experiments is built on an abstract mesh of its declared size: the config is resolved, the model is traced, and every
+variable gets its layout. Reads no data: an experiment whose input can't report its shapes without them gets a made-up
+input of these shapes.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ TRAINED = (
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """An experiment, built.
+    """A built experiment.
 
     Attributes:
       mesh: size of each axis.
       num_params: elements of the trainable variables.
-      made_up: whether the input was made up.
+      made_up: True if the input was made up.
     """
 
     mesh: dict[str, int]
@@ -87,7 +88,7 @@ class Built:
 
 
 def experiments(module: str) -> dict[str, type]:
-    """Imports a module and returns the experiments that it registers, by class name."""
+    """Imports a module and returns its registered experiments by class name."""
     name = f"spmd_trainer.{module}"
     importlib.import_module(name)
     registered = experiment_registry.get_all().items()
@@ -98,7 +99,7 @@ def build(cls: type) -> Built:
     """Builds an experiment on an abstract mesh of its declared size.
 
     Raises:
-      UserError: it does not build.
+      UserError: the build fails.
     """
     declared = model_mesh.declared_mesh(cls().task().model)
     shape = {model_mesh.DEFAULT_AXIS: 8} if declared is None else declared.shape
@@ -153,13 +154,11 @@ def _number(count: int) -> str:
 
 
 def table(found: list[tuple[str, str, str, str, str]]) -> str:
-    """Returns the rows as Markdown."""
     lines = ["| module | experiment | imports | builds on its mesh | trains |", "|---|---|---|---|---|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in found])
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", help="e.g. tasks.lm.params.c4; all by default")
     parser.add_argument("--write", action="store_true", help="write the table of all modules into the documentation")

@@ -3,8 +3,9 @@
     python tools/prepare_text.py --output=runs/tokens --tokenizer=tokenizer.json --workers=8 'web/*.parquet'
     python tools/prepare_text.py --output=gs://bucket/tokens --column=content --bad_records=skip gs://bucket/code
 
-The files may be JSON lines (also .gz, .zst), Parquet, Arrow, ArrayRecord, TFRecord, tar shards or text. The input reads the
-output folder: `Documents("runs/tokens")`. Run the command again after it was stopped: finished parts are kept.
+The files may be JSON lines (also .gz, .zst), Parquet, Arrow, ArrayRecord, TFRecord, tar shards or text. The input
+reads the output folder: `Documents("runs/tokens")`. After an interruption, run the command again: it keeps finished
+parts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from spmd_trainer.inputs.corpus.prepared import Description
 
 
 def summary(output: str, found: Description) -> str:
-    """Formats what was prepared."""
     counts = found.statistics
     per_document = counts["tokens"] / max(1, counts["documents"])
     lines = [

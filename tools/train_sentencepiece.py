@@ -2,9 +2,9 @@
 
     python tools/train_sentencepiece.py --output=runs/words.model --vocab_size=4096 corpus/*.txt
 
-Decoding restores every text byte for byte: nothing is normalized, no space is added or dropped, and a character without a
-piece of its own is encoded as bytes. (One exception: U+2581, SentencePiece's own mark of a space, becomes a space.) The
-same files and settings give the same model.
+Decoding restores every text byte for byte: text is not normalized, spaces are kept, and a character without a piece is
+encoded as bytes. (One exception: U+2581, SentencePiece's mark of a space, becomes a space.) The same files and
+settings give the same model.
 """
 
 from __future__ import annotations
@@ -37,16 +37,13 @@ def read_lines(found: input_files.TextFiles) -> Iterator[str]:
 
 
 def train(paths: Sequence[str], *, vocab_size: int, model_type: str = "bpe", threads: int = 1) -> bytes:
-    """Trains a model.
+    """Trains a model and returns the content of its `.model` file.
 
     Args:
       paths: text files, UTF-8.
-      vocab_size: the number of pieces, including 256 bytes, unknown (0), end-of-text (1) and newline.
+      vocab_size: number of pieces, including 256 bytes, unknown (0), end-of-text (1) and newline.
       model_type: 'bpe' (Sennrich et al., 2016) or 'unigram' (Kudo, 2018).
-      threads: the number of threads. More than one may change the last digits of the scores of 'unigram'.
-
-    Returns:
-      The content of a `.model` file.
+      threads: number of threads. More than one may change the last digits of the scores of 'unigram'.
 
     Raises:
       UserError: there are no files, a file can't be read or isn't UTF-8, or the text is too small for `vocab_size`.

@@ -16,14 +16,14 @@ import sys
 import time
 import types
 
-# Exit statuses of `spmd-trainer` that need a person: a mistake in the command, no whole checkpoint, a device with wrong numbers.
+# Exit statuses of `spmd-trainer` that need a person: a wrong command, no intact checkpoint, a device with wrong results.
 _FINAL_STATUSES = {2, 5, 6}
-# What a process that has hung ends with, if the others waited for it or nobody can be named.
+# Exit status of a hung process, if the others waited for it or the culprit is unknown.
 _HUNG = 4
-# Passed on unless the command line says otherwise.
+# Default arguments, overridden by the command line.
 _HANG_SECONDS = 1800
 _POLL_SECONDS = 0.2
-# After a job that ran for less than this, the next attempt waits.
+# After a job shorter than this, wait before the next attempt.
 _SHORT_SECONDS = 60.0
 
 
@@ -31,13 +31,12 @@ class Supervisor:
     """Restarts a job until it succeeds, fails for good, or has no processes left."""
 
     def __init__(self, options: argparse.Namespace):
-        """Takes the options that `parse` returns."""
         self._options = options
         self._processes: list[subprocess.Popen[bytes]] = []
         self._terminated = False
 
     def run(self) -> int:
-        """Runs the job and restarts it with the remaining processes. Returns the exit status of the program."""
+        """Runs the job, restarting it with the remaining processes. Returns the program's exit status."""
         processes, spare = self._options.processes, self._options.spare
         for attempt in range(self._options.max_restarts + 1):
             began = time.monotonic()
@@ -68,7 +67,7 @@ class Supervisor:
             process.send_signal(signal.SIGTERM)
 
     def _fit_processes(self, count: int) -> int:
-        """Returns the largest number of processes, `count` or fewer, that divides the global batch; 0 if there is none."""
+        """Largest number of processes, at most `count`, that divides the global batch; 0 if there is none."""
         batch = self._options.global_batch
         return next((n for n in range(count, 0, -1) if not batch or batch % n == 0), 0)
 
@@ -86,7 +85,7 @@ class Supervisor:
         return self._wait()
 
     def _wait(self) -> list[int]:
-        """Waits for all processes. When one has ended badly, kills those that have not ended after the grace: they are stuck."""
+        """Waits for all processes. After one fails, kills the stuck ones that have not ended within the grace period."""
         deadline = None
         while running := [process for process in self._processes if process.poll() is None]:
             if deadline is None and any(process.returncode for process in self._processes):
@@ -102,10 +101,10 @@ class Supervisor:
 
 
 def _lost(statuses: list[int]) -> int:
-    """Returns how many processes the next job does without.
+    """Number of processes to leave out of the next job.
 
-    A negative status is death by a signal: a lost process, also one that was stuck and had to be killed. A process that has hung
-    says so. The others exited because of these. If all have hung, none of them is to blame.
+    A negative status is death by a signal: a lost process, or a stuck one that was killed. A hung process exits with
+    its own status. The others exited because of these. If all have hung, none is to blame.
     """
     if set(statuses) == {_HUNG}:
         return 0
@@ -113,14 +112,12 @@ def _lost(statuses: list[int]) -> int:
 
 
 def free_port() -> int:
-    """Returns a free port of this machine."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return int(s.getsockname()[1])
 
 
 def log(text: str) -> None:
-    """Prints a line to stderr."""
     print(f"supervise: {text}", file=sys.stderr, flush=True)
 
 
