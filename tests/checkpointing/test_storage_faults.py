@@ -249,6 +249,11 @@ def test_a_restart_on_a_disk_of_the_right_size_is_not_refused(saved, monkeypatch
     assert caplog.text == ""
 
 
+def test_the_file_that_tries_the_directory_is_gone_afterwards(tmp_path):
+    check_storage(tmp_path / "checkpoints", 1, keep=None)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
 def test_a_disk_with_room_for_one_checkpoint_is_warned_of(tmp_path, monkeypatch, caplog):
     free_space(monkeypatch, 1 << 30)
     with caplog.at_level("WARNING"):

@@ -28,8 +28,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.toml"
-# As `make test` runs them.
-SUITE = ("-x", "-n", "2", "--dist", "loadgroup", "-m", "not full and not slow and not installed and not docs")
+# What `make test` runs, and how.
+MARKED = ("-m", "not full and not slow and not installed and not docs")
+SUITE = ("-x", "-n", "2", "--dist", "loadgroup", *MARKED)
 # A planted fault may make a test wait for ever.
 HINT_SECONDS, SUITE_SECONDS = 600, 5400
 # pytest's exit statuses: all passed, and some failed. Any other means that it could not run the tests.
@@ -159,7 +160,7 @@ def run_tests(copy: Path, arguments: Sequence[str], seconds: float) -> str | Non
         return f"{' '.join(arguments)} (not done after {seconds:.0f} s)"
     if process.returncode == PASSED:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR|ImportError while loading conftest) (.+?)(?: - .*)?$", output, re.MULTILINE)
     if process.returncode != FAILED and failed is None:
         raise RuntimeError(f"{' '.join(command)} exits with {process.returncode}:\n{output[-4000:]}")
     return failed[1] if failed else "a test without a name"
@@ -171,7 +172,7 @@ def try_fault(fault: Fault, copy: Path, *, hints_only: bool) -> Result:
     original = path.read_text(encoding="utf-8")
     _write(path, fault.changed(copy))
     try:
-        caught = run_tests(copy, ["-x", *fault.tests.split()], HINT_SECONDS) if fault.tests else None
+        caught = run_tests(copy, ["-x", *MARKED, *fault.tests.split()], HINT_SECONDS) if fault.tests else None
         if caught is None and not hints_only:
             caught = run_tests(copy, SUITE, SUITE_SECONDS)
     finally:
@@ -219,9 +220,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--jobs must be at least 1" if faults else f"--only={options.only}: no fault matches")
     for fault in faults:
         fault.changed(ROOT)
+    return report(faults, hints_only=options.hints_only, jobs=options.jobs)
+
+
+def report(faults: Sequence[Fault], *, hints_only: bool, jobs: int) -> int:
+    """Tries faults, and prints what became of each; returns 0 if tests caught all of them."""
     results = []
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        for result in try_faults(faults, Path(folder), hints_only=options.hints_only, jobs=options.jobs):
+        for result in try_faults(faults, Path(folder), hints_only=hints_only, jobs=jobs):
             _say(str(result))
             results.append(result)
     missed = [result.fault.name for result in results if result.caught_by is None]

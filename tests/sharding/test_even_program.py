@@ -214,6 +214,28 @@ def test_the_compiler_sees_only_dimensions_that_divide():
         assert all(size % shard == 0 for size, shard in zip(shape, shards, strict=True))
 
 
+def test_of_what_a_scatter_writes_each_device_holds_its_own_rows_unless_rows_of_a_mapped_one_are_split_otherwise():
+    mesh, free = probe.mesh_of((4, 2)), PartitionSpec.UNCONSTRAINED
+    rows = NamedSharding(mesh, PartitionSpec("axis0"))
+
+    def specs(size, fn, *args):
+        found = constraints(jax.make_jaxpr(evenly(fn, mesh))(*args).jaxpr)
+        return [sharding.spec for shape, sharding in found if len(shape) > 1 and shape[0] == size]
+
+    def add(table, ids):
+        return table.at[lax.with_sharding_constraint(slice_off(ids, (17,)), rows)].add(1)
+
+    def add_mapped(table, ids):
+        return jax.vmap(lambda t, at: t.at[at].add(1))(
+            table, lax.with_sharding_constraint(slice_off(ids, (7, 3)), rows)
+        )
+
+    assert specs(20, add, np.ones((11, 6), np.float32), np.zeros(24, np.int32)) == []
+    mapped = specs(8, add_mapped, np.ones((7, 5), np.float32), np.zeros((8, 3), np.int32))
+    assert PartitionSpec(free, None, free) in mapped  # of the indices
+    assert PartitionSpec(None, None, free) not in mapped
+
+
 def test_a_program_that_needs_nothing_is_left_as_it_is():
     fn = lambda x, w: jnp.tanh(x @ w).sum()  # noqa: E731
     mesh = probe.mesh_of((4, 2))

@@ -11,7 +11,7 @@ from praxis import base_layer, pax_fiddle
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches, synthetic
-from spmd_trainer.step import batch_padding, pjit, step_fns
+from spmd_trainer.step import batch_padding, mesh_steps, pjit, step_fns
 
 # One pytest worker, so that the shared fixtures are compiled once.
 pytestmark = pytest.mark.xdist_group("partitioning")
@@ -176,6 +176,14 @@ def test_the_rows_that_each_process_added_are_removed_for_any_order_of_devices(m
     arrived = np.array([next(own[process]) for process in order for _ in range(2)])
     kept = batch_padding.without_added(mesh, jax.numpy.asarray(arrived), jax.ShapeDtypeStruct((10,), int))
     assert sorted(kept.tolist()) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize(("platform", "options"), [("cpu", {"xla_backend_optimization_level": 1}), ("gpu", None)])
+def test_the_program_that_makes_the_state_is_compiled_with_little_effort_on_cpu_only(platform, options, monkeypatch):
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+    steps = mesh_steps.MeshSteps(None, mesh, types.SimpleNamespace(shardings=None), None, None)
+    monkeypatch.setattr(jax, "jit", lambda fn, **keywords: keywords["compiler_options"])
+    assert steps.init_fn(with_opt_states=True) == options
 
 
 @pytest.mark.full

@@ -92,6 +92,20 @@ def test_lookup_and_its_gradient_are_those_of_praxis(vocab, fields, on_mesh, tok
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), ours, praxis)
 
 
+def test_all_tokens_of_a_long_row_reach_the_gradient(monkeypatch):
+    monkeypatch.setattr(cheaper_layers, "_LOOKUP_TOKENS", 4)
+    ids, layer = tokens(8)[0], softmax(8)[1]
+    variables = {"params": {"logits_ffn": {"linear": {"w": np.ones((WIDTH, 8), np.float32)}}}}
+
+    def total(variables):
+        return layer.apply(variables, ids, method=layer.emb_lookup).sum()
+
+    with base_layer.JaxContext.new_context():
+        (found,) = jax.tree.leaves(jax.jit(jax.grad(total))(variables))
+    expected = np.bincount(ids.ravel(), minlength=8) * WIDTH**0.5
+    np.testing.assert_allclose(found, np.broadcast_to(expected, (WIDTH, 8)), rtol=1e-6)
+
+
 @pytest.mark.full
 def test_a_vocabulary_that_is_not_split():
     """-1 is praxis' other way to say so."""
