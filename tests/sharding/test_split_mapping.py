@@ -102,6 +102,15 @@ def test_missing_rank_says_what_to_add():
         input_partition_spec(MAPPING, SIZES, "images/patches", array(16, 196, 768))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "proposed"),
+    [(SIZES, "map_2d=(('replica', 'data', 'mdl'), None)"), ({"data": 8}, "map_2d=('data', None)")],
+)
+def test_without_another_rank_the_whole_mesh_is_proposed_for_the_batch(sizes, proposed):
+    with raises_naming(ValueError, proposed):
+        input_partition_spec({}, sizes, "tokens", array(16, 32))
+
+
 def test_an_override_by_name_wins_over_the_rank():
     mapping = MAPPING | {"by_name": {"images": (None, None, None, "mdl"), "audio/*": ("mdl", None), "audio/id": None}}
     batch = {
