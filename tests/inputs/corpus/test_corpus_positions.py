@@ -4,6 +4,7 @@ import gc
 import json
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -197,11 +198,12 @@ def test_what_is_not_a_position_is_refused(state):
 class Blocking(MemoryDocuments):
     """Blocks at record 20 until it is released."""
 
-    released = threading.Event()
+    reached, released = threading.Event(), threading.Event()
 
     def read_chunk(self, chunk, start):
         for number, record in enumerate(super().read_chunk(chunk, start), start):
             if number == 20:
+                self.reached.set()
                 self.released.wait()
             yield record
 
@@ -210,8 +212,13 @@ def test_an_interrupt_ends_the_wait_for_a_source_and_loses_no_row():
     some = texts(60)
     expected = drain(make(documents(some), is_training=False))
     source = make(Documents(Blocking([some]), shuffle=None), is_training=False)
-    interrupt = threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
-    interrupt.start()
+
+    def interrupt():
+        Blocking.reached.wait()
+        time.sleep(0.1)  # until the main thread has taken the rows before that record
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     found = []
     with pytest.raises(KeyboardInterrupt):
         found.extend(iter(source.get_next, None))
