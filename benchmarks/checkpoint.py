@@ -30,7 +30,7 @@ from etils import epath
 
 from benchmarks import reporting
 from spmd_trainer import experiment_registry
-from spmd_trainer.checkpointing import Checkpointer, records, state_checks
+from spmd_trainer.checkpointing import Checkpointer, records, saving
 from spmd_trainer.experiments.lm.stdlib import StdlibBytes
 from spmd_trainer.sharding.variables import named_shardings
 from spmd_trainer.training import start_up
@@ -80,7 +80,7 @@ class Training:
 
     def arrays(self) -> dict[str, jax.Array]:
         """Returns the state's arrays by path."""
-        arrays = state_checks.arrays_by_path(self.state, self.variables, records.by_path(self.variables))
+        arrays = saving.arrays_by_path(self.state, self.variables, records.by_path(self.variables))
         return {path: array for path, array in arrays.items() if array.size}
 
     def step(self) -> float:
@@ -133,7 +133,7 @@ def measure_saves(training: Training, directory: epath.Path, rounds: int) -> dic
             def raw(row: dict[str, float] = row) -> None:
                 arrays = jax.block_until_ready(copied(training.arrays()))
                 row["check for NaN and infinity"] = seconds(
-                    lambda: state_checks.refuse_non_finite(0, arrays, arrays, check=True)
+                    lambda: saving.refuse_non_finite(0, arrays, arrays, check=True)
                 )
                 args = ocp.args.PyTreeSave(arrays)
                 row["Orbax save blocks"] = seconds(lambda: orbax.save(directory / "raw", args=args, force=True))

@@ -14,7 +14,7 @@ from praxis import optimizers
 from praxis.pax_fiddle import Config
 
 from spmd_trainer import experiment_registry, main, models, tasks_lib
-from spmd_trainer.checkpointing.loading_rules import CheckpointLoadingRules
+from spmd_trainer.checkpointing import CheckpointLoadingRules
 from spmd_trainer.cli import modes
 from spmd_trainer.experiments.lm.hf import FromFolder
 from spmd_trainer.inputs import ChatInput, CorpusInput

@@ -5,30 +5,25 @@ sources.py              CheckpointSource, and restore(source, layout): checks th
 own_steps.py            the steps of this trainer as sources: checks their files, reads them
 manifest.py             the list of a step's files with checksums: tells whole steps from damaged ones
 step_files.py           reads files, again after transient errors; tells missing files from storage that does not answer
-steps.py                the steps of a directory: listed, checked, deleted
-damaged_steps.py        renames damaged steps
-retention.py            deletes old steps
-agreement.py            checks of a step that end alike on all processes
+steps.py                the steps of a directory: listed, checked, followed, deleted
+retired_steps.py        renames damaged steps, deletes old ones
+agreement.py            checks and saves of a step that end alike on all processes
 records.py              the JSON record: logical shapes, mesh, config, versions, input position
 input_states.py         the positions of the input, one for each process
-save_barrier.py         ends a save on all processes if it fails on one
 frozen_base.py          runs with adapters: what they save, and which base they need
 checksums.py            checksums of variables, computed on the devices
 mismatch.py             explains why a checkpoint does not fit a model
-state_checks.py         checks a state before it is saved
-save_times.py           logs how long a save takes
+saving.py               checks a state before it is saved, logs how long that takes, explains a failure
 durations.py            parses '12h', '90m'
-loading_rules.py        init_from_checkpoint_rules: warm starts by regex
-rule_matching.py        matches these regexes against variable names
-load_report.py          what a warm start did with every variable
-checkpoint_iterator.py  follows a run from evaluation and decoding jobs
+loading_rules.py        init_from_checkpoint_rules: warm starts by regex, and their report
+rule_matching.py        these rules: matched against variable names
+flax.py                 checkpoints of plain Flax as sources
 storage_check.py        checks write access and free space before training starts
 orbax_io.py             writes and reads steps with Orbax; imported when first needed
 unpadded_arrays.py      makes Orbax write arrays at their logical shapes; no other file but these two imports Orbax
 errors.py               CheckpointError and its kinds
 """
 
-from spmd_trainer.checkpointing.checkpoint_iterator import iterate_checkpoints
 from spmd_trainer.checkpointing.checkpointer import Checkpointer
 from spmd_trainer.checkpointing.errors import (
     CheckpointError,
@@ -39,9 +34,10 @@ from spmd_trainer.checkpointing.errors import (
     NonFiniteStateError,
     NoWholeCheckpointError,
 )
-from spmd_trainer.checkpointing.load_report import LoadReport
-from spmd_trainer.checkpointing.loading_rules import LOAD_ALL, CheckpointLoadingRules, init_from_rules
+from spmd_trainer.checkpointing.loading_rules import LoadReport, init_from_rules
+from spmd_trainer.checkpointing.rule_matching import LOAD_ALL, CheckpointLoadingRules
 from spmd_trainer.checkpointing.sources import CheckpointSource, Restored, restore
+from spmd_trainer.checkpointing.steps import iterate_checkpoints
 from spmd_trainer.checkpointing.storage_check import check_storage, checkpoint_bytes
 
 __all__ = [

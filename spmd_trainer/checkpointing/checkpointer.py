@@ -14,13 +14,12 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer.checkpointing import (
-    damaged_steps,
-    failed_saves,
     input_states,
     manifest,
     records,
+    retired_steps,
+    saving,
     sources,
-    state_checks,
     steps,
 )
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
@@ -31,7 +30,6 @@ from spmd_trainer.checkpointing.errors import (
     DamagedCheckpointError,
 )
 from spmd_trainer.checkpointing.own_steps import DamagedFilesError, open_step
-from spmd_trainer.checkpointing.save_times import SaveTimes
 from spmd_trainer.checkpointing.sources import Restored
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ class Checkpointer:
     Every process of the job creates a Checkpointer and calls the same methods in the same order. Evaluation and decoding
     jobs, which only read a run's checkpoints, open them with `read_only=True`.
 
-    A step holds the arrays at padded shapes, each shard written by the process that owns it; a JSON record (logical
+    A step holds the arrays at logical shapes, each shard written by the process that owns it; a JSON record (logical
     shapes, mesh, input position, the caller's metadata); and a manifest that lists all files with sizes and checksums. A
     step is whole if its files match its manifest; `manifest` says what is checked when. A damaged step is never restored
     and never deleted: a run that continues from an older step renames the damaged one to `refused-STEP` and logs it.
@@ -96,7 +94,7 @@ class Checkpointer:
         # Steps of which an object store holds leftovers that can't be deleted.
         self._blocked: set[int] = set()
         self._last_save: int | None = None
-        self._times: SaveTimes | None = None
+        self._times: saving.SaveTimes | None = None
         self._finished: collections.deque[int] = collections.deque()
         self._failure: CheckpointError | None = None
 
@@ -188,7 +186,7 @@ class Checkpointer:
         input_state: Mapping[str, object] | None,
         metadata: Mapping[str, object],
         force: bool = False,
-        check_finite: state_checks.CheckFinite = False,
+        check_finite: saving.CheckFinite = False,
         shared_input_state: bool = True,
     ) -> bool:
         """Starts to save a step; writing continues in the background. Called by every process.
@@ -219,15 +217,15 @@ class Checkpointer:
             return False
         if self._read_only:
             raise CheckpointError(f"{self._directory} was opened read-only; step {step} was not saved.")
-        times = SaveTimes(f"{self._label} {step}")
+        times = saving.SaveTimes(f"{self._label} {step}")
         self.wait_until_finished()
         if self._is_saved(step):
             logging.debug("Checkpoint step %d exists already.", step)
             return False
         times.begin()
         specs = records.by_path(variables)
-        arrays = state_checks.arrays_by_path(state, variables, specs)
-        state_checks.refuse_non_finite(step, state, arrays, check_finite)
+        arrays = saving.arrays_by_path(state, variables, specs)
+        saving.refuse_non_finite(step, state, arrays, check_finite)
         position, same = input_states.agree(input_state, shared=shared_input_state)
         record = records.make(step, state, specs, position, metadata, same_input_state=same)
         manager = self._open_manager()
@@ -287,7 +285,7 @@ class Checkpointer:
 
         if self._manager is None:
             # Orbax takes every directory with a number for a good step: it would keep damaged steps and delete good ones.
-            damaged_steps.move_all_aside(self._directory)
+            retired_steps.move_all_aside(self._directory)
             self._blocked = set(decided_by_process_0(lambda: steps.clean_up(self._directory)))
             self._manager = orbax_io.make_manager(
                 self._directory,
@@ -314,7 +312,7 @@ class Checkpointer:
             self._finished.append(self._last_save)
 
     def _fail(self, cause: Exception) -> NoReturn:
-        self._failure = failed_saves.error_of(self._directory, self._last_save, cause, self.latest_step)
+        self._failure = saving.error_of(self._directory, self._last_save, cause, self.latest_step)
         raise self._failure from cause
 
     # --- Restoring ---
@@ -338,16 +336,14 @@ class Checkpointer:
           mesh: the mesh of the restored arrays.
           step: the step to restore. None takes the newest whole step; damaged steps above it are logged with their damage,
             and renamed unless this Checkpointer is read-only.
-          partial: do not read saved variables that `variables` lacks, e.g. optimizer states in evaluation. All of
-            `variables` must be in the checkpoint nevertheless.
+          partial: do not read saved variables that `variables` lacks; see `sources.restore`.
           with_input: False does not read the position of the input, which another number of processes may be unable to use.
 
         Raises:
           CheckpointNotFoundError: the step does not exist, or there is no step.
           NoWholeCheckpointError: there are steps, and all of them are damaged.
-          CheckpointMismatchError: variables are missing, extra, or have another shape or dtype; the message lists them with
-            the likely cause. Or the position of the input is that of another number of processes, see `input_states`.
           DamagedCheckpointError: the requested step is damaged.
+          CheckpointMismatchError: see `sources.restore`.
           CheckpointReadError: storage does not answer, or refuses. Nothing is renamed.
         """
         self.wait_until_finished()
@@ -381,7 +377,7 @@ class Checkpointer:
             # Collects the coroutines of reads that Orbax abandoned: collected during an import, they can break it (CPython
             # gh-106176).
             gc.collect()
-        raise damaged_steps.none_whole(self._directory, refused, read_only=self._read_only)
+        raise retired_steps.none_whole(self._directory, refused, read_only=self._read_only)
 
     def _refuse(self, step: int, problem: str, refused: dict[int, str]) -> None:
         # What a killed save left on an object store is no step; the next save deletes it.
@@ -399,6 +395,6 @@ class Checkpointer:
         )
         if not self._read_only:
             for step in refused:
-                damaged_steps.move_aside(self._directory, step)
+                retired_steps.move_aside(self._directory, step)
             if self._manager is not None:
                 self._manager.reload()

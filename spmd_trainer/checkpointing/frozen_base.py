@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from spmd_trainer.checkpointing import records
+from spmd_trainer.checkpointing import mismatch, records
 from spmd_trainer.checkpointing.checksums import checksums
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 from spmd_trainer.sharding.variables import VariableSpec
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 BASE_KEY, SETTINGS_KEY = "base", "adapters"
 _VARS = "mdl_vars/"
-_MAX_LISTED = 20
 
 
 def is_base(path: str) -> bool:
@@ -197,18 +196,16 @@ class BaseRecord:
         lines += [f"  other values: {path}" for path in changed if path not in set(retyped)]
         if not lines:
             return
-        number = len(lines)
-        if number > _MAX_LISTED:
-            lines[_MAX_LISTED:] = [f"  ... and {number - _MAX_LISTED} more"]
         fix = (
             "give the model's variables the dtype in which the adapters were trained"
             if retyped
             else "load the base that the adapters were trained on by task.train.init_from_checkpoint_rules; if that run went on "
             "since, name the step with CheckpointLoadingRules(step=N)"
         )
-        head = f"The adapters of {checkpoint} were trained on another base: {number} of {len(self.checksums)} variables differ."
+        differing = f"{len(lines)} of {len(self.checksums)} variables differ."
+        head = f"The adapters of {checkpoint} were trained on another base: {differing}"
         origins = [f"  base of the adapters: {self._origin()}", f"  base of this job: {found._origin()}"]
-        raise CheckpointMismatchError("\n".join([head, *origins, *lines, f"Fix: {fix}."]))
+        raise CheckpointMismatchError("\n".join([head, *origins, *mismatch.first_lines(lines), f"Fix: {fix}."]))
 
     def _origin(self) -> str:
         names = self.sources or ("initialised from task.train.random_seed",)

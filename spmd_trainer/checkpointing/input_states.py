@@ -17,7 +17,8 @@ from etils import epath
 
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing import records, step_files
-from spmd_trainer.checkpointing.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError
+from spmd_trainer.checkpointing.agreement import agreed_problem
+from spmd_trainer.checkpointing.errors import CheckpointMismatchError, DamagedCheckpointError
 from spmd_trainer.sharding.messages import count_text
 
 ITEM = "input_states"
@@ -39,19 +40,11 @@ def agree(input_state: Mapping[str, object] | None, *, shared: bool) -> tuple[di
     Raises:
       CheckpointError: on every process, if the position of one of them cannot be saved.
     """
-    position, problem = None, None
-    try:
-        position = records.to_json(input_state)
-    except CheckpointError as error:
-        problem = error
-    digest = hashlib.sha256(json.dumps(position, sort_keys=True).encode()).hexdigest()
-    answers = multihost.gather("the position of the input", (digest, None if problem is None else str(problem)))
-    if problem is not None:
-        raise problem
-    for process, (_, text) in enumerate(answers):
-        if text is not None:
-            raise CheckpointError(f"process {process}: {text}")
-    return position, shared and all(other == digest for other, _ in answers)
+    found: list[dict[str, Any] | None] = []
+    agreed_problem(lambda: found.append(records.to_json(input_state)))
+    digest = hashlib.sha256(json.dumps(found[0], sort_keys=True).encode()).hexdigest()
+    answers = multihost.gather("the position of the input", digest)
+    return found[0], shared and all(other == digest for other in answers)
 
 
 def read(step_dir: epath.Path, record: records.Record) -> dict[str, Any] | None:

@@ -6,9 +6,8 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-import fiddle as fdl
 import jax
 import jax.numpy as jnp
 from etils import epath
@@ -16,80 +15,60 @@ from jax.sharding import Mesh
 
 from spmd_trainer.checkpointing import frozen_base, mismatch, own_steps, records, rule_matching
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
-from spmd_trainer.checkpointing.load_report import LEFT, LOADED, SKIPPED, LoadReport, LoadRow
+from spmd_trainer.checkpointing.rule_matching import CheckpointLoadingRules, RulesByDirectory
 from spmd_trainer.checkpointing.sources import CheckpointSource, OpenForeign
-from spmd_trainer.errors import UserError
 from spmd_trainer.train_states import is_adapter
 
 if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
     from spmd_trainer.train_states import TrainState
 
-    RulesByDirectory: TypeAlias = Mapping[
-        epath.PathLike, "CheckpointLoadingRules | fdl.Buildable[CheckpointLoadingRules]"
-    ]
 
-LOAD_ALL = ("(.*)", "{}")
+LOADED, SKIPPED, LEFT = "loaded", "skipped", "left at init"
 _VARS, _OPT, _STEP = "mdl_vars/", "opt_states/", "step"
 _EMA = "ema/"
-_MAX_LISTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointLoadingRules:
-    """Which variables to load from one checkpoint. Field names and defaults are Pax's.
-
-    A rule names a model variable by its path below `mdl_vars`, with slashes: 'params/lm/softmax/w'. The first rule whose
-    regex matches the name applies; its template, filled with the regex's groups, names the variable of the checkpoint to
-    load. Regexes are matched as in Pax, with `re.match`: from the beginning of the name, not necessarily to its end. (Other
-    rules of the trainer use `re.search`.) Also as in Pax, a template may be written with dots instead of slashes.
-
-    Rules that load nothing are refused, and so is a rule that matches no variable of the model. The report warns of a
-    rule whose variables are all matched by earlier rules.
-
-    Example, a decoder that takes an LM's weights but not its biases:
-
-        CheckpointLoadingRules(load_rules=[('params/decoder/lm/(.*)', 'params/lm/{}')], ignore_rules=['.*/b$'])
+class LoadRow:
+    """What a warm start does with one variable.
 
     Attributes:
-      task_p: ignored, because a checkpoint describes itself. Pax's experiments set it.
-      load_rules: pairs of regex and template. The pair `LOAD_ALL` loads every variable under its own name. A template that
-        starts with 'ema/' loads the variable's moving average from the optimizer states.
-      safe_load: Pax's name, without effect: a rule that matches no variable is always refused.
-      ignore_rules: regexes of model variables to leave at their initial values, matched like those of `load_rules`. Each
-        must match at least one variable.
-      step: the step to load; None for the newest whole step.
-      load_step: True also loads the step counter.
-      load_opt_states: True also loads all optimizer states; they must have the model's paths, shapes and dtypes.
-      load_ema_states: True if 'ema/' in templates means moving averages.
-      partial_load_opt_states: True also loads optimizer states by `load_rules`, with names below `opt_states`. States that
-        the checkpoint lacks or has with another shape stay at their initial values.
-      input_specs_provider_p: ignored, like `task_p`.
+      path: the variable's path, e.g. 'mdl_vars/params/lm/softmax/w'.
+      status: `loaded`, `skipped` (by an ignore rule) or `left at init`.
+      note: the source of a loaded variable, or why the variable is not loaded.
     """
 
-    task_p: object = None
-    load_rules: Sequence[tuple[str, str]] = ()
-    safe_load: bool = False
-    ignore_rules: Sequence[str] | None = None
-    step: int | None = None
-    load_step: bool = False
-    load_opt_states: bool = False
-    load_ema_states: bool = True
-    partial_load_opt_states: bool = False
-    input_specs_provider_p: object = None
+    path: str
+    status: str
+    note: str
 
-    def __post_init__(self) -> None:
-        for pattern in [pattern for pattern, _ in self.load_rules] + list(self.ignore_rules or ()):
-            try:
-                re.compile(pattern)
-            except re.error as e:
-                raise ValueError(f"init_from_checkpoint_rules: {pattern!r} is not a valid regex: {e}.") from e
-        for pattern, template in self.load_rules:
-            problem = rule_matching.template_problem(pattern, template)
-            if problem:
-                raise ValueError(f"init_from_checkpoint_rules: {problem}.")
-        if not self.load_rules and not self.load_step and not self.load_opt_states:
-            raise ValueError("init_from_checkpoint_rules: these rules load nothing. Give load_rules, e.g. [LOAD_ALL].")
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a warm start does with every variable. As text: a table, then the warnings.
+
+    Attributes:
+      rows: one per variable, in the model's order.
+      opt_states_loaded: True if any optimizer state is loaded. If not, the caller must compute optimizer states that copy
+        variables (EMA) from the loaded variables.
+      warnings: one per rule that has no effect because earlier rules match all of its variables.
+    """
+
+    rows: tuple[LoadRow, ...]
+    opt_states_loaded: bool
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = collections.Counter(row.status for row in self.rows)
+        shown = [row for row in self.rows if row.note or not (row.path.startswith(_OPT) and row.status == LEFT)]
+        unshown = len(self.rows) - len(shown)
+        lines = [", ".join(f"{counts[status]} {status}" for status in (LOADED, SKIPPED, LEFT))]
+        lines += table_lines([(f"  {row.path}", row.status, row.note) for row in shown])
+        if unshown:
+            lines.append(f"  and {unshown} optimizer states left at init")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +157,7 @@ def resolve_rules(
     specs = records.by_path(variables)
     rows = {path: LoadRow(path, LEFT, "no rule matches" if path.startswith(_VARS) else "") for path in specs}
     parts, warnings = [], []
-    for directory, rule in _build(rules).items():
+    for directory, rule in rule_matching.built(rules).items():
         path = epath.Path(directory)
         foreign = open_foreign(path, rule.step, variables) if open_foreign is not None else None
         source = own_steps.find_step(path, rule.step, check_contents) if foreign is None else foreign
@@ -200,26 +179,6 @@ def resolve_rules(
         parts.append((source, saved_paths))
     loaded_opt = any(row.status == LOADED for path, row in rows.items() if path.startswith(_OPT))
     return ResolvedRules(LoadReport(tuple(rows.values()), loaded_opt, tuple(warnings)), tuple(parts))
-
-
-def _build(rules: object) -> dict[epath.PathLike, CheckpointLoadingRules]:
-    """Returns the rules by directory. Builds configs of rules."""
-    wanted = "give {checkpoint directory: CheckpointLoadingRules(load_rules=[...])}"
-    if not isinstance(rules, Mapping):
-        raise UserError(f"task.train.init_from_checkpoint_rules is {rules!r:.200}; {wanted}")
-    built = {}
-    for directory, rule in rules.items():
-        name = f"task.train.init_from_checkpoint_rules[{str(directory)!r}]"
-        if isinstance(rule, fdl.Buildable) and fdl.get_callable(rule) is CheckpointLoadingRules:
-            try:
-                # `fdl.build` would also build `task_p`, which nothing reads.
-                rule = CheckpointLoadingRules(**fdl.ordered_arguments(rule))
-            except ValueError as error:
-                raise UserError(f"{name}: {error}") from error
-        if not isinstance(rule, CheckpointLoadingRules):
-            raise UserError(f"{name} is {rule!r:.200}; {wanted}")
-        built[directory] = rule
-    return built
 
 
 def _check_rules(
@@ -254,7 +213,7 @@ def for_base(variables: TrainState, rules: RulesByDirectory) -> dict[epath.PathL
     """
     names = [path.removeprefix(_VARS) for path in frozen_base.base_specs(variables)]
     found = {}
-    for directory, rule in _build(rules).items():
+    for directory, rule in rule_matching.built(rules).items():
         ignored = rule.ignore_rules or ()
         matches = (rule_matching.first_match(rule.load_rules, ignored, name) for name in names)
         if any(match is not None and match.ignored_by is None for match in matches):
@@ -266,9 +225,7 @@ def for_base(variables: TrainState, rules: RulesByDirectory) -> dict[epath.PathL
 
 def _explain(source: CheckpointSource, faults: Sequence[str], fix: str) -> str:
     lines = [f"init_from_checkpoint_rules cannot be applied to {source.name}:"]
-    lines += [f"  {fault}" for fault in faults[:_MAX_LISTED]]
-    if len(faults) > _MAX_LISTED:
-        lines.append(f"  ... and {len(faults) - _MAX_LISTED} more")
+    lines += mismatch.first_lines([f"  {fault}" for fault in faults])
     return "\n".join([*lines, f"Fix: {fix}."])
 
 

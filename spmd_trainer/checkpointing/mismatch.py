@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from spmd_trainer.checkpointing import rule_matching
 from spmd_trainer.checkpointing.records import SavedVariable
@@ -42,8 +42,6 @@ def explain(
         lines += [f"  {kind}: {p}, saved {_describe(saved[p])}, in the model {_describe(wanted[p])}" for p in paths]
     if not lines:
         return None
-    if len(lines) > MAX_LISTED:
-        lines[MAX_LISTED:] = [f"  ... and {len(lines) - MAX_LISTED} more"]
     head = (
         f"{checkpoint} does not fit the model: {len(missing)} missing, {len(extra)} extra, {len(reshaped)} reshaped, "
         f"{len(retyped)} re-typed ({len(saved)} variables saved, {len(wanted)} in the model)."
@@ -54,7 +52,13 @@ def explain(
         or _other_optimizer(missing, extra, reshaped, retyped)
         or ("the dtype of the variables was changed" if retyped and not reshaped else "another model was saved there")
     )
-    return "\n".join([head, *lines, f"Likely cause: {cause}.", f"{fix}."])
+    return "\n".join([head, *first_lines(lines), f"Likely cause: {cause}.", f"{fix}."])
+
+
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """Returns at most `MAX_LISTED` lines, and a line that counts the others."""
+    more = len(lines) - MAX_LISTED
+    return [*lines[:MAX_LISTED], f"  ... and {more} more"] if more > 0 else list(lines)
 
 
 def explain_adapters(saved: Iterable[str], wanted: Iterable[str], checkpoint: str) -> str | None:

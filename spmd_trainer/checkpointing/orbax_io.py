@@ -29,9 +29,9 @@ from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint._src.futures import future, synchronization
 
 from spmd_trainer.checkpointing import input_states, records, steps
+from spmd_trainer.checkpointing.agreement import SaveBarrier
 from spmd_trainer.checkpointing.own_steps import STATE_ITEM
-from spmd_trainer.checkpointing.retention import StepDeleter
-from spmd_trainer.checkpointing.save_barrier import SaveBarrier
+from spmd_trainer.checkpointing.retired_steps import StepDeleter
 from spmd_trainer.checkpointing.unpadded_arrays import UnpaddedArrayHandler, pytree_handler
 from spmd_trainer.sharding.variables import VariableSpec, named_shardings
 from spmd_trainer.storage import is_remote

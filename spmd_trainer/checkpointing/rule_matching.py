@@ -1,4 +1,4 @@
-"""Matches the regexes of `init_from_checkpoint_rules` against variable names, and finds rules that match nothing.
+"""The rules of `init_from_checkpoint_rules`, matched against variable names; finds rules that match nothing.
 
 Regexes are matched with `re.match`, as in Pax: from the beginning of the name, not necessarily to its end. Other rules of
 the trainer use `re.search`.
@@ -11,9 +11,97 @@ import difflib
 import heapq
 import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import fiddle as fdl
+from etils import epath
+
+from spmd_trainer.errors import UserError
 
 _WILDCARDS = re.compile(r"\.[*+]\??|[\\^$()\[\]{}|*+?]")
+
+LOAD_ALL = ("(.*)", "{}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointLoadingRules:
+    """Which variables to load from one checkpoint. Field names and defaults are Pax's.
+
+    A rule names a model variable by its path below `mdl_vars`, with slashes: 'params/lm/softmax/w'. The first rule whose
+    regex matches the name applies; its template, filled with the regex's groups, names the variable of the checkpoint to
+    load. Regexes are matched as in Pax, with `re.match`: from the beginning of the name, not necessarily to its end. (Other
+    rules of the trainer use `re.search`.) Also as in Pax, a template may be written with dots instead of slashes.
+
+    Rules that load nothing are refused, and so is a rule that matches no variable of the model. The report warns of a
+    rule whose variables are all matched by earlier rules.
+
+    Example, a decoder that takes an LM's weights but not its biases:
+
+        CheckpointLoadingRules(load_rules=[('params/decoder/lm/(.*)', 'params/lm/{}')], ignore_rules=['.*/b$'])
+
+    Attributes:
+      task_p: ignored, because a checkpoint describes itself. Pax's experiments set it.
+      load_rules: pairs of regex and template. The pair `LOAD_ALL` loads every variable under its own name. A template that
+        starts with 'ema/' loads the variable's moving average from the optimizer states.
+      safe_load: Pax's name, without effect: a rule that matches no variable is always refused.
+      ignore_rules: regexes of model variables to leave at their initial values, matched like those of `load_rules`. Each
+        must match at least one variable.
+      step: the step to load; None for the newest whole step.
+      load_step: True also loads the step counter.
+      load_opt_states: True also loads all optimizer states; they must have the model's paths, shapes and dtypes.
+      load_ema_states: True if 'ema/' in templates means moving averages.
+      partial_load_opt_states: True also loads optimizer states by `load_rules`, with names below `opt_states`. States that
+        the checkpoint lacks or has with another shape stay at their initial values.
+      input_specs_provider_p: ignored, like `task_p`.
+    """
+
+    task_p: object = None
+    load_rules: Sequence[tuple[str, str]] = ()
+    safe_load: bool = False
+    ignore_rules: Sequence[str] | None = None
+    step: int | None = None
+    load_step: bool = False
+    load_opt_states: bool = False
+    load_ema_states: bool = True
+    partial_load_opt_states: bool = False
+    input_specs_provider_p: object = None
+
+    def __post_init__(self) -> None:
+        for pattern in [pattern for pattern, _ in self.load_rules] + list(self.ignore_rules or ()):
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                raise ValueError(f"init_from_checkpoint_rules: {pattern!r} is not a valid regex: {e}.") from e
+        for pattern, template in self.load_rules:
+            problem = template_problem(pattern, template)
+            if problem:
+                raise ValueError(f"init_from_checkpoint_rules: {problem}.")
+        if not self.load_rules and not self.load_step and not self.load_opt_states:
+            raise ValueError("init_from_checkpoint_rules: these rules load nothing. Give load_rules, e.g. [LOAD_ALL].")
+
+
+RulesByDirectory: TypeAlias = Mapping[epath.PathLike, "CheckpointLoadingRules | fdl.Buildable[CheckpointLoadingRules]"]
+
+
+def built(rules: object) -> dict[epath.PathLike, CheckpointLoadingRules]:
+    """Returns the rules by directory. Builds configs of rules."""
+    wanted = "give {checkpoint directory: CheckpointLoadingRules(load_rules=[...])}"
+    if not isinstance(rules, Mapping):
+        raise UserError(f"task.train.init_from_checkpoint_rules is {rules!r:.200}; {wanted}")
+    built = {}
+    for directory, rule in rules.items():
+        name = f"task.train.init_from_checkpoint_rules[{str(directory)!r}]"
+        if isinstance(rule, fdl.Buildable) and fdl.get_callable(rule) is CheckpointLoadingRules:
+            try:
+                # `fdl.build` would also build `task_p`, which nothing reads.
+                rule = CheckpointLoadingRules(**fdl.ordered_arguments(rule))
+            except ValueError as error:
+                raise UserError(f"{name}: {error}") from error
+        if not isinstance(rule, CheckpointLoadingRules):
+            raise UserError(f"{name} is {rule!r:.200}; {wanted}")
+        built[directory] = rule
+    return built
 
 
 @dataclasses.dataclass(frozen=True)

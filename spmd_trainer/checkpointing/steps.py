@@ -1,4 +1,7 @@
-"""The steps of a checkpoint directory: which exist, which are whole, and how old ones are deleted."""
+"""The steps of a checkpoint directory: which exist, which are whole, how to follow them, and how old ones are deleted.
+
+What lists a directory or reads a file of a step raises CheckpointReadError if storage does not answer, or refuses.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import contextlib
 import datetime
 import errno
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from absl import logging
 from etils import epath
@@ -21,6 +25,7 @@ from spmd_trainer.storage.files import FileInfo, files_below
 # store cannot rename, and gets a marker of this name.
 DELETING_PREFIX = "deleting-"
 _STEP = re.compile(r"0|[1-9]\d*")
+_NOTHING_NEW, _STOP = -1, -2
 
 
 def step_dir(directory: epath.Path, step: int) -> epath.Path:
@@ -29,11 +34,7 @@ def step_dir(directory: epath.Path, step: int) -> epath.Path:
 
 
 def present(directory: epath.Path) -> list[int]:
-    """Returns the steps that this process sees in ascending order, whole or damaged. A missing directory has none.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns the steps that this process sees in ascending order, whole or damaged. A missing directory has none."""
     return _steps_among(directory, _names(directory))
 
 
@@ -50,9 +51,6 @@ def problems(directory: epath.Path) -> dict[int, str | None]:
 
     An object store is asked once for all steps, and again for those that are not whole by this listing. What a killed save
     left there is no step.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
     """
     listed: dict[int, dict[str, FileInfo]]
     listed = _listed(directory) if is_remote(directory) else {step: {} for step in present(directory)}
@@ -69,11 +67,7 @@ def problems(directory: epath.Path) -> dict[int, str | None]:
 
 
 def commit_times(directory: epath.Path) -> dict[int, datetime.datetime]:
-    """Returns {step: when it became visible} of a directory in an object store, in ascending order. One listing.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns {step: when it became visible} of a directory in an object store, in ascending order. One listing."""
     listed = sorted(_listed(directory).items())
     return {step: files[manifest.COMMIT_FILE].modified for step, files in listed if manifest.COMMIT_FILE in files}
 
@@ -94,29 +88,17 @@ def _by_name(directory: epath.Path) -> dict[str, dict[str, FileInfo]]:
 
 
 def agreed_newest_first(directory: epath.Path) -> list[int]:
-    """Returns the steps that process 0 sees, whole or damaged, newest first. Called by every process.
-
-    Raises:
-      CheckpointReadError: storage does not answer process 0, or refuses.
-    """
+    """Returns the steps that process 0 sees, whole or damaged, newest first. Called by every process."""
     return decided_by_process_0(lambda: present(directory)[::-1])
 
 
 def whole(directory: epath.Path) -> list[int]:
-    """Returns the steps for which `is_whole` is True, oldest first.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns the steps for which `is_whole` is True, oldest first."""
     return sorted(step for step, problem in problems(directory).items() if problem is None)
 
 
 def is_whole(directory: epath.Path, step: int) -> bool:
-    """Returns True if the step exists and its files have the names and sizes of its manifest.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns True if the step exists and its files have the names and sizes of its manifest."""
     try:
         return manifest.quick_problem(step_dir(directory, step), step) is None
     except CheckpointNotFoundError:
@@ -124,11 +106,7 @@ def is_whole(directory: epath.Path, step: int) -> bool:
 
 
 def is_committed(directory: epath.Path, step: int) -> bool:
-    """Returns False for what a save that was killed left of a step. On a file system that never has a step's name.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns False for what a save that was killed left of a step. On a file system that never has a step's name."""
     if not is_remote(directory):
         return True
     path = step_dir(directory, step)
@@ -136,11 +114,7 @@ def is_committed(directory: epath.Path, step: int) -> bool:
 
 
 def present_and_committed(directory: epath.Path) -> tuple[list[int], bool]:
-    """Returns the steps that this process sees in ascending order, and whether `is_committed` is True for one of them.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns the steps that this process sees in ascending order, and whether `is_committed` is True for one of them."""
     there = present(directory)
     return there, any(is_committed(directory, step) for step in reversed(there))
 
@@ -152,9 +126,6 @@ def newest_whole(directory: epath.Path, newer_than: int = -1, *, log_damage: boo
       directory: the directory.
       newer_than: look at steps above this one only.
       log_damage: log what is wrong with newer steps.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
     """
     for step in reversed(present(directory)):
         if step <= newer_than:
@@ -168,6 +139,55 @@ def newest_whole(directory: epath.Path, newer_than: int = -1, *, log_damage: boo
         if log_damage and problem != manifest.UNFINISHED:
             logging.warning("Checkpoint step %d in %s is not whole: %s.", step, directory, problem)
     return None
+
+
+def iterate_checkpoints(
+    directory: epath.PathLike,
+    *,
+    last_step_seen: int | None = None,
+    stop_fn: Callable[[int | None], bool] | None = None,
+    poll_seconds: float = 10.0,
+    timeout_seconds: float | None = None,
+) -> Iterator[int]:
+    """Yields the newest whole step each time there is a newer one. Called by every process of the job.
+
+    If several steps appear while the caller works, only the newest of them is yielded. The directory need not exist yet.
+    The training run may delete a step while the caller reads it, and a step's contents may be damaged:
+    `Checkpointer.restore` then raises a CheckpointError, and the caller may continue with the next step.
+
+    Args:
+      directory: `job_log_dir/checkpoints` of the training run.
+      last_step_seen: yield newer steps only; None: any step.
+      stop_fn: called on process 0 before each poll with the last step seen (or None). If it returns True and the poll
+        finds no newer step, the iteration ends. None: never.
+      poll_seconds: time between polls.
+      timeout_seconds: end the iteration if no new step appears for this long; None: never.
+
+    Raises:
+      CheckpointReadError: storage does not answer process 0, or refuses, after retries.
+    """
+    directory = epath.Path(directory)
+    seen = last_step_seen
+    since = time.monotonic()
+
+    def poll() -> int:
+        expired = timeout_seconds is not None and time.monotonic() - since >= timeout_seconds
+        # Ask stop_fn before polling: a step saved between a poll and a later stop_fn would be missed.
+        last_poll = expired or (stop_fn is not None and stop_fn(seen))
+        newest = newest_whole(directory, newer_than=-1 if seen is None else seen)
+        return newest if newest is not None else _STOP if last_poll else _NOTHING_NEW
+
+    while True:
+        answer = decided_by_process_0(poll)
+        if answer == _STOP:
+            return
+        if answer == _NOTHING_NEW:
+            logging.log_first_n(logging.INFO, "Waiting for checkpoints newer than step %s in %s.", 1, seen, directory)
+            time.sleep(poll_seconds)
+            continue
+        seen = answer
+        yield seen
+        since = time.monotonic()
 
 
 def require(directory: epath.Path, step: int) -> None:

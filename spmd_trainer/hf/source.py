@@ -70,7 +70,8 @@ class HfSource(CheckpointSource):
         result: dict[str, jax.Array] = {}
         agreed_problem(lambda: result.update(placing.read_onto_mesh(specs, variables, self.folder.tensors, mesh)))
         if _STEP in wanted:
-            result[_STEP] = _step_zero(wanted[_STEP], mesh)
+            zero = np.zeros(wanted[_STEP].padded_shape, wanted[_STEP].dtype)
+            result[_STEP] = jax.device_put(zero, NamedSharding(mesh, wanted[_STEP].spec))
         return result
 
 
@@ -108,8 +109,3 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState |
         saved[path] = SavedVariable(variable.shape, records.dtype_name(dtype), variable.shape, "")
     about = {"hugging_face_folder": {"path": str(directory)}}
     return HfSource(folder.label, 0, saved, about, folder)
-
-
-def _step_zero(spec: VariableSpec, mesh: Mesh) -> jax.Array:
-    zero = np.zeros(spec.padded_shape, spec.dtype)
-    return jax.make_array_from_callback(zero.shape, NamedSharding(mesh, spec.spec), lambda index: zero[index])

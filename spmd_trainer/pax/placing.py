@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 
+from spmd_trainer.checkpointing import mismatch
 from spmd_trainer.checkpointing.shards import Bounds, logical_bounds, num_elements, trim_memory
 from spmd_trainer.pax.arrays import Index, PaxArray
 from spmd_trainer.pax.errors import PaxMismatchError
@@ -21,7 +22,6 @@ from spmd_trainer.sharding.variables import VariableSpec, named_shardings
 _AHEAD_BYTES = 16 << 20
 # After so many bytes, memory that the C library keeps of freed chunks is given back: it grew to a quarter of the state.
 _TRIM_BYTES = 64 << 20
-_MAX_LISTED = 20
 
 
 @dataclasses.dataclass
@@ -157,8 +157,6 @@ def _padding_fault(reading: _Reading, spec: VariableSpec) -> str | None:
 
 def _explain(faults: list[str], checkpoint: str) -> str:
     lines = [f"{checkpoint} does not fit the model: the padding of these variables is not zero:"]
-    lines += [f"  {fault}" for fault in faults[:_MAX_LISTED]]
-    if len(faults) > _MAX_LISTED:
-        lines.append(f"  ... and {len(faults) - _MAX_LISTED} more")
+    lines += mismatch.first_lines([f"  {fault}" for fault in faults])
     lines.append("Either the model's variables are smaller than the saved ones, or the checkpoint is damaged.")
     return "\n".join(lines)

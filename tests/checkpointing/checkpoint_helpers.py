@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from etils import epath
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from praxis.py_utils import NestedMap
 
+from spmd_trainer.checkpointing import manifest
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
 from spmd_trainer.train_states import TrainState
 
@@ -104,3 +106,9 @@ def partition_specs(logical: TrainState) -> Any:
     """Splits matrices over ('data', 'mdl') and vectors over 'mdl'."""
     by_rank = {2: P("data", "mdl"), 1: P("mdl"), 0: P()}
     return jax.tree.map(lambda x: P() if x.size == 0 else by_rank[np.ndim(x)], logical)
+
+
+def files_problem(step_dir, step, share=0, shares=1):
+    """What is wrong with a step's files, contents included, or None."""
+    listed = manifest.read(epath.Path(step_dir), step)
+    return listed if isinstance(listed, str) else manifest.contents_problem(epath.Path(step_dir), listed, share, shares)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_helpers import assert_restored, make_mesh, place, specs_for
+from checkpoint_helpers import assert_restored, files_problem, make_mesh, place, specs_for
 from etils import epath
 from facts import assert_names
 from jax.sharding import PartitionSpec as P
@@ -179,10 +179,6 @@ def test_same_number_refused_twice(saved):
     assert {p.name for p in saved.directory.glob("refused-*")} == {"refused-30", "refused-30-2"}
 
 
-def contents_problem(step_dir, share=0, shares=1):
-    return manifest.contents_problem(step_dir, manifest.read(step_dir, 1), share, shares)
-
-
 def test_large_files_are_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "WHOLE_STEP", 5000)
     monkeypatch.setattr(manifest, "WHOLE_FILE", 1000)
@@ -195,10 +191,10 @@ def test_large_files_are_sampled(tmp_path, monkeypatch):
     step_dir = epath.Path(tmp_path / "1")
     manifest.write(step_dir, 1)
     monkeypatch.undo()  # The manifest holds its own settings.
-    assert contents_problem(step_dir) is None
+    assert files_problem(step_dir, 1) is None
     for damaged in (bytes(10_000), content[:-1] + b"?", b"?" + content[1:], content[5000:] + content[:5000]):
         path.write_bytes(damaged)
-        assert_names(contents_problem(step_dir), "state/d", "checksum")
+        assert_names(files_problem(step_dir, 1), "state/d", "checksum")
         assert manifest.quick_problem(step_dir, 1) is None
     path.write_bytes(content[:-1])
     assert manifest.quick_problem(step_dir, 1) == "state/d has 9999 bytes, not the 10000 that were written"
@@ -212,7 +208,7 @@ def test_processes_share_the_files(tmp_path):
     step_dir = epath.Path(tmp_path / "1")
     manifest.write(step_dir, 1)
     (tmp_path / "1" / "b").write_text("x")
-    problems = [contents_problem(step_dir, share, 2) for share in range(2)]
+    problems = [files_problem(step_dir, 1, share, 2) for share in range(2)]
     assert [p is None for p in problems] == [True, False]
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from test_storage_faults import LOCAL_PATH, names_in
 
 from spmd_trainer.checkpointing import Checkpointer, steps
-from spmd_trainer.checkpointing.retention import StepDeleter
+from spmd_trainer.checkpointing.retired_steps import StepDeleter
 
 
 def one_variable():

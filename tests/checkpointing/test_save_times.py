@@ -7,7 +7,7 @@ import pytest
 from checkpoint_helpers import make_mesh, partition_specs, place, specs_for, train_state
 
 from spmd_trainer.checkpointing import Checkpointer, CheckpointError, manifest
-from spmd_trainer.checkpointing.save_times import SaveTimes
+from spmd_trainer.checkpointing.saving import SaveTimes
 
 
 class Clock:

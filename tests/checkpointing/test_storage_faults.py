@@ -10,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_helpers import assert_restored
+from checkpoint_helpers import assert_restored, files_problem
 from etils import epath
 from facts import assert_names, raises_naming
 from test_damage import data_file
 
 from spmd_trainer.checkpointing import (
+    LOAD_ALL,
     Checkpointer,
     CheckpointError,
+    CheckpointLoadingRules,
     CheckpointNotFoundError,
     CheckpointReadError,
     NoWholeCheckpointError,
@@ -114,7 +116,7 @@ def test_an_unreadable_step_does_not_begin_a_save(saved, monkeypatch, waits):
 
 def test_warm_starts_repeat_reads_too(saved, monkeypatch, waits):
     fail_reading(monkeypatch, "record.json", times=1)
-    rules = {saved.directory: loading_rules.CheckpointLoadingRules(load_rules=[loading_rules.LOAD_ALL])}
+    rules = {saved.directory: CheckpointLoadingRules(load_rules=[LOAD_ALL])}
     resolved = loading_rules.resolve_rules(saved.variables, rules, check_contents=False)
     assert "step 30 in" in str(resolved.report)
 
@@ -145,7 +147,7 @@ def test_two_opposite_flips_are_found(saved):
     )
     content[[first, second]] ^= np.uint64(1)
     path.write_bytes(content.tobytes() + path.read_bytes()[content.nbytes :])
-    problem = manifest.problem(epath.Path(saved.directory / "30"), 30)
+    problem = files_problem(epath.Path(saved.directory / "30"), 30)
     assert problem is not None
     assert_names(problem, path.relative_to(saved.directory / "30"), "checksum")
 
@@ -159,9 +161,9 @@ def test_manifests_of_the_first_format_can_still_be_read(tmp_path):
     old = {"format": 1, "step": 7, "whole_up_to": 10250, "samples": 64, "sample_bytes": 1048576}
     files = {"a": [10, 729867624], "state/d": [10240, 2322575262]}
     (step_dir / "manifest.json").write_text(json.dumps({**old, "files": files}))
-    assert manifest.problem(epath.Path(step_dir), 7) is None
+    assert files_problem(epath.Path(step_dir), 7) is None
     (step_dir / "a").write_bytes(b"checkpoinz")
-    assert re.match("a .*checksum", str(manifest.problem(epath.Path(step_dir), 7)))
+    assert re.match("a .*checksum", str(files_problem(epath.Path(step_dir), 7)))
 
 
 def edited(text: str, **changes) -> str:
@@ -194,7 +196,7 @@ def test_a_malformed_manifest_is_damage_of_its_step(saved, kind):
         assert checkpoints.latest_step() == 20
         assert checkpoints.all_steps() == [10, 20]
         assert checkpoints.restore(saved.variables, saved.mesh).step == 20
-    assert "manifest.json is malformed" in str(manifest.problem(epath.Path(saved.directory / "30"), 30))
+    assert "manifest.json is malformed" in str(files_problem(epath.Path(saved.directory / "30"), 30))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_a_malformed_record_is_damage_of_its_step(saved, text):
     """Its manifest is made to fit, as if the record had been written like this."""
     (saved.directory / "30" / "record" / "record.json").write_text(text)
     manifest.write(epath.Path(saved.directory / "30"), 30)
-    rules = {saved.directory: loading_rules.CheckpointLoadingRules(load_rules=[loading_rules.LOAD_ALL])}
+    rules = {saved.directory: CheckpointLoadingRules(load_rules=[LOAD_ALL])}
     for check_contents in (False, True):
         resolved = loading_rules.resolve_rules(saved.variables, rules, check_contents=check_contents)
         assert "step 20 in" in str(resolved.report)

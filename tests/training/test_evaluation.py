@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from praxis import pax_fiddle
 from trained_helpers import STEPS, logits, make_job, read_lines, restored, trained
 
-from spmd_trainer.checkpointing import CheckpointMismatchError, CheckpointNotFoundError, checkpoint_iterator
+from spmd_trainer.checkpointing import CheckpointMismatchError, CheckpointNotFoundError, steps
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.early_stopping import EarlyStopping
@@ -128,7 +128,7 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path, monkeypatch):
         (target / str(pending[0])).symlink_to(source / str(pending[0]))
         pending.pop(0)
 
-    monkeypatch.setattr(checkpoint_iterator.time, "sleep", one_more)
+    monkeypatch.setattr(steps.time, "sleep", one_more)
     records = evaluated(job_dir, restore_checkpoint_dir=epath.Path(target))
     assert sorted(records) == [4, 8, 12]
     assert records[12]["bits_per_byte"] < records[4]["bits_per_byte"]

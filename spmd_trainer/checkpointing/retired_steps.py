@@ -1,34 +1,33 @@
-"""What happens to damaged steps: they are renamed, if there is a whole one. Nothing is touched if there is none."""
+"""What becomes of steps that a run does not use any more: damaged ones are renamed, old ones deleted.
+
+Damaged steps are renamed if there is a whole one. Nothing is touched if there is none.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer.checkpointing import manifest, steps
-from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
-from spmd_trainer.checkpointing.errors import CheckpointNotFoundError, NoWholeCheckpointError
-from spmd_trainer.storage import is_remote
+from spmd_trainer.checkpointing import steps
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.checkpointing.errors import CheckpointNotFoundError, CheckpointReadError, NoWholeCheckpointError
 
 REFUSED_PREFIX = "refused-"
 
 
 def move_all_aside(directory: epath.Path) -> None:
-    """Renames the damaged steps of a directory, judged by names and sizes of files. Called by every process.
+    """Renames the damaged steps of a directory, judged by the names and sizes of files that process 0 sees.
+
+    Called by every process.
 
     Raises:
       NoWholeCheckpointError: there are steps and none is whole. Nothing is renamed.
       CheckpointReadError: storage does not answer, or refuses.
     """
-    if is_remote(directory):
-        # Every process sees the same objects.
-        problems = dict(decided_by_process_0(lambda: list(steps.problems(directory).items())))
-    else:
-        problems = _agreed_problems(directory)
+    problems = dict(decided_by_process_0(lambda: list(steps.problems(directory).items())))
     damaged = {step: problem for step, problem in problems.items() if problem}
     if damaged and len(damaged) == len(problems):
         raise none_whole(directory, damaged, read_only=False)
@@ -71,15 +70,44 @@ def none_whole(directory: epath.Path, refused: Mapping[int, str], *, read_only: 
     return NoWholeCheckpointError(text) if refused else CheckpointNotFoundError(text)
 
 
-def _agreed_problems(directory: epath.Path) -> dict[int, str | None]:
-    """Returns what is wrong with the names and sizes of each step's files, or None, the same on every process.
+class StepDeleter:
+    """Deletes the old steps that Orbax' retention policy names, by Orbax' protocol.
 
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
+    An old step that cannot be deleted is a warning, and is tried again at the next save.
+
+    Orbax' own deleter ends the run then, and leaves half-deleted steps that look damaged.
     """
-    problems: dict[int, str | None] = {}
-    for step in steps.agreed_newest_first(directory):
-        check = functools.partial(manifest.quick_problem, steps.step_dir(directory, step), step)
-        with contextlib.suppress(CheckpointNotFoundError):  # deleted since it was listed
-            problems[step] = agreed_problem(check)
-    return problems
+
+    def __init__(self, directory: epath.Path) -> None:
+        self._directory = directory
+        self._pending: set[int] = set()
+
+    def delete(self, step: int) -> None:
+        """Deletes one step."""
+        self.delete_steps([step])
+
+    def delete_steps(self, doomed: Sequence[int]) -> None:
+        """Deletes steps, and those that could not be deleted before. Process 0 does."""
+        if jax.process_index():
+            return
+        try:
+            steps.finish_deletions(self._directory)
+        except CheckpointReadError as error:
+            logging.warning("%s", error)
+        self._pending |= set(doomed)
+        for step in sorted(self._pending):
+            path = steps.step_dir(self._directory, step)
+            try:
+                if path.exists():
+                    steps.delete(self._directory, step)
+            except OSError as error:
+                steps.warn_not_deleted(path, error)
+            else:
+                self._pending.discard(step)
+
+    def keep(self, step: int) -> None:
+        """Forgets that a step was to be deleted: its number is used again."""
+        self._pending.discard(step)
+
+    def close(self) -> None:
+        """Does nothing; part of the protocol."""

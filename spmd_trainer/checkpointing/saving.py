@@ -1,17 +1,22 @@
-"""Checks that a state can be saved: it matches its VariableSpecs, and its numbers are finite."""
+"""What a save does besides writing: it checks the state, logs how long it takes, and says what became of it if it fails."""
 
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from absl import logging
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.checkpointing.errors import CheckpointError, NonFiniteStateError
+from spmd_trainer.checkpointing.errors import CheckpointError, CheckpointReadError, NonFiniteStateError
 from spmd_trainer.checkpointing.records import dtype_name
+from spmd_trainer.sharding.messages import format_duration
 
 if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
@@ -95,3 +100,85 @@ def _all_finite(replicated: NamedSharding | None) -> Callable[[Sequence[jax.Arra
         return jnp.stack([jnp.isfinite(x).all() for x in arrays])
 
     return jax.jit(all_finite, out_shardings=replicated)
+
+
+class SaveTimes:
+    """Times one save: how long its caller waits, and how long until the step is on disk.
+
+    The caller continues while the step is still being written; either may finish first. The last line is logged when
+    both times are known; it is never logged for a save that fails.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        report: Callable[[str], object] = logging.info,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts the clock.
+
+        Args:
+          what: names the saved thing in the log, e.g. 'step 200'.
+          report: receives each log line.
+          clock: returns the time in seconds.
+        """
+        self._what = what
+        self._report = report
+        self._clock = clock
+        self._began = clock()
+        self._waited: float | None = None
+        self._took: float | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Logs that the save begins."""
+        self._report(f"saving {self._what}")
+
+    def mark_copied(self) -> None:
+        """Records that the arrays are copied to the host, so that the caller waits no longer."""
+        with self._lock:
+            self._waited = self._clock() - self._began
+            self._report_if_done()
+
+    def mark_on_disk(self) -> None:
+        """Records that every process has written its part of the step. The saving thread calls this."""
+        with self._lock:
+            self._took = self._clock() - self._began
+            self._report_if_done()
+
+    def _report_if_done(self) -> None:
+        if self._took is not None and self._waited is not None:
+            self._report(
+                f"saved {self._what} in {format_duration(max(self._took, self._waited))} "
+                f"(the loop waited {format_duration(self._waited)})"
+            )
+
+
+def error_of(
+    directory: epath.Path, step: int | None, cause: Exception, latest_step: Callable[[], int | None]
+) -> CheckpointError:
+    """Discards what a failed save has written, and returns the error to raise.
+
+    Args:
+      directory: the directory of the checkpoints.
+      step: the step that was saved; None if no save was started.
+      cause: what the save raised.
+      latest_step: returns the newest whole step; may raise CheckpointReadError.
+    """
+    from spmd_trainer.checkpointing import orbax_io
+
+    if step is not None and jax.process_index() == 0:
+        orbax_io.discard(directory, step)
+    fate = "The step is discarded."
+    try:
+        newest = latest_step()
+        if newest is not None and newest == step:
+            fate = "All of its files are there, and the next start commits it."
+        then = "there is no whole step yet." if newest is None else f"the newest whole step is {newest}."
+    except CheckpointReadError as error:
+        then = f"which steps are whole is not known ({error})"
+    return CheckpointError(
+        f"Saving checkpoint step {step} to {directory} failed: {type(cause).__name__}: {cause}\n"
+        f"{fate} Check free space, quota and permissions there, then start the run again: {then}"
+    )
