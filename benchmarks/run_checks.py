@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 from unittest import mock
 
 import jax
@@ -25,10 +24,12 @@ from jax.sharding import NamedSharding
 
 from benchmarks import reporting, steady_step
 from spmd_trainer.callbacks.base import Callback, CallbackList
+from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import step_taker, train
+from spmd_trainer.training import train
 from spmd_trainer.training.job import Job
+from spmd_trainer.watch import run as watch_run
 from spmd_trainer.watch.board import Board
 from spmd_trainer.watch.device_watch import DeviceWatch
 from spmd_trainer.watch.invalid_batches import InvalidBatches
@@ -86,36 +87,33 @@ def nothing(*args: object) -> None:
     del args
 
 
-class PartsInTurns:
-    """Stands for the `StepParts` of a run."""
+class PartsInTurns(StepParts):
+    """The `StepParts` of a run, which measure in turns."""
 
     def __init__(self, job: Job, turns: Turns):
-        self._on, self._turns = StepParts(DeviceWatch.of(job.partitioner.mesh.local_devices)), turns
+        super().__init__(watch=DeviceWatch.of(job.partitioner.mesh.local_devices))
+        self._turns = turns
         turns.on_switch(self._switch)
 
     def _switch(self) -> None:
         """Lends the methods that measure, or a function that doesn't, so that the loop calls them directly."""
         for name in ("begin", "took_input", "dispatching", "waits", "end"):
-            setattr(self, name, getattr(self._on, name) if self._turns.is_on else nothing)
+            setattr(self, name, getattr(super(), name) if self._turns.is_on else nothing)
 
-    def window(self) -> Any:
-        """As `StepParts.window`."""
-        return self._on.window()
-
-    def reports(self, report: Callable[[int, Any], object]) -> Callable[[int, Any], object]:
+    def reports(self, report: Callable[[int, Scalars], object]) -> Callable[[int, Scalars], None]:
         """Returns `report` with and without a clock, in turns."""
-        on = self._on.reports(report)
-        return lambda step, scalars: (on if self._turns.is_on else report)(step, scalars)
+        on = super().reports(report)
+
+        def in_turns(step: int, scalars: Scalars) -> None:
+            (on if self._turns.is_on else report)(step, scalars)
+
+        return in_turns
 
     def dispatched(self, step: int, packed: object) -> None:
         """Notes a step."""
         if self._turns.is_on:
-            self._on.dispatched(step, packed)
+            super().dispatched(step, packed)
         self._turns.after_dispatch(packed)
-
-    def close(self) -> None:
-        """Ends the watch."""
-        self._on.close()
 
 
 class CallbacksInTurns(CallbackList):
@@ -156,7 +154,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         job = steady_step.make_job(directory, steady_step.WARM_UP + 2 * args.rounds * args.steps + 1)
         with (
-            mock.patch.object(step_taker, "StepParts", return_value=PartsInTurns(job, turns)),
+            mock.patch.object(watch_run, "StepParts", return_value=PartsInTurns(job, turns)),
             mock.patch.object(train, "CallbackList", lambda callbacks: CallbacksInTurns(callbacks, turns)),
             mock.patch.object(Board, "turn", when_on(Board.turn)),
             mock.patch.object(Watchdog, "_turn", when_on(Watchdog._turn)),

@@ -9,8 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 # Lowest first. A package's files share its layer.
 LAYERS = [
     ["errors", "multihost", "storage", "pax/bridge", "sharding"],
-    ["kernels"],
-    ["optim", "inputs"],
+    ["kernels", "optim", "inputs"],
     [
         "train_states",
         "models",
@@ -23,14 +22,13 @@ LAYERS = [
         "experiments",
     ],
     ["step"],
-    ["metrics", "checkpointing"],
-    ["pax", "hf", "tracking"],
-    ["callbacks"],
-    ["lm_eval", "tracking/tracking", "tracking/variable_histograms", "planner/topologies"],
-    ["watch"],
+    ["metrics", "checkpointing", "callbacks"],
+    ["pax", "hf", "lm_eval/settings"],
     ["training"],
-    ["planner", "pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "lm_eval/mode"],
-    ["pax/import_names"],
+    [
+        *("watch", "tracking", "lm_eval", "planner"),
+        *("pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "pax/import_names"),
+    ],
     ["main", "cli", "api", "__init__"],
 ]
 # Import names for users. The trainer itself imports from the rooms behind them.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import jax
 from absl import logging
@@ -13,6 +14,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer.callbacks.bounded import within
+from spmd_trainer.callbacks.step_watch import StepWatch
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.run_times import RunTimes
@@ -22,8 +24,11 @@ if TYPE_CHECKING:
     from spmd_trainer.metrics.writers import SummaryWriters
     from spmd_trainer.step.partitioner import Partitioner
     from spmd_trainer.tasks_lib import SingleTask
-    from spmd_trainer.tracking.base import Status
     from spmd_trainer.train_states import PyTree, TrainState
+
+
+# How a run ended: complete, with an error, or by a signal, after which the same command continues it.
+Status: TypeAlias = Literal["finished", "failed", "stopped"]
 
 
 class CallbackError(UserError):
@@ -53,6 +58,9 @@ class Run:
       dispatched: the batch of the step that was handed to the devices last; for `after_dispatch`.
       stop_reason: why training ends; empty while it goes on.
       waits_for_devices: returns True while the loop waits for a step that it has dispatched. Any thread may ask.
+      step_watch: follows each step from inside the loop.
+      fail: does for a run that hangs what is done for one that fails; the loop itself may be blocked for ever.
+      hangs: True once the process is ending because the run hangs; errors after this are not the reason.
     """
 
     def __init__(
@@ -88,7 +96,9 @@ class Run:
         self._state: TrainState | None = None
         self.stop_reason = ""
         self.waits_for_devices: Callable[[], bool] = lambda: False
-        self.window: Callable[[], Mapping[str, object] | None] = lambda: None
+        self.step_watch = StepWatch()
+        self.fail: Callable[[Exception], None] = lambda error: None
+        self.hangs = False
         self._activity = ("start", self.began)
         self._logged: dict[str, float] = {}
 
@@ -171,17 +181,32 @@ class Run:
         self.stop_reason = self.stop_reason or reason
 
 
+class Turn(enum.IntEnum):
+    """When a run calls a callback among its others: those that write come after those that say what is to be written."""
+
+    FIRST = 0
+    SAYS = 1
+    WRITES = 2
+    SENDS = 3  # what was written, elsewhere
+    LAST = 4
+
+
 class Callback:
     """What a training run calls at its moments. Every method does nothing; override the ones you need.
 
     Callbacks are called in this order: the trainer's own, then the experiment's (`task.train.callbacks`), then the caller's
-    (`spmd_trainer.train(callbacks=...)`), then the trainer's summaries, checkpoints, times and page. Each process of a job calls
-    its own. An exception in a callback ends the run; the error names the callback.
+    (`spmd_trainer.train(callbacks=...)`), then the trainer's summaries, checkpoints, times and page, then trackers. Each process
+    of a job calls its own. An exception in a callback ends the run; the error names the callback.
 
     On GPUs and TPUs, copies from a device to the host between two steps are refused unless they are explicit: in
     `after_dispatch` and `after_step`, read arrays with `jax.device_get` (JAX does not check this on CPU). It waits for the
     devices, so don't do it at every step.
+
+    Attributes:
+      turn: when it is called among the other callbacks.
     """
+
+    turn: ClassVar[Turn] = Turn.SAYS
 
     def on_open(self, run: Run) -> None:
         """Called first, before the state is restored or initialised and before the step is compiled."""
@@ -248,17 +273,17 @@ class Callback:
         """Called last, when training is complete or a signal has ended it and all checkpoints are on disk."""
 
 
-_HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_"))
+_HOOKS = tuple(name for name, value in vars(Callback).items() if callable(value) and not name.startswith("_"))
 
 
 class CallbackList:
-    """The callbacks of a run in order. Calls only the methods that a callback overrides."""
+    """The callbacks of a run, in the order of their turns. Calls only the methods that a callback overrides."""
 
     def __init__(self, callbacks: Sequence[Callback]):
-        """Keeps the callbacks.
+        """Sorts the callbacks.
 
         Args:
-          callbacks: in the order in which they are called.
+          callbacks: those of the same turn in the order in which they are called.
 
         Raises:
           UserError: one of them is no `Callback`.
@@ -269,9 +294,10 @@ class CallbackList:
                     f"task.train.callbacks has {callback!r:.200}, a {type(callback).__name__}; give configs of classes that "
                     "derive from spmd_trainer.callbacks.Callback, e.g. pax_fiddle.Config(MyCallback)"
                 )
-        self.callbacks = tuple(callbacks)
+        self.callbacks = tuple(sorted(callbacks, key=lambda callback: callback.turn))
         self._overriding = {
-            hook: [c for c in callbacks if getattr(type(c), hook) is not getattr(Callback, hook)] for hook in _HOOKS
+            hook: [c for c in self.callbacks if getattr(type(c), hook) is not getattr(Callback, hook)]
+            for hook in _HOOKS
         }
 
     def call(self, hook: str, run: Run, *args: object) -> list[object]:

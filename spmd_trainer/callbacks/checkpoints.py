@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError, frozen_base
 from spmd_trainer.errors import UserError
 
@@ -16,6 +16,7 @@ class Checkpoints(Callback):
       checkpointer: the checkpoints in `job_log_dir/checkpoints`; from `on_open` on.
     """
 
+    turn = Turn.WRITES
     checkpointer: Checkpointer
 
     def __init__(self, check_owner: Callable[[], None] = lambda: None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.callbacks.invalid_steps import is_valid
 from spmd_trainer.metrics.averages import StepAverages
 from spmd_trainer.metrics.packing import Scalars
@@ -15,6 +15,8 @@ class Summaries(Callback):
 
     If something was logged after the last of these, the step at which the run ends has a summary too.
     """
+
+    turn = Turn.WRITES
 
     def on_open(self, run: Run) -> None:
         """Reads the intervals.

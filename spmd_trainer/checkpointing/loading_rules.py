@@ -17,6 +17,7 @@ from spmd_trainer.checkpointing import frozen_base, mismatch, own_steps, records
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 from spmd_trainer.checkpointing.rule_matching import CheckpointLoadingRules, RulesByDirectory
 from spmd_trainer.checkpointing.sources import CheckpointSource, OpenForeign
+from spmd_trainer.sharding.messages import table_lines
 from spmd_trainer.train_states import is_adapter
 
 if TYPE_CHECKING:

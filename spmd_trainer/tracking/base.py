@@ -5,16 +5,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
 
 import numpy as np
 from etils import epath
 
+from spmd_trainer.callbacks.base import Status
 from spmd_trainer.storage import is_remote
 from spmd_trainer.tracking.settings import Settings
-
-# How a run ended: complete, with an error, or by a signal (the same command then continues it).
-Status: TypeAlias = Literal["finished", "failed", "stopped"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import logging
 from etils import epath
 
+from spmd_trainer.callbacks.base import Status
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.tracking import THREADS
-from spmd_trainer.tracking.base import Histogram, RunFacts, Status, StepScalars, Tracker
+from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
 
 FILE = "tracking.json"
 

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, TypeVar
 from absl import logging
 from etils import epath
 
+from spmd_trainer.callbacks.base import Status
 from spmd_trainer.errors import UserError
 from spmd_trainer.storage import is_remote
 from spmd_trainer.tracking import samples as samples_lib
-from spmd_trainer.tracking.base import RunFacts, Status, StepScalars, Tracker
+from spmd_trainer.tracking.base import RunFacts, StepScalars, Tracker
 from spmd_trainer.tracking.settings import flat
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
+from spmd_trainer.callbacks.base import Status
 from spmd_trainer.tracking import samples as samples_lib
-from spmd_trainer.tracking.base import Histogram, RunFacts, Status, StepScalars, Tracker
+from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
 from spmd_trainer.tracking.settings import flat
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.base import Callback, Run, Status, Turn
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import installed_version
 from spmd_trainer.experiment_registry.modules import short_name
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.storage.run_files import PAGE
 from spmd_trainer.tracking import registry
-from spmd_trainer.tracking.base import RunFacts, Status, Tracker
+from spmd_trainer.tracking.base import RunFacts, Tracker
 from spmd_trainer.tracking.feed import CLOSE_SECONDS, Feed, RunIds
 from spmd_trainer.tracking.settings import Settings, nested
 from spmd_trainer.tracking.variable_histograms import VariableHistograms
@@ -31,6 +31,8 @@ class Tracking(Callback):
     `--track=wandb,mlflow` does the same with the defaults. Process 0 tracks; a restarted run continues in each tracker
     (`tracking.json`). A tracker that fails or hangs loses records, which is logged, and never affects the run.
     """
+
+    turn = Turn.SENDS
 
     def __init__(
         self,
@@ -153,26 +155,22 @@ class Tracking(Callback):
         )
 
 
-def trackers_last(callbacks: Sequence[Callback], track: Sequence[str]) -> tuple[list[Callback], list[Callback]]:
-    """Separates the tracking callbacks, which run last so that they can send the other callbacks' output.
+def of_run(callbacks: Sequence[Callback], track: Sequence[str]) -> list[Callback]:
+    """Returns what tracks a run with the trackers of `--track`, besides the callbacks that track it.
 
     Args:
-      callbacks: the experiment's and the caller's.
-      track: the trackers of `--track`; a tracker that a callback already has is not added again.
-
-    Returns:
-      The other callbacks, and the tracking ones.
+      callbacks: the experiment's and the caller's; trackers that they name are not opened twice.
+      track: names of trackers.
 
     Raises:
       UserError: two trackers have the same name, under which a run has one id.
     """
-    tracking = [callback for callback in callbacks if isinstance(callback, Tracking)]
-    named = [name for callback in tracking for name in callback.names]
+    named = [name for callback in callbacks if isinstance(callback, Tracking) for name in callback.names]
     twice = [name for name in named if named.count(name) > 1]
     if twice:
         raise UserError(f"task.train.callbacks tracks with {twice[0]} twice; give each tracker once")
     more = [name for name in track if name not in named]
-    return [c for c in callbacks if not isinstance(c, Tracking)], [*tracking, *([Tracking(more)] if more else [])]
+    return [Tracking(more)] if more else []
 
 
 def _about(run: Run) -> Settings:

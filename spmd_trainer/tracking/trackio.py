@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 from etils import epath
 
+from spmd_trainer.callbacks.base import Status
 from spmd_trainer.tracking import samples as samples_lib
-from spmd_trainer.tracking.base import Histogram, RunFacts, Status, StepScalars, Tracker
+from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
 
 if TYPE_CHECKING:
     import trackio

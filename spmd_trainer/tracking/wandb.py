@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
+from spmd_trainer.callbacks.base import Status
 from spmd_trainer.errors import UserError
 from spmd_trainer.tracking import samples as samples_lib
-from spmd_trainer.tracking.base import Histogram, RunFacts, Status, StepScalars, Tracker
+from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
 from spmd_trainer.tracking.feed import CLOSE_SECONDS
 
 if TYPE_CHECKING:

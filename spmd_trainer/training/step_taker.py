@@ -1,10 +1,9 @@
-"""Takes the training steps: a batch, the dispatch, and the scalars of an older step; with the times of each."""
+"""Takes the training steps: a batch, the dispatch, and the scalars of an older step."""
 
 from __future__ import annotations
 
 import functools
 
-import jax
 from absl import logging
 
 from spmd_trainer.callbacks.base import CallbackList, Run
@@ -13,9 +12,6 @@ from spmd_trainer.train_states import PyTree
 from spmd_trainer.training.in_flight import StepsInFlight
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.start_up import CompiledTrainStep
-from spmd_trainer.watch.device_watch import DeviceWatch
-from spmd_trainer.watch.repeat_check import RepeatCheck
-from spmd_trainer.watch.step_parts import StepParts
 
 INPUT_ENDED = "the training input has ended"
 
@@ -38,18 +34,10 @@ class StepTaker:
         self._run = run
         self._callbacks = callbacks
         self._key = job.prng_key
-        self._repeats = RepeatCheck(job.config.failure_policy.check_repeat_every)
-        # Only several processes need to know what their devices take: to be compared.
-        devices = job.partitioner.mesh.local_devices if jax.process_count() > 1 else ()
-        self._parts = StepParts(DeviceWatch.of(devices) if devices else None)
-        report = self._parts.reports(functools.partial(callbacks.call, "after_step", run))
+        self._watch = run.step_watch
+        report = self._watch.reports(functools.partial(callbacks.call, "after_step", run))
         self.in_flight = StepsInFlight(job.task.train.max_inflight_steps, report)
-        run.window = self._parts.window
         run.waits_for_devices = lambda: self.in_flight.is_waiting
-
-    def close(self) -> None:
-        """Ends what watches the devices."""
-        self._parts.close()
 
     def use(self, compiled: CompiledTrainStep) -> None:
         """Takes the next steps with this program."""
@@ -65,27 +53,25 @@ class StepTaker:
         Returns:
           The batch; None if the input has ended.
         """
-        run, parts = self._run, self._parts
+        run, watch = self._run, self._watch
         run.begin(f"training step {run.step + 1}", "input")
-        parts.begin(run.activity[1], batches.seconds_for_others)
+        watch.begin(run.activity[1], batches.seconds_for_others)
         prefetched = next(batches, None)
-        parts.took_input(run.times.begin("step"), batches.seconds_for_others)
+        watch.took_input(run.times.begin("step"), batches.seconds_for_others)
         if prefetched is None:
             logging.warning("%s after step %d of %d", INPUT_ENDED, run.step, run.num_steps)
             run.stop(INPUT_ENDED)
             return None
-        parts.dispatching()
-        run.state, packed = self._repeats.take(self._compiled.fn, run, self._key, prefetched.batch)
+        run.state, packed = watch.take(self._compiled.fn, run, self._key, prefetched.batch)
         run.step += 1
         run.dispatched = prefetched.batch
-        parts.dispatched(run.step, packed)
         self._callbacks.call("after_dispatch", run, run.step)
-        parts.waits()
+        watch.waits()
         # The host waits for an older step, never for the one it just dispatched.
         self.in_flight.add(run.step, packed)
         return prefetched.batch
 
     def drain(self) -> None:
         """Waits for every step in flight."""
-        self._parts.end()
+        self._watch.end()
         self.in_flight.drain()

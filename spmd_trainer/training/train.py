@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 from absl import logging
@@ -21,24 +22,14 @@ from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.metrics.writers import SummaryError, SummaryWriters
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
-from spmd_trainer.tracking.tracking import trackers_last
 from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import elastic, ending, garbage, run_directory, start_up
+from spmd_trainer.training import elastic, ending, garbage, rooms, run_directory, start_up
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.periodic import PeriodicWork
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.schedule import Schedule
 from spmd_trainer.training.signals import SaveRequest, save_requests
 from spmd_trainer.training.step_taker import INPUT_ENDED, StepTaker
-from spmd_trainer.watch import link
-from spmd_trainer.watch.invalid_batches import InvalidBatches
-from spmd_trainer.watch.loss_spikes import LossSpikes
-from spmd_trainer.watch.profiler import Profiler
-from spmd_trainer.watch.progress import ProgressLines
-from spmd_trainer.watch.replica_check import ReplicaCheck
-from spmd_trainer.watch.run_page import RunPage
-from spmd_trainer.watch.run_times import LastTimes, TimeRecord
-from spmd_trainer.watch.watchdog import HangError, Watchdog
 
 # How long a callback of a run that hangs may take, a save in progress included.
 _LONGEST_FAILURE_SECONDS = 60.0
@@ -80,7 +71,7 @@ def train(job: Job) -> TrainResult:
         request = stack.enter_context(save_requests(exit_after_ondemand_checkpoint=leaves))
         run, callbacks, checkpoints = stack.enter_context(_open_run(job))
         work = PeriodicWork(job, run, callbacks)
-        steps = stack.enter_context(contextlib.closing(StepTaker(job, run, callbacks)))
+        steps = StepTaker(job, run, callbacks)
         compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, stack)
         batch, leave = None, bool(run.stop_reason)
         steps.use(compiled)
@@ -154,20 +145,21 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
     lock = locked(config.job_log_dir) if jax.process_index() == 0 else contextlib.nullcontext()
     with lock as check_owner, contextlib.closing(run.summaries):
         checkpoints = Checkpoints(check_owner or (lambda: None))
-        callbacks = CallbackList(_callbacks(job, checkpoints, lambda error: _end_hanging(run, callbacks, error)))
+        callbacks = CallbackList(_callbacks(job, checkpoints))
+        run.fail = functools.partial(_end_hanging, run, callbacks)
         try:
             callbacks.call("on_open", run)
             yield run, callbacks, checkpoints
         except BaseException as error:
             if isinstance(error, SummaryError) and run.saves and run.step > run.first_step and jax.process_count() == 1:
                 _save_without_summaries(run, checkpoints)
-            if isinstance(error, Exception) and not link.job.leaving.is_set():
+            if isinstance(error, Exception) and not run.hangs:
                 run_directory.mark_failure(config.job_log_dir, run.step, error)
             callbacks.fail(run, error)
             raise
 
 
-def _end_hanging(run: Run, callbacks: CallbackList, error: HangError) -> None:
+def _end_hanging(run: Run, callbacks: CallbackList, error: Exception) -> None:
     """Does for a run that hangs what is done for one that fails; the loop itself may be blocked for ever."""
     run_directory.mark_failure(run.job_log_dir, run.step, error)
     callbacks.fail(run, error, seconds=_LONGEST_FAILURE_SECONDS)
@@ -207,28 +199,18 @@ def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
         logging.exception("step %d could not be saved either", run.step)
 
 
-def _callbacks(job: Job, checkpoints: Checkpoints, fail: Callable[[HangError], None]) -> list[Callback]:
-    """Returns a run's callbacks in order: those that write come after those that say, and trackers send what was written."""
-    policy = job.config.failure_policy
+def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
+    """Returns a run's callbacks. Those of the same turn are called in this order."""
     own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *job.config.callbacks]
-    others, tracking = trackers_last(own, job.config.track)
-    times = TimeRecord()
+    watch, tracking = rooms.find("watch.run"), rooms.find("tracking.tracking")
     return [
-        Watchdog(policy.watchdog_seconds, hang_seconds=policy.hang_seconds, fail=fail),
-        InvalidBatches(),  # before the one that may end the run
-        InvalidSteps(stop=policy.stop_on_invalid_step),
-        LossSpikes(),
-        ReplicaCheck(policy.check_replicas_every),
-        ProgressLines(Schedule.of_run(job.config).upcoming),
-        Profiler(),
-        EarlyStop(),
-        *others,
         Summaries(),
         checkpoints,
-        times,
-        RunPage(),
-        *tracking,
-        LastTimes(times),
+        InvalidSteps(stop=job.config.failure_policy.stop_on_invalid_step),
+        *(watch.of_run(job) if watch else ()),
+        EarlyStop(),
+        *own,
+        *(tracking.of_run(own, job.config.track) if tracking else ()),
     ]
 
 

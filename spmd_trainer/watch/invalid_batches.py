@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.callbacks.invalid_steps import is_finite, is_valid
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.sharding.variables import named_leaves
@@ -31,6 +31,8 @@ class InvalidBatches(Callback):
     A valid step costs an entry in a list. Each process writes its own rows: `replay/step_N/process_I.npz`. A directory gets
     `MAX_BATCHES` of them; later invalid steps are replayed from the input.
     """
+
+    turn = Turn.FIRST  # before the callback that may end the run at an invalid step
 
     def __init__(self) -> None:
         self._in_flight: collections.deque[tuple[int, PyTree]] = collections.deque()

@@ -6,7 +6,7 @@ memory is broken, or that the program is not deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from absl import logging
 from jax.sharding import NamedSharding
 
 from spmd_trainer.callbacks.base import Run
+from spmd_trainer.callbacks.step_watch import StepFn
 from spmd_trainer.metrics.packing import Packed
 from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.sharding.variables import named_leaves
@@ -47,7 +48,7 @@ class RepeatCheck:
 
     def take(
         self,
-        fn: Callable[[TrainState, jax.Array, PyTree], tuple[TrainState, Packed]],
+        fn: StepFn,
         run: Run,
         prng_key: jax.Array,
         batch: PyTree,

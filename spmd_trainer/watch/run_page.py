@@ -5,13 +5,15 @@ from __future__ import annotations
 import jax
 from absl import logging
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.storage.run_files import PAGE, has_run
 from spmd_trainer.watch.pages import run_page
 
 
 class RunPage(Callback):
     """Writes `run.html` into the run's directory. That it can't be written is a warning: the run is what matters."""
+
+    turn = Turn.WRITES
 
     def on_failure(self, run: Run, error: BaseException) -> None:
         """Writes the page of a run that has failed, if it had begun."""

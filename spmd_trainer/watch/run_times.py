@@ -6,7 +6,7 @@ import time
 
 import jax
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.run_times import RunTimesFile
 from spmd_trainer.storage.run_files import has_run
@@ -24,6 +24,8 @@ class TimeRecord(Callback):
 
     The file stays small: within months of training it gets some thousand lines, besides those of the pauses.
     """
+
+    turn = Turn.WRITES
 
     def __init__(self) -> None:
         self._file: RunTimesFile | None = None
@@ -89,7 +91,9 @@ class TimeRecord(Callback):
 
 
 class LastTimes(Callback):
-    """Comes after all other callbacks: lets a `TimeRecord` add what the page and the trackers have taken."""
+    """Lets a `TimeRecord` add what the page and the trackers have taken."""
+
+    turn = Turn.LAST
 
     def __init__(self, record: TimeRecord) -> None:
         self._record = record

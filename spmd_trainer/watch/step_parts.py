@@ -14,7 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
+from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.step_watch import StepFn, StepWatch
+from spmd_trainer.metrics.packing import Packed, Scalars
+from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.watch.device_watch import Clock, DeviceWatch
+from spmd_trainer.watch.repeat_check import RepeatCheck
 
 # Steps of a window.
 WINDOW = 20
@@ -56,15 +63,12 @@ def spread(values: Iterable[float]) -> list[float]:
     return [round(value, 6) for value in found]
 
 
-class StepParts:
-    """Takes the times of the training loop. Each method reads a clock once or twice.
-
-    The loop calls `begin`, `took_input`, `dispatching`, `dispatched` and `waits` in this order for each step, and hands
-    out scalars through what `reports` returns.
-    """
+class StepParts(Callback, StepWatch):
+    """Takes the times of the training loop. Each method reads a clock once or twice."""
 
     def __init__(
         self,
+        repeats: RepeatCheck | None = None,
         watch: DeviceWatch | None = None,
         clock: Clock = time.monotonic,
         cpu_clock: Clock = time.thread_time,
@@ -72,10 +76,12 @@ class StepParts:
         """Begins with no step.
 
         Args:
-          watch: looks at the devices; None for none. Closed by `close`.
+          repeats: takes the steps, some of them twice; None takes each once.
+          watch: looks at the devices; None for none, unless the run has several processes. Closed at the end of the run.
           clock: returns the time in seconds, as `time.monotonic`.
           cpu_clock: returns the CPU seconds of the calling thread, as `time.thread_time`.
         """
+        self._repeats = repeats or RepeatCheck(0)
         self._watch = watch
         self._clock, self._cpu_clock = clock, cpu_clock
         self._steps: collections.deque[Parts] = collections.deque(maxlen=_KEPT)
@@ -86,6 +92,23 @@ class StepParts:
         self._mark = self._cpu_mark = 0.0
         self._packed: Any = None
         self._step_seconds = 0.0
+
+    def on_open(self, run: Run) -> None:
+        """Follows the run's steps. Only several processes need to know what their devices take: to be compared."""
+        run.step_watch = self
+        if self._watch is None and jax.process_count() > 1:
+            self._watch = DeviceWatch.of(run.mesh.local_devices)
+
+    def on_failure(self, run: Run, error: BaseException) -> None:
+        """Ends what watches the devices."""
+        del error
+        self.on_end(run)
+
+    def on_end(self, run: Run) -> None:
+        """Ends what watches the devices."""
+        del run
+        if self._watch is not None:
+            self._watch.close()
 
     def begin(self, began: float, for_others: float) -> None:
         """Notes that the step before has ended, and that the loop asks for the next batch.
@@ -104,6 +127,17 @@ class StepParts:
             wait = now - self._began
             own = max(0.0, wait - (for_others - self._for_others))
             self._own_input, self._waited = own, wait - own
+
+    def take(self, fn: StepFn, run: Run, prng_key: jax.Array, batch: PyTree) -> tuple[TrainState, Packed]:
+        """Takes the step after `run.step`, and the times of its dispatch. Arguments as in `StepWatch.take`.
+
+        Raises:
+          RepeatError: the step was taken twice and gave other bits.
+        """
+        self.dispatching()
+        state, packed = self._repeats.take(fn, run, prng_key, batch)
+        self.dispatched(run.step + 1, packed)
+        return state, packed
 
     def dispatching(self) -> None:
         """Notes that the compiled step is about to be called."""
@@ -130,10 +164,10 @@ class StepParts:
         """Notes that the loop is about to wait for the scalars of an older step."""
         self._mark = self._clock()
 
-    def reports(self, report: Callable[[int, Any], object]) -> Callable[[int, Any], None]:
+    def reports(self, report: Callable[[int, Scalars], object]) -> Callable[[int, Scalars], None]:
         """Returns `report`, which takes a step's scalars when the wait for them has ended; what it does is the host's own."""
 
-        def timed(step: int, scalars: Any) -> None:
+        def timed(step: int, scalars: Scalars) -> None:
             self._waited += self._clock() - self._mark
             report(step, scalars)
             self._mark = self._clock()
@@ -178,11 +212,6 @@ class StepParts:
             "dry": round(statistics.fmean(list(watch.dry)), 3) if watch and watch.dry else None,
             "windows": windows,
         }
-
-    def close(self) -> None:
-        """Ends the watch."""
-        if self._watch is not None:
-            self._watch.close()
 
 
 def _ends(steps: Sequence[Parts]) -> list[int]:

@@ -6,13 +6,13 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from absl import logging
 from etils import epath
 
 from spmd_trainer import multihost
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.callbacks.bounded import within
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.live_status import live
@@ -50,12 +50,14 @@ class HangError(UserError):
 class Watchdog(Callback):
     """Beats, and watches the beats of all processes, from threads of its own, from `on_open` to the end of the run."""
 
+    turn = Turn.FIRST
+
     def __init__(
         self,
         seconds: float = 600.0,
         *,
         hang_seconds: float = 0.0,
-        fail: Callable[[HangError], object] = lambda error: None,
+        window: Callable[[], Mapping[str, object] | None] = lambda: None,
         report: Callable[[str], object] = logging.error,
         job: link.JobLink = link.job,
     ):
@@ -66,7 +68,7 @@ class Watchdog(Callback):
             reports none.
           hang_seconds: after so long the process ends with `link.STATUS_HANG`; 0 for never. Before its first step the time is
             `_FIRST_STEP` times as long.
-          fail: does what is to be done for a run that has failed. It may take `_LAST_SECONDS`.
+          window: returns the times of this process's last steps, for `slow.judge`; see `StepParts.window`. Any thread asks.
           report: takes the text of a report.
           job: how this process leaves its job.
 
@@ -77,7 +79,8 @@ class Watchdog(Callback):
             if value < 0:
                 raise ValueError(f"{name}={value}; give a number of seconds, or 0 to switch it off")
         self._seconds, self._hang_seconds = seconds, hang_seconds
-        self._fail, self._report, self._job = fail, report, job
+        self._report, self._job = report, job
+        self._window = window
         self._next = seconds
         self._count, self._index = 1, 0
         self._finished = 0
@@ -206,7 +209,7 @@ class Watchdog(Callback):
             phase="; ".join(phase.what for phase in phases),
             batches=sum(phase.batches or 0 for phase in phases),
             input_seconds=round(run.times.seconds()["input"], 3),
-            window=run.window(),
+            window=self._window(),
             stacks=self._stacks_if_behind(),
         )
 
@@ -241,13 +244,14 @@ class Watchdog(Callback):
 
     def _end(self, digest: Digest, run: Run) -> None:
         """Ends this process with what can still be written. Returns only if ending fails."""
+        run.hangs = True
         self._job.begin_to_leave()
         limit = f"--hang_seconds={self._hang_seconds:g}"
         if not self._finished:
             limit += f", {_FIRST_STEP} times before the first step"
         self._say(digest, run, f"{limit}; this process ends")
         why = f"no progress for {digest.still:.0f} s ({limit}): {digest.text}"
-        within(_LAST_SECONDS, "the last work of a run that hangs", lambda: self._fail(HangError(why)))
+        within(_LAST_SECONDS, "the last work of a run that hangs", lambda: run.fail(HangError(why)))
         time.sleep(_TURNS * self._period)
         self._job.leave(why, is_behind=not digest.behind or self._index in digest.behind)
 

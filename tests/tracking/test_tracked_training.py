@@ -17,11 +17,14 @@ from tracking_helpers import wandb_history, wandb_records
 from trained_helpers import make_job, restored
 
 from spmd_trainer.callbacks import Callback, CallbackError
+from spmd_trainer.callbacks.base import CallbackList
+from spmd_trainer.callbacks.summaries import Summaries
 from spmd_trainer.errors import UserError
 from spmd_trainer.tracking import tracking as tracking_lib
-from spmd_trainer.tracking.tracking import Tracking, trackers_last
+from spmd_trainer.tracking.tracking import Tracking, of_run
 from spmd_trainer.tracking.variable_histograms import VariableHistograms
 from spmd_trainer.training import train
+from spmd_trainer.watch import run as watch_run
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")
@@ -259,11 +262,20 @@ def test_wrong_arguments(arguments, message):
 
 def test_the_flag_opens_no_tracker_twice():
     own = Tracking(["wandb"], project="mine")
-    others, tracking = trackers_last([own, Killed()], ["mlflow", "wandb"])
-    assert [type(other) for other in others] == [Killed]
-    assert [callback.names for callback in tracking] == [("wandb",), ("mlflow",)]
-    assert trackers_last([own], ["wandb"]) == ([], [own])
-    assert trackers_last([], []) == ([], [])
+    assert [callback.names for callback in of_run([own, Killed()], ["mlflow", "wandb"])] == [("mlflow",)]
+    assert of_run([own], ["wandb"]) == []
+    assert of_run([], []) == []
+
+
+def test_trackers_come_after_what_writes_wherever_they_are_given(tmp_path):
+    own = Tracking(["tensorboard"])
+    others = [own, Killed(), *watch_run.of_run(make_job(tmp_path))]
+    after = CallbackList([Summaries(), *others, *of_run(others, ["mlflow"])]).callbacks
+    names = [type(callback).__name__ for callback in after]
+    assert names[:2] == ["Watchdog", "InvalidBatches"]
+    assert names.index("Killed") < names.index("Summaries")
+    assert names[-6:] == ["Summaries", "TimeRecord", "RunPage", "Tracking", "Tracking", "LastTimes"]
+    assert after[-3] is own
 
 
 @pytest.mark.full

@@ -14,9 +14,10 @@ from spmd_trainer import experiment_registry
 from spmd_trainer.callbacks import Callback
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import text
-from spmd_trainer.training import step_taker, train
+from spmd_trainer.training import train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.watch import run as watch_run
 from spmd_trainer.watch.device_watch import DeviceProbe, DeviceWatch, HostProbe
 from spmd_trainer.watch.step_parts import WINDOW, Parts, StepParts, spread
 
@@ -62,12 +63,12 @@ def taken(tmp_path, monkeypatch):
     def run(experiment=StdlibBytesTiny, callbacks=()):
         kept = []
 
-        def keep(_):
+        def keep(repeats):
             watch = DeviceWatch.of(jax.local_devices())
-            kept.append((StepParts(watch), watch))
+            kept.append((StepParts(repeats, watch), watch))
             return kept[0][0]
 
-        monkeypatch.setattr(step_taker, "StepParts", keep)
+        monkeypatch.setattr(watch_run, "StepParts", keep)
         SlowInput.given = 0
         config = make_run_config(
             experiment,
@@ -134,7 +135,7 @@ class Clock:
 
 def test_what_the_loop_waits_for_others_is_not_its_own():
     clock, cpu = Clock(), Clock()
-    parts = StepParts(None, clock, cpu)
+    parts = StepParts(clock=clock, cpu_clock=cpu)
     report = parts.reports(lambda step, scalars: setattr(clock, "now", clock.now + 0.5))
     parts.begin(0.0, 7.0)
     clock.now = 3.0

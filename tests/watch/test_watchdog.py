@@ -28,7 +28,7 @@ def run(tmp_path):
         step=3,
         input=None,
         waits_for_devices=lambda: False,
-        window=lambda: None,
+        hangs=False,
         job_log_dir=epath.Path(tmp_path),
     )
 
@@ -128,7 +128,8 @@ class Job(JobLink):
 
 def test_a_hang_does_the_last_work_and_leaves(run):
     job, errors = Job(), []
-    watchdog = Watchdog(0, hang_seconds=0.1, fail=errors.append, report=lambda text: None, job=job)
+    run.fail = errors.append
+    watchdog = Watchdog(0, hang_seconds=0.1, report=lambda text: None, job=job)
     watchdog.after_step(run, 3, None)
     watchdog.on_open(run)
     try:
@@ -144,12 +145,14 @@ def test_a_hang_does_the_last_work_and_leaves(run):
     assert isinstance(errors[0], HangError)
     assert errors[0].exit_status == STATUS_HANG
     assert job.leaving.is_set()
+    assert run.hangs
 
 
 def test_work_that_never_ends_does_not_keep_a_hanging_run(run, monkeypatch):
     monkeypatch.setattr("spmd_trainer.watch.watchdog._LAST_SECONDS", 0.05)
     job, never = Job(), threading.Event()
-    watchdog = Watchdog(0, hang_seconds=0.1, fail=lambda error: never.wait(), report=lambda text: None, job=job)
+    run.fail = lambda error: never.wait()
+    watchdog = Watchdog(0, hang_seconds=0.1, report=lambda text: None, job=job)
     watchdog.after_step(run, 3, None)
     watchdog.on_open(run)
     try:

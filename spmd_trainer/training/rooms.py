@@ -1,0 +1,15 @@
+"""Rooms outside of the core. A run uses those that are there, and trains without the others."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+
+def find(module: str) -> ModuleType | None:
+    """Imports a module of a room, e.g. 'watch.run'. Returns None if its whole room is absent."""
+    room, *_ = module.split(".")
+    if importlib.util.find_spec(f"spmd_trainer.{room}") is None:
+        return None
+    return importlib.import_module(f"spmd_trainer.{module}")
