@@ -270,15 +270,15 @@ def _port(module: str | None) -> NoReturn:
 
 def _page(more_directories: Sequence[str]) -> None:
     """Writes or serves the page of the runs in --job_log_dir and in the directories that are given as arguments."""
-    from spmd_trainer.training import run_page
+    from spmd_trainer.watch.pages import page_mode
 
     first = [flags.FLAGS.job_log_dir] if flags.FLAGS.job_log_dir else []
     if flags.FLAGS.page_file and flags.FLAGS.follow:
         raise UserError("--follow writes no file: leave --page_file out")
     if flags.FLAGS["port"].present and not flags.FLAGS.follow:
         raise UserError("--port goes with --follow")
-    run_page.show(
-        run_page.PageRequest([*first, *more_directories], flags.FLAGS.page_file, flags.FLAGS.follow, flags.FLAGS.port)
+    page_mode.show(
+        page_mode.PageRequest([*first, *more_directories], flags.FLAGS.page_file, flags.FLAGS.follow, flags.FLAGS.port)
     )
 
 

@@ -88,7 +88,7 @@ MODES = {
     "data": Mode(
         "Print the first rows of each dataset: their text, with the labels that count in the loss in colour (in brackets if the "
         "output is not a terminal), how long their segments are, and how much is padding.",
-        "training.show_data",
+        "watch.pages.show_data",
         "show_data",
         has_run=False,
     ),
@@ -117,7 +117,7 @@ MODES = {
     "page": Mode(
         "Write a page with the curves, times, samples and settings of the run in --job_log_dir: run.html. More directories may "
         "follow as arguments; their runs are compared. Needs no --exp. Training writes it too, at its end.",
-        "training.run_page",
+        "watch.pages.page_mode",
         "show",
         has_run=False,
     ),

@@ -21,7 +21,6 @@ from spmd_trainer.errors.installation import installed_version
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.text_base import TokenizedFiles
 from spmd_trainer.models.base import vocabulary_size
-from spmd_trainer.planner.topologies import topology_devices
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.sharding.report_inputs import InputLayout
 from spmd_trainer.step import pjit
@@ -30,7 +29,7 @@ from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.step.state_layout import StateMetadata
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree
-from spmd_trainer.training import config_file, reference_files
+from spmd_trainer.training import config_file, reference_files, rooms
 from spmd_trainer.training.run_config import RunConfig
 
 
@@ -83,7 +82,7 @@ class Job:
             shapes = _declared_inputs(config.experiment.experiment)
             check_overrides(config.experiment.experiment)
             task = tasks_lib.build_task(config.experiment.task_p)
-            devices = topology_devices(config.topology, config.num_slices) if config.topology else None
+            devices = _topology_devices(config.topology, config.num_slices) if config.topology else None
             partitioner = make_partitioner(config.experiment.experiment)
             if config.num_minibatches is not None:
                 partitioner.num_minibatches = config.num_minibatches
@@ -240,6 +239,11 @@ def _use_mesh(
     else:
         what = f"{count_text(count, 'device')} ({device.device_kind})"
     logging.info("%s: mesh %s on %s, %s", experiment.label, mesh_text(choice.mesh.shape), what, choice.reason)
+
+
+def _topology_devices(topology: str, num_slices: int) -> Sequence[jax.Device]:
+    devices: Sequence[jax.Device] = rooms.need("planner.topologies").topology_devices(topology, num_slices)
+    return devices
 
 
 def _declared_inputs(experiment: BaseExperiment) -> PyTree:

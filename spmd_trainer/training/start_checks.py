@@ -26,8 +26,7 @@ from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.optim.learner import MultiOptimizerLearner, has_ema
 from spmd_trainer.step import step_fns
 from spmd_trainer.storage import access
-from spmd_trainer.tracking import registry as trackers
-from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, export, run_directory
+from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, export, rooms, run_directory
 from spmd_trainer.training.ending import TIMING
 
 if TYPE_CHECKING:
@@ -114,7 +113,8 @@ def check_settings(config: RunConfig) -> None:
     """
     resolved, mode = config.experiment, config.mode
     task_p = resolved.task_p
-    trackers.check(config.track, "--track")
+    if config.track:
+        rooms.need("tracking.registry").check(config.track, "--track")
     _check_numbers(task_p)
     _check_averages(task_p, mode)
     if mode == "eval" and not resolved.config.eval_datasets:

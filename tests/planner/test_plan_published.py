@@ -68,6 +68,6 @@ def test_building_a_job_says_that_a_compiler_is_missing(monkeypatch):
     def devices(topology, num_slices):
         raise MissingCompilerError("no TPU compiler")
 
-    monkeypatch.setattr(job, "topology_devices", devices)
+    monkeypatch.setattr(job, "_topology_devices", devices)
     with pytest.raises(MissingCompilerError, match="no TPU compiler"):
         plan_published.estimate(NAMES[0], plan_published.RUNS[NAMES[0]], None)

@@ -182,7 +182,7 @@ def test_a_search_starts_from_a_mesh_that_the_topology_allows(tmp_path, monkeypa
     config = make_run_config(EXPERIMENT, tmp_path, mode="plan", search=("mesh",))
     with raises_naming(UserError, refusal):
         plan_search.build_job(config)  # without a topology there is no search
-    monkeypatch.setattr(job_module, "topology_devices", lambda topology, slices: jax.devices())
+    monkeypatch.setattr(job_module, "_topology_devices", lambda topology, slices: jax.devices())
     found = plan_search.build_job(dataclasses.replace(config, topology="h100:1x8"))
     assert dict(found.partitioner.mesh_shape()) == {"replica": 2, "data": 4, "mdl": 1}
     with raises_naming(UserError, refusal):

@@ -13,7 +13,7 @@ from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ArrayInput, ChatInput, TextInput
-from spmd_trainer.training import show_data
+from spmd_trainer.watch.pages import show_data
 
 PLAIN = show_data.Style(colours=False)
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"

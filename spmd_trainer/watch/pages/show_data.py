@@ -18,9 +18,10 @@ from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.packed_text import PackedRows
 from spmd_trainer.sharding.messages import count_text, table_lines
 from spmd_trainer.storage import files
-from spmd_trainer.training import corpus_summary, data_page, reference_files
+from spmd_trainer.training import reference_files
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_directory import report_directory
+from spmd_trainer.watch.pages import corpus_summary, data_page
 
 # Rows that are shown of each dataset, and characters of a row's text.
 _ROWS, _CHARACTERS = 4, 8000
@@ -212,7 +213,7 @@ def _spell(source: Any, tokens: np.ndarray) -> str:
         return tokenizer.spell(tokens)
     if hasattr(source, "ids_to_strings"):
         (text,) = source.ids_to_strings(tokens[None], [len(tokens)])
-        return text
+        return str(text)
     return "".join(f"{token} " for token in tokens)
 
 

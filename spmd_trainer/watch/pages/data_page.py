@@ -6,8 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 
 from spmd_trainer.sharding import page
-from spmd_trainer.training.corpus_summary import CorpusSummary, SourceSummary
 from spmd_trainer.watch.pages import shared
+from spmd_trainer.watch.pages.corpus_summary import CorpusSummary, SourceSummary
 
 FILE = "data.html"
 _STYLE = """

@@ -3,8 +3,8 @@
 import pytest
 from browser_helpers import chromium, needs_chromium
 
-from spmd_trainer.training import data_page
-from spmd_trainer.training.corpus_summary import CorpusSummary, SourceSummary
+from spmd_trainer.watch.pages import data_page
+from spmd_trainer.watch.pages.corpus_summary import CorpusSummary, SourceSummary
 
 SUMMARY = CorpusSummary(
     sources=(

@@ -14,9 +14,10 @@ from spmd_trainer.callbacks import Callback, CallbackError
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.run_times import goodput, read_run_times
 from spmd_trainer.tracking.tracking import Tracking
-from spmd_trainer.training import phases, run_page, train
-from spmd_trainer.training.run_page import PageRequest
+from spmd_trainer.training import phases, train
+from spmd_trainer.watch.pages import page_mode
 from spmd_trainer.watch.pages import run_page as pages
+from spmd_trainer.watch.pages.page_mode import PageRequest
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")
@@ -143,14 +144,14 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog
 
 def test_where_the_page_is_written(tmp_path, capsys):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
-    run_page.show(PageRequest([str(one)]))
+    page_mode.show(PageRequest([str(one)]))
     assert capsys.readouterr().out == f"{one / 'run.html'}\n"
     before = (one / "run.html").read_text()
-    run_page.show(PageRequest([str(one), str(other)]))
+    page_mode.show(PageRequest([str(one), str(other)]))
     assert capsys.readouterr().out == f"{one / 'compare.html'}\n"
     assert (one / "run.html").read_text() == before
     assert len(data_of(one / "compare.html")["runs"]) == 2
-    run_page.show(PageRequest([str(one)], file=str(tmp_path / "new" / "mine.html")))
+    page_mode.show(PageRequest([str(one)], file=str(tmp_path / "new" / "mine.html")))
     assert (tmp_path / "new" / "mine.html").exists()
 
 
@@ -167,4 +168,4 @@ def test_where_the_page_is_written(tmp_path, capsys):
 def test_what_cannot_be_shown_is_refused(tmp_path, request_of, facts):
     run = make_run(tmp_path / "one")
     with raises_naming(UserError, *facts):
-        run_page.show(request_of(run))
+        page_mode.show(request_of(run))
