@@ -1,15 +1,28 @@
-"""Which kernels a job's attention layers use, without compiling its step."""
+"""Which kernels a job's attention layers use."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 
-from spmd_trainer.kernels import kernels
 from spmd_trainer.step import step_fns
 from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import rooms
 from spmd_trainer.training.job import Job
+
+_T = TypeVar("_T")
+
+
+def traced(trace: Callable[[], _T]) -> tuple[_T, list[str]]:
+    """Returns what `trace` returns, and a line for each choice of a kernel while it traced a program."""
+    kernels = rooms.find("kernels.kernels")
+    if kernels is None:
+        return trace(), []
+    with kernels.recording() as recorded:
+        result = trace()
+    return result, kernels.choice_lines(recorded)
 
 
 def of_forward_pass(job: Job) -> list[str]:
@@ -30,8 +43,10 @@ def of_forward_pass(job: Job) -> list[str]:
         return None, step_fns.forward(task, state.mdl_vars, prng_key, inputs, hparams, do_eval=False)[0].loss
 
     partitioner = job.partitioner
-    with kernels.recording() as recorded:
+
+    def trace() -> None:
         step = partitioner.partition(forward, job.inputs_shape_dtype, is_eval=True)
         inputs = partitioner.abstract_inputs(step)
         step.fn.lower(partitioner.abstract_state(with_opt_states=False), job.abstract_prng_key, inputs)
-    return kernels.choice_lines(recorded)
+
+    return traced(trace)[1]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.callbacks import Callback
 from spmd_trainer.errors import UserError
-from spmd_trainer.lm_eval.settings import LmEvalSettings
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.experiment_config import ResolvedExperiment
 from spmd_trainer.training.xla_flags import Options
+
+if TYPE_CHECKING:
+    from spmd_trainer.lm_eval.settings import LmEvalSettings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,10 @@ from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors.plan_versions import library_versions
 from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.kernels import kernels
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.step import step_fns
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import elastic, first_batch, reference_logps, run_directory, xla_flags
+from spmd_trainer.training import attention_kernels, elastic, first_batch, reference_logps, run_directory, xla_flags
 from spmd_trainer.training.agreed_input import agree_on_input
 from spmd_trainer.training.initial_state import first_state
 from spmd_trainer.training.job import Job, vocabulary_size
@@ -164,14 +163,18 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         state, output = step_fns.train_step(*args)
         return state, packing.pack(output)
 
-    with Phase("compiling the train step"), kernels.recording() as attention:
+    def lower() -> jax.stages.Lowered:
         partitioner = job.partitioner
         partitioned = partitioner.partition(step, job.inputs_shape_dtype, is_eval=False)
         inputs = partitioner.abstract_inputs(partitioned)
-        lowered = partitioned.fn.lower(partitioner.abstract_state(), job.abstract_prng_key, inputs)
+        lowered: jax.stages.Lowered = partitioned.fn.lower(partitioner.abstract_state(), job.abstract_prng_key, inputs)
+        return lowered
+
+    with Phase("compiling the train step"):
+        lowered, attention = attention_kernels.traced(lower)
         flags = _flags(job)
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
-    return CompiledTrainStep(compiled, packing, kernels.choice_lines(attention), flags)
+    return CompiledTrainStep(compiled, packing, attention, flags)
 
 
 def _flags(job: Job) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: what they share, and the page of one or more runs.
+"""Self-contained HTML pages: what they share, the page of one or more runs, and the page of data.
 
 page.css, page.js           what all pages share: the look, elements and numbers
 run_page.py                 the page of runs; its parts are run_page.html, run_page.css, run_curves.js, run_parts.js, run_page.js
@@ -6,6 +6,8 @@ run_data.py                 what that page shows of some runs; run_reader.py, of
 run_scalars.py              reads a run's scalars, also while it writes, and thins them; run_charts.py chooses the curves
 run_samples.py, run_logs.py read what was decoded, and the warnings of the logs
 follow.py                   serves the page of a run that goes on
+page_mode.py                `--mode=page`: writes or serves the page of runs
+show_data.py                `--mode=data`: prints rows of each dataset; corpus_summary.py measures corpora, data_page.py is their page
 vendor/                     uPlot, which draws the curves
 """
 

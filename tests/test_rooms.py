@@ -1,0 +1,105 @@
+"""The core trains without the other rooms: each is left out of a copy of the package in turn, and all of them at once."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
+CORE = {
+    *(
+        "sharding",
+        "multihost",
+        "storage",
+        "models",
+        "optim",
+        "step",
+        "checkpointing",
+        "metrics",
+        "training",
+        "callbacks",
+    ),
+    *("errors", "inputs", "base_experiment", "tasks_lib", "train_states", "experiment_registry", "__init__"),
+}
+# The core's steps and its sources of checkpoints still name these.
+NEEDED = {"decoder", "hf", "kernels", "pax", "tasks"}
+OTHERS = sorted(
+    {path.stem for path in ROOT.iterdir() if path.is_dir() or path.suffix == ".py"} - CORE - NEEDED - {"__pycache__"}
+)
+
+TRAINS = """
+import importlib.util, pathlib, sys
+directory, *absent = sys.argv[1:]
+for room in absent:
+    assert importlib.util.find_spec(f"spmd_trainer.{room}") is None, room
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from praxis import pax_fiddle
+
+from spmd_trainer import base_experiment, models, tasks_lib
+from spmd_trainer.inputs import ArrayInput
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.training.train import train
+
+def rows():
+    x = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x)}
+
+def loss(outputs, batch):
+    squared = jnp.mean((outputs - batch["y"]) ** 2, axis=-1)
+    return {"loss": (jnp.mean(squared), jnp.asarray(squared.size, jnp.float32))}
+
+class Tiny(base_experiment.BaseExperiment):
+    def datasets(self):
+        return [pax_fiddle.Config(ArrayInput, name="train", is_training=True, arrays=rows, batch_size=16)]
+
+    def task(self):
+        model = pax_fiddle.Config(models.NnxModel, inputs="x", loss=loss)
+        model.module = pax_fiddle.Config(nnx.Linear, in_features=6, out_features=6)
+        model.mesh_axis_names, model.ici_mesh_shape = ["data", "mdl"], [4, 2]
+        task_p = pax_fiddle.Config(tasks_lib.SingleTask, name="tiny", model=model)
+        task_p.train.num_train_steps = 3
+        task_p.train.learner.loss_name = "loss"
+        task_p.train.learner.optimizer = optax.adam(0.1)
+        return task_p
+
+assert jax.device_count() == 8
+result = train(Job.build(make_run_config(Tiny, directory)))
+assert result.step == 3 and np.isfinite(result.metrics["loss"])
+assert (pathlib.Path(directory) / "checkpoints" / "3").is_dir()
+# From its own checkpoint, and no step more.
+assert train(Job.build(make_run_config(Tiny, directory))).step == 3
+"""
+
+
+@pytest.mark.parametrize(
+    "absent", [OTHERS, *(pytest.param([room], marks=pytest.mark.full) for room in OTHERS)], ids=["all", *OTHERS]
+)
+def test_a_tiny_model_trains_without(tmp_path, absent):
+    package = tmp_path / "trainer" / "spmd_trainer"
+    package.mkdir(parents=True)
+    for path in ROOT.iterdir():
+        if path.stem not in {*absent, "__pycache__"}:
+            (package / path.name).symlink_to(path)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(package.parent),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINS, str(tmp_path / "run"), *absent],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
