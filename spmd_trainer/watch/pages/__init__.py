@@ -7,7 +7,7 @@ run_scalars.py              reads a run's scalars, also while it writes, and thi
 run_samples.py, run_logs.py read what was decoded, and the warnings of the logs
 follow.py                   serves the page of a run that goes on
 page_mode.py                `--mode=page`: writes or serves the page of runs
-show_data.py                `--mode=data`: prints rows of each dataset; corpus_summary.py measures corpora, data_page.py is their page
+show_data.py                `--mode=data`: rows of each dataset; corpus_summary.py measures corpora, data_page.py is their page
 vendor/                     uPlot, which draws the curves
 """
 
