@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
-from spmd_trainer.storage import reading
 from spmd_trainer.storage.paths import file_or_pattern
 
 if TYPE_CHECKING:
@@ -274,7 +273,8 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool) -> ChatTe
     elif "{" in given:
         name, text = "chat_template", given
     else:
-        name, text = f"the chat template {given}", _read(given)
+        path = file_or_pattern("chat_template", given)
+        name, text = f"the chat template {given}", files.read_text(path, f"chat_template={path!r}")
     tokens = tokenizer.special_tokens if isinstance(tokenizer, HuggingFaceTokenizer) else {}
     return ChatTemplate(text, name=name, special_tokens=tokens)
 
@@ -300,15 +300,3 @@ def _formatted(now: datetime.datetime | None, form: str) -> str:
             "e.g. '2024-07-26', or the variable that the template takes instead (template_variables)"
         )
     return now.strftime(form)
-
-
-def _read(path: str) -> str:
-    path = file_or_pattern("chat_template", path)
-    try:
-        return reading.read(path).decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(
-            f"chat_template={path!r} can't be read: {reading.problem(path, error)}{files.nearby_names(path)}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"chat_template={path!r} is not UTF-8: {error}") from error

@@ -95,6 +95,24 @@ def find_files(files: FileSource | None) -> TextFiles:
     return TextFiles(paths, sizes)
 
 
+def read_text(path: str, name: str) -> str:
+    """Text of a UTF-8 file, without a byte order mark.
+
+    Args:
+      path: the file.
+      name: what messages call it.
+
+    Raises:
+      UserError: it can't be read, or is not UTF-8.
+    """
+    try:
+        return reading.read(path).decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{name} can't be read: {reading.problem(path, error)}{nearby_names(path)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8: {error}") from error
+
+
 def nearby_names(path: str) -> str:
     """Suffix for an error about a missing path: ' (did you mean b.txt?)', or the content of its folder."""
     folder = os.path.dirname(path) or "."

@@ -111,14 +111,7 @@ def _suggest_sibling(path: str) -> str:
 
 
 def _read_text(path: str) -> str:
-    try:
-        return reading.read(path).decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(
-            f"the tokenizer {path} can't be read: {reading.problem(path, error)}{files.nearby_names(path)}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a Hugging Face {TOKENIZER_FILE}: it is not UTF-8") from error
+    return files.read_text(path, f"the tokenizer {path}")
 
 
 def _parse(content: str, path: str) -> dict[str, Any]:

@@ -110,16 +110,19 @@ class BaseImageNetInput:
         raise UserError(f"{type(self).__name__} is a base class: use ImageNetTrain or ImageNetValidation")
 
 
+def _of_split(params: Any, split: str, examples: int) -> Any:
+    params.file_pattern = f"tfrecord:{IMAGENET_DATA_DIR}{split}-*-of-*"
+    params.num_samples = examples
+    return params
+
+
 class ImageNetTrain(BaseImageNetInput):
     """The training images."""
 
     @classmethod
     def Params(cls) -> Any:
         """Returns the settings to fill in."""
-        p = super().Params()
-        p.file_pattern = f"tfrecord:{IMAGENET_DATA_DIR}train-*-of-*"
-        p.num_samples = TRAIN_EXAMPLES
-        return p
+        return _of_split(super().Params(), "train", TRAIN_EXAMPLES)
 
     def _is_training(self) -> bool:
         return True
@@ -131,10 +134,7 @@ class ImageNetValidation(BaseImageNetInput):
     @classmethod
     def Params(cls) -> Any:
         """Returns the settings to fill in."""
-        p = super().Params()
-        p.file_pattern = f"tfrecord:{IMAGENET_DATA_DIR}validation-*-of-*"
-        p.num_samples = EVAL_EXAMPLES
-        return p
+        return _of_split(super().Params(), "validation", EVAL_EXAMPLES)
 
     def _is_training(self) -> bool:
         return False
