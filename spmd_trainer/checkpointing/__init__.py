@@ -7,6 +7,7 @@ manifest.py             the list of a step's files with checksums: tells whole s
 step_files.py           reads files, again after transient errors; tells missing files from storage that does not answer
 steps.py                the steps of a directory: listed, checked, followed, deleted
 retired_steps.py        renames damaged steps, deletes old ones
+shards.py               places what is read of other trainers' checkpoints, with the next variables being read
 agreement.py            checks and saves of a step that end alike on all processes
 records.py              the JSON record: logical shapes, mesh, config, versions, input position
 input_states.py         the positions of the input, one for each process

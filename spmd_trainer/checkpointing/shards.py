@@ -1,19 +1,80 @@
-"""What readers of other trainers' checkpoints need to fill shards: which part of a variable each shard holds, and memory."""
+"""Places what is read of other trainers' checkpoints on a mesh: each process its own shards, with the next ones being read."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import NamedSharding
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding
 
-from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.sharding.variables import VariableSpec, named_shardings
 
 # (start, stop) of each dimension.
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
+# Of a variable that is being read: waits for the shard with these logical bounds, and returns it at its padded shape.
+ReadShard: TypeAlias = Callable[[Bounds], npt.NDArray[Any]]
+
+
+def place(
+    wanted: Mapping[str, VariableSpec],
+    mesh: Mesh,
+    start: Callable[[str, VariableSpec, NamedSharding], ReadShard],
+    *,
+    ahead_bytes: int,
+    trim_bytes: int,
+) -> dict[str, jax.Array]:
+    """Reads variables onto a mesh. Each process keeps at most one variable on the host besides those that are read ahead.
+
+    Args:
+      wanted: the model's variables by path.
+      mesh: the mesh.
+      start: starts to read the shards of this process: (path, spec, sharding) -> a function that waits for them.
+      ahead_bytes: how much is read ahead of the variable that is being placed, if the largest variable is smaller.
+      trim_bytes: after so many bytes, memory that the C library keeps of freed blocks is given back.
+
+    Returns:
+      {path: array at its padded shape}.
+    """
+    shardings = named_shardings(dict(wanted), mesh)
+    waiting: collections.deque[tuple[str, int, ReadShard]] = collections.deque()
+    placed: dict[str, jax.Array] = {}
+    pending = untrimmed = 0
+
+    def place_first() -> None:
+        nonlocal pending, untrimmed
+        path, nbytes, read = waiting.popleft()
+        placed[path] = _placed(wanted[path], shardings[path], read)
+        pending, untrimmed = pending - nbytes, untrimmed + nbytes
+        if untrimmed > trim_bytes:
+            _trim_memory()
+            untrimmed = 0
+
+    for path, spec in wanted.items():
+        held = set(logical_bounds(spec, shardings[path]).values())
+        nbytes = sum(map(num_elements, held)) * spec.dtype.itemsize
+        while waiting and pending + nbytes > ahead_bytes:
+            place_first()
+        waiting.append((path, nbytes, start(path, spec, shardings[path])))
+        pending += nbytes
+    while waiting:
+        place_first()
+    return placed
+
+
+def _placed(spec: VariableSpec, sharding: NamedSharding, read: ReadShard) -> jax.Array:
+    by_bounds: dict[Bounds, list[jax.Device]] = collections.defaultdict(list)
+    for device, bounds in logical_bounds(spec, sharding).items():
+        by_bounds[bounds].append(device)
+    shards = []
+    for bounds, devices in by_bounds.items():
+        host = read(bounds)
+        shards += [jax.device_put(host, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(spec.padded_shape, sharding, shards)
 
 
 def logical_bounds(spec: VariableSpec, sharding: NamedSharding) -> dict[jax.Device, Bounds]:
@@ -34,7 +95,7 @@ def num_elements(bounds: Bounds) -> int:
     return math.prod(stop - start for start, stop in bounds)
 
 
-def trim_memory() -> None:
+def _trim_memory() -> None:
     """Gives freed memory back to the operating system, where the C library is glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -16,6 +16,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer.checkpointing import frozen_base, mismatch, records
+from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
     if message := mismatch.explain_adapters(source.saved, wanted, source.label):
         raise CheckpointMismatchError(message)
     source.require_fit(wanted, partial=partial)
-    input_state = source.input_state() if with_input else None
+    positions: list[dict[str, Any] | None] = []
+    # Each process reads a position of its own, and all end if one cannot.
+    agreed_problem(lambda: positions.append(source.input_state() if with_input else None))
     arrays = source.read(wanted, layout.mesh, {path: path for path in wanted})
     state: TrainState = jax.tree.unflatten(jax.tree.structure(variables), [arrays[path] for path in wanted])
-    return Restored(state, source.step, input_state, source.record(state, wanted))
+    return Restored(state, source.step, positions[0], source.record(state, wanted))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -17,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 
-from spmd_trainer.checkpointing.shards import Bounds, logical_bounds, num_elements, trim_memory
+from spmd_trainer.checkpointing.shards import Bounds, ReadShard, logical_bounds, place
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.safetensors_file import OpenFiles, Tensor
 from spmd_trainer.hf.tensor_names import FUSED, Piece, Variable
-from spmd_trainer.sharding.variables import VariableSpec, named_shardings
+from spmd_trainer.sharding.variables import VariableSpec
 
 # A block of so many bytes stays in a processor's cache between reading and transposing.
 _BLOCK_BYTES = 1 << 20
@@ -32,23 +31,6 @@ _ALIGNMENT = 64
 _MAX_THREADS = 8
 # After so many bytes, memory that the C library keeps of freed blocks is given back.
 _TRIM_BYTES = 512 << 20
-
-
-@dataclasses.dataclass
-class _Reading:
-    """A variable that is being read.
-
-    Attributes:
-      path: its path.
-      shards: {logical bounds: the shard, padded}.
-      blocks: what is still being read.
-      nbytes: size of the shards.
-    """
-
-    path: str
-    shards: dict[Bounds, npt.NDArray[Any]]
-    blocks: list[concurrent.futures.Future[None]]
-    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,63 +113,42 @@ def read_onto_mesh(
     Raises:
       HfDamagedError, CheckpointReadError: a tensor can't be read.
     """
-    shardings = named_shardings(dict(wanted), mesh)
-    result, read_bytes = {}, 0
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with OpenFiles() as files, concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
-        reader = _Reader(tensors, files, pool)
-        for reading in _read_ahead(reader, wanted, source, shardings):
-            for block in reading.blocks:
-                block.result()
-            result[reading.path] = _placed(reading, wanted[reading.path], shardings[reading.path])
-            read_bytes += reading.nbytes
-            if read_bytes > _TRIM_BYTES:
-                trim_memory()
-                read_bytes = 0
-    return result
-
-
-def _read_ahead(
-    reader: _Reader,
-    wanted: Mapping[str, VariableSpec],
-    source: Mapping[str, Variable],
-    shardings: Mapping[str, NamedSharding],
-) -> Iterator[_Reading]:
-    """Yields each variable; the next ones are being read meanwhile, as far as memory allows."""
-    ahead: collections.deque[_Reading] = collections.deque()
-    pending = 0
-    for path, spec in wanted.items():
-        held = set(logical_bounds(spec, shardings[path]).values())
-        size = sum(map(num_elements, held)) * spec.dtype.itemsize
-        while ahead and pending + size > _AHEAD_BYTES:
-            pending -= ahead[0].nbytes
-            yield ahead.popleft()
-        reading = reader.start(path, spec, source[path], shardings[path])
-        ahead.append(reading)
-        pending += reading.nbytes
-    yield from ahead
+        reader = _Reader(source, tensors, files, pool)
+        return place(wanted, mesh, reader.start, ahead_bytes=_AHEAD_BYTES, trim_bytes=_TRIM_BYTES)
 
 
 class _Reader:
     """Starts to read variables."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], files: OpenFiles, pool: concurrent.futures.ThreadPoolExecutor
+        self,
+        source: Mapping[str, Variable],
+        tensors: Mapping[str, Tensor],
+        files: OpenFiles,
+        pool: concurrent.futures.ThreadPoolExecutor,
     ) -> None:
         """Keeps what reading needs."""
-        self._tensors, self._files, self._pool = tensors, files, pool
+        self._source, self._tensors, self._files, self._pool = source, tensors, files, pool
 
-    def start(self, path: str, spec: VariableSpec, variable: Variable, sharding: NamedSharding) -> _Reading:
+    def start(self, path: str, spec: VariableSpec, sharding: NamedSharding) -> ReadShard:
         """Allocates the shards of a variable, and starts to fill them."""
         shape = sharding.shard_shape(spec.padded_shape)
         shards = {bounds: _shard(shape, bounds, spec.dtype) for bounds in set(logical_bounds(spec, sharding).values())}
         blocks = [
             self._pool.submit(self._fill, piece, first, last, targets)
-            for piece in variable.pieces
+            for piece in self._source[path].pieces
             if (targets := _targets(piece, shards))
             for first, last in self._blocks(piece, targets)
         ]
-        return _Reading(path, shards, blocks, sum(shard.nbytes for shard in shards.values()))
+
+        def read(bounds: Bounds) -> npt.NDArray[Any]:
+            for block in blocks:
+                block.result()
+            return shards[bounds]
+
+        return read
 
     def _blocks(self, piece: Piece, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
         """Yields (first, last) in the first dimension's outermost letter, so that together they cover the targets."""
@@ -227,13 +188,6 @@ def _targets(piece: Piece, shards: Mapping[Bounds, npt.NDArray[Any]]) -> list[_T
         if all(start < stop for start, stop in inside.values()):
             found.append(_Target(piece.name, shard[index], inside))
     return found
-
-
-def _placed(reading: _Reading, spec: VariableSpec, sharding: NamedSharding) -> jax.Array:
-    """Puts a variable on this process's devices."""
-    bounds = logical_bounds(spec, sharding)
-    shards = [jax.device_put(reading.shards[part], device) for device, part in bounds.items()]
-    return jax.make_array_from_single_device_arrays(spec.padded_shape, sharding, shards)
 
 
 def _shard(shape: tuple[int, ...], bounds: Bounds, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
