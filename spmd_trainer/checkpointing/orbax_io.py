@@ -285,31 +285,14 @@ def read_arrays(
       {wanted path: array at its padded shape}, with zeros in the padding.
     """
     shardings = named_shardings(dict(wanted), mesh)
-    stored = {path: spec for path, spec in wanted.items() if math.prod(saved[source[path]].stored_shape)}
-    arrays = _read_stored(tree_dir, saved, stored, source, shardings) if stored else {}
-    result = {}
-    for path, spec in wanted.items():
-        if path not in arrays:
-            arrays[path] = jax.device_put(np.zeros(spec.padded_shape, spec.dtype), shardings[path])
-        result[path] = arrays[path]
-    for path, spec in wanted.items():
-        # Only padding that was saved can hold anything but zeros.
-        if any(pad and saved[source[path]].stored_shape[dim] > size for dim, (size, pad) in _padded_dims(spec)):
-            result[path] = _with_zero_padding(result[path], spec)
-    return result
-
-
-def _read_stored(
-    tree_dir: epath.Path,
-    saved: Mapping[str, records.SavedVariable],
-    stored: Mapping[str, VariableSpec],
-    source: Mapping[str, str],
-    shardings: Mapping[str, NamedSharding],
-) -> dict[str, jax.Array]:
-    """Reads every saved path once, then once more for each further model variable that takes the same path."""
-    arrays: dict[str, jax.Array] = {}
+    rest = {path: spec for path, spec in wanted.items() if math.prod(saved[source[path]].stored_shape)}
+    arrays = {
+        path: jax.device_put(np.zeros(spec.padded_shape, spec.dtype), shardings[path])
+        for path, spec in wanted.items()
+        if path not in rest
+    }
     handler = ocp.PyTreeCheckpointHandler()
-    rest = dict(stored)
+    # Reads every saved path once, then once more for each further model variable that takes the same path.
     while rest:
         batch = {saved[source[path]].keys: path for path in reversed(rest)}
         args = {
@@ -319,7 +302,11 @@ def _read_stored(
         for keys, path in batch.items():
             # Orbax restores a PRNG key on one device without its mesh.
             arrays[path] = jax.device_put(functools.reduce(operator.getitem, keys, read), shardings[path])
-    return arrays
+    for path, spec in wanted.items():
+        # Only padding that was saved can hold anything but zeros.
+        if any(pad and saved[source[path]].stored_shape[dim] > size for dim, (size, pad) in _padded_dims(spec)):
+            arrays[path] = _with_zero_padding(arrays[path], spec)
+    return {path: arrays[path] for path in wanted}
 
 
 def _restore_request(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -79,13 +80,17 @@ class OwnStep(CheckpointSource):
           CheckpointNotFoundError: there is no such step any more.
           CheckpointReadError: storage does not answer, or refuses.
         """
+        # Importing Orbax takes 0.4 s: not before arrays are read.
+        from spmd_trainer.checkpointing import orbax_io
+
+        attempt = functools.partial(orbax_io.read_arrays, self.step_dir / STATE_ITEM, self.saved, wanted, mesh, source)
         arrays: dict[str, jax.Array] = {}
-        attempt = functools.partial(self._read_arrays, wanted, mesh, source)
         error = None
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             checked = pool.submit(self._contents_problem)
             try:
-                arrays.update(attempt())
+                with _storage_errors():
+                    arrays.update(attempt())
             except Exception as raised:
                 error = raised
         # Checksums come first: an error of reading a damaged file says nothing about its cause.
@@ -113,22 +118,6 @@ class OwnStep(CheckpointSource):
     def _contents_problem(self) -> str | None:
         return None if self.unchecked is None else _share_problem(self.step_dir, self.unchecked)
 
-    def _read_arrays(
-        self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]
-    ) -> dict[str, jax.Array]:
-        # Importing Orbax takes 0.4 s: not before arrays are read.
-        from spmd_trainer.checkpointing import orbax_io
-
-        try:
-            return orbax_io.read_arrays(self.step_dir / STATE_ITEM, self.saved, wanted, mesh, source)
-        except OSError:
-            raise
-        except Exception as error:
-            text = _full_text(error)
-            if _DECODING_ERRORS.search(text) or not _STORAGE_ERRORS.search(text):
-                raise
-            raise _StorageError(text) from error
-
     def _read_again(self, error: Exception, attempt: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array] | str:
         """Repeats a read whose files have the right checksums. Returns the arrays, or what is wrong with their encoding.
 
@@ -144,7 +133,7 @@ class OwnStep(CheckpointSource):
         try:
             if not isinstance(error, OSError):
                 raise error
-            return step_files.read(what, attempt)
+            return step_files.read(what, _storage_errors()(attempt))
         except (FileNotFoundError, NotADirectoryError) as e:
             step_files.require_step(self.step_dir)
             raise CheckpointReadError(f"{what} failed: {e}") from e
@@ -156,6 +145,20 @@ class OwnStep(CheckpointSource):
 
 class _StorageError(OSError):
     """TensorStore could not read a file for a reason that is not in the file."""
+
+
+@contextlib.contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Raises errors of storage as OSErrors, so that what failed is tried again."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        text = _full_text(error)
+        if _DECODING_ERRORS.search(text) or not _STORAGE_ERRORS.search(text):
+            raise
+        raise _StorageError(text) from error
 
 
 def _full_text(error: BaseException) -> str:

@@ -8,11 +8,13 @@ import logging
 import resource
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from absl import logging as absl_logging
 from checkpoint_helpers import assert_restored, make_mesh, partition_specs, place, specs_for, train_state
@@ -57,6 +59,20 @@ def test_comes_back_as_it_was(saved):
         )
         assert_restored(restored.state, saved.variables, saved.states[30], saved.mesh)
         assert checkpoints.restore(saved.variables, saved.mesh, step=10).input_state == {"position": 10}
+
+
+def test_four_functions_lie_between_the_call_and_orbax(saved, monkeypatch):
+    ways = []
+    read = ocp.PyTreeCheckpointHandler.restore
+
+    def recording(*args, **kwargs):
+        ways.append([f.name for f in traceback.extract_stack() if "/spmd_trainer/" in f.filename])
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", recording)
+    with Checkpointer(saved.directory, read_only=True) as checkpoints:
+        checkpoints.restore(saved.variables, saved.mesh)
+    assert ways == [["restore", "restore", "read", "read_arrays"]]
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (1, 1, 8), (1, 3, 2), (1, 2, 2), (1, 1, 1)])
