@@ -67,9 +67,8 @@ class Training:
         self.job = Job.build(make_run_config("StdlibBytes100M", directory))
         self._compiled = start_up.compile_train_step(self.job)
         partitioner = self.job.partitioner
-        shapes = partitioner.pad_inputs_shape_dtype(self.job.process_inputs_shape_dtype)
         batch = self.job.build_train_input().get_next_padded()
-        self._batch = partitioner.preprocess_inputs(batch, partitioner.inputs_partition_spec(shapes))
+        self._batch = partitioner.layout.put(batch)
         self._key = self.job.prng_key
         self.state = partitioner.initialize_train_state(self._key)
 

@@ -80,19 +80,19 @@ def partitioned_step(attention: str, tokens: int) -> tuple[PjitPartitioner, Any]
 def make_program(attention: str) -> turns.Program:
     """Returns the step on rows of `STEP_TOKENS` tokens."""
     partitioner, step = partitioned_step(attention, STEP_TOKENS)
-    inputs = partitioner.preprocess_inputs(batch(STEP_TOKENS), step.inputs_partition_spec)
+    inputs = partitioner.layout.put(batch(STEP_TOKENS))
     held = {"state": partitioner.initialize_train_state(KEY)}
 
     def take() -> None:
-        held["state"], held["output"] = step.fn(held["state"], KEY, inputs)
+        held["state"], held["output"] = step(held["state"], KEY, inputs)
 
     return turns.Program(take, lambda: held["output"].loss)
 
 
 def temporaries(attention: str) -> int:
     """Returns the bytes of temporary memory per device of the compiled step on rows of `MEMORY_TOKENS` tokens."""
-    partitioner, step = partitioned_step(attention, MEMORY_TOKENS)
-    lowered = step.fn.lower(partitioner.abstract_state(), KEY, partitioner.abstract_inputs(step))
+    _, step = partitioned_step(attention, MEMORY_TOKENS)
+    lowered = step.lower(KEY)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 

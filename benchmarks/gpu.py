@@ -97,11 +97,11 @@ def trainer_step(case: plan_baseline.Case) -> tuple[Callable[[], Any], int]:
         job = plan_baseline.trainer_job(case, directory)
     fn = start_up.compile_train_step(job).fn
     state = job.partitioner.initialize_train_state(job.prng_key)
-    padded = job.partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
+    padded = job.partitioner.layout.pad_inputs_shape_dtype(job.inputs_shape_dtype)
     # Inputs that the baseline doesn't have: nothing is padding, and every row has weight 1.
     values = batch_of(case) | {"paddings": np.zeros((case.rows, case.seq)), "eval_sample_weights": np.ones(case.rows)}
     rows = py_utils.NestedMap({name: values[name].astype(x.dtype) for name, x in padded.items()})
-    batch = job.partitioner.preprocess_inputs(rows, job.partitioner.inputs_partition_spec(padded))
+    batch = job.partitioner.layout.put(rows)
 
     def step() -> Any:
         nonlocal state

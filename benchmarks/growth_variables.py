@@ -66,9 +66,7 @@ def _lower_trainer(partitioner: Any, specs: Any) -> None:
         state, output = step_fns.train_step(*args)
         return state, output.loss
 
-    partitioned = partitioner.partition(step, specs, is_eval=False)
-    inputs = partitioner.abstract_inputs(partitioned)
-    partitioned.fn.lower(partitioner.abstract_state(), jax.random.key(0), inputs)
+    partitioner.partition(step, specs, is_eval=False).lower(jax.random.key(0))
 
 
 def _lower_baseline(num_variables: int, mesh: Any) -> None:

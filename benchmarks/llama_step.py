@@ -91,12 +91,12 @@ def trainer_step(mesh: jax.sharding.Mesh, lora: Any = None) -> tuple[turns.Progr
     partitioner = PjitPartitioner(mesh)
     partitioner.setup(task, shapes)
     step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
-    inputs = partitioner.preprocess_inputs(rows, step.inputs_partition_spec)
+    inputs = partitioner.layout.put(rows)
     held = {"state": partitioner.initialize_train_state(KEY)}
     initial = jax.tree.map(np.asarray, held["state"].mdl_vars["params"])
 
     def take() -> None:
-        held["state"], held["output"] = step.fn(held["state"], KEY, inputs)
+        held["state"], held["output"] = step(held["state"], KEY, inputs)
 
     return turns.Program(take, lambda: held["output"].loss), initial
 

@@ -66,11 +66,11 @@ def trainer_step(mesh: jax.sharding.Mesh) -> turns.Program:
     partitioner = PjitPartitioner(mesh)
     partitioner.setup(task, shapes)
     step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
-    inputs = partitioner.preprocess_inputs(rows, step.inputs_partition_spec)
+    inputs = partitioner.layout.put(rows)
     held = {"state": partitioner.initialize_train_state(KEY)}
 
     def take() -> None:
-        held["state"], held["output"] = step.fn(held["state"], KEY, inputs)
+        held["state"], held["output"] = step(held["state"], KEY, inputs)
 
     return turns.Program(take, lambda: held["output"].loss)
 

@@ -78,12 +78,11 @@ class Run:
         partitioner.setup(tasks_lib.build_task(task(vocabulary, hidden, sizes)), specs)
         step = partitioner.partition(_loss_only, specs, is_eval=False)
         self.key = jax.random.key(0)
-        arguments = (partitioner.abstract_state(), self.key, partitioner.abstract_inputs(step))
-        self.compiled = step.fn.lower(*arguments).compile()
+        self.compiled = step.lower(self.key).compile()
         self.state = partitioner.initialize_train_state(self.key)
         rng = np.random.default_rng(0)
         batch = jax.tree.map(lambda x: rng.integers(1, 2, x.shape).astype(x.dtype), specs)
-        self.inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
+        self.inputs = partitioner.layout.put(batch)
 
     def seconds(self) -> float:
         """Takes one step and returns its seconds."""

@@ -68,12 +68,12 @@ def trainer(mesh: Mesh, sizes: Sizes) -> tuple[Any, Any]:
 def host_trainer() -> tuple[turns.Program, Any]:
     """Returns the trainer's step on the host devices, and its initial variables."""
     partitioner, step = trainer(sharding.create_device_mesh(MESH), HOST)
-    inputs = partitioner.preprocess_inputs(batch(HOST), step.inputs_partition_spec)
+    inputs = partitioner.layout.put(batch(HOST))
     held = {"state": partitioner.initialize_train_state(KEY)}
     initial = parameters(jax.tree.map(np.asarray, held["state"].mdl_vars))
 
     def take() -> None:
-        held["state"], held["output"] = step.fn(held["state"], KEY, inputs)
+        held["state"], held["output"] = step(held["state"], KEY, inputs)
 
     return turns.Program(take, lambda: held["output"].loss), initial
 
@@ -137,10 +137,10 @@ def break_down_for_chips(topology: str, report: reporting.Report) -> None:
     """Reports FLOPs and bytes accessed of a step on one chip, of the trainer and with ever fewer choices."""
     mesh = sharding.create_device_mesh(MESH, devices=topologies.topology_devices(topology))
     partitioner, step = trainer(mesh, CHIPS)
-    abstract = partitioner.abstract_state()
+    abstract = partitioner.layout.padded_shapes
     shapes = parameters(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract.mdl_vars))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered = {"trainer": lambda: step.fn.lower(abstract, key, partitioner.abstract_inputs(step))}
+    lowered = {"trainer": lambda: step.lower(key)}
     for name, choices in cumulative().items():
         lowered[name] = functools.partial(lower_hand_written, choices, CHIPS, mesh, shapes)
     for name, lower in lowered.items():

@@ -68,10 +68,8 @@ def ours(name: str, partitioner: Partitioner, rows: int, strategy: Any, batch: A
 
     partitioned = partitioner.partition(step, batches.lm_input_specs(rows, baseline_lm.STDLIB.seq), is_eval=False)
     key = jax.random.key(0)
-    compiled = partitioned.fn.lower(
-        partitioner.abstract_state(), key, partitioner.abstract_inputs(partitioned)
-    ).compile()
-    inputs = partitioner.preprocess_inputs(batch, partitioned.inputs_partition_spec)
+    compiled = partitioned.lower(key).compile()
+    inputs = partitioner.layout.put(batch)
     return Variant(
         name, compiled, partitioner.initialize_train_state(key), lambda state: compiled(state, key, inputs)[0]
     )

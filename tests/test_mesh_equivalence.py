@@ -16,7 +16,8 @@ from flax.errors import ScopeParamShapeError
 from praxis import pax_fiddle
 
 from spmd_trainer import experiment_registry, sharding, tasks_lib
-from spmd_trainer.step import pjit, step_view
+from spmd_trainer.step import pjit
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.training import experiment_config, verify
 
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
@@ -135,7 +136,7 @@ def failing_steps(name, sizes):
 
 def test_a_missing_slice_is_caught(monkeypatch):
     """Without the slice, a layer that declares 67 hidden units gets 68 and raises."""
-    monkeypatch.setattr(step_view.StepView, "slice", lambda self, state: state)
+    monkeypatch.setattr(Layout, "slice", lambda self, state: state)
     with pytest.raises(ScopeParamShapeError, match=r"\(16, 67\).*\(16, 68\)"):
         failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
@@ -143,29 +144,28 @@ def test_a_missing_slice_is_caught(monkeypatch):
 @pytest.mark.full
 def test_a_slice_from_the_wrong_end_is_caught(monkeypatch):
     def last_rows(self, state):
-        variables = self.metadata.variables
-        return jax.tree.map(lambda v, x: x[tuple(slice(-n, None) for n in v.logical_shape)], variables, state)
+        return jax.tree.map(lambda v, x: x[tuple(slice(-n, None) for n in v.logical_shape)], self.in_step, state)
 
-    monkeypatch.setattr(step_view.StepView, "slice", last_rows)
+    monkeypatch.setattr(Layout, "slice", last_rows)
     assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
 
 @pytest.mark.full
 def test_padding_rows_with_weight_in_the_loss_are_caught(monkeypatch):
     """The batch of six rows is padded to eight with copies of the last row, which keep their weight."""
-    place = pjit.PjitPartitioner.preprocess_inputs
+    put = Layout.put
 
-    def with_weight(self, batch, specs):
+    def with_weight(self, batch):
         missing = -len(batch.ids) % self.mesh.size
         padded = jax.tree.map(lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge"), batch)
-        return place(self, padded, specs)
+        return put(self, padded)
 
-    pad = pjit.PjitPartitioner.pad_inputs_shape_dtype
-    monkeypatch.setattr(pjit.PjitPartitioner, "preprocess_inputs", with_weight)
+    pad = Layout.pad_inputs_shape_dtype
+    monkeypatch.setattr(Layout, "put", with_weight)
     partition = pjit.PjitPartitioner.partition
 
     def without_slice(self, step_fn, shapes, is_eval):
-        return partition(self, step_fn, pad(self, shapes), is_eval)
+        return partition(self, step_fn, pad(self.layout, shapes), is_eval)
 
     monkeypatch.setattr(pjit.PjitPartitioner, "partition", without_slice)
     assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))

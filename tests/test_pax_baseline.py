@@ -18,7 +18,7 @@ TINY = pax_baseline.Sizes(layers=2, width=16, hidden=32, heads=2, vocab=16, seq=
 def test_both_programs_take_the_same_steps():
     mesh = sharding.create_device_mesh(pax_layers.MESH)
     partitioner, step = pax_layers.trainer(mesh, TINY)
-    inputs = partitioner.preprocess_inputs(pax_baseline.batch(TINY), step.inputs_partition_spec)
+    inputs = partitioner.layout.put(pax_baseline.batch(TINY))
     state = partitioner.initialize_train_state(pax_layers.KEY)
     params = pax_baseline.parameters(jax.tree.map(np.asarray, state.mdl_vars))
     compiled = pax_baseline.lower_hand_written(pax_baseline.Choices(), TINY, mesh, params).compile()
@@ -28,7 +28,7 @@ def test_both_programs_take_the_same_steps():
     hand = jax.device_put(hand, in_shardings[0])
     rows = jax.device_put(dict(pax_baseline.batch(TINY)), in_shardings[1])
     for _ in range(3):
-        state, output = step.fn(state, pax_layers.KEY, inputs)
+        state, output = step(state, pax_layers.KEY, inputs)
         hand, metrics, scores = compiled(hand, rows)
         np.testing.assert_allclose(metrics[0], output.loss, rtol=1e-5)
         np.testing.assert_allclose(scores, output.per_example_out["scores"], rtol=1e-5)

@@ -27,7 +27,8 @@ from spmd_trainer.lm_eval import steps
 from spmd_trainer.lm_eval.steps import Shape, generate_step, score_step
 from spmd_trainer.sharding.host_devices import finish_on_host_devices
 from spmd_trainer.sharding.messages import short_hash
-from spmd_trainer.step.partitioner import PartitionedStep, Partitioner
+from spmd_trainer.step.compiled_step import CompiledStep
+from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
@@ -161,7 +162,7 @@ class Requests:
         self._tokens_per_batch = tokens_per_batch
         self._batch_size = batch_size
         self._tokenizer = tokenizer
-        self._steps: dict[Any, PartitionedStep] = {}
+        self._steps: dict[Any, CompiledStep] = {}
 
     @property
     def compiled(self) -> int:
@@ -252,7 +253,7 @@ class Requests:
             return dataclasses.replace(settings, stop=())
         return settings
 
-    def _step(self, name: tuple[Any, ...], step_fn: Callable[..., Any], arrays: NestedMap) -> PartitionedStep:
+    def _step(self, name: tuple[Any, ...], step_fn: Callable[..., Any], arrays: NestedMap) -> CompiledStep:
         if name not in self._steps:
             declared = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
             self._steps[name] = self._partitioner.partition(step_fn, declared, is_eval=True)
@@ -291,10 +292,8 @@ class Requests:
         step = run.step(arrays, shape)
         own = shape.rows // jax.process_count()
         rows = slice(jax.process_index() * own, (jax.process_index() + 1) * own)
-        placed = self._partitioner.preprocess_inputs(
-            jax.tree.map(lambda x: x[rows], arrays), step.inputs_partition_spec
-        )
-        outputs = step.fn(state, jax.random.key(self._task.decode.random_seed), placed)[1]
+        placed = self._partitioner.layout.put(jax.tree.map(lambda x: x[rows], arrays))
+        outputs = step(state, jax.random.key(self._task.decode.random_seed), placed)[1]
         return finish_on_host_devices(outputs)
 
     def _read(self, run: _Run, keys: list[str], outputs: Any, source: Source) -> dict[str, Any]:
@@ -324,7 +323,7 @@ class _Run:
     what: str
     lengths: Mapping[str, int]
     arrays: Callable[[list[str], Shape], NestedMap]
-    step: Callable[[NestedMap, Shape], PartitionedStep]
+    step: Callable[[NestedMap, Shape], CompiledStep]
     answer: Callable[[Sequence[np.ndarray], int], Any]
     limit: int
 

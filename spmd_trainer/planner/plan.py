@@ -19,7 +19,7 @@ from spmd_trainer.errors import UserError, first_line
 from spmd_trainer.kernels.chips import BY_TOPOLOGY, GIB, chip, model_flops
 from spmd_trainer.planner import hlo_collectives, hlo_liveness, plan_memory, roofline
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
-from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.training.job import Job
 
 # Share of a GPU's memory that JAX takes if nothing else is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
@@ -193,7 +193,7 @@ def _least_text(least: int) -> str:
     )
 
 
-def _model_flops(metadata: StateMetadata, tokens: int) -> float:
+def _model_flops(metadata: Layout, tokens: int) -> float:
     return model_flops(metadata.num_params(), tokens, num_frozen=metadata.num_frozen_params())
 
 

@@ -33,7 +33,7 @@ from spmd_trainer.planner.jaxpr_costs import DotCosts
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import step_fns
-from spmd_trainer.step.partitioner import StepFn
+from spmd_trainer.step.compiled_step import StepFn
 from spmd_trainer.training.job import Job
 
 _STEPS: tuple[tuple[StepFn, bool], ...] = ((step_fns.train_step, False), (step_fns.eval_step, True))
@@ -291,13 +291,11 @@ def traced(job: Job) -> tuple[str, Work]:
 
 def program(job: Job, text: str) -> str:
     """Returns a hash of the compiler's input: the traced step (`text` from `traced`), and where its arguments live."""
-    inputs = jax.tree.leaves_with_path(job.partitioner.inputs_partition_spec(job.inputs_shape_dtype))
+    inputs = jax.tree.leaves_with_path(job.partitioner.layout.inputs_partition_spec(job.inputs_shape_dtype))
     layout = [(v.path, v.padded_shape, v.dtype, v.spec) for v in job.partitioner.metadata.records()]
     return short_hash(f"{text}\n{layout}\n{inputs}")
 
 
 def _jaxpr(job: Job, fn: StepFn, *, is_eval: bool) -> core.ClosedJaxpr:
-    partitioner = job.partitioner
-    step = partitioner.partition(fn, job.inputs_shape_dtype, is_eval=is_eval)
-    state = partitioner.abstract_state(with_opt_states=not is_eval)
-    return step.fn.trace(state, job.abstract_prng_key, partitioner.abstract_inputs(step)).jaxpr
+    step = job.partitioner.partition(fn, job.inputs_shape_dtype, is_eval=is_eval)
+    return step.trace(job.abstract_prng_key).jaxpr

@@ -92,9 +92,7 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
     """
     partitioner = job.partitioner
     partitioned = partitioner.partition(_named_step, job.inputs_shape_dtype, is_eval=False)
-    traced = partitioned.fn.trace(
-        partitioner.abstract_state(), job.abstract_prng_key, partitioner.abstract_inputs(partitioned)
-    )
+    traced = partitioned.trace(job.abstract_prng_key)
     frames: list[Frame] = []
 
     def run(*args: Any) -> PyTree:
@@ -251,7 +249,7 @@ class _Batches:
     def _written(self) -> PyTree | None:
         """Returns the batch that training wrote, on the devices; None unless every process has its rows."""
         job, partitioner = self._job, self._job.partitioner
-        padded = partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
+        padded = partitioner.layout.pad_inputs_shape_dtype(job.inputs_shape_dtype)
         rows, problem = None, ""
         try:
             rows = invalid_batches.read(job.config.job_log_dir, self._last, padded)
@@ -260,7 +258,7 @@ class _Batches:
             problem = str(error)
         problems = multihost.gather("the batch of a replayed step", problem)
         if not any(problems):
-            return partitioner.preprocess_inputs(rows, partitioner.inputs_partition_spec(padded))
+            return partitioner.layout.put(rows)
         if any(one != _NOT_WRITTEN for one in problems):  # the batch was written, but is incomplete
             process, why = next((n, one) for n, one in enumerate(problems) if one)
             self._unusable = f"process {process}: {why}"

@@ -4,22 +4,21 @@ The maths knows no mesh, no padding and no devices. Start with `step_fns.py`: it
 computes the gradients of a batch in parts, `accumulation.py` adds up gradients and outputs over the parts, and
 `initialization.py` makes the state before the first step.
 
-On a mesh: start with `partitioner.py`, the protocol of all partitioners, and `mesh_steps.py`, which compiles a step. There
-are two partitioners: `pjit.py`, whose collectives the compiler chooses, and `shard_map.py`, whose collectives are written
-out (`shard_map_passes.py`, `collectives.py`, `gathered_on_use.py`). `state_layout.py` decides each variable's layout,
-`step_view.py` slices the padding off inside the step and puts it back, `vocabulary_padding.py` and `batch_padding.py` are
-special cases of it, `moving.py` moves a live state to another mesh, and `own_loop.py` is for people who write their own
-training loop.
+On a mesh: start with `partitioner.py`, then `layout.py`, where every variable and batch lives, and `compiled_step.py`, which
+wraps a step for the mesh and jits it. There are two partitioners: `pjit.py`, whose collectives the compiler chooses, and
+`shard_map.py`, whose collectives are written out (`shard_map_passes.py`, `collectives.py`, `gathered_on_use.py`).
+`state_layout.py` decides where each variable lives, `vocabulary_padding.py` and `batch_padding.py` are special cases of
+padding, `moving.py` moves a live state to another mesh, and `functional.py` has the steps as plain functions, for people who
+write their own training loop.
 The names below are Pax's, except `Partitioner`.
 """
 
 from __future__ import annotations
 
 from spmd_trainer.errors.absent_names import getter
-from spmd_trainer.step.create_partitioner import create_partitioner
-from spmd_trainer.step.own_loop import get_partitioned_spmd_model_decode_fn, partition_spmd_model
+from spmd_trainer.step.functional import get_partitioned_spmd_model_decode_fn, partition_spmd_model
 from spmd_trainer.step.partitioner import Partitioner
-from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.step.pjit import PjitPartitioner, create_partitioner
 
 __all__ = [
     "Partitioner",

@@ -1,18 +1,17 @@
-"""The mesh of a partitioner: the one it was given, or the one that its model declares."""
+"""The mesh that a model declares."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import jax
 from jax.sharding import Mesh
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
-from spmd_trainer.sharding.specs import AnyMesh
 
 # Name of the only axis of a model that declares no mesh: data-parallel over all devices.
 DEFAULT_AXIS = "data"
@@ -30,33 +29,6 @@ class DeclaresMesh(Protocol):
     ici_mesh_shape: Sequence[int] | None
     dcn_mesh_shape: Sequence[int] | None
     mesh_axis_names: Sequence[str] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshSource:
-    """Where a partitioner's mesh comes from.
-
-    Attributes:
-      mesh: the mesh; None for the one that the model declares.
-      devices: the devices for the mesh that the model declares; None for all.
-    """
-
-    mesh: AnyMesh | None = None
-    devices: Sequence[jax.Device] | None = None
-
-    @property
-    def is_given(self) -> bool:
-        """Whether a mesh, or the devices for one, was given."""
-        return self.mesh is not None or self.devices is not None
-
-    def resolve(self, model: DeclaresMesh) -> Mesh:
-        """Returns the mesh for a model.
-
-        Raises:
-          ValueError: as `mesh_from_model`.
-        """
-        # An AbstractMesh has what the layout of a state needs; nothing can be compiled for it.
-        return cast(Mesh, self.mesh) if self.mesh is not None else mesh_from_model(model, self.devices)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Moves a live training state to another mesh or layout, with other padding, without disk and without a full copy.
 
-new_state = move_state(state, old.metadata, new.metadata)      # elastic training: other devices
-decode_vars = move_state(state.to_eval_state(), train.eval_metadata(), decode.eval_metadata())   # another layout
+new_state = move_state(state, old.layout, new.layout)      # elastic training: other devices
+decode_vars = move_state(variables, train.layout.without_opt_states(), decode.layout.without_opt_states())   # another layout
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from spmd_trainer import sharding
 from spmd_trainer.sharding.specs import shard_counts
 from spmd_trainer.sharding.variables import VariableSpec
-from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.train_states import TrainState
 
 
-def move_state(state: TrainState, old: StateMetadata, new: StateMetadata, *, donate: bool = True) -> TrainState:
+def move_state(state: TrainState, old: Layout, new: Layout, *, donate: bool = True) -> TrainState:
     """Moves a state from one layout to another, bit for bit in the logical region, zeros in the new padding.
 
     A variable with the same padding in both layouts moves as it is. A variable with different padding is padded on the old
@@ -27,8 +27,8 @@ def move_state(state: TrainState, old: StateMetadata, new: StateMetadata, *, don
 
     Args:
       state: padded state on the old mesh.
-      old: its metadata.
-      new: metadata of the same variables on the new mesh.
+      old: its layout.
+      new: the layout of the same variables on the new mesh.
       donate: delete each of the old state's buffers as soon as it has moved.
 
     Returns:
@@ -53,8 +53,8 @@ def move_state(state: TrainState, old: StateMetadata, new: StateMetadata, *, don
     return moved
 
 
-def check_same_variables(old: StateMetadata, new: StateMetadata) -> None:
-    """Checks that two metadata describe the same variables.
+def check_same_variables(old: Layout, new: Layout) -> None:
+    """Checks that two layouts describe the same variables.
 
     Raises:
       ValueError: a path, logical shape or dtype differs; names the first variable.
@@ -68,7 +68,7 @@ def check_same_variables(old: StateMetadata, new: StateMetadata) -> None:
             )
 
 
-def _common_shape(a: VariableSpec, b: VariableSpec, old: StateMetadata, new: StateMetadata) -> tuple[int, ...]:
+def _common_shape(a: VariableSpec, b: VariableSpec, old: Layout, new: Layout) -> tuple[int, ...]:
     """Returns the shape that a variable moves in: its padded shape if equal in both, else the least that both meshes divide."""
     if a.padded_shape == b.padded_shape:
         return a.padded_shape

@@ -1,100 +1,79 @@
-"""What every partitioner offers: the protocol that training, evaluation and decoding are written against.
+"""`Partitioner`: settings, `setup`, which makes the `Layout` of a task, and `partition`, which makes a `CompiledStep`.
 
-`pjit.PjitPartitioner` and `shard_map.ShardMapPartitioner` implement it side by side; `mesh_partitioner.py` and `mesh_steps.py`
-hold what they share. A partitioner of your own can use these too, wrap one of the two, or share nothing with them. An
-experiment's `partitioner()` returns it.
+`pjit.PjitPartitioner` and `shard_map.ShardMapPartitioner` are derived from it side by side, and a partitioner of your own is
+too. An experiment's `partitioner()` returns it.
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 from jax.sharding import Mesh
+from praxis import base_layer
 
+from spmd_trainer import sharding
 from spmd_trainer.sharding.specs import AnyMesh
-from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.step import batch_padding, initialization, state_layout
+from spmd_trainer.step.compiled_step import CompiledStep, StepFn
+from spmd_trainer.step.layout import Layout, RowPadding
+from spmd_trainer.step.model_mesh import mesh_from_model
 from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedJTensor, NestedPartitionSpec, NestedShapeDtypeStruct, TrainState
+from spmd_trainer.train_states import NestedShapeDtypeStruct, TrainState
 
-# A pure step: (task, state, key, inputs, var_weight_hparams, ...) -> (new state or None, outputs). A partitioner may pass further
-# arguments (`step_fns.train_step`), so a step of your own takes `*rest` and passes it on.
-StepFn: TypeAlias = Callable[..., tuple[TrainState | None, Any]]
 # What happens to the global batch on fewer devices: each device holds more rows; the same rows in more minibatches; fewer rows.
 ElasticBatch: TypeAlias = Literal["whole", "accumulate", "scale"]
 
 
-class CompiledStep(Protocol):
-    """A jitted step on a mesh."""
-
-    def __call__(self, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, /) -> tuple[Any, Any]:
-        """Returns (new state or None, outputs); dispatches asynchronously."""
-
-    def lower(
-        self, state: TrainState, prng_key: jax.Array | jax.ShapeDtypeStruct, inputs: NestedJTensor, /
-    ) -> jax.stages.Lowered:
-        """Lowers the step for arrays or ShapeDtypeStructs, as `jax.jit(f).lower`."""
-
-    def trace(
-        self, state: TrainState, prng_key: jax.Array | jax.ShapeDtypeStruct, inputs: NestedJTensor, /
-    ) -> jax.stages.Traced:
-        """Traces the step for arrays or ShapeDtypeStructs, as `jax.jit(f).trace`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PartitionedStep:
-    """A jitted step and how its inputs arrive.
-
-    Attributes:
-      fn: (state, prng_key, inputs) -> (new state or None, outputs).
-      inputs_partition_spec: PartitionSpecs of the inputs, same structure.
-      inputs_shape_dtype: padded global shapes of the inputs.
-    """
-
-    fn: CompiledStep
-    inputs_partition_spec: NestedPartitionSpec
-    inputs_shape_dtype: NestedShapeDtypeStruct
-
-
-@runtime_checkable
-class Partitioner(Protocol):
+class Partitioner(abc.ABC):
     """Puts a task's state and steps on a mesh.
 
     Attributes:
-      task: the built task; set by `setup`.
-      mesh: the device mesh; set by `setup`.
-      metadata: one `VariableSpec` per variable; set by `setup`.
+      layout: where the task's variables and batches live; set by `setup`.
       num_minibatches: number of parts that training divides its rows into, one after the other.
       elastic: whether the run asks its experiment after each step which devices are available, and continues on them.
       elastic_batch: what happens to the global batch when the number of devices changes; see `PjitPartitioner`.
     """
 
-    task: SingleTask
-    mesh: Mesh
-    metadata: StateMetadata
-    num_minibatches: int
-    elastic: bool
-    elastic_batch: ElasticBatch
+    layout: Layout
 
-    @property
-    @abc.abstractmethod
-    def has_own_mesh(self) -> bool:
-        """Whether the partitioner was given a mesh, or the devices for one, instead of using the mesh that the model declares."""
-
-    @abc.abstractmethod
-    def use_mesh(self, mesh: AnyMesh) -> None:
-        """Replaces the mesh that the model declares. Call it before `setup`.
+    def __init__(
+        self,
+        mesh: AnyMesh | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        num_minibatches: int = 1,
+        elastic: bool = False,
+        elastic_batch: ElasticBatch = "whole",
+    ):
+        """Stores the settings.
 
         Args:
-          mesh: the mesh. An AbstractMesh is enough to read `metadata`; nothing can be compiled or placed on it.
+          mesh: the mesh; None for the one that the task's model declares.
+          devices: the devices for the mesh that the model declares; None for all.
+          num_minibatches: see the class.
+          elastic: see the class.
+          elastic_batch: see the class.
+
+        Raises:
+          ValueError: a setting has a value that doesn't exist.
         """
+        name = type(self).__name__
+        if num_minibatches < 1:
+            raise ValueError(f"{name}: num_minibatches is {num_minibatches}; it must be at least 1")
+        if elastic_batch not in get_args(ElasticBatch):
+            raise ValueError(f"{name}: elastic_batch is {elastic_batch!r}; it must be one of {get_args(ElasticBatch)}")
+        self.num_minibatches = num_minibatches
+        self.elastic = elastic
+        self.elastic_batch = elastic_batch
+        self._mesh = mesh
+        self._devices = devices
 
     @abc.abstractmethod
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
-        """Works out the layout of every variable. Allocates nothing on devices.
+        """Sets `layout`: works out where every variable lives. Allocates nothing on devices.
 
         Args:
           task: the built task.
@@ -105,45 +84,7 @@ class Partitioner(Protocol):
         """
 
     @abc.abstractmethod
-    def eval_metadata(self) -> StateMetadata:
-        """Returns the metadata of a state without optimizer states."""
-
-    @abc.abstractmethod
-    def mesh_shape(self) -> Mapping[str, int]:
-        """Returns the size of each mesh axis, by name."""
-
-    @abc.abstractmethod
-    def init_fn(self, *, with_opt_states: bool = True) -> jax.stages.Wrapped:
-        """Returns the jitted initialiser: key -> state, padded and sharded; no device holds a whole split variable.
-
-        Values depend on the key alone, not on the mesh.
-        """
-
-    @abc.abstractmethod
-    def initialize_train_state(self, prng_key: jax.Array, *, with_opt_states: bool = True) -> TrainState:
-        """Runs `init_fn`. The layout of the state is the one in `metadata`."""
-
-    @abc.abstractmethod
-    def pad_inputs_shape_dtype(self, inputs_shape_dtype: NestedShapeDtypeStruct) -> NestedShapeDtypeStruct:
-        """Returns the inputs' shapes with the batch dimension raised to the next multiple of the device count."""
-
-    @abc.abstractmethod
-    def inputs_partition_spec(self, inputs_shape_dtype: NestedShapeDtypeStruct) -> NestedPartitionSpec:
-        """Returns how inputs arrive: dimension 0 over every mesh axis."""
-
-    @abc.abstractmethod
-    def preprocess_inputs(self, batch: Any, specs: NestedPartitionSpec) -> NestedJTensor:
-        """Puts one process's rows of a batch on the devices, as part of the global batch.
-
-        Adds rows up to a multiple of the process's devices; the step does not count them.
-
-        Args:
-          batch: numpy arrays [rows of this process, ...].
-          specs: PartitionSpecs of the inputs.
-        """
-
-    @abc.abstractmethod
-    def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> PartitionedStep:
+    def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
         """Wraps a pure step for the mesh and jits it.
 
         Args:
@@ -153,14 +94,6 @@ class Partitioner(Protocol):
         """
 
     @abc.abstractmethod
-    def abstract_state(self, *, with_opt_states: bool = True) -> TrainState:
-        """Returns ShapeDtypeStructs of the padded state, with shardings, for ahead-of-time compilation."""
-
-    @abc.abstractmethod
-    def abstract_inputs(self, step: PartitionedStep) -> NestedShapeDtypeStruct:
-        """Returns ShapeDtypeStructs of a step's padded global inputs, with shardings."""
-
-    @abc.abstractmethod
     def rows_to_split(self, num_rows: int, num_devices: int) -> int:
         """Returns the number of rows that `num_minibatches` must divide.
 
@@ -168,3 +101,89 @@ class Partitioner(Protocol):
           num_rows: rows of the global batch.
           num_devices: devices of the mesh.
         """
+
+    @property
+    def has_own_mesh(self) -> bool:
+        """Whether the partitioner was given a mesh, or the devices for one, instead of using the mesh that the model declares."""
+        return self._mesh is not None or self._devices is not None
+
+    def use_mesh(self, mesh: AnyMesh) -> None:
+        """Replaces the mesh that the model declares. Call it before `setup`.
+
+        Args:
+          mesh: the mesh. An AbstractMesh is enough to read `layout`; nothing can be compiled or placed on it.
+        """
+        self._mesh, self._devices = mesh, None
+
+    def make_layout(
+        self,
+        task: SingleTask,
+        inputs_shape_dtype: NestedShapeDtypeStruct,
+        row_padding: RowPadding,
+        plan: state_layout.Plan | None = None,
+    ) -> Layout:
+        """Checks the task's input mappings and works out its layout, for `setup`.
+
+        Args:
+          task: the built task.
+          inputs_shape_dtype: ShapeDtypeStructs of the global training batch.
+          row_padding: how the rows that a batch lacks to a multiple of the devices are filled.
+          plan: decides the layout of every variable, instead of the layers; see `state_layout.build`.
+
+        Raises:
+          ValueError: a mapping that the mesh or a variable doesn't allow, with the path.
+        """
+        # An AbstractMesh has what a layout needs; nothing can be compiled for it.
+        mesh = cast(Mesh, self._mesh) if self._mesh is not None else mesh_from_model(task.model, self._devices)
+        mapping = task.train.inputs_split_mapping
+        if mapping is not None:
+            sharding.validate_split_mapping(mapping, mesh.axis_names, inputs_shape_dtype)
+            specs = sharding.input_partition_specs(mapping, dict(mesh.shape), inputs_shape_dtype)
+            for note in batch_padding.notes(inputs_shape_dtype, specs, dict(mesh.shape)):
+                logging.warning("%s", note)
+        init_variables = initialization.variables_initialiser(task, inputs_shape_dtype)
+        hparams, variables = state_layout.build(task, init_variables, mesh, plan)
+        return Layout(task, mesh, hparams, variables, variables, init_variables, row_padding)
+
+    @property
+    def metadata(self) -> Layout:
+        """Pax's name of `layout`."""
+        return self.layout
+
+    @property
+    def task(self) -> SingleTask:
+        """The built task."""
+        return self.layout.task
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh."""
+        return self.layout.mesh
+
+    def mesh_shape(self) -> Mapping[str, int]:
+        """Returns the size of each mesh axis, by name."""
+        return dict(self.mesh.shape)
+
+    def init_fn(self, *, with_opt_states: bool = True) -> jax.stages.Wrapped:
+        """Returns the jitted initialiser: key -> state, padded and sharded; no device holds a whole split variable.
+
+        Values depend on the key alone, not on the mesh.
+        """
+        layout = self.layout if with_opt_states else self.layout.without_opt_states()
+
+        def init(prng_key: jax.Array) -> TrainState:
+            mdl_vars = base_layer.maybe_unbox_value(layout.init_variables(prng_key))
+            state = initialization.create_train_state(
+                layout.task, mdl_vars, layout.var_weight_hparams, with_opt_states=with_opt_states
+            )
+            return layout.pad(state)
+
+        # It runs once, so compiling it must be cheap: on CPU this level halves the compile time and gives the same values.
+        on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+        options: dict[str, Any] | None = {"xla_backend_optimization_level": 1} if on_cpu else None
+        return jax.jit(init, out_shardings=layout.shardings, compiler_options=options)
+
+    def initialize_train_state(self, prng_key: jax.Array, *, with_opt_states: bool = True) -> TrainState:
+        """Runs `init_fn`; the state has the layout of `layout`."""
+        state: TrainState = self.init_fn(with_opt_states=with_opt_states)(prng_key)
+        return state

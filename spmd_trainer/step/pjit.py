@@ -1,24 +1,23 @@
-"""The partitioner whose collectives the compiler chooses: a pure step on a mesh by `jax.jit` and shardings.
-
-`PjitPartitioner` implements the `Partitioner` protocol. What a partitioned step does, in order, is in `MeshSteps.partition`.
-"""
+"""The partitioner whose collectives the compiler chooses: a pure step on a mesh by `jax.jit` and shardings."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.step import minibatches, vocabulary_padding
-from spmd_trainer.step.mesh_partitioner import MeshPartitioner
-from spmd_trainer.step.partitioner import ElasticBatch, PartitionedStep, StepFn
+from spmd_trainer.step.compiled_step import CompiledStep, StepFn, compile_step
+from spmd_trainer.step.partitioner import ElasticBatch, Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct
 
 
-class PjitPartitioner(MeshPartitioner):
+class PjitPartitioner(Partitioner):
     """Partitions a task's steps over its mesh with `jax.jit`. Attributes and methods: see `Partitioner`."""
 
     def __init__(
@@ -49,28 +48,54 @@ class PjitPartitioner(MeshPartitioner):
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
         """See `Partitioner.setup`. Variables are laid out as their layers or `task.train.sharding_strategy` say."""
         # Added rows hold zeros; the step slices them off.
-        self.build_steps(task, inputs_shape_dtype, "constant")
+        self.layout = self.make_layout(task, inputs_shape_dtype, "constant")
         if self.num_minibatches > 1:
             minibatches.check_count(self.num_minibatches, jax.tree.leaves(inputs_shape_dtype)[0].shape[0])
             name = f"num_minibatches={self.num_minibatches}"
-            minibatches.check_no_overwritten(self.metadata.var_weight_hparams, name)
+            minibatches.check_no_overwritten(self.layout.var_weight_hparams, name)
 
-    def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> PartitionedStep:
+    def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
         """See `Partitioner.partition`. A train step gets a `grad_fn` if there are several minibatches."""
-        metadata = self.steps.metadata_for(with_opt_states=not is_eval)
-        view = vocabulary_padding.step_view(self.task, metadata, inputs_shape_dtype)
+        layout = self.layout.without_opt_states() if is_eval else self.layout
+        layout = vocabulary_padding.for_step(layout, inputs_shape_dtype)
         if is_eval or self.num_minibatches == 1:
-            return self.steps.partition(step_fn, inputs_shape_dtype, view, is_eval=is_eval)
+            return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=is_eval)
         grad_fn = functools.partial(
-            minibatches.accumulated_gradients,
-            num_minibatches=self.num_minibatches,
-            reshard=self.steps.reshard_inputs,
+            minibatches.accumulated_gradients, num_minibatches=self.num_minibatches, reshard=layout.reshard
         )
-        return self.steps.partition(
-            step_fn, inputs_shape_dtype, view, is_eval=False, extra_args=lambda padded: (grad_fn,)
-        )
+        return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=False, extra_args=lambda padded: (grad_fn,))
 
     def rows_to_split(self, num_rows: int, num_devices: int) -> int:
         """See `Partitioner.rows_to_split`. The global batch is divided into minibatches."""
         del num_devices
         return num_rows
+
+
+def create_partitioner(
+    jax_task: SingleTask,
+    init_is_eval: bool = False,
+    reshard_inputs: bool = False,
+    auto_sharding_mode: Any = None,
+    auto_sharding_input_params: Any = None,
+) -> PjitPartitioner:
+    """Returns a partitioner for the mesh that a task's model declares, or for one axis over all devices without a mesh.
+
+    It is Pax's way to make a partitioner, for files that call it.
+
+    Args:
+      jax_task: the built task.
+      init_is_eval: not used; `task.train.always_use_train_for_model_init` decides how variables are initialised.
+      reshard_inputs: not used: inputs are always resharded by rank.
+      auto_sharding_mode: must be None.
+      auto_sharding_input_params: must be None.
+
+    Raises:
+      UserError: auto-sharding is asked for.
+    """
+    del jax_task, init_is_eval, reshard_inputs
+    if auto_sharding_mode is not None or auto_sharding_input_params is not None:
+        raise UserError(
+            "auto-sharding by the compiler is not supported; give rules instead, e.g. task.train.sharding_strategy="
+            "[('.*', 'fsdp(axis=\"data\")')]"
+        )
+    return PjitPartitioner()

@@ -46,16 +46,15 @@ from praxis import base_layer
 from spmd_trainer.models.base import GatheredVariables, ModuleModel
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, named_leaves
 from spmd_trainer.step import collectives, minibatches, shard_map_passes
-from spmd_trainer.step.mesh_partitioner import MeshPartitioner
-from spmd_trainer.step.partitioner import ElasticBatch, PartitionedStep, StepFn
+from spmd_trainer.step.compiled_step import CompiledStep, StepFn, compile_step
+from spmd_trainer.step.partitioner import ElasticBatch, Partitioner
 from spmd_trainer.step.shard_map_passes import PassSettings
 from spmd_trainer.step.state_layout import NestedVariableSpec
-from spmd_trainer.step.step_view import StepView
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct, NestedWeightHParams
 
 
-class ShardMapPartitioner(MeshPartitioner):
+class ShardMapPartitioner(Partitioner):
     """Partitions a task's train and eval steps with `jax.shard_map`; decoding is left to the compiler.
 
     The batch is split over all axes of the mesh. Layers' own split mappings and the task's `sharding_strategy` and
@@ -113,13 +112,13 @@ class ShardMapPartitioner(MeshPartitioner):
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
         """See `Partitioner.setup`. `sharding` decides the layout of every variable."""
         # Added rows repeat rows of the batch and weigh nothing: on rows of zeros, a model's own means could be 0 / 0.
-        self.build_steps(task, inputs_shape_dtype, "wrap", functools.partial(self._plan, task))
-        minibatches.check_no_overwritten(self.metadata.var_weight_hparams, "ShardMapPartitioner")
+        self.layout = self.make_layout(task, inputs_shape_dtype, "wrap", functools.partial(self._plan, task))
+        minibatches.check_no_overwritten(self.layout.var_weight_hparams, "ShardMapPartitioner")
 
-    def _plan(self, task: SingleTask, var_weight_hparams: NestedWeightHParams) -> NestedVariableSpec:
+    def _plan(self, task: SingleTask, var_weight_hparams: NestedWeightHParams, mesh: Mesh) -> NestedVariableSpec:
         """Returns a VariableSpec for each variable of the model."""
         shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), var_weight_hparams)
-        sizes = dict(self.mesh.shape)
+        sizes = dict(mesh.shape)
         if task.lora is not None and task.lora.rank_axis is not None:
             raise ValueError(
                 f"task.lora.rank_axis is {task.lora.rank_axis!r}, and ShardMapPartitioner splits a variable on one dimension "
@@ -144,8 +143,8 @@ class ShardMapPartitioner(MeshPartitioner):
 
         shards = collectives.plan_shards(
             shapes[base_layer.PARAMS],
-            self.axis_name or tuple(self.mesh.axis_names),
-            self.mesh,
+            self.axis_name or tuple(mesh.axis_names),
+            mesh,
             min_weight_size=self.min_weight_size,
             first_dim=jax.tree.map(first_dim, var_weight_hparams[base_layer.PARAMS]),
         )
@@ -154,7 +153,7 @@ class ShardMapPartitioner(MeshPartitioner):
         plan[base_layer.PARAMS] = shards
         return plan
 
-    def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> PartitionedStep:
+    def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
         """See `Partitioner.partition`. The step gets a `grad_fn` or `eval_fn` that works on padded variables and inputs.
 
         Raises:
@@ -166,19 +165,18 @@ class ShardMapPartitioner(MeshPartitioner):
                 f"ShardMapPartitioner: the global batch has {num_rows} rows, and {jax.process_count()} processes with "
                 f"{self.mesh.size} devices need a multiple of {self.mesh.size}; choose another batch size, or PjitPartitioner"
             )
-        metadata = self.steps.metadata_for(with_opt_states=not is_eval)
+        # Each parameter's padding is sliced off where it is gathered, so the step sees logical shapes everywhere.
+        layout = self.layout.without_opt_states() if is_eval else self.layout
         settings = PassSettings(
-            variables=metadata.variables.mdl_vars,
+            variables=layout.variables.mdl_vars,
             mesh=self.mesh,
             num_rows=num_rows,
             num_minibatches=self.num_minibatches,
             gather_on_use=self.gather == "layer",
         )
         run = functools.partial(shard_map_passes.evaluate if is_eval else shard_map_passes.gradients, settings)
-        # Each parameter's padding is sliced off where it is gathered, so the step sees logical shapes everywhere.
-        view = StepView(self.task, metadata, metadata)
-        return self.steps.partition(
-            step_fn, inputs_shape_dtype, view, is_eval=is_eval, extra_args=lambda padded: (run, padded)
+        return compile_step(
+            layout, step_fn, inputs_shape_dtype, is_eval=is_eval, extra_args=lambda padded: (run, padded)
         )
 
     def rows_to_split(self, num_rows: int, num_devices: int) -> int:

@@ -1,4 +1,4 @@
-"""One record per variable: where each part of the train state lives, worked out once from the abstract initialisation."""
+"""Decides where each part of the train state lives, from the abstract initialisation: one `VariableSpec` per variable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import optax
 from absl import logging
 from jax.sharding import Mesh, PartitionSpec
@@ -27,102 +26,12 @@ from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 # VariableSpecs, in the structure of the variables or of the state.
 NestedVariableSpec: TypeAlias = PyTree
-# Decides the layout of every variable: WeightHParams -> VariableSpecs, same structure.
-Plan: TypeAlias = Callable[[NestedWeightHParams], NestedVariableSpec]
+# Decides the layout of every variable: (WeightHParams, mesh) -> VariableSpecs, same structure.
+Plan: TypeAlias = Callable[[NestedWeightHParams, Mesh], NestedVariableSpec]
 DECLARED = "declared"
 NOT_DECLARED = "replicated: the layer declares no split mapping"
 # Where the train state, and so the sharding report, has the variables. Rules of a strategy are matched without it.
 _REPORT_PREFIX = "mdl_vars/"
-
-
-@dataclasses.dataclass(frozen=True)
-class StateMetadata:
-    """The layout of a train state, known before the state exists.
-
-    Attributes:
-      var_weight_hparams: praxis' WeightHParams of the model variables.
-      variables: a TrainState whose leaves are VariableSpecs.
-      mesh: the device mesh that they are for.
-    """
-
-    var_weight_hparams: NestedWeightHParams
-    variables: TrainState
-    mesh: Mesh
-
-    @functools.cached_property
-    def partition_specs(self) -> TrainState:
-        """PartitionSpecs of the state."""
-        specs: TrainState = jax.tree.map(lambda v: v.spec, self.variables)
-        return specs
-
-    @functools.cached_property
-    def shardings(self) -> TrainState:
-        """NamedShardings of the state; variables with the same spec share one object."""
-        shardings: TrainState = sharding.named_shardings(self.variables, self.mesh)
-        return shardings
-
-    @functools.cached_property
-    def padded_shapes(self) -> TrainState:
-        """ShapeDtypeStructs of the state as the devices hold it, with shardings."""
-        shapes: TrainState = jax.tree.map(
-            lambda v, s: jax.ShapeDtypeStruct(v.padded_shape, v.dtype, sharding=s), self.variables, self.shardings
-        )
-        return shapes
-
-    def pad(self, state: TrainState) -> TrainState:
-        """Logical state -> padded state, zeros in the padding. Under jit."""
-        padded: TrainState = sharding.pad_uneven(state, self.variables, self.variables, self.mesh)
-        return padded
-
-    def slice(self, state: TrainState) -> TrainState:
-        """Padded state -> logical state. Under jit."""
-        logical: TrainState = sharding.slice_uneven(state, self.variables, self.variables)
-        return logical
-
-    def without_opt_states(self) -> StateMetadata:
-        """Returns the metadata of the same state in evaluation."""
-        return StateMetadata(self.var_weight_hparams, self.variables.to_eval_state(), self.mesh)
-
-    def records(self) -> list[VariableSpec]:
-        """Returns all VariableSpecs, in the order of the state's leaves."""
-        return jax.tree.leaves(self.variables)
-
-    def check_state(self, state: TrainState, specs: TrainState) -> None:
-        """Checks that a state whose layout is `specs` is a padded state of this metadata.
-
-        Args:
-          state: the state's arrays, or their shapes.
-          specs: its PartitionSpecs.
-
-        Raises:
-          ValueError: an array has another shape or another spec; names the first.
-        """
-
-        def check(variable: VariableSpec, array: jax.Array, spec: PartitionSpec) -> None:
-            if array.shape != variable.padded_shape or spec != variable.spec:
-                raise ValueError(
-                    f"{variable.path} of the train state has shape {array.shape} and spec {spec}, but the task's model "
-                    f"declares {variable.padded_shape} (logical {variable.logical_shape}) and {variable.spec}; give the "
-                    "task that made it"
-                )
-
-        jax.tree.map(check, self.variables, state, specs)
-
-    def num_params(self) -> int:
-        """Returns the number of elements of the trainable variables, at logical shapes."""
-        return self._num_elements(frozen=False)
-
-    def num_frozen_params(self) -> int:
-        """Returns the number of elements of the parameters that adapters leave as they are, at logical shapes."""
-        return self._num_elements(frozen=True)
-
-    def _num_elements(self, *, frozen: bool) -> int:
-        params, hparams = (
-            jax.tree.leaves(tree.get(base_layer.PARAMS, {}))
-            for tree in (self.variables.mdl_vars, self.var_weight_hparams)
-        )
-        counted = (v for v, p in zip(params, hparams, strict=True) if masks.is_frozen(p) == frozen)
-        return sum(int(np.prod(v.logical_shape)) for v in counted)
 
 
 def build(
@@ -130,7 +39,7 @@ def build(
     init_variables: Callable[[jax.Array], NestedJTensor],
     mesh: Mesh,
     plan: Plan | None = None,
-) -> StateMetadata:
+) -> tuple[NestedWeightHParams, TrainState]:
     """Works out spec, padding and reason for every variable and optimizer state.
 
     A variable has the spec that its layer declares. If the layer declares none, `task.train.sharding_strategy` decides;
@@ -142,6 +51,9 @@ def build(
       init_variables: `initialization.variables_initialiser` of the task.
       mesh: the device mesh.
       plan: decides every variable, instead of its layer and the strategy.
+
+    Returns:
+      The variables' WeightHParams, and a TrainState of VariableSpecs.
 
     Raises:
       ValueError: a declared mapping doesn't fit its variable or the mesh, or the strategy is invalid.
@@ -174,7 +86,7 @@ def build(
     def record(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, reason: str) -> VariableSpec:
         return make_variable_spec(path_str(path), leaf.shape, leaf.dtype, spec, dict(mesh.shape), reason)
 
-    return StateMetadata(hparams, jax.tree_util.tree_map_with_path(record, logical, specs, why), mesh)
+    return hparams, jax.tree_util.tree_map_with_path(record, logical, specs, why)
 
 
 def _planned(
@@ -183,7 +95,7 @@ def _planned(
     """Returns the WeightHParams with the split mappings that each variable gets, and the reason for each."""
     reasons = jax.tree.map(_reason, hparams)
     if plan is not None:
-        return _apply_plan(plan(hparams), hparams, reasons, mesh, also_declared=True)
+        return _apply_plan(plan(hparams, mesh), hparams, reasons, mesh, also_declared=True)
     if task.train.sharding_strategy is None:
         return hparams, reasons
     # Rules see a repeated layer's variable as one layer has it. So the same rules serve with and without repetition, and the

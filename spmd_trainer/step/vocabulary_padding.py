@@ -23,8 +23,7 @@ from praxis.layers import embedding_softmax, linears
 from spmd_trainer.decoder import lora
 from spmd_trainer.optim.learner import Learner
 from spmd_trainer.sharding.variables import VariableSpec
-from spmd_trainer.step.state_layout import StateMetadata
-from spmd_trainer.step.step_view import StepView
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.tasks.lm import attention, cheaper_layers
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct
@@ -62,41 +61,44 @@ class MaskedFeedForward(linears.FeedForward):  # type: ignore[misc]  # praxis is
         return jnp.where(index < self.num_logits, logits, jnp.finfo(logits.dtype).min / 2)
 
 
-def step_view(task: SingleTask, metadata: StateMetadata, inputs_shape_dtype: NestedShapeDtypeStruct) -> StepView:
-    """Returns the state as a step should see it: with the vocabulary's padding kept if that is safe, else without padding.
+def for_step(layout: Layout, inputs_shape_dtype: NestedShapeDtypeStruct) -> Layout:
+    """Returns the layout with which a step keeps the vocabulary's padding, and the task for it; `layout` if that is not safe.
 
     Args:
-      task: the built task.
-      metadata: the state's metadata, with or without optimizer states.
+      layout: the task's layout, with or without optimizer states.
       inputs_shape_dtype: ShapeDtypeStructs of the step's global batch.
     """
-    plain = StepView(task, metadata, metadata)
+    task = layout.task
     if not _is_safe(task, inputs_shape_dtype):
-        return plain
+        return layout
     vocab_size = task.model.lm_tpl.vocab_size
-    vocab_variables = _vocab_variables(metadata, vocab_size)
+    vocab_variables = _vocab_variables(layout, vocab_size)
     if task.lora is not None and vocab_variables.keys() & lora.matrix_dims(task).keys():
-        return plain  # the adapters of these variables have the size of the vocabulary too
+        return layout  # the adapters of these variables have the size of the vocabulary too
     sizes = {variable.padded_shape[dim] for variable, dim in vocab_variables.values()}
     if len(sizes) != 1 or sizes == {vocab_size}:
-        return plain
+        return layout
     padded_vocab_size = sizes.pop()
     vocab_dims = {}
-    for leaf in metadata.records():
+    for leaf in layout.records():
         owner = next((path for path in vocab_variables if leaf.path.endswith(path)), None)
         if owner is not None and leaf.logical_shape:
             variable, dim = vocab_variables[owner]
             if (leaf.logical_shape, leaf.spec) != (variable.logical_shape, variable.spec):
-                return plain  # an optimizer state of another shape: it sums over the variable
+                return layout  # an optimizer state of another shape: it sums over the variable
             vocab_dims[leaf.path] = dim
     widen = functools.partial(_widen, vocab_dims, padded_vocab_size)
     hparams = jax.tree.map(
         lambda p, v: dataclasses.replace(p, shape=list(v.logical_shape)) if v.path in vocab_dims else p,
-        metadata.var_weight_hparams,
-        jax.tree.map(widen, metadata.variables.mdl_vars),
+        layout.var_weight_hparams,
+        jax.tree.map(widen, layout.variables.mdl_vars),
     )
-    seen = StateMetadata(hparams, jax.tree.map(widen, metadata.variables), metadata.mesh)
-    return StepView(_with_vocabulary(task, vocab_size, padded_vocab_size), seen, metadata)
+    return dataclasses.replace(
+        layout,
+        task=_with_vocabulary(task, vocab_size, padded_vocab_size),
+        var_weight_hparams=hparams,
+        in_step=jax.tree.map(widen, layout.variables),
+    )
 
 
 def _widen(vocab_dims: Mapping[str, int], size: int, variable: VariableSpec) -> VariableSpec:
@@ -109,10 +111,10 @@ def _widen(vocab_dims: Mapping[str, int], size: int, variable: VariableSpec) -> 
     return dataclasses.replace(variable, logical_shape=tuple(shape), paddings=tuple(paddings))
 
 
-def _vocab_variables(metadata: StateMetadata, vocab_size: int) -> dict[str, tuple[VariableSpec, int]]:
+def _vocab_variables(layout: Layout, vocab_size: int) -> dict[str, tuple[VariableSpec, int]]:
     """Returns {path below mdl_vars: (variable, its vocabulary dimension)} of the language model."""
     found = {}
-    for variable in jax.tree.leaves(metadata.variables.mdl_vars):
+    for variable in jax.tree.leaves(layout.variables.mdl_vars):
         for ending, dim in _VOCAB_DIMENSION.items():
             below = f"params/lm/{ending}"
             if variable.path == f"mdl_vars/{below}" and variable.logical_shape[dim] == vocab_size:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.tracking.base import Histogram
 from spmd_trainer.train_states import PyTree, TrainState
 
@@ -17,7 +17,7 @@ _BINS = 64
 class VariableHistograms:
     """Computes a histogram of each variable. Compiled once per mesh; all processes call it together."""
 
-    def __init__(self, metadata: StateMetadata):
+    def __init__(self, metadata: Layout):
         """`metadata` describes the training state."""
         self._mesh = metadata.mesh
 

@@ -34,7 +34,7 @@ from spmd_trainer.decoder.lora import LoraModel, is_adapter
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import peft
 from spmd_trainer.sharding.messages import count_text
-from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import checkpoint_sources
 from spmd_trainer.training.job import Job
@@ -63,7 +63,7 @@ class Beginning:
 
 def begin(
     job: Job,
-    metadata: StateMetadata,
+    metadata: Layout,
     state: TrainState,
     rules: Mapping[Any, Any],
     *,
@@ -273,7 +273,7 @@ def _record(
         return BaseRecord.of(base, frozen_base.base_specs(variables), directories, sources, restored_from)
 
 
-def _prepared(job: Job, metadata: StateMetadata, state: TrainState, loaded: set[str]) -> dict[str, jax.Array]:
+def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -> dict[str, jax.Array]:
     """Returns the adapters that depend on the base, by path: DoRA's magnitudes.
 
     Args:

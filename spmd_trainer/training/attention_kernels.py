@@ -42,11 +42,7 @@ def of_forward_pass(job: Job) -> list[str]:
             return None, step_fns.eval_step(task, state, prng_key, inputs, hparams, *own)[1].loss
         return None, step_fns.forward(task, state.mdl_vars, prng_key, inputs, hparams, do_eval=False)[0].loss
 
-    partitioner = job.partitioner
-
     def trace() -> None:
-        step = partitioner.partition(forward, job.inputs_shape_dtype, is_eval=True)
-        inputs = partitioner.abstract_inputs(step)
-        step.fn.lower(partitioner.abstract_state(with_opt_states=False), job.abstract_prng_key, inputs)
+        job.partitioner.partition(forward, job.inputs_shape_dtype, is_eval=True).lower(job.abstract_prng_key)
 
     return traced(trace)[1]

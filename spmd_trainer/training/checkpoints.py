@@ -26,7 +26,7 @@ from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import peft
 from spmd_trainer.optim.learner import extract_ema, has_ema
-from spmd_trainer.step.state_layout import StateMetadata
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.storage.run_files import has_run
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, run_directory
@@ -68,7 +68,7 @@ def restore_with_record(
     if adapter_checkpoints.begins_with(job, directory):
         return _of_folder(job, directory, use_ema=use_ema, step=step)
     # Averages live in the optimizer's state: only then is it read.
-    metadata = job.partitioner.metadata if use_ema else job.partitioner.eval_metadata()
+    metadata = job.partitioner.metadata if use_ema else job.partitioner.layout.without_opt_states()
     restored = restore_from(job, metadata, step=step, partial=not use_ema, with_input=False, base=base)
     state = restored.state
     owner = restored.metadata["metadata"].get("experiment")
@@ -83,7 +83,7 @@ def restore_with_record(
 
 def restore_from(
     job: Job,
-    layout: StateMetadata,
+    layout: Layout,
     *,
     step: int | None,
     partial: bool = False,
@@ -123,7 +123,7 @@ def restore_from(
 
 def _of_folder(job: Job, directory: epath.Path, *, use_ema: bool, step: int | None) -> Restored:
     """Returns step 0 of a run with adapters that begins with a folder: a Hugging Face folder or one of PEFT."""
-    metadata = job.partitioner.eval_metadata()
+    metadata = job.partitioner.layout.without_opt_states()
     if step:
         raise UserError(f"no step {step} in {directory}: a folder has no steps")
     if use_ema:

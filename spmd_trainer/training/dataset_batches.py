@@ -15,7 +15,7 @@ from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.models.config_lines import lines_of
 from spmd_trainer.sharding.messages import short_hash
-from spmd_trainer.step.partitioner import CompiledStep, PartitionedStep
+from spmd_trainer.step.compiled_step import CompiledStep
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import first_batch
 from spmd_trainer.training.agreed_input import agree_on_input
@@ -34,6 +34,7 @@ class FiniteDataset:
       name: the dataset's name.
       shapes: ShapeDtypeStructs of the global batch.
       num_rows: rows of the global batch.
+      put: puts one process's rows of a batch on the devices.
     """
 
     def __init__(self, job: Job, input_p: Any, kind: str, index: int):
@@ -57,6 +58,7 @@ class FiniteDataset:
             job.build_input(input_p), self._activity, count=jax.process_count(), must_end_together=True
         )
         self._specs = dataset_input_specs(input_p)
+        self.put = job.partitioner.layout.put
         self.shapes = job.global_shape_dtype(self._specs)
         self.num_rows = int(jax.tree.leaves(self.shapes)[0].shape[0])
 
@@ -82,10 +84,6 @@ class FiniteDataset:
             f"variables {checksum(state.mdl_vars)}",
         ]
         return short_hash(json.dumps(parts))
-
-    def place(self, batch: PyTree, step: PartitionedStep) -> PyTree:
-        """Puts one process's rows of a batch on the devices, as the step takes them."""
-        return self._job.partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
 
     def each_batch(
         self, activity: str, between_batches: Callable[[], None], *, done: int = 0

@@ -92,7 +92,7 @@ class DecodeDataset(FiniteDataset):
         self._key = jax.random.key(task.infer.random_seed if infers else task.decode.random_seed)
         self._may_be_too_long = decode_records.may_be_too_long(task, self.name, self.shapes)
         self._step = job.partitioner.partition(self._decode_step, self.shapes, is_eval=True)
-        self._fn = log_first_call(self._step.fn, f"compiling the decode step for {self.name}")
+        self._fn = log_first_call(self._step, f"compiling the decode step for {self.name}")
 
     def _decode_step(
         self, task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
@@ -168,9 +168,7 @@ class DecodeDataset(FiniteDataset):
 
     def lower(self) -> jax.stages.Lowered:
         """Returns the step lowered for its mesh."""
-        partitioner = self._job.partitioner
-        state = partitioner.abstract_state(with_opt_states=False)
-        return self._step.fn.lower(state, self._key, partitioner.abstract_inputs(self._step))
+        return self._step.lower(self._key)
 
     def outputs(self, state: TrainState, batch: PyTree, index: int = 0) -> PyTree:
         """Decodes batch `index` (this process's rows) and returns the per-example outputs of `model.decode`."""
@@ -180,7 +178,7 @@ class DecodeDataset(FiniteDataset):
         """Returns the packed scalars, the per-example outputs, and the inputs named in `_RETURNED`."""
         folds = self._task.decode.prng_key_fold_with_batch_index
         key = jax.random.fold_in(self._key, index) if folds else self._key
-        result: tuple[Packed, PyTree, PyTree] = self._fn(state, key, self.place(batch, self._step))[1]
+        result: tuple[Packed, PyTree, PyTree] = self._fn(state, key, self.put(batch))[1]
         return result
 
 

@@ -133,8 +133,8 @@ class EvalStep:
             rows = (output.per_example_out, inputs.get("eval_sample_weights")) if per_example else None
             return None, (self._packing.pack(output), rows)
 
-        self.partitioned = job.partitioner.partition(step, shapes, is_eval=True)
-        self._fn = log_first_call(self.partitioned.fn, f"compiling the evaluation step for {data}")
+        compiled = job.partitioner.partition(step, shapes, is_eval=True)
+        self._fn = log_first_call(compiled, f"compiling the evaluation step for {data}")
         self._key = jax.random.key(job.task.evaluate.random_seed)
 
     def __call__(self, state: TrainState, inputs: PyTree) -> tuple[Scalars, PyTree]:
@@ -176,7 +176,7 @@ class EvalDataset(FiniteDataset):
         mean, batches, started = WeightedMean(), 0, time.monotonic()
         lines: list[str] = []
         for number, batch in self.each_batch(f"evaluating {self.name} at step {step}", between_batches):
-            scalars, rows = self._step(state, self.place(batch, self._step.partitioned))
+            scalars, rows = self._step(state, self.put(batch))
             mean.add(scalars.means, scalars.weights, scalars.clu)
             if self._per_example:
                 lines += _example_lines(jax.tree.map(np.asarray, rows), first=number * self.num_rows)

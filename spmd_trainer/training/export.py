@@ -70,7 +70,7 @@ def export(job: Job) -> int:
 
 def _merged(state: TrainState, job: Job) -> TrainState:
     """Returns a state without adapters: they are added to the base. The state is used up."""
-    metadata = job.partitioner.eval_metadata()
+    metadata = job.partitioner.layout.without_opt_states()
     variables = dataclasses.replace(metadata.variables, mdl_vars=lora.base_only(metadata.variables.mdl_vars))
     without = dataclasses.replace(metadata, variables=variables)
     order = list(records.by_path(metadata.variables))

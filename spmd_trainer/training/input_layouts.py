@@ -33,12 +33,14 @@ def _layout(job: Job, use: str, input_p: Any) -> InputLayout:
     try:
         # What the experiment declares of its training batch is what the step is compiled for.
         shapes = job.inputs_shape_dtype if use == "train" else job.global_shape_dtype(dataset_input_specs(input_p))
-        arrives, in_step = job.partitioner.inputs_partition_spec(shapes), _in_step(job, shapes)
+        arrives, in_step = job.partitioner.layout.inputs_partition_spec(shapes), _in_step(job, shapes)
     except Exception as error:  # an input's own code may raise anything
         logging.warning("the report doesn't know the batches of %s input %s: %s", use, name, first_line(error))
         return InputLayout(use, name, class_name, problem=first_line(error))
     in_step = arrives if in_step is None else in_step
-    return InputLayout(use, name, class_name, shapes, job.partitioner.pad_inputs_shape_dtype(shapes), arrives, in_step)
+    return InputLayout(
+        use, name, class_name, shapes, job.partitioner.layout.pad_inputs_shape_dtype(shapes), arrives, in_step
+    )
 
 
 def _in_step(job: Job, shapes: PyTree) -> PyTree | None:

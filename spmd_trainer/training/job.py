@@ -24,9 +24,9 @@ from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.sharding.report_inputs import InputLayout
 from spmd_trainer.step import pjit
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.mesh_choice import choose_mesh
 from spmd_trainer.step.partitioner import Partitioner
-from spmd_trainer.step.state_layout import StateMetadata
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree
 from spmd_trainer.training import config_file, reference_files, rooms
@@ -262,7 +262,7 @@ def _scaled(rows: int, batch: BatchSettings, num_devices: int) -> int:
     return int(scaled)
 
 
-def _parameters_text(metadata: StateMetadata) -> str:
+def _parameters_text(metadata: Layout) -> str:
     frozen = metadata.num_frozen_params()
     return f"{metadata.num_params():,} parameters" + (f" learn, {frozen:,} are frozen" if frozen else "")
 

@@ -96,7 +96,7 @@ class _Dataset(FiniteDataset):
         key, batches_done, written = jax.random.key(0), done // self.num_rows, time.monotonic()
         ready: list[np.ndarray] = []
         for _, batch in self.each_batch(f"reference log-probabilities of {self.name}", proceed, done=batches_done):
-            _, output = self._step.fn(state, key, self.place(batch, self._step))
+            _, output = self._step(state, key, self.put(batch))
             found = _in_order(*map(np.asarray, output), first=done)
             ready.append(found)
             done += len(found)

@@ -332,7 +332,7 @@ def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
       job: the job.
       process_shapes: ShapeDtypeStructs of one process's batch.
     """
-    metadata = job.partitioner.eval_metadata()
+    metadata = job.partitioner.layout.without_opt_states()
 
     def metrics(state: Any, prng_key: Any, inputs: Any) -> Any:
         _, output = step_fns.eval_step(job.task, state, prng_key, inputs, metadata.var_weight_hparams)

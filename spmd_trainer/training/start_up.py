@@ -164,11 +164,7 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         return state, packing.pack(output)
 
     def lower() -> jax.stages.Lowered:
-        partitioner = job.partitioner
-        partitioned = partitioner.partition(step, job.inputs_shape_dtype, is_eval=False)
-        inputs = partitioner.abstract_inputs(partitioned)
-        lowered: jax.stages.Lowered = partitioned.fn.lower(partitioner.abstract_state(), job.abstract_prng_key, inputs)
-        return lowered
+        return job.partitioner.partition(step, job.inputs_shape_dtype, is_eval=False).lower(job.abstract_prng_key)
 
     with Phase("compiling the train step"):
         lowered, attention = attention_kernels.traced(lower)
@@ -193,8 +189,6 @@ def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Pref
     elif input_state is not None:
         train_input.set_state(input_state["state"])
     declared = job.process_inputs_shape_dtype
-    padded = job.partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
-    specs = job.partitioner.inputs_partition_spec(padded)
     unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
 
     def put(batch: PyTree) -> PyTree:
@@ -203,7 +197,7 @@ def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Pref
             first_batch.check(train_input.name, batch, declared)
             unchecked = False
         check_values(train_input.name, batch, vocabulary)
-        return job.partitioner.preprocess_inputs(batch, specs)
+        return job.partitioner.layout.put(batch)
 
     with Prefetcher(train_input, put) as batches:
         yield batches

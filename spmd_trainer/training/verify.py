@@ -19,8 +19,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import summary_name
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.step import model_mesh, pjit, step_fns
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.partitioner import Partitioner
-from spmd_trainer.step.state_layout import StateMetadata
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import reference_files, xla_flags
@@ -113,12 +113,10 @@ def run_steps(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), first)
     step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
     state = partitioner.initialize_train_state(prng_key) if initial is None else place(metadata, initial)
-    fn: Callable[..., Any] = step.fn
-    if compiled is not None:
-        fn = compiled(step.fn.lower(partitioner.abstract_state(), prng_key, partitioner.abstract_inputs(step)))
+    fn: Callable[..., Any] = step if compiled is None else compiled(step.lower(prng_key))
     yield Snapshot(0, None, None, _logical(metadata, state))
     for count, batch in enumerate(itertools.chain([first], batches), start=1):
-        inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
+        inputs = partitioner.layout.put(batch)
         state, output = fn(state, prng_key, inputs)
         summaries = {summary_name(name): x for name, x in output.summary_tensors.items()}
         norm = summaries.get(_GRAD_NORM)
@@ -126,13 +124,13 @@ def run_steps(
         yield Snapshot(count, float(output.loss), None if norm is None else float(norm), variables)
 
 
-def place(metadata: StateMetadata, logical: TrainState) -> TrainState:
+def place(metadata: Layout, logical: TrainState) -> TrainState:
     """Pads a state of logical numpy arrays with zeros and places it on the mesh."""
     padded = sharding.pad_uneven(logical, metadata.variables, metadata.variables, metadata.mesh)
     return jax.tree.map(jax.device_put, padded, metadata.shardings)
 
 
-def _logical(metadata: StateMetadata, state: TrainState) -> dict[str, np.ndarray]:
+def _logical(metadata: Layout, state: TrainState) -> dict[str, np.ndarray]:
     """Fetches a state; returns {path: numpy array of the logical shape}."""
     on_host = jax.tree.map(np.asarray, state)
     arrays = jax.tree.leaves(sharding.slice_uneven(on_host, metadata.variables, metadata.variables))

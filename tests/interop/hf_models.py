@@ -95,8 +95,8 @@ class FolderJob:
 
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batch)
         step = self.partitioner.partition(step, shapes, is_eval=True)
-        on_devices = self.partitioner.preprocess_inputs(self.batch, step.inputs_partition_spec)
-        _, (logits, loss) = step.fn(state, self.prng_key, on_devices)
+        on_devices = self.partitioner.layout.put(self.batch)
+        _, (logits, loss) = step(state, self.prng_key, on_devices)
         return np.asarray(logits)[: len(self.batch.ids)], float(loss)
 
 
@@ -119,6 +119,6 @@ def make_job(
 
 def read(folder: pathlib.Path, job: FolderJob) -> TrainState:
     """Reads a folder without optimizer states and adapters. Compiles nothing."""
-    layout = job.partitioner.eval_metadata()
+    layout = job.partitioner.layout.without_opt_states()
     base = jax.tree.map(lambda spec: None if is_adapter(spec.path) else spec, layout.variables)
     return restore(hf.open_source(epath.Path(folder), None), dataclasses.replace(layout, variables=base)).state

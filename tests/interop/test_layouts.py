@@ -110,7 +110,7 @@ def test_the_newest_finished_step_is_read(pax_data, tmp_path):
 def test_a_checkpoint_without_optimizer_states_serves_inference(pax_data):
     """TimesFM's checkpoints are like that."""
     job = job_on(ADAM, (1, 8, 1))
-    metadata = job.partitioner.eval_metadata()
+    metadata = job.partitioner.layout.without_opt_states()
     directory = pax_data.checkpoints(ADAM, "flax_eval_1.1")
     source = pax.open_source(directory, None, metadata.variables)
     found = restore(source, metadata, partial=True, with_input=False)

@@ -39,7 +39,7 @@ def adapted_job(name, sizes=(1, 2, 4), **settings):
 
 def read_adapters(folder, job, model):
     """The state of a job with the base of a folder and adapters of PEFT, without optimizer states."""
-    variables, mesh = job.partitioner.eval_metadata().variables, job.partitioner.mesh
+    variables, mesh = job.partitioner.layout.without_opt_states().variables, job.partitioner.mesh
     source = peft.open_source(epath.Path(folder), None, variables, job.task)
     specs = {path: spec for path, spec in records.by_path(variables).items() if lora.is_adapter(path)}
     assert all(source.fits(path, spec.logical_shape) for path, spec in specs.items())

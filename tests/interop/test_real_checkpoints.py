@@ -52,7 +52,7 @@ def further_losses(job, state, batches):
     step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
     losses = []
     for batch in batches:
-        state, output = step.fn(state, KEY, partitioner.preprocess_inputs(batch, step.inputs_partition_spec))
+        state, output = step(state, KEY, partitioner.layout.put(batch))
         losses.append(float(output.loss))
     return losses
 

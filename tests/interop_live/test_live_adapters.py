@@ -93,13 +93,13 @@ def test_twenty_steps_of_training_and_a_base_unchanged_after_a_hundred(name, fol
     before = _base_of(job, state)
     losses = []
     for ids in batches:
-        batch = job.partitioner.preprocess_inputs(lm_batch(ids), step.inputs_partition_spec)
-        state, output = step.fn(state, job.prng_key, batch)
+        batch = job.partitioner.layout.put(lm_batch(ids))
+        state, output = step(state, job.prng_key, batch)
         losses.append(float(output.loss))
     np.testing.assert_allclose(losses, np.load(tmp_path / "losses.npy"), rtol=0, atol=1e-3)
     for ids in [*batches] * 4:  # 100 steps in all
-        batch = job.partitioner.preprocess_inputs(lm_batch(ids), step.inputs_partition_spec)
-        state, output = step.fn(state, job.prng_key, batch)
+        batch = job.partitioner.layout.put(lm_batch(ids))
+        state, output = step(state, job.prng_key, batch)
         float(output.loss)
     assert int(state.step) == 100
     after = _base_of(job, state)

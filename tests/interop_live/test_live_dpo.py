@@ -96,7 +96,7 @@ def make_job(folder, pairs, settings, sizes):
 
 def with_reference(job, folder):
     """The batch with the log-probabilities by the folder's own model."""
-    state = restore(hf.open_source(epath.Path(folder), None), job.partitioner.eval_metadata()).state
+    state = restore(hf.open_source(epath.Path(folder), None), job.partitioner.layout.without_opt_states()).state
 
     def step(task, state, key, inputs, *rest):
         del key, rest
@@ -105,8 +105,8 @@ def with_reference(job, folder):
         return None, found
 
     partitioned = job.partitioner.partition(step, shapes(job.batch), is_eval=True)
-    inputs = job.partitioner.preprocess_inputs(job.batch, partitioned.inputs_partition_spec)
-    found = jax.tree.map(np.asarray, partitioned.fn(state, job.prng_key, inputs)[1])
+    inputs = job.partitioner.layout.put(job.batch)
+    found = jax.tree.map(np.asarray, partitioned(state, job.prng_key, inputs)[1])
     for side in (found.chosen, found.rejected):
         side.reference_logps = side.reference_logps.view(np.int32)
     return found
@@ -138,8 +138,8 @@ def test_losses_rewards_and_gradients_are_trls(number, sizes, trl_run, tmp_path)
     step = job.partitioner.partition(step_fns.train_step, shapes(batch), is_eval=False)
     state, losses, expected = hf.load(directory / "policy", job), [], np.load(directory / f"{number}.npz")
     for count in range(STEPS):
-        inputs = job.partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
-        state, output = step.fn(state, job.prng_key, inputs)
+        inputs = job.partitioner.layout.put(batch)
+        state, output = step(state, job.prng_key, inputs)
         losses.append(float(output.loss))
         if count == 0:
             scalars = output.weighted_scalars

@@ -70,8 +70,8 @@ def train(folder, batches):
     step = job.partitioner.partition(step_fns.train_step, shapes, is_eval=False)
     state, losses = hf.load(folder, job), []
     for ids in batches:
-        batch = job.partitioner.preprocess_inputs(lm_batch(ids), step.inputs_partition_spec)
-        state, output = step.fn(state, job.prng_key, batch)
+        batch = job.partitioner.layout.put(lm_batch(ids))
+        state, output = step(state, job.prng_key, batch)
         losses.append(float(output.loss))
     return losses
 

@@ -83,7 +83,7 @@ def test_layers_say_as_much_as_the_task_asks_for(tmp_path, verbosity):
         return state, packing.pack(output)
 
     partitioned = partitioner.partition(step, job.global_shape_dtype(job.process_inputs_shape_dtype), is_eval=False)
-    partitioned.fn.lower(partitioner.abstract_state(), job.prng_key, partitioner.abstract_inputs(partitioned))
+    partitioned.lower(job.prng_key)
     names = packing._summaries.names
     layer = "lm/transformer/repeat/sub/x_layers_0/xformer_input_abs_max"
     assert {name for name in names if name.startswith(layer)} == (

@@ -258,8 +258,7 @@ def test_stacked_weights_are_gathered_in_their_loop():
     assert spec[0] is None
     assert any(spec)
     step = partitioner.partition(step_fns.train_step, shapes_of(batch()), is_eval=False)
-    state, inputs = partitioner.abstract_state(), partitioner.abstract_inputs(step)
-    jaxpr = jax.make_jaxpr(step.fn._jitted)(state, KEY, inputs)
+    jaxpr = step.trace(KEY).jaxpr
     gathered = [eqn.outvars[0].aval.shape for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "all_gather"]
     # A layer's kernel of 6 x 6, with padding. All three layers' kernels would have one more dimension.
     assert {(6, 8), (8, 6)} & set(gathered)

@@ -13,7 +13,7 @@ from model_helpers import KEY, Config, batch, failing_steps, loss, nnx_task, sha
 from spmd_trainer import models
 from spmd_trainer.errors import UserError
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.step import PjitPartitioner, own_loop
+from spmd_trainer.step import PjitPartitioner, functional
 
 
 class LinenNet(nn.Module):
@@ -319,8 +319,8 @@ def test_generate_runs_split_by_batch():
 
     state = partitioner.initialize_train_state(KEY)
     step = partitioner.partition(step_fns.decode_step, shapes_of(batch()), is_eval=True)
-    inputs = partitioner.preprocess_inputs(batch(), step.inputs_partition_spec)
-    _, output = step.fn(state.to_eval_state(), KEY, inputs)
+    inputs = partitioner.layout.put(batch())
+    _, output = step(state.to_eval_state(), KEY, inputs)
     outputs = output.per_example_out["outputs"]
     whole = built.model.for_generate(jax.jit(partitioner.metadata.slice)(state).mdl_vars)
     np.testing.assert_allclose(outputs, whole(batch()["x"]), rtol=1e-5, atol=1e-6)
@@ -352,7 +352,7 @@ KINDS = {
 @pytest.mark.full
 def test_an_own_loop(kind):
     built = KINDS[kind]()
-    state, _, _, train_step, eval_step, num_params = own_loop.partition_spmd_model(built, KEY, shapes_of(batch()))
+    state, _, _, train_step, eval_step, num_params = functional.partition_spmd_model(built, KEY, shapes_of(batch()))
     assert num_params > 0
     losses = []
     for number in range(5):
@@ -367,8 +367,8 @@ def test_an_own_loop(kind):
 def test_an_own_loop_decodes():
     built = nnx_task()
     built.model.generate = generate
-    state, specs, *_ = own_loop.partition_spmd_model(built, KEY, shapes_of(batch()))
-    decode, _ = own_loop.get_partitioned_spmd_model_decode_fn(built, KEY, state, specs, shapes_of(batch()))
+    state, specs, *_ = functional.partition_spmd_model(built, KEY, shapes_of(batch()))
+    decode, _ = functional.get_partitioned_spmd_model_decode_fn(built, KEY, state, specs, shapes_of(batch()))
     _, metrics, per_example, _ = decode(state.mdl_vars, KEY, state.step, batch())
     assert per_example["outputs"].shape == (16, 8)
     assert metrics["num_decoded"][0] == 16
@@ -381,7 +381,7 @@ def test_an_own_loop_gets_clu_metrics():
         **loss(outputs, batch),
         "last": clu_metrics.LastValue.from_model_output(outputs[:, 0]),
     }
-    state, _, _, train_step, eval_step, _ = own_loop.partition_spmd_model(built, KEY, shapes_of(batch()))
+    state, _, _, train_step, eval_step, _ = functional.partition_spmd_model(built, KEY, shapes_of(batch()))
     *_, summaries = eval_step(state.mdl_vars, KEY, state.step, batch())
     assert summaries["last"].count == 16
     *_, summaries = train_step(state, KEY, batch())

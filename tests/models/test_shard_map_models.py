@@ -86,7 +86,7 @@ def test_stacked_layers_in_evaluation():
         part.setup(built, shapes_of(batch()))
         step = part.partition(step_fns.eval_step, shapes_of(batch()), is_eval=True)
         state = part.initialize_train_state(KEY).to_eval_state()
-        _, output = step.fn(state, KEY, part.preprocess_inputs(batch(), step.inputs_partition_spec))
+        _, output = step(state, KEY, part.layout.put(batch()))
         found.append(float(output.loss))
     np.testing.assert_allclose(found, found[:1] * 3, rtol=1e-5)
 
@@ -130,8 +130,8 @@ def test_every_row_has_dropout_of_its_own(strategy):
     part = partitioner(strategy)()
     part.setup(built, shapes_of(batch()))
     step = part.partition(step_fns.train_step, shapes_of(batch()), is_eval=False)
-    inputs = part.preprocess_inputs(batch(), step.inputs_partition_spec)
-    _, output = step.fn(part.initialize_train_state(KEY), KEY, inputs)
+    inputs = part.layout.put(batch())
+    _, output = step(part.initialize_train_state(KEY), KEY, inputs)
     rows = np.asarray(output.per_example_out["outputs"])
     assert set(np.unique(rows)) == {0.0, 2.0}
     by_device = {rows.reshape(8, 2, 8)[device].tobytes() for device in range(8)}

@@ -15,7 +15,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import stdlib
 from spmd_trainer.planner import inspect_sharding, plan
 from spmd_trainer.planner.topologies import topology_devices
-from spmd_trainer.step import mesh_steps
+from spmd_trainer.step import compiled_step
 from spmd_trainer.training import start_up
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
@@ -193,7 +193,7 @@ def test_the_report_is_written_if_the_forward_pass_cannot_be_traced(tmp_path, mo
 
 def test_triton_is_left_out_only_for_gpus_that_are_not_here():
     def options(platform):
-        return mesh_steps._options_without_gpus(
+        return compiled_step._options_without_gpus(
             types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
         )
 

@@ -116,10 +116,10 @@ def test_a_valid_step_is_said_to_be_valid_with_the_numbers_of_the_run(capsys, ca
 def test_another_batch_than_the_run_had_is_said(tmp_path, capsys):
     shutil.copytree(trained("forward"), tmp_path / "run")
     job = make_job(tmp_path / "run", *overrides("forward"))
-    padded = job.partitioner.pad_inputs_shape_dtype(job.inputs_shape_dtype)
+    padded = job.partitioner.layout.pad_inputs_shape_dtype(job.inputs_shape_dtype)
     rows = invalid_batches.read(tmp_path / "run", STEP, padded)
     rows["ids"][0, 0] = (rows["ids"][0, 0] + 1) % 256
-    batch = job.partitioner.preprocess_inputs(rows, job.partitioner.inputs_partition_spec(padded))
+    batch = job.partitioner.layout.put(rows)
     invalid_batches.write(epath.Path(tmp_path / "run"), STEP, batch)
     text = report("forward", capsys, directory=tmp_path / "run")
     assert_names(text, "another one (ids differ)")

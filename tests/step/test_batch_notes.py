@@ -65,7 +65,7 @@ def test_a_step_names_its_own_constraints_and_recommends_verify(own, caplog):
     partitioner.setup(tasks_lib.build_task(task_p), shapes)
     step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
     with caplog.at_level(logging.INFO):
-        step.fn.trace(partitioner.abstract_state(), jax.random.key(0), partitioner.abstract_inputs(step))
+        step.trace(jax.random.key(0))
     if own:
         assert_names(caplog.text, f"{__file__}:{apply.__code__.co_firstlineno + 3}", "--mode=verify", "mdl=2", 4)
     else:

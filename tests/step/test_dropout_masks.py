@@ -49,7 +49,7 @@ def masks(sizes, steps=2):
     batch = NestedMap(ones=np.ones((ROWS, WIDTH), np.float32))
     out = []
     for _ in range(steps):
-        state, output = step.fn(state, key, partitioner.preprocess_inputs(batch, step.inputs_partition_spec))
+        state, output = step(state, key, partitioner.layout.put(batch))
         out.append(np.asarray(output.per_example_out.mask))
     return np.stack(out)
 

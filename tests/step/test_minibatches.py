@@ -45,8 +45,8 @@ def run(batch, sizes, num_minibatches):
     step = partitioner.partition(step_fns.train_step, shapes_of(batch), is_eval=False)
     state = partitioner.initialize_train_state(KEY)
     for _ in range(2):
-        inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
-        state, output = step.fn(state, KEY, inputs)
+        inputs = partitioner.layout.put(batch)
+        state, output = step(state, KEY, inputs)
     return jax.device_get(jax.jit(partitioner.metadata.slice)(state)), jax.device_get(output)
 
 
@@ -95,7 +95,7 @@ def test_minibatches_take_less_memory(batch):
     def temporaries(num_minibatches):
         partitioner = make_partitioner((1, 4, 2), batch, num_minibatches)
         step = partitioner.partition(step_fns.train_step, shapes_of(batch), is_eval=False)
-        lowered = step.fn.lower(partitioner.abstract_state(), KEY, partitioner.abstract_inputs(step))
+        lowered = step.lower(KEY)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(4) < 0.5 * temporaries(1)

@@ -65,7 +65,7 @@ def test_a_run_that_goes_from_8_to_4_to_8_devices_has_the_losses_of_one_that_sta
         step = partitioner.partition(step_fns.train_step, SHAPES, is_eval=False)
         losses = []
         for batch in batches:
-            state, out = step.fn(state, KEY, partitioner.preprocess_inputs(batch, step.inputs_partition_spec))
+            state, out = step(state, KEY, partitioner.layout.put(batch))
             losses.append(float(out.loss))
         return state, losses
 
@@ -91,9 +91,10 @@ def test_the_old_state_is_used_up_when_donated_and_stays_when_not():
 def test_from_training_layout_to_decode_layout_without_optimizer_states():
     train, decode = on((1, 8, 1)), on((1, 1, 8))
     state = train.initialize_train_state(KEY)
-    moved = moving.move_state(state.to_eval_state(), train.eval_metadata(), decode.eval_metadata(), donate=False)
+    old, new = train.layout.without_opt_states(), decode.layout.without_opt_states()
+    moved = moving.move_state(state.to_eval_state(), old, new, donate=False)
     before = logical(train, state)
-    arrays = zip(decode.eval_metadata().records(), jax.tree.leaves(moved), strict=True)
+    arrays = zip(new.records(), jax.tree.leaves(moved), strict=True)
     for variable, x in arrays:
         index = tuple(slice(n) for n in variable.logical_shape)
         np.testing.assert_array_equal(np.asarray(x)[index], before[variable.path])

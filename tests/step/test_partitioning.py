@@ -11,7 +11,7 @@ from praxis import base_layer, pax_fiddle
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches, synthetic
-from spmd_trainer.step import batch_padding, mesh_steps, pjit, step_fns
+from spmd_trainer.step import batch_padding, pjit, step_fns
 
 # One pytest worker, so that the shared fixtures are compiled once.
 pytestmark = pytest.mark.xdist_group("partitioning")
@@ -50,8 +50,8 @@ def run_steps(partitioner, batch, count=3):
     state = partitioner.initialize_train_state(KEY)
     losses = []
     for _ in range(count):
-        inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
-        state, output = step.fn(state, KEY, inputs)
+        inputs = partitioner.layout.put(batch)
+        state, output = step(state, KEY, inputs)
         losses.append(float(output.loss))
     return state, output, losses
 
@@ -119,7 +119,7 @@ def test_initial_values_do_not_depend_on_the_mesh():
 def test_the_state_is_donated_in_the_compiled_program():
     partitioner = make_partitioner((1, 4, 2))
     step = partitioner.partition(step_fns.train_step, batches.lm_input_specs(ROWS, LENGTH), is_eval=False)
-    compiled = step.fn.lower(partitioner.abstract_state(), KEY, partitioner.abstract_inputs(step)).compile()
+    compiled = step.lower(KEY).compile()
     state_bytes = sum(v.bytes_per_device(partitioner.mesh_shape()) for v in partitioner.metadata.records())
     assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes
 
@@ -153,7 +153,7 @@ def test_evaluation_counts_the_rows_of_the_batch_without_padding():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     step = partitioner.partition(step_fns.eval_step, shapes, is_eval=True)
     state = partitioner.initialize_train_state(KEY).to_eval_state()
-    _, output = step.fn(state, KEY, partitioner.preprocess_inputs(batch, step.inputs_partition_spec))
+    _, output = step(state, KEY, partitioner.layout.put(batch))
     assert float(output.weighted_scalars["total_loss"][1]) == batch.weights.sum()
     assert all(leaf.shape[0] == ROWS for leaf in jax.tree.leaves(output.per_example_out) if leaf.ndim)
 
@@ -181,9 +181,10 @@ def test_the_rows_that_each_process_added_are_removed_for_any_order_of_devices(m
 @pytest.mark.parametrize(("platform", "options"), [("cpu", {"xla_backend_optimization_level": 1}), ("gpu", None)])
 def test_the_program_that_makes_the_state_is_compiled_with_little_effort_on_cpu_only(platform, options, monkeypatch):
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
-    steps = mesh_steps.MeshSteps(None, mesh, types.SimpleNamespace(shardings=None), None, None)
+    partitioner = pjit.PjitPartitioner()
+    partitioner.layout = types.SimpleNamespace(mesh=mesh, shardings=None)
     monkeypatch.setattr(jax, "jit", lambda fn, **keywords: keywords["compiler_options"])
-    assert steps.init_fn(with_opt_states=True) == options
+    assert partitioner.init_fn() == options
 
 
 @pytest.mark.full

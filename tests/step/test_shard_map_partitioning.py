@@ -50,8 +50,8 @@ def train(partitioner, rows=ROWS, steps=5, batch=None):
     state = partitioner.initialize_train_state(KEY)
     losses = []
     for _ in range(steps):
-        inputs = partitioner.preprocess_inputs(batch, step.inputs_partition_spec)
-        state, output = step.fn(state, KEY, inputs)
+        inputs = partitioner.layout.put(batch)
+        state, output = step(state, KEY, inputs)
         losses.append(float(output.loss))
     return jax.jit(partitioner.metadata.slice)(state), output, losses
 
@@ -118,8 +118,8 @@ def test_evaluation_gives_the_numbers_of_one_device(rows):
     for partitioner in (set_up(pjit.PjitPartitioner(make_mesh((1, 1, 1))), rows), fsdp(rows=rows)):
         step = partitioner.partition(step_fns.eval_step, batches.lm_input_specs(rows, LENGTH), is_eval=True)
         state = partitioner.initialize_train_state(KEY, with_opt_states=False)
-        batch = partitioner.preprocess_inputs(make_batch(rows), step.inputs_partition_spec)
-        outputs.append(step.fn(state, KEY, batch)[1])
+        batch = partitioner.layout.put(make_batch(rows))
+        outputs.append(step(state, KEY, batch)[1])
     reference, ours = outputs
     np.testing.assert_allclose(ours.loss, reference.loss, rtol=1e-5)
     np.testing.assert_allclose(
@@ -229,7 +229,7 @@ def collectives_of(partitioner, *, keep_barriers=False):
         return state, output.loss
 
     partitioned = partitioner.partition(step, batches.lm_input_specs(ROWS, LENGTH), is_eval=False)
-    lowered = partitioned.fn.lower(partitioner.abstract_state(), KEY, partitioner.abstract_inputs(partitioned))
+    lowered = partitioned.lower(KEY)
     # The CPU's compiler removes barriers before it merges equal values, and so would undo the second gather.
     compiled = lowered.compile({"xla_disable_hlo_passes": "cse_barrier_expander"} if keep_barriers else None)
     found: dict[str, list[str]] = {}

@@ -27,7 +27,8 @@ def trace(step_fn, pass_fn, *extra, with_opt_states=True):
         logical.append((state.mdl_vars, inputs))
         return step_fn(partitioner.task, state, key, inputs, hparams, recorded, *extra)
 
-    jax.eval_shape(step, partitioner.abstract_state(with_opt_states=with_opt_states), KEY, SHAPES)
+    layout = partitioner.layout if with_opt_states else partitioner.layout.without_opt_states()
+    jax.eval_shape(step, layout.padded_shapes, KEY, SHAPES)
     return calls, logical
 
 

@@ -22,10 +22,10 @@ def summaries_and_states(mesh, *fields):
     partitioner = job.partitioner
     step = partitioner.partition(step_fns.train_step, job.inputs_shape_dtype, is_eval=False)
     state = partitioner.initialize_train_state(job.prng_key)
-    batch = partitioner.preprocess_inputs(job.build_train_input().get_next_padded(), step.inputs_partition_spec)
-    state, _ = step.fn(state, job.prng_key, batch)  # changes nothing: the learning rate begins at 0
+    batch = partitioner.layout.put(job.build_train_input().get_next_padded())
+    state, _ = step(state, job.prng_key, batch)  # changes nothing: the learning rate begins at 0
     before = _logical(partitioner.metadata, state)
-    state, output = step.fn(state, job.prng_key, batch)
+    state, output = step(state, job.prng_key, batch)
     found = {summary_name(name): np.asarray(x) for name, x in output.summary_tensors.items()}
     return found, before, _logical(partitioner.metadata, state)
 

@@ -28,8 +28,8 @@ def partitioner(task_p):
 
 def seen_shapes(task_p):
     it = partitioner(task_p)
-    view = vocabulary_padding.step_view(it.task, it.metadata, SHAPES)
-    return {v.path: v.logical_shape for v in view.metadata.records()}
+    layout = vocabulary_padding.for_step(it.layout, SHAPES)
+    return {v.path: v.logical_shape for v in jax.tree.leaves(layout.in_step)}
 
 
 def test_the_step_sees_the_padded_vocabulary_and_the_metadata_keeps_logical_shapes():
@@ -74,8 +74,7 @@ def test_nothing_changes_if_nothing_is_padded():
     task_p = structures.TinyLm().task()
     task_p.model.lm_tpl.vocab_size = PADDED_VOCAB_SIZE
     it = partitioner(task_p)
-    view = vocabulary_padding.step_view(it.task, it.metadata, SHAPES)
-    assert (view.task, view.metadata) == (it.task, it.metadata)
+    assert vocabulary_padding.for_step(it.layout, SHAPES) is it.layout
 
 
 def test_padding_is_zero_after_a_step_that_wrote_to_it():
@@ -86,7 +85,7 @@ def test_padding_is_zero_after_a_step_that_wrote_to_it():
 
     step = it.partition(spoil, SHAPES, is_eval=False)
     inputs = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), SHAPES)
-    state, _ = step.fn(it.initialize_train_state(KEY), KEY, it.preprocess_inputs(inputs, step.inputs_partition_spec))
+    state, _ = step(it.initialize_train_state(KEY), KEY, it.layout.put(inputs))
     for variable, x in zip(it.metadata.records(), jax.tree.leaves(state), strict=True):
         x = np.array(x)
         logical = tuple(slice(size) for size in variable.logical_shape)

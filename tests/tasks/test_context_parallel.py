@@ -101,8 +101,7 @@ def test_a_train_step_keeps_no_array_of_whole_rows_or_of_all_masks(tmp_path):
     resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(mesh_of(seq=seq))
     job = Job.build(RunConfig(resolved, epath.Path(tmp_path), mode="inspect"))
     step = job.partitioner.partition(step_fns.train_step, job.process_inputs_shape_dtype, is_eval=False)
-    arguments = (job.partitioner.abstract_state(), job.prng_key, job.partitioner.abstract_inputs(step))
-    program = step.fn.lower(*arguments).compile().as_text()
+    program = step.lower(job.prng_key).compile().as_text()
     rows, heads = 6, 3
     block = length // seq // 2  # one block is a chunk
     elements = [math.prod(map(int, found.split(","))) for found in re.findall(r"(?:f32|pred)\[([\d,]+)\]", program)]

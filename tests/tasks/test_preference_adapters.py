@@ -88,8 +88,7 @@ def test_the_live_reference_takes_no_memory():
         batch = pair_batch(8, reference=not is_live)
         partitioner = partitioner_on(task, (1, 4, 2), batch)
         step = partitioner.partition(step_fns.train_step, shapes_of(batch), is_eval=False)
-        inputs = partitioner.abstract_inputs(step)
-        compiled = step.fn.lower(partitioner.abstract_state(), KEY, inputs).compile()
+        compiled = step.lower(KEY).compile()
         memory = compiled.memory_analysis()
         found.append(memory.temp_size_in_bytes + memory.argument_size_in_bytes)
     assert found[0] <= 1.01 * found[1]

@@ -281,7 +281,7 @@ def test_trackers_come_after_what_writes_wherever_they_are_given(tmp_path):
 @pytest.mark.full
 def test_histograms_of_variables():
     job, state = restored()
-    metadata = job.partitioner.eval_metadata()
+    metadata = job.partitioner.layout.without_opt_states()
     found = VariableHistograms(metadata)(state)
     logical = jax.tree_util.tree_leaves_with_path(
         jax.tree.map(

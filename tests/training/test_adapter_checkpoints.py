@@ -74,7 +74,7 @@ def restored(directory, exp=None, **settings):
     """The variables that evaluation restores, by path, at logical shapes."""
     job = job_of(directory, exp, mode="eval", **settings)
     _, state = checkpoints.restore_for_inference(job, use_ema=False)
-    return logical(job.partitioner.eval_metadata(), state)
+    return logical(job.partitioner.layout.without_opt_states(), state)
 
 
 def logical(metadata, state):
@@ -315,7 +315,10 @@ def test_following_a_run_loads_the_base_once(trained, monkeypatch):
     monkeypatch.setattr(adapter_checkpoints, "_load_base", lambda *args: loads.append(1) or load(*args))
     monkeypatch.setattr(checkpoints, "iterate_checkpoints", lambda *_, **__: iter([0, 2, STEPS]))
     job = job_of(run, mode="eval")
-    states = [logical(job.partitioner.eval_metadata(), state) for _, state in checkpoints.follow(job, use_ema=False)]
+    states = [
+        logical(job.partitioner.layout.without_opt_states(), state)
+        for _, state in checkpoints.follow(job, use_ema=False)
+    ]
     assert len(loads) == 1
     assert [int(state["step"]) for state in states] == [0, 2, STEPS]
     assert_equal(states[2], restored(run))

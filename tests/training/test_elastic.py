@@ -16,6 +16,7 @@ from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.step import pjit
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.shard_map import ShardMapPartitioner
 from spmd_trainer.training import elastic, experiment_config, train
 from spmd_trainer.training.job import Job
@@ -116,12 +117,8 @@ def test_an_evaluation_right_after_a_change_takes_the_next_training_batch_and_le
 @pytest.mark.full
 def test_a_scaled_batch_takes_no_example_twice_and_leaves_none_out(tmp_path, caplog, stayed, monkeypatch):
     seen = []
-    place = pjit.PjitPartitioner.preprocess_inputs
-    monkeypatch.setattr(
-        pjit.PjitPartitioner,
-        "preprocess_inputs",
-        lambda self, batch, specs: seen.append((self.mesh.size, batch.ids)) or place(self, batch, specs),
-    )
+    put = Layout.put
+    monkeypatch.setattr(Layout, "put", lambda self, batch: seen.append((self.mesh.size, batch.ids)) or put(self, batch))
     with caplog.at_level("WARNING"):
         train.train(job(tmp_path, Scales()))
     assert [losses(tmp_path)[step] for step in (1, 2)] == pytest.approx([stayed[1], stayed[2]], rel=1e-5)

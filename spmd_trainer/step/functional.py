@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from praxis import pax_fiddle
 
 from spmd_trainer.step import step_fns
-from spmd_trainer.step.partitioner import PartitionedStep, Partitioner, StepFn
+from spmd_trainer.step.compiled_step import CompiledStep, StepFn
+from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
 from spmd_trainer.tasks_lib import SingleTask, build_task
@@ -62,16 +63,16 @@ def partition_spmd_model(
     train = partitioner.partition(step_fns.train_step, inputs_shape, is_eval=False)
 
     def train_step(state: TrainState, prng_key: jax.Array, inputs: Any) -> TrainOutputs:
-        state, output = train.fn(state, prng_key, _placed(partitioner, train, inputs))
+        state, output = train(state, prng_key, _placed(train, inputs))
         return state, output.loss, output.weighted_scalars, output.per_example_out, _summaries(output)
 
     return (
         partitioner.initialize_train_state(init_key),
-        partitioner.metadata.partition_specs,
+        partitioner.layout.partition_specs,
         train.inputs_partition_spec,
         train_step,
         _inference_fn(partitioner, step_fns.eval_step, inputs_shape)[0],
-        partitioner.metadata.num_params(),
+        partitioner.layout.num_params(),
     )
 
 
@@ -101,29 +102,29 @@ def get_partitioned_spmd_model_decode_fn(
     del init_key
     partitioner = PjitPartitioner()
     partitioner.setup(jax_task, inputs_shape)
-    partitioner.metadata.check_state(partitioned_train_state, train_state_partition_specs)
+    partitioner.layout.check_state(partitioned_train_state, train_state_partition_specs)
     return _inference_fn(partitioner, step_fns.decode_step, inputs_shape)
 
 
 def _inference_fn(
     partitioner: Partitioner, step_fn: StepFn, inputs_shape: NestedShapeDtypeStruct
 ) -> tuple[InferenceFn, NestedPartitionSpec]:
-    partitioned = partitioner.partition(step_fn, inputs_shape, is_eval=True)
+    compiled = partitioner.partition(step_fn, inputs_shape, is_eval=True)
 
     def step(mdl_vars: NestedJTensor, prng_key: jax.Array, step: jax.typing.ArrayLike, inputs: Any) -> Outputs:
         state = TrainState(step=jnp.asarray(step, jnp.uint32), mdl_vars=mdl_vars, opt_states=[], extra_state=())
-        _, output = partitioned.fn(state, prng_key, _placed(partitioner, partitioned, inputs))
+        _, output = compiled(state, prng_key, _placed(compiled, inputs))
         return output.loss, output.weighted_scalars, output.per_example_out, _summaries(output)
 
-    return step, partitioned.inputs_partition_spec
+    return step, compiled.inputs_partition_spec
 
 
 def _summaries(output: StepFnOutput) -> dict[str, Any]:
     return {**output.summary_tensors, **(output.clu_metrics or {})}
 
 
-def _placed(partitioner: Partitioner, step: PartitionedStep, inputs: Any) -> NestedJTensor:
+def _placed(step: CompiledStep, inputs: Any) -> NestedJTensor:
     """Puts numpy inputs on the devices; leaves jax.Arrays where they are."""
     if all(isinstance(x, jax.Array) for x in jax.tree.leaves(inputs)):
         return inputs
-    return partitioner.preprocess_inputs(inputs, step.inputs_partition_spec)
+    return step.layout.put(inputs)

@@ -1,0 +1,192 @@
+"""`Layout`: how a task lies on a mesh, its variables and its batches. It is known before any array exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from praxis import base_layer
+
+from spmd_trainer import sharding
+from spmd_trainer.optim import masks
+from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.train_states import (
+    NestedJTensor,
+    NestedPartitionSpec,
+    NestedShapeDtypeStruct,
+    NestedWeightHParams,
+    PyTree,
+    TrainState,
+)
+
+# How `numpy.pad` fills the rows that a batch lacks to a multiple of the devices: zeros, or the first rows again.
+RowPadding: TypeAlias = Literal["constant", "wrap"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The layout of a task's train state and of its batches on a mesh.
+
+    Attributes:
+      task: the built task.
+      mesh: the device mesh.
+      var_weight_hparams: praxis' WeightHParams of the model's variables.
+      variables: a TrainState whose leaves are VariableSpecs.
+      in_step: the VariableSpecs that the step computes with; same structure. They differ from `variables` where a step keeps
+        padding and sees it as part of the logical shape (`vocabulary_padding.for_step`).
+      init_variables: `initialization.variables_initialiser` of the task.
+      row_padding: how missing rows of a batch are filled.
+    """
+
+    task: SingleTask
+    mesh: Mesh
+    var_weight_hparams: NestedWeightHParams
+    variables: TrainState
+    in_step: TrainState
+    init_variables: Callable[[jax.Array], NestedJTensor]
+    row_padding: RowPadding
+
+    # --- the train state --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def partition_specs(self) -> TrainState:
+        """PartitionSpecs of the state."""
+        specs: TrainState = jax.tree.map(lambda v: v.spec, self.variables)
+        return specs
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """NamedShardings of the state; variables with the same spec share one object."""
+        shardings: TrainState = sharding.named_shardings(self.variables, self.mesh)
+        return shardings
+
+    @functools.cached_property
+    def padded_shapes(self) -> TrainState:
+        """ShapeDtypeStructs of the state as the devices hold it, with shardings."""
+        shapes: TrainState = jax.tree.map(
+            lambda v, s: jax.ShapeDtypeStruct(v.padded_shape, v.dtype, sharding=s), self.variables, self.shardings
+        )
+        return shapes
+
+    def slice(self, state: TrainState) -> TrainState:
+        """Padded state -> the state as the step sees it. Under jit."""
+        logical: TrainState = sharding.slice_uneven(state, self.in_step, self.in_step)
+        return logical
+
+    def pad(self, state: TrainState) -> TrainState:
+        """The state as the step sees it -> padded state. All padding is set to zero, even if the step wrote to it. Under jit."""
+        padded = sharding.pad_uneven(state, self.in_step, self.in_step, self.mesh)
+        zeroed: TrainState = jax.tree.map(_zero_beyond, self.variables, self.in_step, padded)
+        return zeroed
+
+    def without_opt_states(self) -> Layout:
+        """Returns the layout of the same state in evaluation."""
+        return dataclasses.replace(self, variables=self.variables.to_eval_state(), in_step=self.in_step.to_eval_state())
+
+    def records(self) -> list[VariableSpec]:
+        """Returns all VariableSpecs, in the order of the state's leaves."""
+        return jax.tree.leaves(self.variables)
+
+    def check_state(self, state: TrainState, specs: TrainState) -> None:
+        """Checks that a state whose PartitionSpecs are `specs` is a padded state of this layout.
+
+        Args:
+          state: the state's arrays, or their shapes.
+          specs: its PartitionSpecs.
+
+        Raises:
+          ValueError: an array has another shape or another spec; names the first.
+        """
+
+        def check(variable: VariableSpec, array: jax.Array, spec: PartitionSpec) -> None:
+            if array.shape != variable.padded_shape or spec != variable.spec:
+                raise ValueError(
+                    f"{variable.path} of the train state has shape {array.shape} and spec {spec}, but the task's model "
+                    f"declares {variable.padded_shape} (logical {variable.logical_shape}) and {variable.spec}; give the "
+                    "task that made it"
+                )
+
+        jax.tree.map(check, self.variables, state, specs)
+
+    def num_params(self) -> int:
+        """Returns the number of elements of the trainable variables, at logical shapes."""
+        return self._num_elements(frozen=False)
+
+    def num_frozen_params(self) -> int:
+        """Returns the number of elements of the parameters that adapters leave as they are, at logical shapes."""
+        return self._num_elements(frozen=True)
+
+    def _num_elements(self, *, frozen: bool) -> int:
+        params, hparams = (
+            jax.tree.leaves(tree.get(base_layer.PARAMS, {}))
+            for tree in (self.variables.mdl_vars, self.var_weight_hparams)
+        )
+        counted = (v for v, p in zip(params, hparams, strict=True) if masks.is_frozen(p) == frozen)
+        return sum(int(np.prod(v.logical_shape)) for v in counted)
+
+    # --- batches ----------------------------------------------------------------------------------------------------------
+
+    def pad_inputs_shape_dtype(self, inputs_shape_dtype: NestedShapeDtypeStruct) -> NestedShapeDtypeStruct:
+        """Returns the inputs' shapes with the batch dimension raised to the next multiple of the device count."""
+
+        def padded(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((-(-x.shape[0] // self.mesh.size) * self.mesh.size, *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(padded, inputs_shape_dtype)
+
+    def inputs_partition_spec(self, inputs: PyTree) -> NestedPartitionSpec:
+        """Returns how inputs arrive: dimension 0 over every mesh axis.
+
+        Args:
+          inputs: arrays or ShapeDtypeStructs.
+        """
+        return jax.tree.map(functools.partial(sharding.shard_on_batch_dim_partition_spec, self.mesh.axis_names), inputs)
+
+    def inputs_shardings(self, inputs: PyTree) -> PyTree:
+        """Returns the NamedShardings of `inputs_partition_spec`."""
+        specs = self.inputs_partition_spec(inputs)
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        return jax.tree.map(functools.partial(NamedSharding, self.mesh), specs, is_leaf=is_spec)
+
+    def put(self, batch: PyTree) -> NestedJTensor:
+        """Puts one process's rows of a batch on the devices, as part of the global batch.
+
+        Adds rows up to a multiple of the process's devices, filled as `row_padding` says; the step does not count them.
+
+        Args:
+          batch: numpy arrays [rows of this process, ...].
+        """
+        shards = max(1, self.mesh.size // jax.process_count())
+
+        def padded(x: Any) -> np.ndarray[Any, Any]:
+            array = np.asarray(x)
+            widths = [(0, -len(array) % shards)] + [(0, 0)] * (array.ndim - 1)
+            return np.pad(array, widths, mode=self.row_padding) if widths[0][1] else array
+
+        rows = jax.tree.map(padded, batch)
+        shardings = self.inputs_shardings(rows)
+        if jax.process_count() == 1:
+            return jax.device_put(rows, shardings)
+        return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, x), rows, shardings)
+
+    def reshard(self, inputs: NestedJTensor) -> NestedJTensor:
+        """Splits inputs as the task's `inputs_split_mapping` says. Under jit."""
+        mapping = self.task.train.inputs_split_mapping
+        # If the axes don't divide the batch, `evenly` pads it.
+        return sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
+
+
+def _zero_beyond(logical: VariableSpec, seen: VariableSpec, x: jax.Array) -> jax.Array:
+    """Sets the padding to zero in the dimensions whose padding the step keeps."""
+    for dim, (size, kept) in enumerate(zip(logical.logical_shape, seen.logical_shape, strict=True)):
+        if size != kept:
+            x = jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, dim) < size, x, jnp.zeros((), x.dtype))
+    return x
