@@ -2,6 +2,11 @@
 
 `accumulated_gradients` is the forward and backward pass for a step that the compiler splits over the mesh, and `Outputs` adds a
 step's outputs up over the parts. `step/shard_map_passes.py` does the same with the rows of one device.
+
+Floats that a model writes are means over rows, so the parts' values can be averaged. Integers can't: a counter of steps grows by
+1 in each part and by 1 for the whole batch, a counter of rows by the rows of each part. So they are not taken from the parts,
+but from a forward pass over the whole batch. The compiler removes all of that pass but what the integers depend on: for a counter
+of steps or rows, nothing remains but an addition. Integers that depend on activations cost a second forward pass.
 """
 
 from __future__ import annotations
@@ -17,10 +22,10 @@ from praxis import base_layer
 from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.step import accumulation, integers, step_fns
+from spmd_trainer.step import accumulation, step_fns
 from spmd_trainer.step.step_fns import StepFnOutput
 from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams
+from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 # (sum of value * weight, sum of the weights)
 Pair: TypeAlias = tuple[jax.Array, jax.Array]
@@ -41,7 +46,7 @@ def accumulated_gradients(
     Gradients are those of the mean over the whole batch: each minibatch counts by the weight of its loss. If a model computes
     something from its rows in another way than as a weighted mean (batch normalisation, balancing losses of experts), it uses the
     rows of one minibatch. A metric of constant weight (a count) is the mean over the minibatches. Each minibatch has its own
-    dropout masks. Integers that the model writes are those of the whole batch (`integers.py`).
+    dropout masks. Integers that the model writes are those of the whole batch (`advance_integers`).
 
     Args:
       task, mdl_vars, prng_key, inputs, var_weight_hparams: as in `step_fns.gradients`.
@@ -62,7 +67,7 @@ def accumulated_gradients(
         del index
         merged = {**step_fns.merge(excluded, params, mdl_vars), **written}
         output, new = step_fns.forward(task, merged, key, reshard(rows), var_weight_hparams, do_eval=False)
-        written = {name: integers.keep_integers(new.get(name, old), old) for name, old in written.items()}
+        written = {name: keep_integers(new.get(name, old), old) for name, old in written.items()}
         sums, by_row = outputs.take(output, jnp.ones(()), num_rows // num_minibatches)
         return output.loss * lax.stop_gradient(sums["loss"][1]), (written, sums, by_row)
 
@@ -78,8 +83,44 @@ def accumulated_gradients(
     by_row = [_transposed(x, (num_minibatches, -1)) for x in by_row]
     inverse = accumulation.weighted_mean(jnp.ones(()), sums["loss"][1])
     grads = jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
-    written = integers.advance_integers(written, task, mdl_vars, prng_key, inputs, var_weight_hparams)
+    written = advance_integers(written, task, mdl_vars, prng_key, inputs, var_weight_hparams)
     return outputs.put_back(sums, by_row, 1, num_rows), written, grads
+
+
+def is_integer(x: jax.Array) -> bool:
+    """Returns True for integers and booleans."""
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def keep_integers(new: PyTree, old: PyTree) -> PyTree:
+    """Returns the floats of `new` and the integers of `old`, in the dtypes of `old`; both have the same structure."""
+    return jax.tree.map(lambda n, o: o if is_integer(o) else n.astype(o.dtype), new, old)
+
+
+def advance_integers(
+    written: NestedJTensor,
+    task: SingleTask,
+    mdl_vars: NestedJTensor,
+    prng_key: jax.Array,
+    inputs: NestedJTensor,
+    var_weight_hparams: NestedWeightHParams,
+) -> NestedJTensor:
+    """Sets the integers among the written variables to what a forward pass over the whole batch writes.
+
+    Args:
+      written: the collections that the parts of the batch wrote, by name.
+      task, mdl_vars, prng_key, inputs, var_weight_hparams: as in `step_fns.gradients`.
+
+    Returns:
+      A tree like `written`; `written` itself if it has no integers.
+    """
+    if not any(is_integer(x) for x in jax.tree.leaves(written)):
+        return written
+    _, whole = step_fns.forward(task, mdl_vars, prng_key, inputs, var_weight_hparams, do_eval=False)
+    return {
+        name: jax.tree.map(lambda w, o: w.astype(o.dtype) if is_integer(o) else o, whole.get(name, tree), tree)
+        for name, tree in written.items()
+    }
 
 
 def _transposed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:

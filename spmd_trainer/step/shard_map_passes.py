@@ -20,9 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
-from spmd_trainer.step import accumulation, collectives, integers, step_fns
+from spmd_trainer.step import accumulation, collectives, step_fns
 from spmd_trainer.step.gathered_on_use import gathered_on_use, without_keeping_gathered
-from spmd_trainer.step.minibatches import Outputs
+from spmd_trainer.step.minibatches import Outputs, advance_integers, is_integer, keep_integers
 from spmd_trainer.step.state_layout import NestedVariableSpec
 from spmd_trainer.step.step_fns import StepFnOutput
 from spmd_trainer.tasks_lib import SingleTask
@@ -112,7 +112,7 @@ def gradients(
     grads, written, sums, by_row = mapped(mdl_vars, inputs, prng_key)
     grads = _without_padding(grads, trainable)
     with _no_ambient_mesh():
-        written = integers.advance_integers(
+        written = advance_integers(
             written,
             task,
             _without_padding(mdl_vars, settings.variables),
@@ -205,7 +205,7 @@ def _gather_on_use(settings: PassSettings) -> VarsFn:
 def _agree(new: NestedJTensor, minibatches: _Minibatches) -> NestedJTensor:
     """Averages the floats that the forward pass wrote over the devices. Integers are set later, by `advance_integers`."""
     leaves, treedef = jax.tree.flatten(new)
-    floats = [i for i, leaf in enumerate(leaves) if not integers.is_integer(leaf)]
+    floats = [i for i, leaf in enumerate(leaves) if not is_integer(leaf)]
     if floats:
         real = minibatches.is_real(jnp.zeros((), jnp.int32))
         share = real / lax.psum(real, minibatches.axes)
@@ -265,4 +265,4 @@ def _minibatches(settings: PassSettings, inputs: NestedJTensor, requested: int) 
 
 
 def _where(real: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda n, o: jnp.where(real > 0, n, o), integers.keep_integers(new, old), old)
+    return jax.tree.map(lambda n, o: jnp.where(real > 0, n, o), keep_integers(new, old), old)

@@ -22,7 +22,7 @@ from spmd_trainer.checkpoint_types import CheckpointType
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
-from spmd_trainer.step import accumulation, initialization, integers, step_fns
+from spmd_trainer.step import accumulation, initialization, minibatches, step_fns
 from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
 from spmd_trainer.tasks_lib import EarlyStoppingFn, RunningMode, SingleTask
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
@@ -235,7 +235,7 @@ def _pmap_gradients(
     share = accumulation.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
     grads = jax.tree.map(lambda g: (g * share).astype(g.dtype), grads)
     written = jax.tree.map(
-        lambda x: x if integers.is_integer(x) else jax.lax.pmean(x, PMAP_PARALLEL_AXIS_NAME), written
+        lambda x: x if minibatches.is_integer(x) else jax.lax.pmean(x, PMAP_PARALLEL_AXIS_NAME), written
     )
     return _over_devices(task, output), written, jax.lax.psum(grads, PMAP_PARALLEL_AXIS_NAME)
 
