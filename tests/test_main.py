@@ -45,7 +45,7 @@ def refused(*args: str, **env: str) -> str:
                 ([f"--exp={TINY}", "--fdl.set=task.train.num_train_steps=many"], ["num_train_steps", "literal"]),
                 (
                     [f"--exp={TINY}", "--mode=inspect", "--mesh=data:0,mdl:2"],
-                    ["axis 'data': 0 is no size", "1 or more, or -1"],
+                    ["axis 'data': 0 is not a size", "1 or more, or -1"],
                 ),
                 ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:--1"], ["--mesh", "axis:size"]),
                 ([f"--exp={TINY}", "--mode=inspect", "--mesh=data:-1,mdl:-1"], ["only one size may be -1"]),

@@ -10,7 +10,7 @@ from praxis import base_hyperparams, base_layer, decoder_hparams, layers, pax_fi
 
 from spmd_trainer import base_experiment, experiment_registry, sharding, tasks_lib
 from spmd_trainer.inputs import stdlib_text, text
-from spmd_trainer.tasks.lm import layer_norm, task_defaults
+from spmd_trainer.tasks.lm import cheaper_layers, task_defaults
 
 # 256 bytes and end-of-text. 257 is prime, so no mesh divides it and every run exercises padding.
 VOCAB_SIZE = 257
@@ -160,7 +160,7 @@ class StdlibBytes(base_experiment.BaseExperiment):
             mesh_axis_names=model_p.mesh_axis_names,
             training_optimized=False,
         )
-        layer_norm.use_layer_norm(model_p)
+        cheaper_layers.use_layer_norm(model_p)
         model_p.decoder_tpl = decoder_hparams.GreedyDecoderHParams(
             seqlen=self.PROMPT_BYTES + self.DECODE_STEPS,
             max_decode_steps=self.DECODE_STEPS,

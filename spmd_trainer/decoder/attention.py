@@ -110,13 +110,8 @@ class Attention(SpecLayer):
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends over a whole row, and stores its keys and values if the decode cache is mutable.
-
-        Args:
-          x: [batch, time, model_dims], in the order of `context.order`.
-
-        Returns:
-          [batch, time, model_dims].
+        """Attends over a whole row, and stores its keys and values if the decode cache is mutable. `x`: [batch, time,
+        model_dims], in the order of `context.order`. Returns [batch, time, model_dims].
         """
         query, key, value = self._heads(x, context)
         if self.is_mutable_collection(base_layer.DECODE_CACHE) and not self.is_initializing():
@@ -137,10 +132,8 @@ class Attention(SpecLayer):
         return self._project(heads)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends from new tokens to the cache and to each other, and adds them to the cache.
-
-        Args:
-          x: [batch, new tokens, model_dims].
+        """Attends from new tokens to the cache and to each other, and adds them to the cache. `x`: [batch, new tokens,
+        model_dims].
 
 
         Returns:

@@ -48,10 +48,10 @@ def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[st
 
     Args:
       changes: logical axis -> mesh axis, tuple of mesh axes, or None, where it differs from `DEFAULT_AXES`.
-      mesh_axis_names: axes of the mesh; None if there is no mesh. Default axes that the mesh does not have are left out.
+      mesh_axis_names: axes of the mesh; None without a mesh. Default axes missing from the mesh are left out.
 
     Raises:
-      UserError: `changes` names an unknown logical axis, or an axis that the mesh does not have.
+      UserError: `changes` names an unknown logical axis, or an axis missing from the mesh.
     """
     mesh = tuple(mesh_axis_names or ())
     resolved: dict[str, MeshAxes] = {}
@@ -99,10 +99,7 @@ class SpecLayer(base_layer.BaseLayer):
         self.create_child(name, pax_fiddle.Config(cls, spec=self.spec, axes=self.axes, **fields))
 
     def add_weight(self, name: str, shape: Sequence[int], axes: Sequence[str], init: float | None = None) -> None:
-        """Creates a variable.
-
-        Args:
-          shape: logical shape.
+        """Creates a variable. `shape`: logical shape.
 
           axes: a logical axis for each dimension.
           init: constant initial value, for norms and biases, which weight decay then skips. None draws from a normal
@@ -130,8 +127,8 @@ class SpecLayer(base_layer.BaseLayer):
     def split(self, x: jax.Array, *axes: str) -> jax.Array:
         """Splits an activation over the mesh: one logical axis per dimension.
 
-            The residual stream ('activation_embed') is split in training only, where the backward pass stores it. A 'length' that
-            its
+            The residual stream ('activation_embed') is split in training only, where the backward pass stores it. A 'length'
+            that its
         mesh axes don't divide belongs to a decode step's new tokens and stays whole; rows are padded at the model's entry.
         """
 

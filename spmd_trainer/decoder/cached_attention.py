@@ -115,6 +115,7 @@ def attend(
     first_index: jax.Array,
 ) -> jax.Array:
     """Computes attention of new tokens over the cache, which already holds them; logits and probabilities are float32.
+    Returns [batch, new tokens, N, H].
 
     Args:
       query: [batch, new tokens, N, H].
@@ -123,9 +124,6 @@ def attend(
       layout: the layout of the cache.
       query_index: int32 [new tokens], indices of the new tokens in the cache.
       first_index: int32 [batch], index of each row's first token in the cache.
-
-    Returns:
-      [batch, new tokens, N, H].
     """
     products = jnp.einsum("btkgh,bskh->bkgts", layout.grouped(query), key, preferred_element_type=jnp.float32)
     logits = pattern.logits(products)

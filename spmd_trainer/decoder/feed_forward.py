@@ -81,10 +81,8 @@ class Router(SpecLayer):
         self.add_weight("w", (self.spec.model_dims, moe.num_experts), ("embed", "router"))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the probabilities of all experts, and each token's experts with their weights.
-
-        Args:
-          x: [batch, time, model_dims].
+        """Returns the probabilities of all experts, and each token's experts with their weights. `x`: [batch, time,
+        model_dims].
 
         Returns:
           float32 [batch, time, E], int32 [batch, time, num_experts_per_token], and float32 of that shape.
@@ -136,14 +134,11 @@ class MixtureOfExperts(SpecLayer):
         self.child("down", Experts, input_dims=inner, output_dims=outer, split_axes=("expert_mlp", "embed"))
 
     def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
-        """Computes the layer, and adds the load-balancing loss if it has a weight.
+        """Computes the layer, and adds the load-balancing loss if it has a weight. Returns the shape of x.
 
         Args:
           x: [batch, time, model_dims].
           real: bool [batch, time], False for padding, which is left out of the load.
-
-        Returns:
-          The shape of x.
         """
         moe = moe_of(self)
         probabilities, experts, weights = self.router(x)

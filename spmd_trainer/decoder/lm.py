@@ -82,7 +82,8 @@ class DecoderLm(SpecLayer):
         mesh_axis_names: Sequence[str],
         training_optimized: bool,
     ) -> Any:
-        """Sets the mesh, and splits variables and activations over axes with these names, as `DEFAULT_AXES` does.
+        """Sets the mesh, and splits variables and activations over axes with these names, as `DEFAULT_AXES` does. Returns
+        lm_p.
 
         Args:
           lm_p: config of this class, changed in place. Entries already in its `axes` stay.
@@ -90,9 +91,6 @@ class DecoderLm(SpecLayer):
           ici_mesh_shape, dcn_mesh_shape: sizes of all axes, within a slice and across slices.
           mesh_axis_names: names of all axes.
           training_optimized: also split the residual stream over mdl_axis.
-
-        Returns:
-          lm_p.
         """
         lm_p.ici_mesh_shape, lm_p.dcn_mesh_shape = ici_mesh_shape, dcn_mesh_shape
         lm_p.mesh_axis_names = mesh_axis_names
@@ -142,7 +140,8 @@ class DecoderLm(SpecLayer):
         segment_mask: jax.Array | None = None,
         start_time_step: int | jax.Array = 0,
     ) -> NestedMap:
-        """Computes logits, and the loss if there are labels. Signature of praxis' `TransformerLm`.
+        """Computes logits, and the loss if there are labels. Signature of praxis' `TransformerLm`. Returns `logits` float32
+        [batch, time, vocab_size] and more; see `compute_loss`.
 
         Args:
           inputs: token ids, int32 [batch, time].
@@ -153,15 +152,12 @@ class DecoderLm(SpecLayer):
           causal_attention_mask, segment_mask: must be None.
           start_time_step: index in the decode cache that the next `extend_step` writes.
 
-        Returns:
-          `logits` float32 [batch, time, vocab_size] and more; see `compute_loss`.
-
         Raises:
           UserError: an attention mask is given, or rows are longer than the learned positions.
         """
         if causal_attention_mask is not None or segment_mask is not None:
             raise UserError(
-                "a DecoderLm takes no causal_attention_mask and no segment_mask; leave them out of the batch"
+                "a DecoderLm supports neither causal_attention_mask nor segment_mask; remove them from the batch"
             )
         batch, length = inputs.shape
         if segment_ids is None:
@@ -211,15 +207,12 @@ class DecoderLm(SpecLayer):
         return output
 
     def prefill(self, ids: jax.Array, lengths: jax.Array, cache_length: int) -> jax.Array:
-        """Reads prompts into the decode cache.
+        """Reads prompts into the decode cache. Returns logits of the first new token, float32 [batch, vocab_size].
 
         Args:
           ids: int32 [batch, time]; each row's prompt begins at 0.
           lengths: int32 [batch], tokens of each prompt, 1 or more.
           cache_length: tokens that the cache holds: `time` and all decode steps.
-
-        Returns:
-          Logits of the first new token, float32 [batch, vocab_size].
 
         Raises:
           UserError: cache_length is less than `time`, or greater than the learned positions.
@@ -274,7 +267,7 @@ class DecoderLm(SpecLayer):
         return jax.tree.map(lambda x: x[:, 0], output) if inputs.ndim == 1 else output
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`; time_dim is -1 if there is none."""
+        """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`; time_dim -1: the array has none."""
         self.update_decode_state("first_index", transform_fn(self.get_decode_state("first_index"), 0, -1))
         if self.spec.num_repeats:
             self.layers.transform_decode_state(transform_fn)
@@ -289,7 +282,7 @@ class DecoderLm(SpecLayer):
         """
         del num_suffix_samples, suffix_length
         raise UserError(
-            "a DecoderLm has no lazily broadcast prefixes; set task.model.decoder_tpl.lazy_prefix_broadcast=False"
+            "a DecoderLm does not support lazily broadcast prefixes; set task.model.decoder_tpl.lazy_prefix_broadcast=False"
         )
 
     def _hidden(
@@ -392,6 +385,6 @@ class DecoderLanguageModel(layers.LanguageModel):
         """
         if result_callback is not None or return_result_for_suffix_score:
             raise UserError(
-                "a DecoderLanguageModel has no result_callback and no suffix scores; call decode(batch) without them"
+                "a DecoderLanguageModel supports neither result_callback nor suffix scores; call decode(batch) without them"
             )
         return generation_decode.decode(self, input_batch, self.generation)

@@ -82,14 +82,11 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
 
 
 def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array) -> jax.Array:
-    """Rotates each head, in float32.
+    """Rotates each head, in float32. Returns the shape and dtype of x.
 
     Args:
       x: [batch, time, heads, head_dims].
       sine, cosine: float32 [batch, time, head_dims / 2].
-
-    Returns:
-      The shape and dtype of x.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     sine, cosine = sine[:, :, None], cosine[:, :, None]

@@ -29,7 +29,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
-# Keys that say nothing about what the model computes: bookkeeping, generation, dropout and initial values.
+# Keys without effect on the trained model's output: bookkeeping, generation, dropout and initial values.
 _WITHOUT_EFFECT = frozenset(
     {
         "_attn_implementation_autoset",
@@ -56,7 +56,7 @@ _WITHOUT_EFFECT = frozenset(
 _READ_IF_PRESENT = ("num_local_experts", "sliding_window_pattern", "_sliding_window_pattern")
 # Fields that a config.json must hold as floats.
 _FLOATS = ("norm_epsilon", "attention_softcap", "final_softcap")
-# Options of transformers that change what a model computes, and that are not supported: {key: the values that switch it off}.
+# Unsupported options of transformers that change a model's output: {key: the values that switch it off}.
 _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_bidirectional_attention": (None, False),
@@ -66,14 +66,14 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """Returns the family that a config.json names.
+    """Returns the family named by a config.json.
 
     Args:
-      config: its content.
-      where: its path, for messages.
+      config: content of the file.
+      where: path of the file, for messages.
 
     Raises:
-      HfError: it names no architecture, or one that is not supported.
+      HfError: the architecture is missing or not supported.
     """
     names = config.get("architectures")
     if not isinstance(names, Sequence) or not names or not isinstance(names[0], str):
@@ -90,7 +90,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
-    """Returns the model that a config.json describes.
+    """Returns the model described by a config.json.
 
     Args:
       config: its content.
@@ -117,7 +117,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
 
 
 def _complete(settings: Settings, fields: Settings, family: Family) -> None:
-    """Adds to the fields of a spec what is not stored as it is."""
+    """Adds the derived fields of a spec."""
     if (activation := fields["activation"]) not in _ACTIVATIONS:
         raise HfError(
             f"{family.keys['activation']}={activation!r} is not supported; {', '.join(_ACTIVATIONS)} are"
@@ -161,14 +161,12 @@ def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
       architecture: the model's class in transformers; None: the first family that describes the model exactly.
 
     Raises:
-      HfError: no family describes the model, or not the one that was asked for.
+      HfError: no family, or not the requested one, describes the model.
     """
     if architecture is not None and architecture not in FAMILIES:
         raise HfError(f"architecture={architecture!r} is not supported{did_you_mean(architecture, FAMILIES)}")
     found = (
-        "no architecture of transformers that is supported describes"
-        if architecture is None
-        else f"{architecture} can't be"
+        "no supported architecture of transformers describes" if architecture is None else f"{architecture} can't be"
     )
     differences, refusals = {}, {}
     for name in [architecture] if architecture else FAMILIES:
@@ -206,25 +204,25 @@ def _write(spec: DecoderSpec, family: Family) -> Settings:
         if not spec.max_positions:
             del config[family.keys["max_positions"]]
         config.update(write_rotary(spec, by_layer_type="rope_local_base_freq" in family.defaults))
-    # transformers would take the ids of the family's first models.
+    # Otherwise transformers uses the ids of the family's first models.
     config.update(dict.fromkeys(TOKENS))
     family.write(spec, config)
     return config
 
 
 def _spelling(activation: str, usual: str) -> str:
-    """Returns transformers' name of an activation: the family's usual one, or the first that means the same."""
+    """Returns transformers' name of an activation: the family's usual one, or the first with the same meaning."""
     if _ACTIVATIONS[usual] == activation:
         return usual
     return next((theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation), activation)
 
 
-# Settings of training, which don't change what a trained model computes.
+# Settings of training, which don't change a trained model's output.
 _OF_TRAINING = ("dropout", "attention_dropout", "initializer_range")
 
 
 def differing_fields(one: DecoderSpec, other: DecoderSpec) -> list[str]:
-    """Returns the fields in which two models differ, without those that only matter in training."""
+    """Returns the fields in which two models differ, ignoring those that only matter in training."""
     names = [field.name for field in dataclasses.fields(DecoderSpec) if field.name not in _OF_TRAINING]
     return [name for name in names if _comparable(one, name) != _comparable(other, name)]
 
@@ -243,7 +241,7 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
         case "hidden_dims" if spec.moe is not None:
             return None
         case "max_positions" if spec.positions != "learned":
-            return None  # only a record of what the model was made for
+            return None  # only informative
         case "rotary_base" | "rotary_scaling" | "local_rotary_base" if spec.positions != "rotary":
             return None
         case "moe" if value is not None:

@@ -16,12 +16,12 @@ class HfError(CheckpointError, UserError):
 
 
 class HfNotFoundError(HfError, CheckpointNotFoundError):
-    """The directory is no Hugging Face folder, or lacks a file."""
+    """The directory lacks a file of a Hugging Face folder."""
 
 
 class HfDamagedError(HfError, DamagedCheckpointError):
-    """A file does not hold what its format asks for."""
+    """A file's content violates its format."""
 
 
 class HfMismatchError(HfError, CheckpointMismatchError):
-    """The folder's tensors are not those of the model."""
+    """The folder's tensors differ from the model's."""

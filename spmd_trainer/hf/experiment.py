@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class Job(Protocol):
-    """What is needed of a `programs.job.Job`."""
+    """The parts of a `training.job.Job` used here."""
 
     @property
     def task(self) -> SingleTask:
-        """The built task."""
+        pass
 
     @property
     def partitioner(self) -> Partitioner:
-        """The partitioner on the job's mesh."""
+        pass
 
     @property
     def prng_key(self) -> jax.Array:
-        """The key of the initial values."""
+        pass
 
 
 def experiment_from_folder(directory: str | os.PathLike[str], **attributes: Any) -> type[BaseExperiment]:
@@ -71,22 +71,22 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
 
     Args:
       directory: the folder.
-      job: the job; its model is the one that the folder describes.
+      job: the job, with the folder's model.
 
     Returns:
-      The state of step 0, with the folder's variables, fresh optimizer states and fresh adapters (those of DoRA have yet to be
-      fitted to the base by `LoraModel.prepare`).
+      The state of step 0, with the folder's variables, fresh optimizer states and fresh adapters. DoRA's adapters still need
+      `LoraModel.prepare`.
 
     Raises:
-      HfNotFoundError: the directory is no Hugging Face folder.
-      HfMismatchError: the folder holds another model, or its tensors are not those that its config.json describes.
+      HfNotFoundError: the directory is not a Hugging Face folder.
+      HfMismatchError: the folder holds another model, or its tensors don't match its config.json.
       HfError: the architecture or an option is not supported.
       CheckpointReadError: storage does not answer, or refuses.
     """
     path: epath.Path = storage.directory("directory", directory)
     source = hf_source.open_source(path, None)
     if source is None:
-        raise HfNotFoundError(f"{path} is no Hugging Face folder: it has no config.json that names an architecture")
+        raise HfNotFoundError(f"{path} is not a Hugging Face folder: it lacks a config.json that names an architecture")
     require_model(path, job.task)
     metadata = job.partitioner.metadata
     specs = records.by_path(metadata.variables)
@@ -95,7 +95,7 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
     state = job.partitioner.initialize_train_state(job.prng_key)
     leaves = dict(zip(specs, jax.tree.leaves(state), strict=True))
     for name in wanted:
-        # Frees the initial values before the folder's take as much memory.
+        # Free the initial values before reading the folder's values, which take as much memory.
         leaves[name].delete()
     leaves.update(source.read(wanted, job.partitioner.mesh, {name: name for name in wanted}))
     loaded: TrainState = jax.tree.unflatten(jax.tree.structure(state), leaves.values())
@@ -103,7 +103,7 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
 
 
 def require_model(directory: epath.Path, task: SingleTask) -> None:
-    """Makes sure that a task's model is the one of a folder; see `folder.require_agreement`.
+    """Checks that a task's model is the folder's; see `folder.require_agreement`.
 
     Called by every process.
 
@@ -117,7 +117,7 @@ def require_model(directory: epath.Path, task: SingleTask) -> None:
 
 
 def warn_of_differences(source: object, task: SingleTask) -> None:
-    """Warns if a task's model has other settings than the folder that its variables are loaded from; that can be meant."""
+    """Warns if a task's model has other settings than the folder that its variables come from. This can be intended."""
     spec = spec_of_task(task)
     if spec is None or not isinstance(source, hf_source.HfSource):
         return

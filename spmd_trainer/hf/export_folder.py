@@ -26,10 +26,10 @@ from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 from spmd_trainer.storage import reading
 from spmd_trainer.train_states import TrainState
 
-# transformers' own limit. A tensor that is larger gets a file of its own.
+# transformers' own limit. A larger tensor gets a separate file.
 MAX_FILE_BYTES = 5 * 10**9
 DTYPES = ("float32", "bfloat16", "float16")
-# What a tokenizer consists of, in the folders of today and of yesterday.
+# Files of a tokenizer, current and old.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -57,19 +57,19 @@ def export(
 ) -> None:
     """Writes the variables of a state as a folder that transformers opens. Called by every process; process 0 writes.
 
-    The folder appears under its name when it is whole. In an object store, config.json is written last.
+    The folder gets its final name once complete. In an object store, config.json is written last.
 
     Args:
-      state: a state on the job's mesh, with or without optimizer states. Its adapters, if there are any, are left out: see
+      state: a state on the job's mesh, with or without optimizer states. Adapters are left out; see
         `decoder.lora.merged`.
       job: the job; its model is a decoder of `decoder`.
       directory: the folder; it must not exist, or be empty.
       dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
-      imported_from: the folder that the model came from: config.json, generation_config.json and the tokenizer are taken from
-        there. If settings of the model were changed since, config.json is made from the model, with the folder's token ids.
-        None: config.json is made from the model, and there is no tokenizer.
+      imported_from: the folder that the model came from, whose config.json, generation_config.json and tokenizer are copied. If
+        the model's settings have changed, config.json is made from the model, with the folder's token ids. None: config.json is
+        made from the model, without a tokenizer.
       architecture: the model's class in transformers; None: that of `imported_from`, or the first that describes the model.
-      max_file_bytes: tensors are written to several files, each of at most so many bytes.
+      max_file_bytes: most bytes of a tensor file.
 
     Raises:
       UserError: the directory can't be written.
@@ -93,7 +93,7 @@ def export(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What will be written.
+    """The files to write.
 
     Attributes:
       config: the content of config.json.
@@ -115,7 +115,7 @@ def _plan(
     architecture: str | None,
     max_file_bytes: int,
 ) -> _Plan:
-    """Checks what can be checked before anything is written."""
+    """Checks everything that can be checked before writing."""
     if dtype is not None and dtype not in DTYPES:
         raise HfError(f"dtype={dtype!r}; give one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES, otherwise='')}")
     spec = spec_of_task(job.task)
@@ -149,7 +149,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
     differing = config_json.differing_fields(there, spec)
     if "vocab_size" in differing:
         raise HfMismatchError(
-            f"{where} describes another model than the one that is exported: {', '.join(differing)} differ. The tokenizer is "
+            f"{where} describes another model than the exported one: {', '.join(differing)} differ. The tokenizer is "
             "for that vocabulary. Export without it"
         )
     if not differing and architecture in (None, family.architecture):
@@ -163,7 +163,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
             return found
     if differing:
         logging.warning(
-            "%s describes another model than the one that is exported: %s differ. %s is made from the model; the token ids "
+            "%s describes another model than the exported one: %s differ. %s is made from the model; the token ids "
             "and the tokenizer are copied",
             where,
             ", ".join(differing),
@@ -174,7 +174,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
 
 
 def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
-    """Returns a config.json made from a model: of the architecture that was asked for, else the usual one, else any."""
+    """Returns a config.json made from a model, of the requested architecture, else the usual one, else any."""
     if asked is not None:
         return config_json.config_of(spec, asked)
     try:
@@ -199,7 +199,7 @@ def _files(tensors: list[writing.ToWrite], max_file_bytes: int) -> dict[str, lis
 
 
 def _by_layer(name: str) -> tuple[int, int, str]:
-    """Embeddings, then the layers by number, then the rest."""
+    """Sort key: embeddings, then the layers by number, then the rest."""
     number = next((int(part) for part in name.split(".") if part.isdigit()), None)
     is_embedding = any(part in ("embed_tokens", "wte", "wpe") for part in name.split("."))
     return (0 if is_embedding else 2 if number is None else 1, number or 0, name)

@@ -1,4 +1,4 @@
-"""The architectures of transformers that are read and written: how their config.json names what a `DecoderSpec` holds."""
+"""The supported architectures of transformers: the mapping between their config.json and `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from spmd_trainer.models.decoder_spec import DecoderSpec
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How an architecture of transformers is described by a config.json.
+    """The config.json format of one architecture of transformers.
 
     Attributes:
       architecture: the model's class in transformers.
       model_type: the entry of the same name.
-      keys: {field of DecoderSpec: key} of what is stored as it is.
+      keys: {field of DecoderSpec: key} of values stored unchanged.
       defaults: transformers' values of keys that a config.json may lack.
       fixed: fields of DecoderSpec that all models of the family share.
-      heads_divide_dims: True if transformers refuses a hidden size that is no multiple of the number of heads.
-      off: further options that are not supported, as in `_SWITCHED_OFF`.
+      heads_divide_dims: True if transformers requires the number of heads to divide the hidden size.
+      off: further unsupported options, as in `_SWITCHED_OFF`.
       without_effect: further keys without an effect.
       read: adds fields that need more than a renaming: (config with defaults, fields).
       write: the inverse of `read`: (spec, config).

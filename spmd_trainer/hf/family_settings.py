@@ -1,4 +1,4 @@
-"""Settings of a config.json that need more than a renaming, for each family of architectures: `read_...` and its inverse.
+"""Settings of a config.json that need more than a renaming, per family: `read_...` and its inverse `write_...`.
 
 A `read_...` takes (config with the family's defaults, fields of `DecoderSpec`) and adds fields; a `write_...` takes (spec,
 config) and adds keys. `families.FAMILIES` names both of each architecture.
@@ -18,21 +18,21 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def head_dims(dims: int, heads: int, dims_key: str, heads_key: str) -> int:
-    """Returns the width of a head if the config has none. The keys are for the HfError that is raised if it is not whole."""
+    """Returns the default width of a head. Raises HfError, which names the keys, if it is not whole."""
     if dims % heads:
         raise HfError(f"{heads_key}={heads} does not divide {dims_key}={dims}, and there is no head_dim")
     return dims // heads
 
 
 def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Returns the shortest pattern that gives the kinds of all layers if it is repeated."""
+    """Returns the shortest pattern that gives the kinds of all layers when repeated."""
     lengths = range(1, len(kinds) + 1)
     length = next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
     return tuple(kinds[:length])
 
 
 def read_window_of_all(config: Settings, fields: Settings) -> None:
-    """Mistral, Mixtral: all layers have the window, or none."""
+    """Mistral, Mixtral: either all layers have the window, or none has it."""
     fields["window"] = config["sliding_window"]
     fields["layer_pattern"] = ("global",) if config["sliding_window"] is None else ("local",)
 
@@ -150,7 +150,7 @@ def read_gemma(config: Settings, fields: Settings) -> None:
     fields["query_scale"] = config["query_pre_attn_scalar"] ** -0.5
     fields["embedding_scale"] = config["hidden_size"] ** 0.5
     if config["layer_types"] is None:
-        # One layer in so many is global. Gemma 2 has no such key.
+        # One layer in this many is global. Gemma 2 lacks the key.
         every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or config["_every"]
         config["layer_types"] = [_SLIDING if (i + 1) % every else _FULL for i in range(config["num_hidden_layers"])]
     _read_layer_types(config, fields)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: the model that its config.json describes, and its tensors, none of which is read."""
+"""A Hugging Face folder: the model described by its config.json, and its tensors' headers."""
 
 from __future__ import annotations
 
@@ -55,11 +55,10 @@ class HfFolder:
 
     @property
     def label(self) -> str:
-        """The folder in messages."""
         return f"Hugging Face folder {self.path}"
 
     def dtype(self) -> np.dtype[Any]:
-        """Returns the dtype in which most of the model's values are stored."""
+        """Returns the dtype of most of the model's values."""
         counts: dict[np.dtype[Any], int] = {}
         for tensor in self.tensors.values():
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + int(np.prod(tensor.shape))
@@ -67,7 +66,7 @@ class HfFolder:
 
 
 def is_folder(directory: epath.PathLike) -> bool:
-    """Returns True if a directory is a Hugging Face folder: it has a config.json that names a model.
+    """Returns True if a directory has a config.json that names a model.
 
     Raises:
       CheckpointReadError: storage does not answer, or refuses.
@@ -77,7 +76,7 @@ def is_folder(directory: epath.PathLike) -> bool:
 
 
 def open_folder(directory: epath.PathLike) -> HfFolder:
-    """Opens a folder. Reads its config and the headers of its files.
+    """Opens a folder: reads its config and the headers of its files.
 
     Raises:
       HfNotFoundError: the directory has no config.json, or no safetensors files.
@@ -92,7 +91,7 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     variables = tensor_names.variables_of(spec, family)
     base = tensor_names.names_of(spec, family).base
     if not any(name.startswith(base) for name in tensors):
-        # Saved without the head: GPT-2's own folders are.
+        # Saved without the head, like GPT-2's own folders.
         tensors = {name if name == _TIED else base + name: tensor for name, tensor in tensors.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not _BUFFERS.search(name)}
     if spec.tied_embeddings:
@@ -106,7 +105,7 @@ def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, Decod
     """Returns the content of config.json, and the architecture and the model that it describes.
 
     Raises:
-      HfNotFoundError: there is no config.json.
+      HfNotFoundError: config.json is missing.
       HfDamagedError: it is malformed.
       HfError: the architecture or an option is not supported.
       CheckpointReadError: storage does not answer, or refuses.
@@ -114,12 +113,12 @@ def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, Decod
     config = read_json(directory, CONFIG)
     where = os.path.join(os.fspath(directory), CONFIG)
     if config is None:
-        raise HfNotFoundError(f"{where} is missing: a Hugging Face folder has one; give the folder of a model")
+        raise HfNotFoundError(f"{where} is missing; give a Hugging Face folder, which has one")
     return config, config_json.family_of(config, where), config_json.spec_of(config, where)
 
 
 def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:
-    """Returns the object in a JSON file; None if there is no such file.
+    """Returns the object in a JSON file; None if the file doesn't exist.
 
     Raises:
       HfDamagedError: it is not JSON, or not an object.
@@ -140,7 +139,6 @@ def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:
 
 
 def _files(path: str) -> list[str]:
-    """Returns the names of the safetensors files: the only one, or those that the index lists."""
     names = step_files.read(f"listing {path}", lambda: reading.names(path))
     if SINGLE in names:
         return [SINGLE]  # before the index, as in transformers
@@ -165,7 +163,7 @@ def _files(path: str) -> list[str]:
 
 
 def _check_tensors(folder: HfFolder) -> None:
-    """Compares the stored tensors with those that the config asks for."""
+    """Compares the stored tensors with those described by the config."""
     wanted = {piece.name: piece for variable in folder.variables.values() for piece in variable.pieces}
     lines = differences(wanted, folder.tensors, _FLOATS, CONFIG)
     if not lines:
@@ -184,13 +182,13 @@ def _check_tensors(folder: HfFolder) -> None:
 def differences(
     wanted: Mapping[str, Piece], stored: Mapping[str, Tensor], dtypes: Sequence[str], described_by: str
 ) -> list[str]:
-    """Returns how stored tensors differ from those of a model, a line for each; of many, the first ones.
+    """Returns the differences between stored tensors and a model's, one line each; only the first of many.
 
     Args:
       wanted: the pieces of the model's variables, by the names of their tensors.
       stored: the stored tensors by name.
-      dtypes: names of the dtypes that stored tensors may have.
-      described_by: what says which shapes the model has, for the lines.
+      dtypes: names of the allowed dtypes.
+      described_by: source of the model's shapes, for the lines.
     """
     missing = [name for name in wanted if name not in stored]
     surplus = [name for name in stored if name not in wanted]
@@ -218,7 +216,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def require_agreement(directory: epath.PathLike, spec: DecoderSpec) -> None:
-    """Makes sure that a model is the one that a folder's config.json describes. Shapes alone don't tell, e.g. of rotary bases.
+    """Checks that a model is the one in a folder's config.json. Shapes alone don't show e.g. rotary bases.
 
     Raises:
       HfMismatchError: it differs; the message names the fields.

@@ -55,7 +55,7 @@ def read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
 
     Args:
       settings: the content of config.json, with the family's defaults.
-      fields: the fields; those of the sizes are there.
+      fields: the fields, with the sizes already set.
 
     Raises:
       HfError: the kind of scaling, or one of its settings, is not supported or missing.
@@ -84,7 +84,7 @@ def read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns an object in the settings; an empty one if there is none."""
+    """Returns an object in the settings; {} if it is missing."""
     found = settings.get(key)
     if found is None:
         return {}
@@ -133,11 +133,11 @@ def _check_types(parameters: Mapping[str, Any], name: str) -> None:
 
 
 def write_rotary(spec: DecoderSpec, *, by_layer_type: bool) -> dict[str, Any]:
-    """Returns the rotary settings of a config.json: `rope_parameters` of transformers 5, and what transformers 4 reads.
+    """Returns the rotary settings of a config.json, in the spellings of transformers 4 and 5.
 
     Args:
       spec: the model.
-      by_layer_type: True for families that give local layers settings of their own.
+      by_layer_type: True for families with separate settings for local layers.
     """
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(spec.rotary_base)}
     if spec.rotary_scaling is not None:

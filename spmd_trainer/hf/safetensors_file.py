@@ -1,7 +1,7 @@
 """Reads and writes files in the safetensors format: a header of names, dtypes, shapes and offsets, then the arrays' bytes.
 
-The library `safetensors` maps files into memory, so that all that was read of a file counts as the process' memory, and it opens
-local files alone. Here a slice is read into memory of the caller, from a disk or from an object store.
+The library `safetensors` maps local files into memory, so everything read counts as the process' memory. This module reads
+slices into the caller's memory, from a disk or an object store.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tensor:
       path: the file.
       dtype: its dtype.
       shape: its shape.
-      start: where its bytes begin in the file.
+      start: offset of its bytes in the file.
     """
 
     name: str
@@ -83,10 +83,9 @@ class Tensor:
 
 
 class OpenFiles:
-    """Files that are open for reading from several threads at once. Closes them at its end."""
+    """Files open for reading from several threads. Closes them on exit."""
 
     def __init__(self) -> None:
-        """Opens nothing yet."""
         self._descriptors: dict[str, int] = {}
 
     def __enter__(self) -> OpenFiles:
@@ -125,8 +124,8 @@ def read_header(path: str) -> dict[str, Tensor]:
     """Returns the arrays of a file by name. Reads no array.
 
     Raises:
-      HfDamagedError: the file is not what the format asks for, or is cut off.
-      FileNotFoundError: there is no such file.
+      HfDamagedError: the file is malformed or cut off.
+      FileNotFoundError: the file doesn't exist.
       CheckpointReadError: storage does not answer, or refuses.
     """
     size = step_files.read(f"looking at {path}", lambda: reading.size(path))
@@ -134,14 +133,14 @@ def read_header(path: str) -> dict[str, Tensor]:
     first = _LENGTH_BYTES + length
     if length > _MAX_HEADER_BYTES or first > size:
         raise HfDamagedError(
-            f"{path} is no safetensors file, or is cut off: it has {size} bytes, and a header of {length} would begin it"
+            f"{path} is not a safetensors file, or is cut off: it has {size} bytes, and a header of {length} would begin it"
         )
     try:
         header = json.loads(step_files.read(f"reading {path}", lambda: reading.read(path, _LENGTH_BYTES, first)))
         found = {name: _parse(name, path, entry, first) for name, entry in header.items() if name != _METADATA}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HfDamagedError(
-            f"{path} is no safetensors file: its header is malformed ({type(error).__name__}: {error})"
+            f"{path} is not a safetensors file: its header is malformed ({type(error).__name__}: {error})"
         ) from error
     needed = max([first, *(tensor.start + _nbytes(tensor.dtype, tensor.shape) for tensor in found.values())])
     if needed > size:
@@ -165,7 +164,7 @@ def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """An array that will be written.
+    """An array to write.
 
     Attributes:
       name: its name.

@@ -1,4 +1,4 @@
-"""Checks the types of the settings in a config.json, so that what follows can compute with them."""
+"""Checks the types of a config.json's settings before they are used."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def is_whole(value: object) -> bool:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """Returns what a setting must be; None if it is."""
+    """Returns the valid values of a setting; None if it is valid."""
     if key in _WHOLE and not (is_whole(value) and value > 0):
         return "a whole number above 0"
     if key in _WHOLE_OR_ZERO and not (is_whole(value) and value >= 0):

@@ -1,8 +1,8 @@
-"""Which tensors of a Hugging Face folder hold which variables of a decoder, and with which order of dimensions.
+"""The mapping between a Hugging Face folder's tensors and a decoder's variables, with the order of their dimensions.
 
-A layout writes both shapes in the way of einops: '(n h) d -> d n h' is a tensor whose first dimension is heads times head
-width, for a variable [D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head
-width, f feed-forward width, e experts; c counts what is fused in one tensor (GPT-2's query, key and value).
+A layout writes both shapes as in einops: '(n h) d -> d n h' is a tensor with first dimension heads * head width, for a variable
+[D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head
+width, f feed-forward width, e experts; c parts fused in one tensor (GPT-2's query, key and value).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Rule:
     Attributes:
       path: the variable, below `params/lm/` or below a layer.
       name: the tensor, below the model or below a layer; '{expert}' is the number of an expert.
-      layout: see above. The variable's own leading dimensions (stacked layers, experts in '{expert}') are not in it.
-      part: which of the tensors that are fused along 'c' it is.
+      layout: see above. It omits the variable's leading dimensions (stacked layers, experts in '{expert}').
+      part: index among the tensors fused along 'c'.
     """
 
     path: str
@@ -36,19 +36,19 @@ class Rule:
 
     @property
     def of_experts(self) -> bool:
-        """True if each expert has a tensor of its own."""
+        """True if each expert has a separate tensor."""
         return "{expert}" in self.name
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Names of a family's tensors.
+    """Tensor names of a family.
 
     Attributes:
-      base: the model's prefix, which the projection to the vocabulary does not have.
+      base: prefix of the model; the projection to the vocabulary lacks it.
       layer: prefix of a layer, below `base`.
-      model: rules of what is outside the layers.
-      in_layer: rules of a layer.
+      model: rules of the variables outside the layers.
+      in_layer: rules of a layer's variables.
     """
 
     base: str
@@ -79,7 +79,6 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
         return tuple(math.prod(self.sizes[letter] for letter in group) for group in self.groups)
 
 
@@ -99,7 +98,6 @@ class Variable:
 
 
 def names_of(spec: DecoderSpec, family: Family) -> Names:
-    """Returns the names of the tensors of a model."""
     return _gpt2() if family.model_type == "gpt2" else _llama_like(spec, family.model_type)
 
 
@@ -135,7 +133,7 @@ def _gpt2() -> Names:
 
 
 def _llama_like(spec: DecoderSpec, model_type: str) -> Names:
-    """The names that all families but GPT-2 share."""
+    """The names shared by all families but GPT-2."""
     model = [Rule("token_emb/w", "embed_tokens.weight", "v d -> v d"), *_norm("final_norm", "norm")]
     if not spec.tied_embeddings:
         model.append(Rule("logits/w", "lm_head.weight", "v d -> d v"))
@@ -203,12 +201,7 @@ def _norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
 
 
 def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
-    """Returns the variables of a model by path, each with the tensors that hold it.
-
-    Args:
-      spec: the model.
-      family: the family whose names the tensors have.
-    """
+    """Returns the variables of a model by path, each with its tensors, named as in `family`."""
     names, sizes = names_of(spec, family), _sizes(spec)
     found = {}
     for rule in names.model:
@@ -227,7 +220,7 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
 
 
 def _layers(spec: DecoderSpec) -> Iterator[tuple[str, list[int]]]:
-    """Yields where layers are in the model, with their numbers in the folder."""
+    """Yields the layers' paths in the model, with their numbers in the folder."""
     period, repeats = len(spec.layer_pattern), spec.num_repeats
     if repeats:
         for p in range(period):
@@ -253,7 +246,7 @@ def _variable(
 
 
 def parse_layout(layout: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Returns the letters of each dimension of the tensor, and those of the variable: 'd (n h) -> n h d'."""
+    """Returns the letters of each dimension of the tensor, and the letters of the variable: 'd (n h) -> n h d'."""
     tensor, _, variable = layout.partition(" -> ")
     groups: list[tuple[str, ...]] = []
     for part in tensor.replace("(", "|(").replace(")", ")|").split("|"):

@@ -39,7 +39,7 @@ class ToWrite:
 
     Attributes:
       described: its name, dtype and shape.
-      parts: the variables that it holds, each with the way from the variable to the tensor.
+      parts: its variables, each with the conversion from the variable to the tensor.
     """
 
     described: Described
@@ -56,15 +56,15 @@ def tensors_of(variables: Mapping[str, Variable], dtype: np.dtype[Any]) -> list[
 
 
 def check_directory(name: str, path: epath.Path) -> None:
-    """Makes sure that a folder can be written to a directory. What a killed export left there does not count.
+    """Checks that a folder can be written to a directory. The remains of a killed export are ignored.
 
     Args:
-      name: what the directory was given as, for messages.
+      name: the user's text for the directory, for messages.
       path: the directory.
 
     Raises:
-      UserError: it can't be written; says why and what to do.
-      HfError: it is not empty.
+      UserError: the directory can't be written.
+      HfError: the directory is not empty.
     """
     access.check_readable(name, path)
     access.check_writable(name, path)
@@ -78,11 +78,11 @@ def _is_unfinished(name: str) -> bool:
 
 @contextlib.contextmanager
 def atomically(path: epath.Path, *, last: str) -> Iterator[epath.Path | None]:
-    """Yields the folder to write to on process 0, and None on the others. It gets its name at the end.
+    """Yields the folder to write to on process 0, and None on the others. The folder gets its final name at the end.
 
     Args:
       path: the folder.
-      last: the file that makes the folder one: it is moved last.
+      last: the file by which the folder is recognised, moved last.
     """
     if jax.process_index() != 0:
         yield None
@@ -98,10 +98,10 @@ def atomically(path: epath.Path, *, last: str) -> Iterator[epath.Path | None]:
 
 @contextlib.contextmanager
 def _under_another_name(path: epath.Path, last: str) -> Iterator[epath.Path]:
-    """Yields a new folder whose content is moved to a path at the end, and deleted if the block fails.
+    """Yields a new folder. Its content is moved to a path at the end, or deleted if the block fails.
 
     Args:
-      path: a directory without links in its name. It is new, or empty: then it may be a mount point, and stays.
+      path: a directory without links in its name, new or empty. An empty one may be a mount point, and stays.
       last: the file to move last.
     """
     exists = path.exists()
@@ -109,7 +109,7 @@ def _under_another_name(path: epath.Path, last: str) -> Iterator[epath.Path]:
     parent.mkdir(parents=True, exist_ok=True)
     unfinished = epath.Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_UNFINISHED, dir=parent))
     try:
-        # mkdtemp lets the owner alone read it.
+        # mkdtemp makes the folder readable by the owner alone.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(unfinished, 0o777 & ~umask)
@@ -158,7 +158,7 @@ def write_file(
 def _contents(
     tensors: list[ToWrite], specs: Mapping[str, VariableSpec], state: TrainState
 ) -> Iterator[npt.NDArray[Any]]:
-    """Yields the content of each tensor; one is in memory at a time."""
+    """Yields the content of each tensor, with one in memory at a time."""
     leaves = {f"mdl_vars/{path}": leaf for path, leaf in named_leaves(state.mdl_vars)}
     for tensor in tensors:
         content = np.empty(tensor.described.shape, tensor.described.dtype)
@@ -203,5 +203,4 @@ def _copy_into(content: npt.NDArray[Any], part: npt.NDArray[Any], piece: Piece, 
 
 
 def write_json(path: epath.Path, content: Mapping[str, Any]) -> None:
-    """Writes an object as an indented JSON file."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

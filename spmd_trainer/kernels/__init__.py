@@ -1,8 +1,8 @@
-"""Attention of whole rows over themselves, by the kernel that suits the device.
+"""Self-attention over whole rows, with a kernel for each kind of device.
 
-Start with `attend.py`: layers call its `attend`, which picks a kernel for the device, the shapes and the pattern, and runs it on
-each device's part of the arrays. `pattern.py` says which keys a query sees. `kernels.py` has the interface of a kernel and the
-order in which kernels are tried:
+Start with `attend.py`: layers call its `attend`, which picks a kernel for the device, the shapes and the pattern, and runs it
+on each device's part of the arrays. `pattern.py` defines which keys a query sees. `kernels.py` has the interface of a kernel
+and the order in which kernels are tried:
 
 - `splash.py`: JAX's splash attention for TPUs.
 - `cudnn.py`: cuDNN's fused attention for CUDA GPUs.

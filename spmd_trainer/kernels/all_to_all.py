@@ -1,7 +1,8 @@
 """All-to-all attention (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): splits heads where the row was split.
 
-Each device of a sequence axis has a part of the row with all its heads. One all-to-all each for queries, keys and values gives it
-whole rows with a part of the heads; any kernel computes them; one all-to-all brings the outputs back. Rows keep their order.
+Each device of a sequence axis has a part of the row with all its heads. One all-to-all each for queries, keys and values
+gives it whole rows with a part of the heads. Any kernel computes these, and one all-to-all returns the outputs. Rows keep
+their order.
 """
 
 from __future__ import annotations
@@ -23,18 +24,16 @@ def attend(
     axes: tuple[str, ...],
     kernel: Kernel,
 ) -> jax.Array:
-    """Computes attention over rows that are split over mesh axes. Under `shard_map`.
+    """Computes attention over rows that are split over mesh axes. Under `shard_map`. Returns this device's part of the
+    output, [B, T / n, N, H], of value's dtype.
 
     Args:
       query: this device's part of the queries, [B, T / n, N, H].
-      key, value: the same of the keys and values, [B, T / n, K, H]; N is a multiple of K.
-      segment_ids: the same of the segment ids, int32 [B, T / n]; None if each row is one segment.
+      key, value: this device's part, [B, T / n, K, H]; N is a multiple of K.
+      segment_ids: this device's part, int32 [B, T / n]; None if each row is one segment.
       pattern: which keys a query sees.
       axes: the mesh axes, n devices.
       kernel: computes whole rows, with the shapes of `shapes_of_kernel`.
-
-    Returns:
-      This device's part of the output, [B, T / n, N, H], of value's dtype.
     """
     heads = query.shape[2]
     query, key, value = (
@@ -50,7 +49,7 @@ def attend(
 def shapes_of_kernel(
     query: jax.ShapeDtypeStruct, key: jax.ShapeDtypeStruct, count: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes that the kernel gets for a device's part [B, T / n, N, H] and [B, T / n, K, H], n = `count`."""
+    """Returns the kernel's shapes for a device's part [B, T / n, N, H] and [B, T / n, K, H], n = `count`."""
     padded = jax.eval_shape(lambda q, k: with_divisible_heads(q, k, k, count)[:2], query, key)
     queries, keys = (
         jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * count, x.shape[2] // count, x.shape[3]), x.dtype) for x in padded
@@ -61,7 +60,7 @@ def shapes_of_kernel(
 def with_divisible_heads(
     query: jax.Array, key: jax.Array, value: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Repeats key and value heads, and pads heads with zeros, until `count` pieces of the heads have equal shapes.
+    """Repeats key and value heads, and pads heads with zeros, so that `count` divides the heads.
 
     Args:
       query: [B, T, N, H].
@@ -69,8 +68,8 @@ def with_divisible_heads(
       count: number of pieces.
 
     Returns:
-      Queries of N heads or more, the first N as before; keys and values. `count` divides the heads of both, and each piece of the
-      queries goes with the same piece of the keys.
+      Queries with at least N heads (the first N unchanged), keys and values. Piece i of the queries' heads uses piece i of the
+      key heads.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     if kv_heads % count == 0:

@@ -1,4 +1,4 @@
-"""The attention that layers call: picks a kernel and runs it on each device's part of the arrays."""
+"""The attention called by layers: picks a kernel and runs it on each device's part of the arrays."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from spmd_trainer.kernels.reference import KERNEL as REFERENCE
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The mesh axes that split each dimension; empty: the dimension is not split.
+    """The mesh axes that split each dimension; () if it is not split.
 
     Attributes:
       batch: axes of the rows.
       length: axes of the tokens (context parallelism).
-      heads: axes of the query heads. For the call, keys and values are split over them too.
+      heads: axes of the query heads. Keys and values are split over them too during the call.
     """
 
     batch: tuple[str, ...] = ()
@@ -46,10 +46,10 @@ def attend(
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     name: str = "",
 ) -> jax.Array:
-    """Computes self-attention over rows.
+    """Computes self-attention over rows. Returns [B, T, N, H], of value's dtype.
 
-    On a mesh of several devices each device computes its own rows and heads. Rows and heads that the devices don't divide are
-    padded for the call. Under a `jax.shard_map`, `split` is ignored: the arrays are then one device's.
+    On a mesh of several devices each device computes its own rows and heads. Rows and heads are padded to divide by the
+    devices. Under a `jax.shard_map`, `split` is ignored: the arrays belong to one device.
 
     Args:
       query: [B, T, N, H].
@@ -58,13 +58,10 @@ def attend(
       segment_ids: int32 [B, T]; a token sees only tokens of its segment. None if each row is one segment.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
       kernel: name of the kernel to use; None for the first that can be used (see `kernels.choose`).
-      context_parallel: how rows of a split length are computed: 'ring', with tokens in the order of `sequence_order.py`, or
-        'all_to_all', with tokens in order. None for 'ring'.
-      dropout: maps probabilities [B, K, N / K, T, T] to those to use; None for no dropout.
+      context_parallel: form of attention for rows of a split length: 'ring', with tokens in the order of `sequence_order.py`,
+        or 'all_to_all', with tokens in order. None for 'ring'.
+      dropout: function that drops probabilities [B, K, N / K, T, T]; None for no dropout.
       name: the layer's name, for reports.
-
-    Returns:
-      [B, T, N, H], of value's dtype.
 
     Raises:
       UserError: the kernel doesn't exist or can't be used; query heads are not a multiple of key heads; the mesh lacks an axis
@@ -90,7 +87,7 @@ def attend(
     choice = _choose(call, kernel, form, parts.count("length"))
     kernels.record(name, choice)
     if dropout is not None or (choice.kernel == "reference" and form is None):
-        # XLA splits plain products itself, and dropout draws the random numbers of whole arrays.
+        # XLA splits plain products itself, and dropout draws random numbers for whole arrays.
         return REFERENCE(query, key, value, segment_ids, pattern, dropout=dropout)
     local = _Local(choice, pattern, parts.length)
     return _on_each_device(local, parts, *arrays)[: query.shape[0], :, : query.shape[2]]
@@ -104,7 +101,6 @@ def _on_each_device(
     value: jax.Array,
     segment_ids: jax.Array | None,
 ) -> jax.Array:
-    """Returns the output for padded arrays, each device computing its part."""
     if not parts.any:
         return local(query, key, value, segment_ids)
     of_heads = PartitionSpec(parts.batch or None, parts.length or None, parts.heads or None)
@@ -125,7 +121,7 @@ def _on_each_device(
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """How a call's arrays are split: as in `Split`, without axes of size 1; not at all under a `jax.shard_map`.
+    """Splits of a call's arrays: like `Split`, without axes of size 1; empty under a `jax.shard_map`.
 
     Attributes:
       sizes: size of each axis.
@@ -159,7 +155,7 @@ class _Parts:
 
     @property
     def any(self) -> bool:
-        """Whether the mesh has several devices that the call can be split over."""
+        """True if the call can be split over several devices."""
         return bool(self.sizes)
 
     def count(self, dimension: str) -> int:
@@ -175,10 +171,10 @@ class _Parts:
     def padded(
         self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Returns the arrays with rows and heads that the devices divide, so that each device has the keys of its query heads.
+        """Pads rows and heads to divide by the devices, so that each device has the keys of its query heads.
 
-        Rows are padded with zeros. If the devices divide the query heads but not the key heads, key heads are repeated, at least
-        once for each device; otherwise once for each query head, and then heads are padded with zeros.
+        Rows are padded with zeros. If the devices divide the query heads, key heads are repeated to at least one per device.
+        Otherwise they are repeated to one per query head, and then heads are padded with zeros.
         """
         query, key, value = all_to_all.with_divisible_heads(query, key, value, self.count("heads"))
         rows = -query.shape[0] % self.count("batch")
@@ -194,7 +190,7 @@ def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) 
     """Returns 'ring' or 'all_to_all' for rows of a split length; None for whole rows.
 
     Raises:
-      UserError: there is no such form, or the devices don't divide the length.
+      UserError: the form is unknown, or the devices don't divide the length.
     """
     if asked is not None and asked not in sequence_order.FORMS:
         raise UserError(
@@ -222,7 +218,9 @@ def _choose(call: Call, asked: str | None, form: str | None, num_devices: int) -
     if form is None:
         return kernels.choose(call, asked)
     if call.dropout:
-        raise UserError("attention dropout can't be used with a split length; set the dropout to 0 or split no length")
+        raise UserError(
+            "attention dropout can't be used with a split length; set the dropout to 0, or don't split the length"
+        )
     if form == "all_to_all":
         query, key = all_to_all.shapes_of_kernel(call.query, call.key, num_devices)
         chosen = kernels.choose(dataclasses.replace(call, query=query, key=key), asked)
@@ -240,14 +238,11 @@ def _choose(call: Call, asked: str | None, form: str | None, num_devices: int) -
 
 @dataclasses.dataclass(frozen=True)
 class _Local:
-    """The computation on one device's part of the arrays."""
-
     choice: Choice
     pattern: Pattern
     length_axes: tuple[str, ...]
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-        """See `Kernel.__call__`."""
         kernel = kernels.kernel(self.choice.kernel)
         match self.choice.context_parallel:
             case "ring":

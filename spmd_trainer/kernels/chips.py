@@ -14,7 +14,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What XLA's compiler asks of an NVIDIA GPU.
+    """Properties of an NVIDIA GPU that XLA's compiler needs.
 
     Attributes:
       name: the whole `jax.Device.device_kind`.
@@ -26,7 +26,7 @@ class Gpu:
       bandwidth: of the memory, in bytes per second.
       l2_bytes: size of the L2 cache.
       shared_bytes: shared memory of a multiprocessor. A block may use all but 1 KiB of it.
-      per_host: the most GPUs of a host.
+      per_host: most GPUs in a host.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Chip:
       kind: beginning of `jax.Device.device_kind`.
       peak_flops: peak bfloat16 FLOP/s without sparsity.
       memory: device memory in GiB, as the data sheet says.
-      topology: the chip's name in a topology such as v5e:16x16 or h100:32x8; None if the trainer makes no plans for it.
-      gpu: what the compiler asks of an NVIDIA GPU; None for TPUs, and for GPUs without `topology`.
+      topology: the chip's name in a topology such as v5e:16x16 or h100:32x8; None if the planner doesn't support it.
+      gpu: properties of an NVIDIA GPU for the compiler; None for TPUs, and for GPUs without `topology`.
     """
 
     kind: str
@@ -130,7 +130,7 @@ def chip(device_kind: str) -> Chip | None:
 
 
 def compute_capability(device_kind: str) -> tuple[int, int] | None:
-    """Returns the compute capability of an NVIDIA GPU with this `device_kind`, e.g. (9, 0); None for other and unknown chips."""
+    """Returns an NVIDIA GPU's compute capability, e.g. (9, 0), by its `device_kind`; None for other chips."""
     return next((version for kind, version in _CAPABILITIES.items() if device_kind.startswith(kind)), None)
 
 
@@ -143,9 +143,9 @@ def peak_flops(device_kind: str, count: int) -> float | None:
 def model_flops(num_params: int, tokens: int, *, num_frozen: int = 0) -> float:
     """Returns a training step's FLOPs as 6 * parameters * tokens (Kaplan et al. 2020, arXiv:2001.08361).
 
-    Frozen parameters (`num_frozen`) count 4 * parameters * tokens: they have no gradient of their own. It counts the forward and
-    the backward pass, but neither attention's own matrix products nor rematerialisation. All parameters count, also those of
-    experts that a token does not use. The compiler's count is not used, because it counts a loop's body once.
+    Frozen parameters (`num_frozen`) count 4 * parameters * tokens, because they need no gradient. This covers the forward and
+    the backward pass, without attention's products of queries, keys and values and without rematerialisation. All experts
+    count, also unused ones. The compiler's own count isn't used, because it counts a loop's body once.
     """
     return (6.0 * num_params + 4.0 * num_frozen) * tokens
 
@@ -166,14 +166,14 @@ class Target:
 
 
 def current_target() -> Target:
-    """Returns the device of the ambient mesh (`jax.set_mesh`), which may be a topology's. Without a mesh, the first device."""
+    """Returns the device of the ambient mesh (`jax.set_mesh`), e.g. a topology's; without a mesh, the first device."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     kind = device.device_kind
     return Target(_platform(device.platform, kind), kind, compute_capability(kind))
 
 
 def _platform(platform: str, kind: str) -> str:
-    """Returns the platform's name; JAX says 'gpu' for CUDA and ROCm alike."""
+    """Returns the platform's name; JAX calls both CUDA and ROCm 'gpu'."""
     if platform != "gpu":
         return platform
     return "rocm" if kind.startswith(("AMD", "gfx")) else "cuda"

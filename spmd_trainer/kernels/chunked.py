@@ -5,8 +5,8 @@ pair comes after another in a `lax.scan`, so the program's size doesn't depend o
 logit, its sum of exponentials and its weighted sum of values (Milakov & Gimelshein 2018, arXiv:1805.02867). The backward pass
 computes the logits again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
 
-`forward`, `finish` and `backward` work on any queries and keys whose tokens' places in the row are given, so ring attention uses
-them for keys that come from another device:
+`forward`, `finish` and `backward` work on any queries and keys whose tokens' places in the row are given, so ring attention
+uses them for keys that come from another device:
 
     queries, keys, values = query_blocks(query, key.shape[2], block), key_blocks(key, block), key_blocks(value, block)
     sums = initial_sums(queries)
@@ -43,7 +43,7 @@ PADDING_INDEX = np.iinfo(np.int32).max
 
 
 class Tokens(NamedTuple):
-    """Where queries or keys are.
+    """Positions of queries or keys.
 
     Attributes:
       position: int32 [n, block], each token's index in the whole row; `PADDING_INDEX` for tokens that fill a block.
@@ -69,7 +69,7 @@ class Sums(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """What the backward pass knows of each query.
+    """The backward pass' data of each query.
 
     Attributes:
       out: [n, B, K, G, block, H], gradient of the output.
@@ -110,11 +110,11 @@ KERNEL = Chunked()
 
 
 def block_length(length: int) -> int:
-    """Returns the number of tokens of a block for rows of this length: as few blocks as the device allows, of equal size."""
+    """Returns the tokens of a block for rows of this length: equal blocks, as few as the device allows."""
     most = _BLOCK_ON_CPU if chips.current_target().platform == "cpu" else _BLOCK
     if length <= most:
         return length
-    # A multiple of 16, as matrix units like it.
+    # A multiple of 16 suits matrix units.
     return -(-length // (16 * -(-length // most))) * 16
 
 
@@ -143,7 +143,7 @@ def from_key_blocks(x: jax.Array, length: int) -> jax.Array:
 
 
 def token_blocks(index: jax.Array | np.ndarray, segment_ids: jax.Array | None, block: int) -> Tokens:
-    """Returns where tokens are, in blocks.
+    """Returns the positions of tokens, in blocks.
 
     Args:
       index: int32 [T], each token's index in the whole row.
@@ -158,20 +158,20 @@ def token_blocks(index: jax.Array | np.ndarray, segment_ids: jax.Array | None, b
 
 
 def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
-    """Returns the pairs (query block, key block) of which some query may see some key, int32 [pairs, 2], for rows in order."""
+    """Returns the pairs (query block, key block) in which some query may see some key, int32 [pairs, 2], for rows in order."""
     n = -(-length // block)
     queries, keys = np.divmod(np.arange(n * n, dtype=np.int32), np.int32(n))
     seen = np.ones(n * n, bool)
     if pattern.causal:
         seen &= keys <= queries
         if pattern.window is not None:
-            # From the first query of the one block to the last key of the other.
+            # From the first query of one block to the last key of the other.
             seen &= queries * block - (keys * block + block - 1) < pattern.window
     return np.stack([queries, keys], axis=1)[seen]
 
 
 def initial_sums(queries: jax.Array) -> Sums:
-    """Returns the sums over no keys, for queries in blocks."""
+    """Returns the sums over zero keys, for queries in blocks."""
     weighted = jnp.zeros_like(queries, jnp.float32)
     return Sums(weighted[..., 0] + MASKED, weighted[..., 0], weighted)
 
@@ -191,7 +191,7 @@ def forward(
     Args:
       queries: [n, B, K, G, block, H].
       keys, values: [m, B, K, block, H].
-      query_tokens, key_tokens: where they are; both have segment ids, or neither.
+      query_tokens, key_tokens: their positions; both have segment ids, or neither.
       pairs: int32 [pairs, 2], the blocks of queries and keys to compute.
       sums: the sums so far.
       pattern: which keys a query sees.
@@ -215,7 +215,7 @@ def forward(
 
 
 def finish(sums: Sums) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [n, B, K, G, block, H] and the log-sum-exp [n, B, K, G, block], float32, after all keys were added."""
+    """Returns the output [n, B, K, G, block, H] and the log-sum-exp [n, B, K, G, block], float32, once all keys are added."""
     return sums.weighted / sums.total[..., None], sums.largest + jnp.log(sums.total)
 
 
@@ -228,7 +228,7 @@ def row_sums(outs: jax.Array, out_grads: jax.Array) -> jax.Array:
 
 
 def initial_grads(queries: jax.Array, keys: jax.Array) -> Grads:
-    """Returns gradients of zero, for queries and keys in blocks."""
+    """Returns zero gradients, for queries and keys in blocks."""
     key_grads = jnp.zeros_like(keys, jnp.float32)
     return Grads(jnp.zeros_like(queries, jnp.float32), key_grads, key_grads)
 
@@ -244,7 +244,7 @@ def backward(
     grads: Grads,
     pattern: Pattern,
 ) -> Grads:
-    """Adds the gradients that go through the given pairs of blocks; arguments as for `forward`."""
+    """Adds the gradients through the given pairs of blocks; arguments as for `forward`."""
     keys, values, query_tokens, key_tokens, pairs = _tied(keys, values, query_tokens, key_tokens, pairs)
 
     def add(grads: Grads, pair: jax.Array) -> tuple[Grads, None]:
@@ -271,10 +271,10 @@ def backward(
 def _tied(
     keys: jax.Array, values: jax.Array, query_tokens: Tokens, key_tokens: Tokens, pairs: jax.Array | np.ndarray
 ) -> tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array]:
-    """Returns the arguments as values that depend on the keys.
+    """Makes the arguments depend on the keys.
 
-    The places of tokens are the same in all layers. Where layers are a `lax.scan`, its differentiation would compute everything
-    that depends on nothing else before the loop over the layers and keep it: the masks of all pairs of blocks, which is [T, T].
+    Token positions are the same in all layers. If layers are a `lax.scan`, its differentiation would otherwise compute and keep
+    everything that depends on positions alone before the loop: the masks of all pairs of blocks, [T, T].
     """
     tied: tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array] = lax.optimization_barrier(
         (keys, values, query_tokens, key_tokens, jnp.asarray(pairs))
@@ -345,12 +345,12 @@ _Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array,
 def _attention_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
 ) -> tuple[jax.Array, _Residuals]:
-    """Returns the output, and what the backward pass needs: the inputs, the output and the log-sum-exp."""
+    """Returns the output, and the residuals: the inputs, the output and the log-sum-exp."""
     length = query.shape[1]
     queries, keys, values, tokens, pairs = _blocks(query, key, value, segment_ids, pattern, block)
     outs, lse = finish(forward(queries, keys, values, tokens, tokens, pairs, initial_sums(queries), pattern))
     out = from_query_blocks(outs, length).astype(value.dtype)
-    # Both have the name of the layers' outputs, so that a rematerialisation that keeps these needs no second forward pass.
+    # Both are named like the layers' outputs, so a rematerialisation policy that saves these needs no second forward pass.
     out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
     return out, (query, key, value, segment_ids, out, lse)
 
@@ -358,7 +358,6 @@ def _attention_forward(
 def _attention_backward(
     pattern: Pattern, block: int, residuals: _Residuals, out_grad: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """Returns the gradients of the queries, keys and values."""
     query, key, value, segment_ids, out, lse = residuals
     length, kv_heads = key.shape[1:3]
     queries, keys, values, tokens, pairs = _blocks(query, key, value, segment_ids, pattern, block)

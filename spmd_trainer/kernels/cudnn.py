@@ -1,11 +1,11 @@
 """Attention by cuDNN's fused kernels, for NVIDIA GPUs of compute capability 8.0 and later.
 
-No array has both a query and a key dimension: neither a mask nor a bias is made. Packed rows go to cuDNN as the offset and the
+No array has both a query and a key dimension: there is neither a mask nor a bias. Packed rows go to cuDNN as the offset and the
 length of each segment ("ragged" tensors). The number of segments is static there; a batch with more of them, or with a segment
 in several pieces, is computed by the chunked kernel instead, in the same program.
 
-JAX's own function (`jax.nn.dot_product_attention`) has no packed rows, and asks the GPU of this process what it can do, which
-may not be the one that the program is compiled for. So this module uses the function's primitives.
+JAX's own function (`jax.nn.dot_product_attention`) has no packed rows, and checks the capabilities of
+this process' GPU, which may differ from the compile target. So this module uses the function's primitives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WIDEST_HEAD = {9: 256}
 _WIDEST_HEAD_ELSE = 128
 # What JAX requires of cuDNN for a compute capability (`fused_attention_stablehlo.check_is_flash_attention`).
 _OLDEST_CUDNN = {(10, 3): 91100}
-# Arguments that only later versions of JAX have; for masks made by a function.
+# Arguments of later versions of JAX, for masks given as functions.
 _NEWER_ARGUMENTS = {
     name: None
     for name in ("score_mod_name", "score_mod_jaxpr")
@@ -51,7 +51,7 @@ class Cudnn:
 
     Attributes:
       name: 'cudnn'.
-      max_segments: segments that the rows of a device may have, on average.
+      max_segments: most segments per row of a device, on average.
     """
 
     name = "cudnn"
@@ -62,7 +62,7 @@ class Cudnn:
     def reasons_against(self, call: Call) -> list[str]:
         """See `Kernel.reasons_against`."""
         if call.target.platform != "cuda":
-            return [f"it is a kernel for NVIDIA GPUs, and the device is a {call.target.kind or call.target.platform}"]
+            return [f"it is a kernel for NVIDIA GPUs, but the device is a {call.target.kind or call.target.platform}"]
         return [*_device_reasons(call), *_call_reasons(call)]
 
     def __call__(
@@ -136,7 +136,7 @@ _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 
 def _named(arrays: Arrays) -> Arrays:
-    """Names arrays so that a rematerialisation that keeps the layers' outputs needs no second forward pass."""
+    """Names arrays so that a rematerialisation policy that saves the layers' outputs needs no second forward pass."""
     return tuple(checkpoint_name(x, "context") for x in arrays)
 
 
@@ -197,8 +197,8 @@ def _packed_forward(
     """Returns the output and, if asked, the statistics of packed rows, by cuDNN or by the chunked kernel."""
 
     def call(arrays: Arrays, packed: Packing | None) -> Arrays:
-        # The choice is made here, inside the call that `jax.vmap` turns into one with more rows: of a choice by a batched value,
-        # `jax.vmap` would compute both sides.
+        # Choose here, inside the call that `jax.vmap` turns into one with more rows: for a condition with a batch dimension,
+        # `jax.vmap` would compute both branches.
         assert packed is not None
         query, key, value, segment_ids = arrays
         lengths = packed.lengths
@@ -245,7 +245,7 @@ def _chunked_backward(
 def _head_by_head(
     call: Callable[[Arrays, jax.Array], Arrays], arrays: Arrays, segment_ids: jax.Array, kv_heads: int, like: Arrays
 ) -> Arrays:
-    """Calls a function for each row and key head in turn, so that the fallback takes little memory in every program.
+    """Calls a function for each row and key head in turn, to limit the fallback's memory.
 
     Args:
       call: (parts of the arrays [1, T, heads, H], segment ids [1, T]) -> parts of the results.
@@ -284,7 +284,7 @@ def forward(
     """Calls cuDNN's forward pass.
 
     Returns:
-      The output [B, T, N, H]; with statistics also those of the softmax for `backward`, float32 [B or B * M, N, T].
+      The output [B, T, N, H], and optionally the softmax statistics for `backward`, float32 [B or B * M, N, T].
     """
     call = functools.partial(forward_call, pattern, with_statistics)
     return _with_batching(call)((query, key, value), packed)
@@ -306,7 +306,7 @@ def backward(
 
 
 def _with_batching(call: Callable[[Arrays, Packing | None], Arrays]) -> Callable[[Arrays, Packing | None], Arrays]:
-    """Lets `jax.vmap` turn a call into one with more rows; JAX's primitives have no rule for packed rows."""
+    """Makes `jax.vmap` turn a call into one with more rows, because JAX's primitives have no rule for packed rows."""
     batched_call = jax.custom_batching.custom_vmap(call)
 
     @batched_call.def_vmap

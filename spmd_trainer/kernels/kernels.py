@@ -22,7 +22,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels.chips import Target
 from spmd_trainer.kernels.pattern import Pattern
 
-# Every kernel's name, which is also that of its module here. The module's KERNEL is a `Kernel`.
+# Names of the kernels and of their modules. The module's KERNEL is a `Kernel`.
 NAMES = ("splash", "cudnn", "chunked", "reference")
 # Kernels of one platform, tried before those of all platforms.
 _OF_PLATFORM = {"tpu": ("splash",), "cuda": ("cudnn",)}
@@ -32,14 +32,14 @@ SHORT_ROW = 512
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What decides whether a kernel can be used. Shapes are those of one device.
+    """The properties of a call that decide which kernels can be used. Shapes are per device.
 
     Attributes:
       query: [B, T, N, H].
       key: [B, T, K, H]; N is a multiple of K. The values have the same shape and dtype.
       pattern: which keys a query sees.
-      segments: rows hold several segments.
-      dropout: probabilities are dropped.
+      segments: True if rows hold several segments.
+      dropout: True if probabilities are dropped.
       target: the device that the program is compiled for.
     """
 
@@ -63,19 +63,16 @@ class Kernel(Protocol):
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern
     ) -> jax.Array:
-        """Computes attention on one device.
+        """Computes attention on one device. Returns [B, T, N, H], of value's dtype.
 
-        The output, and what else the backward pass keeps of the forward pass, get the checkpoint name 'context', so that a policy
-        that keeps 'context' needs no second forward pass.
+        The output and all other residuals get the checkpoint name 'context', so a policy that saves 'context' needs no second
+        forward pass.
 
         Args:
           query: [B, T, N, H].
           key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
           segment_ids: int32 [B, T]; None if each row is one segment.
           pattern: which keys a query sees.
-
-        Returns:
-          [B, T, N, H], of value's dtype.
         """
         ...
 
@@ -86,7 +83,7 @@ class Choice:
 
     Attributes:
       kernel: its name.
-      reasons: name of each kernel that was tried before -> why it can't be used.
+      reasons: {name of a preferred kernel: why it can't be used}.
       context_parallel: 'ring' or 'all_to_all' if rows are split over devices; otherwise None.
     """
 
@@ -100,7 +97,7 @@ def kernel(name: str) -> Kernel:
     """Returns the kernel of this name.
 
     Raises:
-      UserError: there is none.
+      UserError: the name is unknown.
     """
     if name not in NAMES:
         raise UserError(
@@ -110,17 +107,14 @@ def kernel(name: str) -> Kernel:
 
 
 def choose(call: Call, asked: str | None = None) -> Choice:
-    """Picks the first kernel that can be used, in the order of `order`.
+    """Picks the first usable kernel in the order of `order`. Returns the kernel, and why preferred ones can't be used.
 
     Args:
       call: the call, with the shapes of one device.
       asked: name of the kernel to use; None for the first that can be used.
 
-    Returns:
-      The kernel, and why those before it can't be used.
-
     Raises:
-      UserError: no kernel has the name `asked`, or that kernel can't be used.
+      UserError: the kernel `asked` is unknown or can't be used.
     """
     if asked is not None:
         if against := kernel(asked).reasons_against(call):
@@ -139,7 +133,7 @@ def choose(call: Call, asked: str | None = None) -> Choice:
 
 
 def order(call: Call) -> list[str]:
-    """Returns the kernels to try for a call, the best first; the last can always be used."""
+    """Returns the kernels to try for a call, best first. The last one is always usable."""
     general = ["reference"] if call.query.shape[1] <= SHORT_ROW else ["chunked", "reference"]
     return [*_OF_PLATFORM.get(call.target.platform, ()), *general]
 
@@ -151,7 +145,7 @@ _RECORDERS: contextvars.ContextVar[tuple[dict[str, Choice], ...]] = contextvars.
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Choice]]:
-    """Records choices made inside; yields layer name -> latest choice. Calls of programs traced before add nothing."""
+    """Records choices made inside; yields {layer name: latest choice}. Calls of already traced programs add nothing."""
     recorded: dict[str, Choice] = {}
     token = _RECORDERS.set((*_RECORDERS.get(), recorded))
     try:

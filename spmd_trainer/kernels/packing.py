@@ -1,4 +1,4 @@
-"""Where the segments of packed rows are, as cuDNN wants to know it: an offset and a length for each segment."""
+"""The segments of packed rows as cuDNN needs them: an offset and a length for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 class Packing(NamedTuple):
-    """Where the segments of B rows of T tokens are. Segments are listed in order, B * M of them, whatever their row.
+    """Segments of B rows of T tokens, B * M of them, listed in order regardless of their row.
 
     Attributes:
       lengths: number of tokens of each segment, int32 [B, M]; 0 after the last segment.
@@ -27,7 +27,7 @@ def packing(segment_ids: jax.Array, max_segments: int) -> Packing:
 
     Args:
       segment_ids: int32 [B, T].
-      max_segments: M, at least 2; segments that the rows may have, on average.
+      max_segments: M, at least 2; most segments per row, on average.
     """
     batch, length = segment_ids.shape
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -51,7 +51,7 @@ def _all_differ(starts: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 
 def folded(packed: Packing, num_tokens: int) -> Packing:
-    """Returns the packing of several batches as one of all their rows. Arrays have an axis of batches in front."""
+    """Merges the packings of several batches (a leading axis in each array) into one packing of all their rows."""
     size, rows, segments = packed.lengths.shape
     first = num_tokens * jnp.arange(size, dtype=jnp.int32)
     offsets = packed.offsets.reshape(size, -1)[:, : rows * segments] + first[:, None]

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and how logits are computed: what all kernels must agree on."""
+"""Which keys a query sees, and how logits are computed; the same for all kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MASKED = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees, besides the limits of segments, and how its logits are computed.
+    """Which keys of its segment a query sees, and how its logits are computed.
 
     Query i sees key j if both have the same segment id, `j <= i` if `causal`, and `i - j < window` if there is a window. Every
     query sees itself, so no row of logits is fully masked.

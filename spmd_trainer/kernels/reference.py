@@ -13,7 +13,7 @@ from spmd_trainer.kernels.pattern import MASKED, Pattern
 
 
 class Reference:
-    """The kernel 'reference': can be used for everything; the only one with dropout."""
+    """The kernel 'reference': always usable; the only one with dropout."""
 
     name = "reference"
 
@@ -31,7 +31,7 @@ class Reference:
         *,
         dropout: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
-        """See `Kernel.__call__`. `dropout` maps the probabilities [B, K, N / K, T, T], float32, to those to use."""
+        """See `Kernel.__call__`. `dropout` drops probabilities, float32 [B, K, N / K, T, T]."""
         batch, length, heads, width = query.shape
         kv_heads = key.shape[2]
         # One dimension for the queries of all heads of a group: XLA computes products with two such dimensions more slowly.

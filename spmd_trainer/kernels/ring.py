@@ -6,11 +6,11 @@ of device i - s arrive after s steps. Of the four products of two query chunks a
     i >= s: both query chunks see the earlier key chunk; neither sees the later one
     i < s:  the later query chunk sees both key chunks; the earlier one sees neither
 
-So every device computes the same number of blocks in every step, and all of them are needed. With a window, steps in which no
-query sees a key are left out. Where devices then need different numbers of blocks, all compute the largest number.
+So every device computes the same number of blocks in every step, and all of them are needed. With a window, steps without
+visible keys are skipped, and all devices compute as many blocks as the busiest one.
 
-The forward pass moves the keys and values of the whole row (n - 1) / n times; so does the backward pass, which also moves their
-gradients as often, in float32. The next keys and values travel while the present ones are used.
+The forward pass moves the keys and values of the whole row (n - 1) / n times. So does the backward pass, which also moves their
+float32 gradients. The next keys and values travel while the current ones are used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def attend(
     pattern: Pattern,
     axes: tuple[str, ...],
 ) -> jax.Array:
-    """Computes attention over rows that are split over mesh axes in zig-zag order. Under `shard_map`.
+    """Computes attention over rows that are split over mesh axes in zig-zag order. Under `shard_map`. Returns this device's
+    part of the output, [B, T / n, N, H], of value's dtype.
 
     Args:
       query: this device's part of the queries, [B, T / n, N, H]; T / n is even.
@@ -52,9 +53,6 @@ def attend(
       segment_ids: the same of the segment ids, int32 [B, T / n]; None if each row is one segment.
       pattern: which keys a query sees.
       axes: the mesh axes, n devices.
-
-    Returns:
-      This device's part of the output, [B, T / n, N, H], of value's dtype.
     """
     ring = Ring.of(axes, lax.axis_size(axes), query.shape[1], pattern)
     return _attention(query, key, value, segment_ids, ring)
@@ -62,7 +60,7 @@ def attend(
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """What each device computes at each step.
+    """The computation of each device at each step.
 
     Attributes:
       axes: the mesh axes.
@@ -91,7 +89,7 @@ class Ring:
 
     @property
     def shifts(self) -> list[int]:
-        """Steps in which some device needs the keys that arrive; at step s, device i has those of device i - s."""
+        """Steps in which some device needs the arriving keys; at step s, device i has the keys of device i - s."""
         return [shift for shift in range(1, self.count) if self.visible(shift).any()]
 
     def visible(self, shift: int) -> np.ndarray:
@@ -109,9 +107,7 @@ class Ring:
 
     def pairs(self, shift: int | jax.Array) -> jax.Array:
         """Returns the pairs of blocks (query, key) that this device computes at a step, int32 [pairs, 2]. Under `shard_map`.
-
-        Args:
-          shift: the step; it may be traced if there is no window, and is then not 0.
+        `shift`: the step; without a window it may be traced, and is then not 0.
         """
         device = lax.axis_index(self.axes)
         if self.pattern.window is not None:
@@ -154,7 +150,7 @@ class Ring:
         return chunks.reshape(x.shape[0], 2 * self.chunk, *x.shape[2:])
 
     def moved(self, arrays: Arrays, hops: int) -> Arrays:
-        """Returns the arrays of the device `hops` places before. Under `shard_map`."""
+        """Returns the arrays of the device `hops` places before this one. Under `shard_map`."""
         permutation = [(device, (device + hops) % self.count) for device in range(self.count)]
         moved: Arrays = lax.ppermute(arrays, self.axes, permutation)
         return moved
@@ -162,18 +158,15 @@ class Ring:
     def around(
         self, state: State, arrays: Arrays, step: Callable[[State, Arrays, int | jax.Array, int], State]
     ) -> State:
-        """Passes arrays on from device to device. Under `shard_map`.
+        """Passes arrays on from device to device. Under `shard_map`. Returns the state after the last call.
 
         The arrays of the next step are sent before `step` is called, so that they travel meanwhile.
 
         Args:
-          state: what the first call of `step` gets.
+          state: first argument of the first call of `step`.
           arrays: this device's arrays.
           step: called as step(state, arrays, shift, hops) for each shift; returns the new state. The arrays are those of device
             i - shift; hops is the difference to the shift of the call before, and 0 in the first call.
-
-        Returns:
-          The state after the last call.
         """
         if not (shifts := self.shifts):
             return state
@@ -202,9 +195,9 @@ class Ring:
 
 
 def tables(visible: np.ndarray) -> np.ndarray:
-    """Returns each device's pairs of blocks, int32 [n, pairs, 2], equally many.
+    """Returns each device's pairs of blocks, int32 [n, pairs, 2], equally many for all devices.
 
-    A device that needs fewer than others gets pairs that no query of it sees, which add nothing.
+    Devices with fewer visible pairs get invisible ones, which add nothing.
     """
     flat = visible.reshape(len(visible), -1)
     pairs = flat.sum(axis=1).max()
@@ -223,7 +216,7 @@ def _attention(
 def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, ring: Ring
 ) -> tuple[jax.Array, _Residuals]:
-    """Returns the output, and what the backward pass needs: the inputs, the output and the log-sum-exp."""
+    """Returns the output, and the residuals: the inputs, the output and the log-sum-exp."""
     queries, own = _blocks(query, key, value, ring)
     segments = _gathered(segment_ids, ring)
     query_tokens = ring.tokens(0, segments)
@@ -235,17 +228,16 @@ def _forward(
         tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
         return chunked.forward(queries, *keys_values, query_tokens, tokens, pairs, sums, ring.pattern)
 
-    # Own keys first: every query sees itself, so that blocks without a visible key add nothing after it.
+    # Own keys first: every query sees itself, so blocks without a visible key add nothing afterwards.
     sums = add(chunked.initial_sums(queries), own, 0)
     outs, lse = chunked.finish(ring.around(sums, own, add))
     out = ring.unpadded(chunked.from_query_blocks(outs, 2 * ring.blocks * ring.block)).astype(value.dtype)
-    # As in the chunked kernel, a rematerialisation that keeps the layers' outputs needs no second forward pass.
+    # As in the chunked kernel, a rematerialisation policy that saves the layers' outputs needs no second forward pass.
     out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
     return out, (query, key, value, segment_ids, out, lse)
 
 
 def _backward(ring: Ring, residuals: _Residuals, out_grad: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """Returns the gradients of the queries, keys and values."""
     query, key, value, segment_ids, out, lse = residuals
     queries, own = _blocks(query, key, value, ring)
     outs, out_grads = (chunked.query_blocks(ring.padded(x), key.shape[2], ring.block) for x in (out, out_grad))
@@ -257,7 +249,7 @@ def _backward(ring: Ring, residuals: _Residuals, out_grad: jax.Array) -> tuple[j
     def add(
         grads: chunked.Grads, keys_values: tuple[jax.Array, jax.Array], shift: int | jax.Array, hops: int = 0
     ) -> chunked.Grads:
-        """Adds to the queries' gradients, and to those of the visiting keys and values, which follow them."""
+        """Adds to the queries' gradients, and to the visiting keys' and values' gradients, which travel with them."""
         arrived = ring.moved(grads[1:], hops) if hops else grads[1:]
         tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
         grads = chunked.Grads(grads.query, zeros, zeros)
@@ -285,7 +277,6 @@ _attention.defvjp(_forward, _backward)
 def _blocks(
     query: jax.Array, key: jax.Array, value: jax.Array, ring: Ring
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns the queries, and the keys and values, in blocks."""
     queries = chunked.query_blocks(ring.padded(query), key.shape[2], ring.block)
     return queries, (
         chunked.key_blocks(ring.padded(key), ring.block),

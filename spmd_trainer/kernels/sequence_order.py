@@ -32,7 +32,7 @@ Shard = TypeVar("Shard", int, np.ndarray, jax.Array)
 
 @dataclasses.dataclass(frozen=True)
 class SequenceOrder:
-    """How rows of `length` tokens lie on a sequence axis.
+    """The token order of rows on a sequence axis.
 
     Attributes:
       length: tokens of a row.
@@ -81,7 +81,7 @@ class SequenceOrder:
 
 
 def of_rows(length: int, axes: tuple[str, ...], form: str | None = None) -> SequenceOrder:
-    """Returns the order in which `attend` needs rows, on the ambient mesh (`jax.set_mesh`).
+    """Returns the token order that `attend` needs on the ambient mesh (`jax.set_mesh`).
 
     Args:
       length: tokens of a row.
@@ -97,7 +97,7 @@ def of_rows(length: int, axes: tuple[str, ...], form: str | None = None) -> Sequ
 def num_shards(axes: tuple[str, ...]) -> int:
     """Returns the number of pieces into which the compiler splits a dimension over these axes of the ambient mesh.
 
-    Under a `shard_map` that is 1, also if it is over other axes: `attend` then computes whole rows.
+    Returns 1 under any `shard_map`, even over other axes, because `attend` then computes whole rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.manual_axes else math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)

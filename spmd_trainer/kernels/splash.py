@@ -1,7 +1,7 @@
 """Attention by JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`), a Pallas kernel for TPUs.
 
-The kernel computes logits block by block and skips pairs of blocks of which no query sees a key. Its tables of blocks are made on
-the host and become constants of the program. Segments are masked inside of blocks, but no block is skipped for them.
+The kernel computes logits block by block and skips pairs of blocks of which no query sees a key. Its tables of blocks are
+made on the host and become constants of the program. Segments are masked inside of blocks, but no block is skipped for them.
 
 Rows are padded to a multiple of the block. Padding follows the row, so causal queries never see it; for bidirectional attention
 it becomes a segment of its own. Heads may have any width (the compiler pads them to 128 lanes), and grouped heads need no
@@ -46,7 +46,7 @@ _PADDING = np.iinfo(np.int32).min
 
 
 class Splash:
-    """The kernel 'splash'. On other platforms than TPU it is interpreted, which is only fast enough for tests.
+    """The kernel 'splash'. Other platforms than TPU interpret it, which is only fast enough for tests.
 
     Attributes:
       name: 'splash'.
@@ -62,7 +62,7 @@ class Splash:
         """See `Kernel.reasons_against`."""
         reasons = []
         if call.target.platform != "tpu":
-            reasons.append(f"it is a kernel for TPUs, and the device is a {call.target.kind or call.target.platform}")
+            reasons.append(f"it is a kernel for TPUs, but the device is a {call.target.kind or call.target.platform}")
         elif call.target.kind.startswith(("TPU v2", "TPU v3")):
             reasons.append(f"{call.target.kind} is older than TPU v4")
         if call.dropout:
@@ -138,7 +138,7 @@ KERNEL = Splash()
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """Which pairs of blocks are computed: row length, tokens of a block, causal, window."""
+    """Decides which pairs of blocks are computed: row length, tokens of a block, causal, window."""
 
     length: int
     block: int
@@ -147,7 +147,7 @@ class _Shape:
 
 
 class _Band(splash_attention_mask.LocalMask):
-    """Causal mask, with or without a window, that is fast to cut into blocks.
+    """Causal mask, with or without a window, that can be cut into blocks quickly.
 
     JAX's masks compute all T^2 values to find which blocks are empty or full: minutes for 131,072 tokens. JAX only asks a block
     for its `any()` and `all()`: the kernel computes the values of blocks that are neither, by `mask_function`.
@@ -168,7 +168,7 @@ class _Band(splash_attention_mask.LocalMask):
 
 
 class _Everything(splash_attention_mask.FullMask):
-    """Mask of bidirectional attention; its blocks are one value, for the same reason as those of `_Band`."""
+    """Mask of bidirectional attention. A block is one value, for the reason given in `_Band`."""
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
         """Returns the distinct values of a block, bool [1, 1]."""
@@ -199,7 +199,7 @@ def _kernel(shape: _Shape, softcap: float | None, *, interpret: bool) -> splash_
     mask = _Band(shape.length, shape.window) if shape.causal else _Everything(square)
     # One mask: all heads of a call have the same.
     masks = splash_attention_mask.MultiHeadMask([mask])
-    # Not by JAX's make_splash_mha: it puts the tables on the devices of the ambient mesh, which may be those of a topology.
+    # JAX's make_splash_mha would put the tables on the devices of the ambient mesh, which may be a topology's.
     forward, mask_function = splash_attention_mask_info.process_mask(masks, (block, block))
     query_grad, _ = splash_attention_mask_info.process_mask(masks, (block, part))
     key_grad, _ = splash_attention_mask_info.process_mask_dkv(masks, (block, block))
@@ -212,7 +212,7 @@ def _kernel(shape: _Shape, softcap: float | None, *, interpret: bool) -> splash_
         save_residuals=False,
         mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=softcap,
-        # The name of the attention layers' outputs: a rematerialisation that keeps these needs no second forward pass.
+        # Named like the attention layers' outputs: a rematerialisation policy that saves these needs no second forward pass.
         residual_checkpoint_name="context",
         mask_function=mask_function,
         interpret=interpret,

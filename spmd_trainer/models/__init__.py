@@ -1,4 +1,4 @@
-"""What a step asks of a model, and the kinds of model there are: praxis, Flax NNX, Flax Linen, plain functions.
+"""The `Model` interface of a step, and models of praxis, Flax NNX, Flax Linen and plain functions.
 
     task_p.model = Config(models.NnxModel, module=Config(MyNet, features=64), inputs="images", loss=my_loss)
 

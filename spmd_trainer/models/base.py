@@ -1,4 +1,4 @@
-"""What a step asks of a model, for praxis models and for those of other libraries."""
+"""The interface between a step and its model, for praxis models and models of other libraries."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from spmd_trainer.train_states import NestedJTensor, PyTree
 ForwardResult: TypeAlias = tuple[tuple[Any, ...], Mapping[str, PyTree]]
 # ((weighted scalars, outputs per example, clu metrics if there are some), collections that it wrote)
 DecodeResult: TypeAlias = tuple[tuple[Any, ...], Mapping[str, PyTree]]
-# (what the module returns, the batch) -> metrics; see `outputs.metrics`
+# (the module's output, the batch) -> metrics; see `outputs.metrics`
 LossFn: TypeAlias = Callable[[Any, PyTree], Any]
 
 
 class Model(Protocol):
-    """What a step asks of a model. All methods can be traced."""
+    """The methods of a model that a step calls. All of them can be traced."""
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """Returns the variables by collection; those with a layout of their own in a praxis BoxedParam with WeightHParams.
+        """Returns the variables by collection. A variable with a declared layout is a praxis BoxedParam with WeightHParams.
 
         Args:
           key: the key of the initialisation.
@@ -59,12 +59,11 @@ class Model(Protocol):
 
 
 def as_model(model: Any) -> Model:
-    """Returns what a step asks of a task's model: the model itself, or a `PraxisModel` around a praxis layer."""
+    """Returns a task's model as a `Model`; a praxis layer is wrapped in a `PraxisModel`."""
     return PraxisModel(model) if isinstance(model, base_layer.BaseLayer) else model
 
 
 def praxis_rngs(key: jax.Array) -> dict[str, jax.Array]:
-    """Returns the keys of a praxis model's random streams."""
     params, random, non_pax = jax.random.split(key, 3)
     return {base_layer.PARAMS: params, base_layer.RANDOM: random, base_layer.NON_PAX_RNG_KEY: non_pax}
 
@@ -105,7 +104,7 @@ class PraxisModel:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredVariables:
-    """How a model reads variables that a partitioner splits and boxes, to be gathered where they are read.
+    """How a model reads variables that a partitioner splits and boxes, and that must be gathered before use.
 
     Attributes:
       where_read: True if the module gets the boxes, and each layer gathers what it reads; False if the model gathers all
@@ -119,17 +118,17 @@ class GatheredVariables:
 
 
 class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):  # type: ignore[misc]  # untyped
-    """A model of another library than praxis. Its trainable variables are the collection 'params', all others 'non_trainable'.
+    """A model of another library. Its trainable variables are the collection 'params', all others 'non_trainable'.
 
     Attributes:
-      inputs: what the module is called with: the name of an entry of the batch, several names, a function of the batch that
-        returns one value or a tuple, or None for the whole batch.
-      loss: (what the module returns, the batch) -> (loss, weight), or {name: (mean value, weight)} with an entry 'loss'. All
+      inputs: the module's arguments: the name of an entry of the batch, several names, a function of the batch that returns
+        one value or a tuple, or None for the whole batch.
+      loss: (the module's output, the batch) -> (loss, weight), or {name: (mean value, weight)} with an entry 'loss'. All
         are scalars: means over the batch's examples, and the weight of the mean, e.g. the number of examples. The learner's
         `loss_name` names the one to minimise. Entries may also be clu metrics, and a clu `Collection` stands for its metrics;
         the loss may be a clu `Average`. They are merged over batches, minibatches and devices, and computed on the host, so
         their `compute` must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
-      per_example: (what the module returns, the batch) -> arrays with the batch as dimension 0, which evaluations can write; or
+      per_example: (the module's output, the batch) -> arrays with the batch as dimension 0, which evaluations can write; or
         None.
       generate: (variables, batch, key) -> arrays with the batch as dimension 0, for `--mode=decode`; or None. NNX models get
         the module, in evaluation mode, as `variables`.
@@ -169,11 +168,7 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
     def run(
         self, mdl_vars: NestedJTensor, arguments: tuple[Any, ...], key: jax.Array, *, do_eval: bool
     ) -> tuple[Any, PyTree]:
-        """Calls the module.
-
-        Returns:
-          What it returns, and the collection 'non_trainable' after it.
-        """
+        """Calls the module. Returns its output, and the new collection 'non_trainable'."""
 
     @abc.abstractmethod
     def for_generate(self, mdl_vars: NestedJTensor) -> Any:
@@ -215,10 +210,10 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
         return x.astype(self.fprop_dtype) if self.fprop_dtype and x.dtype == jnp.float32 else x
 
     def arguments(self, batch: PyTree) -> tuple[Any, ...]:
-        """Returns what the module is called with.
+        """Returns the module's arguments.
 
         Raises:
-          UserError: the batch has no entry of that name.
+          UserError: the batch lacks an entry of this name.
         """
         if self.inputs is None:
             return (batch,)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# The devices that a job runs on change no result.
+# A job's devices don't change its results.
 _DEVICES = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes|infeed_host_index): ")
 _MAX_VALUE_CHARS = 120
 
@@ -18,7 +18,7 @@ def without_addresses(text: str) -> str:
 
 
 def lines_of(lines: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
-    """Returns the lines that begin with one of `beginnings`, without those and parts of those that depend on the machine.
+    """Returns the lines that begin with one of `beginnings`, without machine-dependent lines and parts.
 
     Args:
       lines: lines of a config, 'task.model.name: value'.
@@ -67,7 +67,7 @@ def compare(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
 
 
 def settings(lines: Iterable[str]) -> dict[str, str]:
-    """Returns {path: value} without memory addresses. A line without ': ' continues the value before it."""
+    """Returns {path: value} without memory addresses. A line without ': ' continues the previous value."""
     found: dict[str, str] = {}
     path = ""
     for line in lines:
@@ -81,7 +81,7 @@ def settings(lines: Iterable[str]) -> dict[str, str]:
 
 
 def around_difference(value: str | None, other: str | None) -> str | None:
-    """Returns the value; of a long one, only the part around the first difference from `other`."""
+    """Returns the value; a long one is cut to the part around the first difference from `other`."""
     if value is None or len(value) <= _MAX_VALUE_CHARS:
         return value
     pairs = enumerate(zip(value, other or "", strict=False))

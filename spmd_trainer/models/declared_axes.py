@@ -27,14 +27,14 @@ def boxed(
     rules: Sequence[tuple[str, Any]],
     trainable: bool,
 ) -> base_layer.BoxedParam:
-    """Boxes a variable with what its module declares.
+    """Boxes a variable with the layout that its module declares.
 
     Args:
       value: the variable.
       names: its axes as the module names them; None without an annotation.
       path: the variable's path, for messages.
       rules: `ModuleModel.logical_axis_rules`.
-      trainable: whether gradients reach it.
+      trainable: True if gradients reach it.
 
     Raises:
       UserError: an axis that no rule names, or another number of axes than dimensions.

@@ -47,7 +47,7 @@ ROTARY_SCALINGS = ("linear", "llama3", "yarn")
 
 @dataclasses.dataclass
 class RotaryScaling:
-    """How the frequencies of a rotary embedding are changed for sequences longer than those of pretraining.
+    """Changes of a rotary embedding's frequencies for sequences longer than in pretraining.
 
     Attributes:
       kind: 'linear' divides all positions by `factor` (arXiv:2306.15595). 'llama3' divides the low frequencies and
@@ -77,7 +77,7 @@ class RotaryScaling:
     truncate: bool = True
 
     def problems(self) -> list[str]:
-        """Returns what is wrong with the settings, one sentence per problem."""
+        """Returns the problems with the settings, one sentence each."""
         found = _not_one_of("kind", self.kind, ROTARY_SCALINGS)
         if not self.factor >= 1:
             found.append(f"factor={self.factor}; give 1 or more")
@@ -92,11 +92,11 @@ class RotaryScaling:
 
 @dataclasses.dataclass
 class MoeSpec:
-    """A mixture of experts in place of each feed-forward layer. Each token goes to its experts; none is dropped.
+    """A mixture of experts in place of each feed-forward layer. No token is dropped.
 
     Attributes:
       num_experts: experts per layer, E.
-      num_experts_per_token: experts that each token goes to.
+      num_experts_per_token: experts per token.
       hidden_dims: width of an expert, F.
       normalise_top_k: divide the probabilities of a token's experts by their sum.
       aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
@@ -110,7 +110,7 @@ class MoeSpec:
     aux_loss_weight: float = 0.0
 
     def problems(self) -> list[str]:
-        """Returns what is wrong with the settings, one sentence per problem."""
+        """Returns the problems with the settings, one sentence each."""
         found = _not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims"))
         if self.num_experts_per_token > self.num_experts:
             found.append(
@@ -145,12 +145,12 @@ class DecoderSpec:
         scale for all heads) or 'all' (over all heads together).
       query_scale: factor of the attention logits; None for head_dims ** -0.5.
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
-      max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only a record of
-        what the model was made for.
+      max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
+        informative.
       rotary_base: base of the rotary frequencies (rope theta).
       rotary_scaling: change of the frequencies; None for none.
-      local_rotary_base: base of the local layers, whose frequencies are then not scaled; None: local layers have the frequencies
-        of the global ones.
+      local_rotary_base: base of the local layers, whose frequencies are then not scaled; None: local layers have the
+        frequencies of the global ones.
       layer_pattern: kind of each layer, 'global' or 'local', repeated over the layers.
       window: a token of a local layer sees itself and the window - 1 tokens before it.
       attention_softcap: attention logits x become cap * tanh(x / cap); None for no cap.
@@ -199,7 +199,7 @@ class DecoderSpec:
 
     @property
     def num_repeats(self) -> int:
-        """R, the number of times that the whole pattern is repeated."""
+        """R, the number of repetitions of the whole pattern."""
         return self.num_layers // len(self.layer_pattern)
 
     @property
@@ -213,7 +213,7 @@ class DecoderSpec:
         return tuple(self.layer_pattern) * self.num_repeats + self.last_layers
 
     def problems(self) -> list[str]:
-        """Returns what is wrong with the settings, one sentence per problem, each beginning with the field."""
+        """Returns the problems with the settings, one sentence each, beginning with the field."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]
         found = _not_positive(self, [*sizes, "hidden_dims"] if self.moe is None else sizes)
         found += _not_one_of("activation", self.activation, ACTIVATIONS)
@@ -236,13 +236,10 @@ class DecoderSpec:
         return found
 
     def check(self, where: str = "spec") -> None:
-        """Checks the settings.
-
-        Args:
-          where: path of the spec, for the message.
+        """Checks the settings. `where`: path of the spec, for the message.
 
         Raises:
-          UserError: settings are wrong; names all of them.
+          UserError: names all invalid settings.
         """
         if found := self.problems():
             raise UserError(f"{where} can't be built: " + "; ".join(found))

@@ -1,4 +1,4 @@
-"""Plain functions as models: for dicts of arrays, and through them for Equinox, Haiku and hand-written JAX."""
+"""Plain functions as models: for dicts of arrays, and for Equinox, Haiku and hand-written JAX through them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FunctionModel(ModuleModel):
     Attributes:
       init: key -> parameters, nested dicts of arrays; or (parameters, state) if there are variables that don't learn.
       apply: (parameters, *inputs) -> outputs; with a state (parameters, state, *inputs) -> (outputs, new state). An argument
-        named `key` gets the key of the step, one named `train` whether the model trains.
+        named `key` gets the step's key; one named `train` is True in training.
       has_state: whether `init` and `apply` have a state.
     """
 
@@ -57,7 +57,7 @@ class FunctionModel(ModuleModel):
         """See `ModuleModel`.
 
         Raises:
-          UserError: the new state has another structure than the old one.
+          UserError: the new state differs from the old one in structure.
         """
         assert self.apply is not None
         known = inspect.signature(self.apply).parameters
@@ -73,8 +73,6 @@ class FunctionModel(ModuleModel):
         return outputs, new
 
     def for_generate(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the parameters."""
-
         def is_box(x: Any) -> bool:
             return isinstance(x, meta.AxisMetadata)
 

@@ -34,18 +34,17 @@ _OVERWRITTEN = "_overwrite_with_gradient"
 class LinenModel(ModuleModel):
     """A Flax Linen module.
 
-    The collection 'params' learns. All other collections, such as 'batch_stats', are kept in the train state as the module
-    writes them, but for `dropped_collections`.
+    The collection 'params' learns. Other collections, such as 'batch_stats', are kept in the train state as the module writes
+    them, except `dropped_collections`.
 
     Attributes:
       module: config of the module's class.
-      mode_argument: how the module is told whether it trains: the name of an argument of its `__call__`, or of a field of the
-        module. Names with a known meaning are `train`, `training`, `is_training` (True in training), `deterministic` and
+      mode_argument: selects training or evaluation: the name of an argument of the module's `__call__`, or of a field. Names
+        with a known meaning are `train`, `training`, `is_training` (True in training), `deterministic` and
         `use_running_average` (False in training); for others give {name: value in training}, which may have several entries.
-        If it is not given, the argument of `__call__` with one of these names is used, or else the field; '' tells the module
-        nothing.
+        By default, the argument of `__call__` with one of these names is used, or else the field; '' uses none.
       rng_streams: names of the random streams that the module draws from in training, besides 'params'.
-      dropped_collections: collections that the module writes for its caller (`sow`), which are not kept.
+      dropped_collections: collections that the module writes for its caller (`sow`); not kept.
     """
 
     # Flax unboxes a variable where a module reads it. `nn.scan` slices dimension 0 of its variables, and nothing marks these.
@@ -114,7 +113,7 @@ class LinenModel(ModuleModel):
         return module
 
     def _in_mode(self, *, do_eval: bool) -> tuple[Any, dict[str, bool]]:
-        """Returns the module, and the arguments of its `__call__` that say whether it trains."""
+        """Returns the module, and its `__call__` arguments that select training or evaluation."""
         values = {name: value is not do_eval for name, value in self._mode_arguments.items()}
         arguments = {name: value for name, value in values.items() if name in _call_arguments(self._module)}
         fields: dict[str, Any] = {name: value for name, value in values.items() if name not in arguments}
@@ -122,7 +121,7 @@ class LinenModel(ModuleModel):
 
     @functools.cached_property
     def _mode_arguments(self) -> dict[str, bool]:
-        """The names by which the module is told whether it trains, and their values in training."""
+        """Names of the arguments or fields that select training, and their values in training."""
         in_call, fields = _call_arguments(self._module), _fields(self._module)
         if self.mode_argument is not None:
             given = self.mode_argument
@@ -141,7 +140,7 @@ class LinenModel(ModuleModel):
         if len(found) > 1:
             every = {name: _MODE_ARGUMENTS[name] for name in found}
             raise UserError(
-                f"{type(self._module).__name__} can be told in several ways whether it trains: {', '.join(found)}. Set "
+                f"{type(self._module).__name__} has several settings for training or evaluation: {', '.join(found)}. Set "
                 f"task.model.mode_argument to one of them, or to {every} for all"
             )
         for name in found:
@@ -163,13 +162,11 @@ class LinenModel(ModuleModel):
 
 
 def _call_arguments(module: nn.Module) -> list[str]:
-    """Returns the names of the arguments of a module's `__call__`."""
     _, *names = inspect.signature(type(module).__call__).parameters
     return names
 
 
 def _fields(module: nn.Module) -> list[str]:
-    """Returns the names of a module's own fields."""
     return [field.name for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
 
 

@@ -1,4 +1,4 @@
-"""Flax NNX modules as models: variables by path, state that the forward pass writes, random streams."""
+"""Flax NNX modules as models: variables by path, state written by the forward pass, random streams."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ class NnxModel(ModuleModel):
     """A Flax NNX module.
 
     `nnx.Param`s and their subclasses learn. All other variables, such as batch-norm statistics, are kept in the train state as
-    the module writes them. Random streams are not kept: each step seeds them anew from its key, so that a resumed run draws
-    what an uninterrupted one would. Intermediates (`sow`) are dropped. Modules switch by `module.train()` and `module.eval()`.
+    the module writes them. Random streams are not kept: each step seeds them from its key, so a resumed run draws the same
+    numbers as an uninterrupted one. Intermediates (`sow`) are dropped. Modules switch by `module.train()` and
+    `module.eval()`.
 
     Attributes:
-      module: config of the module's class; `rngs` is filled in. Variables that the module shares (tied weights) are stored once.
+      module: config of the module's class; `rngs` is filled in. Variables that the module shares (tied weights) are stored
+        once.
     """
 
     module: pax_fiddle.Config[Any] = pax_fiddle.template_field(None)
@@ -66,7 +68,7 @@ class NnxModel(ModuleModel):
         """See `ModuleModel`.
 
         Raises:
-          UserError: the call replaces a trainable variable, or changes which variables there are.
+          UserError: the call replaces a trainable variable, or adds or removes variables.
         """
         module = self._module(mdl_vars, key, do_eval=do_eval)
         before = dict(_variables(module))
@@ -158,7 +160,7 @@ def _check_attributes(module: nnx.Module) -> None:
 
 
 def _random(variable: Any, path: _Path, key: jax.Array) -> jax.Array:
-    """Returns the value of a random stream's key or counter, at the beginning of a step."""
+    """Returns the initial value of a random stream's key or counter in a step."""
     shape = variable.get_value().shape
     if not isinstance(variable, nnx.RngKey):
         return jnp.zeros(shape, variable.get_value().dtype)
@@ -172,7 +174,7 @@ def _axes(variable: Any) -> Any:
 
 
 def _refuse_write(path: str, variable: Any, value: Any) -> None:
-    """Raises UserError: a forward pass assigns to a parameter. The step would not keep what it wrote."""
+    """Raises UserError: a forward pass assigned to a parameter, which the step would not keep."""
     del variable, value
     raise UserError(
         f"task.model.module writes its parameter {path} in the forward pass, where only the optimizer may; make it an "

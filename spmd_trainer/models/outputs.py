@@ -1,4 +1,4 @@
-"""Checks what the functions of a model return, and brings metrics into the form of a step."""
+"""Checks the results of a model's functions, and converts metrics to the step's form."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ _FORM = "return (loss, weight), or {'loss': (loss, weight), ...}, all scalars"
 
 
 def metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, clu_metrics.Metric]]:
-    """Returns the metrics of a loss function as {name: (mean value, weight)} and {name: clu metric}.
+    """Returns the metrics of a loss function as {name: (mean value, weight)} and {name: clu metric}. `found`: the result of
+    `task.model.loss`.
 
     clu's averages (`Average`, `Accuracy`, ...) become pairs, so that a loss can be one. The metrics of a clu `Collection` have
     the names of its fields.
 
-    Args:
-      found: what `task.model.loss` returned.
-
     Raises:
-      UserError: it is of another form; names the metric and its shape.
+      UserError: a metric has another form; names it and its shape.
     """
     if isinstance(found, tuple) and len(found) == 2:
         found = {LOSS: found}
@@ -53,7 +51,7 @@ def metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[st
 
 
 def _each(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the metrics by name; those of a clu Collection one by one."""
+    """Yields the metrics by name; a clu Collection yields its metrics one by one."""
     for name, value in found.items():
         if isinstance(value, clu_metrics.Collection):
             # The only field with an underscore is clu's own counter.
@@ -63,7 +61,7 @@ def _each(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_average(value: Any) -> bool:
-    """Returns True for a clu metric whose value is total / count, and which is merged by adding both up."""
+    """Returns True for a clu metric with value total / count, which is merged by adding both up."""
     own, average = type(value), clu_metrics.Average
     return isinstance(value, average) and own.compute is average.compute and own.merge is average.merge
 
@@ -82,10 +80,10 @@ def _pair(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def written(path: tuple[Any, ...], new: Any, old: jax.Array) -> jax.Array:
-    """Returns what the forward pass wrote into a variable, in the variable's dtype.
+    """Returns the new value of a variable that the forward pass wrote, in the variable's dtype.
 
     Args:
-      path: the variable's, as keys of `jax.tree_util`.
+      path: the variable's path, as keys of `jax.tree_util`.
       new: its new value.
       old: its value before.
 
@@ -101,7 +99,7 @@ def written(path: tuple[Any, ...], new: Any, old: jax.Array) -> jax.Array:
 
 
 def check_per_example(found: PyTree, batch: PyTree, what: str) -> None:
-    """Makes sure that arrays have the batch as dimension 0.
+    """Checks that arrays have the batch as dimension 0.
 
     Raises:
       UserError: an array has another dimension 0; the message names it, its shape and the number of rows.
@@ -127,7 +125,7 @@ def entry(batch: PyTree, name: str, field: str) -> Any:
     """Returns an entry of a batch.
 
     Raises:
-      UserError: there is none of this name.
+      UserError: the batch lacks this entry.
     """
     if name not in batch:
         raise UserError(f"{field}: the batch has no entry {name!r}{did_you_mean(name, list(batch))}")

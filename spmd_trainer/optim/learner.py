@@ -1,7 +1,7 @@
 """From gradients to new variables: clipping, skipped steps, the optimizer, moving averages.
 
-Names and behaviour are Pax's. A learner works on trees in which the variables that it does not change are masked out
-(`masks.mask_out`). The optimizer may be any praxis optimizer or a plain optax transformation. In a step:
+Names and behaviour are Pax's. A learner works on trees with its unchanged variables masked out (`masks.mask_out`). The
+optimizer may be any praxis optimizer or a plain optax transformation. In a step:
 
     learner.plot_learning_rate(step)
     updates, new_opt_state = learner.update_states(grads, opt_state, mdl_vars, var_weight_hparams)
@@ -75,7 +75,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):
         if self.stochastic_gradient is not None:
             raise ValueError(
                 f"task.train.learner.stochastic_gradient={self.stochastic_gradient!r:.80} is not supported: gradients are those "
-                "of the mean loss over the batch; write a training loop of your own (partitioning.partition_spmd_model)"
+                "of the mean loss over the batch; write your own training loop (partitioning.partition_spmd_model)"
             )
         if self.skip_zero_gradients is not None:
             raise ValueError(f"skip_zero_gradients={self.skip_zero_gradients!r} is not supported; leave it None")
@@ -87,7 +87,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):
             raise ValueError("force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True")
 
     def raw_grad_tx(self, var_weight_hparams: Any) -> Any:
-        """Returns the optimizer's gradient transformation, in which a stacked variable is one variable."""
+        """Returns the optimizer's gradient transformation, which sees a stacked variable as one variable."""
         return optax_bridge.grad_transformation(self.optimizer, var_weight_hparams)
 
     def get_grad_tx(self, var_weight_hparams: Any) -> Any:
@@ -114,15 +114,15 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):
     def update_states(self, grads: Any, states: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
         """Transforms gradients into updates.
 
-        Args:
-          grads: gradients, same structure, shapes and dtypes as `old_vars`.
-          states: the optimizer state.
-          old_vars: the variables; those that the learner does not change are masked out.
-          var_weight_hparams: their WeightHParams, same structure.
+          Args:
+            grads: gradients, same structure, shapes and dtypes as `old_vars`.
+            states: the optimizer state.
+            old_vars: the variables; unchanged ones are masked out.
+        var_weight_hparams: their WeightHParams, same structure.
 
-        Returns:
-          The updates to add, in the structure of `old_vars`, and the new optimizer state. In a skipped step the updates are
-          zero and the state is the old one. If a variable is overwritten with its gradient, its update is the gradient.
+          Returns:
+            The updates to add, in the structure of `old_vars`, and the new optimizer state. In a skipped step the updates are
+            zero and the state is the old one. If a variable is overwritten with its gradient, its update is the gradient.
         """
         overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
         # A gradient that overwrites its variable (fp8 scales) must not reach the optimizer.
@@ -180,15 +180,13 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):
         return grads, valid
 
     def apply_gradient(self, old_vars: Any, transformed_grads: Any, var_weight_hparams: Any) -> Any:
-        """Adds updates to the variables; non-trainable variables keep their values.
+        """Adds updates to the variables; non-trainable variables keep their values. Returns the new variables, in the dtypes
+          of the old ones.
 
-        Args:
-          old_vars: the variables; those that the learner does not change are masked out.
-          transformed_grads: the updates from `update_states`; same structure.
-          var_weight_hparams: WeightHParams; same structure.
-
-        Returns:
-          The new variables, in the dtypes of the old ones.
+          Args:
+            old_vars: the variables; unchanged ones are masked out.
+        transformed_grads: the updates from `update_states`; same structure.
+            var_weight_hparams: WeightHParams; same structure.
         """
         asserts.assert_same_structure(old_vars, transformed_grads)
         if self.var_norm_summary:
@@ -250,9 +248,7 @@ class MultiOptimizerLearner(Learner):
 
     def get_masks(self, var_weight_hparams: Any) -> tuple[list[Any], Any]:
         """Returns trees of bools: the variables that each auxiliary optimizer updates, and those that the main one updates.
-
-        Args:
-          var_weight_hparams: WeightHParams, or any other leaves; only the structure is used.
+        `var_weight_hparams`: WeightHParams, or any other leaves; only the structure is used.
 
         Raises:
           ValueError: a regex selects no variable, or two select the same one.
@@ -312,7 +308,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _summarize(name: str, value: jax.Array | None) -> None:
-    """Adds a scalar to the step's summaries, unless it is None or no step is running."""
+    """Adds a scalar to the step's summaries; does nothing if it is None or no step is running."""
     if value is not None and base_layer.JaxContext.has_context():
         base_layer.add_global_summary(name, value, base_layer.SummaryType.AGGREGATE_SCALAR)
 

@@ -22,13 +22,13 @@ def get_excluded_var_mask_for_grad(var_weight_hparams: Any, learner: Any) -> Any
     """Returns a tree of bools: True for variables without a gradient (non-trainable, or excluded by regex).
 
     Raises:
-      ValueError: no variable is left to learn, or one of the learner's regexes matches no variable.
+      ValueError: the learner excludes every variable, or one of its regexes matches none.
     """
     excluded = explicitly_excluded(var_weight_hparams, learner)
     mask = jax.tree.map(lambda p, e: e or base_layer.var_not_trainable(p), var_weight_hparams, excluded)
     if all(jax.tree.leaves(mask)):
         raise ValueError(
-            f"no variable is left to learn: bprop_variable_inclusion={learner.bprop_variable_inclusion!r}, "
+            f"the learner excludes every variable: bprop_variable_inclusion={learner.bprop_variable_inclusion!r}, "
             f"bprop_variable_exclusion={learner.bprop_variable_exclusion!r}; variables: {paths_text(var_weight_hparams)}"
         )
     return mask

@@ -1,8 +1,8 @@
 """Gives praxis, praxis-on-optax and plain optax optimizers one interface: `init`, `update`, `init_partition_spec`.
 
-`init_partition_spec(hparams)` says how each part of the state is split. It has the structure of `init(vars)` inside one
-`optax.MaskedState`, as in praxis' chains. `optax.masked` puts the same wrapper around the state itself, so specs and state of
-masked chains have the same structure.
+`init_partition_spec(hparams)` returns the split of each part of the state, in the structure of `init(vars)` inside one
+`optax.MaskedState`, as in praxis' chains. `optax.masked` wraps the state in the same way, so specs and state of masked chains
+have the same structure.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class OptaxTransformation:
     ema_decay: float = 0.0
 
     def get_grad_transformation(self, var_weight_hparams: Any = None, include_ema: bool = True) -> Any:
-        """Returns the transformation. The arguments are those of praxis' interface, and are not used."""
+        """Returns the transformation. praxis' interface sets the arguments; they are unused."""
         return self.grad_tx
 
     def get_learning_rate(self, step_count: jax.Array) -> None:
-        """Returns None: an optax transformation does not expose its learning rate."""
+        """Returns None: an optax transformation hides its learning rate."""
 
 
 def require_schedule(optimizer_p: Any) -> None:
@@ -113,9 +113,9 @@ def grad_transformation(
 
 
 def masked(grad_tx: optimizers.ShardedGradientTransformation, mask: Any) -> optimizers.ShardedGradientTransformation:
-    """Returns `grad_tx` restricted to the variables where `mask` is True; updates of the others pass through.
+    """Restricts `grad_tx` to the variables where `mask` is True; updates of the others pass through.
 
-    Its specs omit the other variables, as the state does; those of praxis' `sharded_masked` don't.
+    Its specs omit the other variables, like the state. (praxis' `sharded_masked` keeps them.)
 
     Args:
       grad_tx: from `grad_transformation`.
@@ -130,7 +130,7 @@ def masked(grad_tx: optimizers.ShardedGradientTransformation, mask: Any) -> opti
 
 
 def derived_specs(grad_tx: Any, var_weight_hparams: Any) -> Any:
-    """Works out how the state is split, for a transformation that doesn't declare it.
+    """Works out the layout of the state of a transformation that doesn't declare it.
 
     Args:
       grad_tx: anything with optax' `init`.
@@ -160,8 +160,8 @@ def variable_of(path: tuple[Any, ...], variables: Container[tuple[Any, ...]]) ->
     """Returns the path of the variable that a part of an optimizer state belongs to.
 
     Args:
-      path: the path of the part, as keys of `jax.tree_util`. An optax state of the variables' structure has it at the end
-        (`mu/params/w`), one with several arrays for each variable further to the front (`stats/params/w/0`).
+      path: the path of the part, as keys of `jax.tree_util`. An optax state in the variables' structure has the
+        variable's path at the end (`mu/params/w`); one with several arrays per variable has it earlier (`stats/params/w/0`).
       variables: the paths of the variables.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Fields that Pax's `SingleTask` has and this trainer does not use: which are ignored with a warning, and which are refused.
+"""Unsupported fields of Pax's `SingleTask`: some are ignored with a warning, others raise an error.
 
-`tasks_lib.SingleTask` and its sections inherit these classes, so that Pax's experiment files can set the fields. A value other
-than the default is never ignored silently: `check` warns if training gives the same numbers without it, and raises an error
+`tasks_lib.SingleTask` and its sections inherit these classes, so that Pax's experiment files can set the fields. `check`
+handles each value other than the default: it warns if training gives the same numbers without it, and raises an error
 otherwise.
 """
 
@@ -77,7 +77,7 @@ class InferWriter:
 
 # {path below task: what happens instead}
 IGNORED = {
-    "train.async_summary_writing": "a thread of its own always writes the summaries",
+    "train.async_summary_writing": "a separate thread always writes the summaries",
     "train.compute_steps_per_sec_interval_steps": "steps per second are averaged between two progress lines",
     "train.profiler_max_num_hosts": "every process writes its own profile",
     "train.profiler_capture_host_profile": "profiles always have the host's threads",
@@ -99,10 +99,8 @@ REFUSED = {
 
 
 def check(sections: Mapping[str, Any]) -> None:
-    """Warns once of the ignored fields that are set, and refuses those that would change the numbers.
-
-    Args:
-      sections: {path below task: settings}; the path of the task itself is ''.
+    """Warns once about ignored fields that are set, and refuses fields that would change the numbers. `sections`: {path below
+    task: settings}; the path of the task itself is ''.
 
     Raises:
       ValueError: a field of `REFUSED` is set.

@@ -1,4 +1,4 @@
-"""Tells, before any run, what a file written for paxml needs here. Imports nothing of the file."""
+"""Reports what an experiment file written for paxml needs here, without importing it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spmd_trainer.pax.port_names import Finding
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one file needs.
+    """The requirements of one file.
 
     Attributes:
       path: the file.
       names: names of paxml and praxis that don't exist here, or can't be used.
       settings: fields of the task that are ignored, refused or unknown.
-      methods: methods of Pax's BaseExperiment that mean something else here.
-      extras: what needs an extra of this package, or a setting of the environment.
+      methods: methods of Pax's BaseExperiment with another meaning here.
+      extras: uses that need an extra of this package, or an environment setting.
       packages: other packages that are not installed.
       mentions: lines with strings that begin with 'paxml.'.
       diff: the renamed file as a unified diff.
@@ -58,19 +58,18 @@ class Report:
 
     @property
     def runs(self) -> bool:
-        """True if the renamed file needs no other change."""
+        """True if the renamed file runs without other changes."""
         return not any(finding.blocks for finding in [*self.names, *self.settings, *self.methods])
 
     def _summary(self) -> str:
-        """Returns the file's state as a clause."""
         if not self.runs:
             return "it needs the changes below"
         what = "renaming its imports is enough" if self.diff else "it imports nothing from paxml"
         lacks = any(finding.lacks for finding in [*self.extras, *self.packages])
-        return f"{what}, once what it needs is installed and set" if lacks else what
+        return f"{what}, once its requirements are installed and set" if lacks else what
 
     def text(self) -> str:
-        """Returns the report, one finding a line, with the diff at its end."""
+        """Returns the report: a line per finding, then the diff."""
         mentions = [Finding(line, "'paxml.…'", "a string; not renamed", blocks=False) for line in self.mentions]
         sections = {
             "Without a counterpart here": self.names,
@@ -89,13 +88,11 @@ class Report:
 
 
 def print_reports(module: str) -> bool:
-    """Prints the report of a file, or of each file of a package; returns True if no file needs more than the renaming.
-
-    Args:
-      module: path of a file or folder, or a dotted name.
+    """Prints the report of a file, or of each file of a package; returns True if every file needs only the renaming.
+    `module`: path of a file or folder, or a dotted name.
 
     Raises:
-      UserError: there is no such file, or it is not Python.
+      UserError: the file doesn't exist, or is not Python.
     """
     reports = [Report.of_file(path) for path in port_source.find_files(module)]
     sys.stdout.write("\n".join(report.text() for report in reports))

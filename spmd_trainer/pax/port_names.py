@@ -1,4 +1,4 @@
-"""Looks the names that a file uses of paxml and praxis up here: which are missing, and which packages are needed."""
+"""Looks up the names of paxml and praxis that a file uses: finds missing names and needed packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmd_trainer.pax.port_source import OURS, PAX, Source, Use
 
 # Modules of paxml without a counterpart, and what to use instead.
 INSTEAD = {
-    "paxml.checkpoint_creators": "a run opens its checkpoints itself; checkpointing.Checkpointer is for loops of your own",
+    "paxml.checkpoint_creators": "a run opens its checkpoints itself; checkpointing.Checkpointer is for your own loops",
     "paxml.experiment_utils": "the settings of a run are in JOB_LOG_DIR/config.txt",
     "paxml.ghostnorm": "gradients are those of the mean loss over the batch; differential privacy is not supported",
     "paxml.io_utils": "decoded examples are in JOB_LOG_DIR/decode_out, as .jsonl",
@@ -53,12 +53,12 @@ _failures: dict[str, Exception] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something to know about a line.
+    """A finding about a line.
 
     Attributes:
-      line: its number, from 1.
-      name: what the line uses or sets.
-      text: what there is to know.
+      line: line number, from 1.
+      name: the name or field that the line uses or sets.
+      text: the finding.
       blocks: True if the renamed file does not run because of this.
       lacks: True if something must be installed or set first.
     """
@@ -73,7 +73,7 @@ class Finding:
 def missing_names(source: Source) -> Iterator[Finding]:
     """Yields the names of paxml and praxis that don't exist here. Imports the trainer's modules and praxis.
 
-    Also yields, as findings that don't block, the names that can't be looked up because something is not installed or set.
+    Names that can't be looked up, because something is not installed or set, are findings that don't block.
     """
     reported: list[str] = []
     for use in source.uses():
@@ -88,7 +88,7 @@ def missing_names(source: Source) -> Iterator[Finding]:
 
 
 def extras(source: Source) -> Iterator[Finding]:
-    """Yields the first use of what each extra installs."""
+    """Yields the first use of each extra's packages."""
     seen: set[tuple[str, str]] = set()
     for use in source.uses():
         for prefix, (extra, package) in EXTRAS.items():
@@ -102,7 +102,7 @@ def extras(source: Source) -> Iterator[Finding]:
 
 
 def absent_packages(source: Source) -> Iterator[Finding]:
-    """Yields the packages that are neither installed nor beside the file."""
+    """Yields the packages that are neither installed nor next to the file."""
     for use in source.packages():
         if use.path in (PAX, OURS) or use.path in EXTRAS or _is_installed(use.path):
             continue
@@ -118,13 +118,13 @@ def _needs_extra(line: int, name: str, extra: str, package: str) -> Finding:
 
 
 def find(path: str) -> Any:
-    """Returns the object of a full name of paxml or of another package, looked up here; None if it does not exist."""
+    """Returns the object with a full name of paxml or another package, looked up here; None if it doesn't exist."""
     found, rest = _follow(path)
     return None if rest else found
 
 
 def _look_up(use: Use) -> Finding | None:
-    """Returns what is missing of a name; None if all of it exists."""
+    """Returns the missing part of a name; None if all of it exists."""
     for module, instead in INSTEAD.items():
         if use.path == module or use.path.startswith(f"{module}."):
             return Finding(use.line, module, f"does not exist here: {instead}")
@@ -148,7 +148,7 @@ def _look_up(use: Use) -> Finding | None:
 
 
 def _of_failed_import(use: Use, error: Exception) -> Finding:
-    """Returns what a name needs if the import of its module fails."""
+    """Returns what a name needs when the import of its module fails."""
     absent = error if isinstance(error, ImportError) else error.__cause__
     extra = EXTRAS.get(str(absent.name).partition(".")[0]) if isinstance(absent, ImportError) else None
     if extra is not None:
@@ -161,14 +161,14 @@ def _of_failed_import(use: Use, error: Exception) -> Finding:
     if isinstance(error, _OF_NAMES):
         return Finding(use.line, use.path, f"can't be imported: {what}")
     # Modules of paxml want environment variables and files when they are imported.
-    text = f"can't be looked up before the import of its module works: {what}"
+    text = f"can't be looked up, because its module fails to import: {what}"
     return Finding(use.line, use.path, text, blocks=False, lacks=True)
 
 
 def _follow(path: str) -> tuple[Any, list[str]]:
-    """Returns the last object of a full name that exists here, and the names behind it that don't.
+    """Returns the last existing object of a full name, and the missing names after it.
 
-    Attributes of instances and functions are not looked up: they may depend on how these were made.
+    Attributes of instances and functions are not looked up, because they may be set at run time.
     """
     first, *rest = path.split(".")
     dotted = OURS if first == PAX else first

@@ -1,4 +1,4 @@
-"""Settings and methods of an experiment file for paxml that have no effect here, or that are refused."""
+"""Settings and methods of a paxml experiment file that have no effect here, or are refused."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _REFUSED_OF_LEARNER = {
     "train.learner.stochastic_gradient": "gradients are those of the mean loss over the batch",
     "train.learner.skip_zero_gradients": "leave it None",
 }
-# Methods of Pax's BaseExperiment: (what an override means here, whether one is refused).
+# Methods of Pax's BaseExperiment: (meaning of an override here, whether it is refused).
 METHODS = {
-    "train_programs": ("a training program of your own is refused; use task.train.callbacks", True),
+    "train_programs": ("a custom training program is refused; use task.train.callbacks", True),
     "eval_programs": ("only SingleTaskEvalPrograms of eval_datasets() are accepted", False),
     "decode_programs": ("only SingleTaskDecodePrograms of decode_datasets() are accepted", False),
-    "executor": ("an executor of your own is refused; use task.train.callbacks", True),
-    "search": ("has no effect: there is no tuner; start each trial as a run of its own", False),
+    "executor": ("a custom executor is refused; use task.train.callbacks", True),
+    "search": ("has no effect: there is no tuner; start each trial as a separate run", False),
     "sub_experiments": ("has no effect: the experiment itself is trained", False),
 }
 _CONFIG_MAKERS = ("Config", "PaxConfig")
-# What experiment files call a task's config.
+# Names of a task's config in experiment files.
 _TASK_NAMES = ("task_p", "task")
 
 
 def settings(source: Source) -> Iterator[Finding]:
-    """Yields the fields of the task that a file sets and that are ignored, refused or unknown here."""
+    """Yields the task's fields set by a file that are ignored, refused or unknown here."""
     seen = set()
     for path, value, line in sorted(_assignments(source), key=lambda found: found[2]):
         found = _judge(path, value, line)
@@ -56,7 +56,7 @@ def settings(source: Source) -> Iterator[Finding]:
 
 
 def methods(source: Source) -> Iterator[Finding]:
-    """Yields the methods that experiments override and that mean something else here."""
+    """Yields overridden experiment methods that have another meaning here."""
     classes = {node.name: node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)}
     for cls in classes.values():
         if not _is_experiment(cls, classes, source, set()):
@@ -68,7 +68,7 @@ def methods(source: Source) -> Iterator[Finding]:
 
 
 def _judge(path: str, value: ast.expr | None, line: int) -> Finding | None:
-    """Returns what happens with a field, e.g. 'train.async_summary_writing'; None if it works."""
+    """Returns the effect of setting a field, e.g. 'train.async_summary_writing'; None if it works."""
     section, _, field = path.rpartition(".")
     cls = SECTIONS[section]
     known = {item.name: item for item in dataclasses.fields(cls)}
@@ -174,7 +174,7 @@ def _section_of_target(node: ast.expr, known: Mapping[str, str]) -> str | None:
 
 
 def _in_order(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a function or module in the order of the text, without those of the functions inside it."""
+    """Yields the nodes of a function or module in text order, without the nodes of inner functions."""
     for child in ast.iter_child_nodes(scope):
         if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Lambda):
             continue

@@ -1,4 +1,4 @@
-"""A file written for paxml, read by `ast`: the names that it imports and uses, and the file with its imports renamed."""
+"""Reads a file written for paxml with `ast`: its imported and used names, and the file with renamed imports."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Source:
         return ".".join([self.aliases[node.id], *reversed(names)])
 
     def uses(self) -> list[Use]:
-        """Returns every imported name, and every attribute used of one, in the order of lines; each once."""
+        """Returns every imported name and every attribute used of it, once each, in line order."""
         found = [use for use, _ in self._imported()]
         inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         rebound = self._rebound()
@@ -82,7 +82,7 @@ class Source:
         return list(first.values())
 
     def packages(self) -> list[Use]:
-        """Returns the top-level packages that the file imports, each with the first line that does."""
+        """Returns the imported top-level packages, each with its first line."""
         first: dict[str, Use] = {}
         for use, _ in self._imported():
             name = use.path.partition(".")[0]
@@ -129,7 +129,7 @@ class Source:
                     )
 
     def _rebound(self) -> set[str]:
-        """Returns the names that the file also uses for something else, e.g. as a parameter."""
+        """Returns the names that the file also binds to something else, e.g. as a parameter."""
         names = {
             node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
@@ -158,17 +158,17 @@ class Source:
 
 
 def find_files(module: str) -> list[pathlib.Path]:
-    """Returns the files of a module or package, by path or by dotted name. Imports nothing.
+    """Returns the files of a module or package, given by path or dotted name. Imports nothing.
 
     Raises:
-      UserError: there is no such file or module.
+      UserError: the file or module doesn't exist.
     """
     path = pathlib.Path(module).expanduser()
     if not path.exists() and all(part.isidentifier() for part in module.split(".")):
         found = _file_of_module(module)
         if found is None:
             raise UserError(
-                f"--module={module}: there is no such file, and no such module in {os.getcwd()} or installed; give a path, "
+                f"--module={module}: no such file, and no such module in {os.getcwd()} or installed; give a path, "
                 "e.g. --module=my_pkg/my_file.py"
             )
         path = found
@@ -178,7 +178,7 @@ def find_files(module: str) -> list[pathlib.Path]:
             raise UserError(f"--module={module}: there are no Python files in {path}")
         return files
     if not path.is_file():
-        raise UserError(f"--module={module}: there is no such file; give the path of a file written for paxml")
+        raise UserError(f"--module={module}: the file doesn't exist; give the path of a file written for paxml")
     return [path]
 
 

@@ -70,10 +70,8 @@ class LiveArray:
 
 
 def live_at_peak(hlo: str) -> list[LiveArray]:
-    """Returns the arrays that are live at the peak of a compiled program, largest first.
-
-    Args:
-      hlo: the program's text (`jax.stages.Compiled.as_text()`).
+    """Returns the arrays that are live at the peak of a compiled program, largest first. `hlo`: the program's text
+    (`jax.stages.Compiled.as_text()`).
 
     Returns:
       The arrays; an empty list if the program's instructions are not in execution order.
@@ -87,13 +85,8 @@ def live_at_peak(hlo: str) -> list[LiveArray]:
 
 
 def largest(arrays: Iterable[tuple[LiveArray, str]]) -> list[tuple[LiveArray, str, int]]:
-    """Groups equal arrays and returns the groups with the most bytes, largest first, without arguments.
-
-    Args:
-      arrays: (array, label) pairs. Arrays with different labels are not equal.
-
-    Returns:
-      At most 8 triples (array, label, count).
+    """Groups equal arrays and returns the groups with the most bytes, largest first, without arguments. `arrays`: (array,
+    label) pairs. Arrays with different labels are not equal. Returns at most 8 triples (array, label, count).
     """
     counts = collections.Counter(pair for pair in arrays if not pair[0].is_argument)
     ranked = sorted(counts.items(), key=lambda item: -item[0][0].num_bytes * item[1])

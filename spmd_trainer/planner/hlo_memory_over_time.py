@@ -96,10 +96,7 @@ def live_bytes(ranges: Sequence[LiveRange], length: int) -> np.ndarray:
 
 
 def schedule(hlo: str) -> Schedule | None:
-    """Returns the schedule of a compiled program.
-
-    Args:
-      hlo: the program's text (`jax.stages.Compiled.as_text()`).
+    """Returns the schedule of a compiled program. `hlo`: the program's text (`jax.stages.Compiled.as_text()`).
 
     Returns:
       The schedule; None if the program's instructions are not in execution order.

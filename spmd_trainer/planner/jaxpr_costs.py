@@ -44,11 +44,7 @@ def dot_flops(jaxpr: core.Jaxpr) -> float:
 
 
 def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
-    """Returns the costs of all dots of a function.
-
-    Args:
-      jaxpr: the function, e.g. `jax.jit(f).trace(...).jaxpr.jaxpr`.
-    """
+    """Returns the costs of all dots of a function. `jaxpr`: the function, e.g. `jax.jit(f).trace(...).jaxpr.jaxpr`."""
     total = DotCosts()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

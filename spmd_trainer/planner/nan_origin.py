@@ -78,10 +78,7 @@ class Flags:
         return FINITE if position is None else int(flags["own"][(*iterations, position)])
 
     def causes(self, starts: Iterable[Value]) -> tuple[list[Found], list[Found]]:
-        """Traces non-finite values back to their origins.
-
-        Args:
-          starts: the values. Finite ones have no causes.
+        """Traces non-finite values back to their origins. `starts`: the values. Finite ones have no causes.
 
         Returns:
           The operations and arguments where it began, and everything on the way, both in execution order. A NaN that came

@@ -29,10 +29,8 @@ _DEVIATIONS = 2.0
 
 
 def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Returns a lower limit in seconds that each candidate's step is unlikely to beat.
-
-    Args:
-      outcomes: candidates with a prediction. The compiled ones have `estimated` seconds.
+    """Returns a lower limit in seconds that each candidate's step is unlikely to beat. `outcomes`: candidates with a
+    prediction. The compiled ones have `estimated` seconds.
 
     Returns:
       {`id` of the outcome: seconds} of the candidates that aren't compiled.

@@ -126,10 +126,7 @@ class MemoryOverTime:
 
 
 def memory_over_time(hlo: str) -> MemoryOverTime | None:
-    """Returns the chart of a compiled program.
-
-    Args:
-      hlo: the program's text (`jax.stages.Compiled.as_text()`).
+    """Returns the chart of a compiled program. `hlo`: the program's text (`jax.stages.Compiled.as_text()`).
 
     Returns:
       The chart; None if the program's instructions are not in execution order.
@@ -247,7 +244,7 @@ def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) 
 def _divided(
     ranges: Sequence[LiveRange], length: int, least: float
 ) -> tuple[dict[str, list[LiveRange]], list[LiveRange]]:
-    """Divides temporaries by the layers that make them.
+    """Divides temporaries by the layers that make them. Returns the groups by the layers' path, and the rest.
 
     Divides each group by the next layer of its paths, largest group first, unless there would be too many groups.
 
@@ -255,9 +252,6 @@ def _divided(
       ranges: the temporaries.
       length: number of positions of the schedule.
       least: groups that never reach this many bytes are added to the rest.
-
-    Returns:
-      The groups by the layers' path, and the rest.
     """
     full = _full_paths([layer_path(live.array.made_by) for live in ranges])
     groups: dict[Path, list[LiveRange]] = {(): list(ranges)}

@@ -134,14 +134,12 @@ class Search:
         return plan.usable_memory(self._devices[0].device_kind, self._hardware.chip.memory_bytes)
 
     def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
-        """Compiles promising candidates until no other is likely to be among the best, or the budget runs out.
+        """Compiles promising candidates until no other is likely to be among the best, or the budget runs out. Returns the
+        outcomes of all candidates.
 
         Args:
           budget: seconds. At most half of them go to tracing and predicting.
           store: read first, and written after each compilation.
-
-        Returns:
-          The outcomes of all candidates.
         """
         started = time.monotonic()
         store.read(self.outcomes)

@@ -4,8 +4,8 @@
 the layer's own declaration, a path rule (`infer_sharding`), or a shape rule (`MeshPartitionHelper`). The last three give a
 `VariableSpec` for each variable: path, logical shape, spec, padding, and the reason. `sharding_report` shows them all.
 
-`public.py` lists the public names. It imports JAX, so it is imported when one of its names is first used: the command line
-reads `sharding.messages` alone and must answer at once.
+`public.py` lists the public names. It imports JAX, so it is only imported when one of its names is first used: the command
+line reads `sharding.messages` alone and must answer at once.
 """
 
 from __future__ import annotations

@@ -1,18 +1,24 @@
-"""Sharding constraints on the arrays of a batch."""
+"""Sharding constraints: the order of their axes, the arrays of a batch, and the constraints of a program."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding.specs import AnyMesh, entry_axes, mesh_shape_of
+from spmd_trainer.sharding.even_values import Shape, padded_sizes
+from spmd_trainer.sharding.messages import spec_text
+from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, axes_text, entry_axes, mesh_shape_of
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)).replace(os.sep, "/") + "/"
+_LIBRARIES = os.path.dirname(os.path.dirname(jax.__file__)).replace(os.sep, "/") + "/"
 # Two sets of axes that split two dimensions of one array, such as {{'data'}, {'mdl'}} of a weight.
 AxesPair: TypeAlias = frozenset[frozenset[str]]
 
@@ -29,24 +35,24 @@ def axes_pairs(specs: Iterable[PartitionSpec]) -> frozenset[AxesPair]:
 def computable(
     spec: PartitionSpec, sizes: Mapping[str, int], pairs: Collection[AxesPair] | None = None
 ) -> PartitionSpec:
-    """Returns the spec of an activation with its axes in an order for which XLA computes right products.
+    """Returns a spec whose axes are ordered so that XLA computes correct products.
 
-    XLA's partitioner (seen in jaxlib 0.10.2 and 0.12.0.1, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all
-    of this is so: the rows of x and y are split over several axes, the last of which is 'data'; their last dimension is split
-    over 'mdl'; w is split over 'mdl' and 'data', in either order; and 'data' and 'mdl' have the same size. It compares the
-    numbers of pieces, and takes those of 'data' for those of 'mdl'. With 'data' first, as in ('data', 'replica'), it does not.
+    XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all of these
+    hold: the rows of x and y are split over several axes, the last of which is 'data'; their last dimension is split over 'mdl';
+    w is split over 'mdl' and 'data', in either order; 'data' and 'mdl' have the same size. It compares numbers of pieces, and
+    confuses 'data' with 'mdl'. It is correct with 'data' first, as in ('data', 'replica').
 
-    If axes of other sizes can come last, they do. Otherwise the order is the mesh's reversed, so that its outermost axis, which
-    seldom splits weights, comes last; or, if `pairs` has that axis, the next order of which `pairs` has no end.
+    If axes of other sizes can come last, they do. Otherwise the order is the mesh's reversed, so its outermost axis, which seldom
+    splits weights, comes last; or, if `pairs` has this axis, the next order whose ends are not in `pairs`.
 
     Args:
       spec: the spec.
       sizes: {axis: size} of the mesh, outermost axis first.
-      pairs: `axes_pairs` of the program's other arrays; None if they are not known.
+      pairs: `axes_pairs` of the program's other arrays; None if unknown.
 
     Returns:
-      The spec. Other devices hold its pieces, and their number stays; only if `pairs` forbids every order, a dimension is split
-      over fewer axes.
+      The spec with reordered axes. The number of pieces stays, and other devices hold them. If `pairs` forbids every order, a
+      dimension is split over fewer axes.
     """
     return PartitionSpec(*(_in_order(entry, sizes, pairs) for entry in spec))
 
@@ -57,7 +63,7 @@ def _known(spec: PartitionSpec) -> list[Any]:
 
 def _in_order(entry: Any, sizes: Mapping[str, int], pairs: Collection[AxesPair] | None) -> Any:
     if not isinstance(entry, tuple) or any(axis not in sizes for axis in entry):
-        return entry  # JAX says what is wrong with an axis that doesn't exist
+        return entry  # JAX raises an error for an unknown axis
     others = {size for axis, size in sizes.items() if axis not in entry and size > 1}
     real = tuple(axis for axis in entry if sizes[axis] > 1)
 
@@ -86,7 +92,7 @@ def _in_order(entry: Any, sizes: Mapping[str, int], pairs: Collection[AxesPair] 
 
 
 def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) -> jax.Array:
-    """Splits an activation as a spec says, on a mesh or, if it is None, on the ambient mesh. Under jit; see `computable`."""
+    """Constrains an activation to a spec on a mesh (None: the ambient mesh). Under jit; see `computable`."""
     spec = computable(spec, mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh))
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
     return constrained
@@ -95,19 +101,12 @@ def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) ->
 def constrain_together(
     arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: AnyMesh | None
 ) -> list[jax.Array]:
-    """Splits the arrays of a batch as their specs say; small ones that are split in the same way move in one collective.
+    """Constrains the arrays of a batch; small arrays that are split alike move in one collective.
 
-    A batch of tokens is a handful of arrays of a few kilobytes each. A collective of that size costs its latency, so six of them
-    cost six times as much as one. Only arrays of rank 1 and 2 with elements of 4 bytes that are split along the rows are joined,
-    and only where they have to move: a batch arrives split over the whole mesh.
+    A batch of tokens is a handful of arrays of a few kilobytes each. A collective of this size costs its latency, so six cost six
+    times as much as one. Only arrays of rank 1 and 2 with 4-byte elements that are split along the rows are joined, and only
+    if they have to move (a batch arrives split over the whole mesh).
 
-    Args:
-      arrays: the arrays.
-      specs: a PartitionSpec for each.
-      mesh: the mesh; None for the ambient one.
-
-    Returns:
-      The arrays, in order.
     """
     sizes = mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh)
     groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
@@ -132,7 +131,6 @@ def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _parted(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the arrays that `_joined` was made from."""
     parts, begin = [], 0
     for x in like:
         width = math.prod(x.shape[1:])
@@ -140,3 +138,51 @@ def _parted(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
         parts.append(jax.lax.bitcast_convert_type(columns, x.dtype).reshape(x.shape))
         begin += width
     return parts
+
+
+def own_constraints(jaxpr: Any) -> dict[str, list[str]]:
+    """Returns {'file:line': notes} of the sharding constraints in user code, i.e. outside of this package and praxis.
+
+    Each dimension that its axes don't divide has a note.
+    """
+    found: dict[str, list[str]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint" and (place := place_of(eqn)):
+            new = [f"{place}: {note}" for note in uneven(eqn.params["sharding"], eqn.invars[0].aval.shape)]
+            found.setdefault(place, []).extend(note for note in new if note not in found[place])
+        elif eqn.primitive.name != "shard_map":
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                for place, notes in own_constraints(inner).items():
+                    found.setdefault(place, []).extend(note for note in notes if note not in found[place])
+    return found
+
+
+def uneven(sharding: Any, shape: Shape) -> list[str]:
+    if not isinstance(sharding, NamedSharding):
+        return []
+    sizes, axes = mesh_shape_of(sharding.mesh), split_axes(sharding.spec, len(shape))
+    held = padded_sizes(shape, shape, axes, sizes)
+    return [
+        f"the constraint {spec_text(sharding.spec)} splits dimension {dim} (size {size}) of an array of shape {shape} over "
+        f"{axes_text(over, sizes)}, which does not divide it: it is padded to {new}"
+        for dim, (size, new, over) in enumerate(zip(shape, held, axes, strict=True))
+        if size != new
+    ]
+
+
+def split_axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the axes of each dimension; () for a dimension left to the compiler."""
+    entries = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
+    return axes_by_dim(PartitionSpec(*entries), rank)
+
+
+def place_of(eqn: Any) -> str | None:
+    """Returns 'file:line' of the user code that made an operation; None for this package and praxis."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        path = frame.file_name.replace(os.sep, "/")
+        if path.startswith((*(f"{_LIBRARIES}{library}/" for library in ("jax", "jaxlib", "flax")), "<frozen")):
+            continue
+        is_ours = path.startswith((_PACKAGE, f"{_LIBRARIES}praxis/"))
+        return None if is_ours else f"{frame.file_name}:{frame.line_num}"
+    return None

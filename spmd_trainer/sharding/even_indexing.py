@@ -1,7 +1,7 @@
-"""Gathers and scatters of arrays with padding: see `even_rules`.
+"""Rules (see `even_rules`) of gathers, scatters, convolutions and windows.
 
-XLA's partitioner (jaxlib 0.10.2) adds what the padding of uneven rows holds to row 0 of a scattered gradient, which is why a
-gather's gradient can't be left to it. Here the padding is the program's, and so is the mask.
+XLA's partitioner (jaxlib 0.10.2) adds the padding of uneven rows to row 0 of a scattered gradient, so a gather's gradient can't
+be left to it. Here the program makes and masks the padding.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_trainer.sharding.even_rules import HIGHEST, LOWEST, bind, neutral
+from spmd_trainer.sharding.even_rules import HIGHEST, LOWEST, Rule, bind, common_shape, neutral, results
 from spmd_trainer.sharding.even_values import Pins, Shape, Value
 
 _NEUTRAL: dict[str, Any] = {"scatter-add": 0, "scatter-mul": 1, "scatter-max": LOWEST, "scatter-min": HIGHEST}
 
 
 def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Reads slices at indices. An index that is outside of the logical shape stays outside of the padded one."""
+    """Reads slices at indices. Indices outside of the logical shape stay outside of the padded one."""
     x, indices = values
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -44,9 +44,9 @@ def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Writes slices at indices; what the padding of the indices' rows holds is not written.
+    """Writes slices at indices, except those of the indices' padding rows.
 
-    The gradient of a lookup is written into zeros. They are not computed before it is known what padding the gradient needs.
+    The gradient of a lookup is written into zeros, which are only computed once the gradient's padding is known.
     """
     x, indices, updates = values
     numbers, replaces = eqn.params["dimension_numbers"], eqn.primitive.name not in _NEUTRAL
@@ -98,12 +98,11 @@ def _written(
     """Runs a scatter.
 
     Args:
-      pins: keeps dimensions whole.
       eqn: the scatter.
       values: the array, the indices and the updates.
       held: their physical shapes.
       rows: the dimensions of the updates that the indices have too.
-      loose: those of the indices' dimensions that are whole on each device.
+      loose: the indices' dimensions that are whole on each device.
     """
     (x, indices, updates), (x_held, at_held, up_held) = values, held
     mode = eqn.params["mode"]
@@ -119,14 +118,14 @@ def _written(
         mode = lax.GatherScatterMode.FILL_OR_DROP if padded else mode
         up_array = updates.at(up_held)
     at_array, up_array = pins.whole(at_array, loose), pins.whole(up_array, [rows[at] for at in loose])
-    # Padded rows may hold any index, so what the program promises of its indices no longer holds.
+    # Padding rows may hold any index, so the program's promises about its indices no longer hold.
     promises = {"indices_are_sorted": False, "unique_indices": False} if at_held != indices.shape else {}
     written: jax.Array = bind(eqn, [x.at(x_held), at_array, up_array], mode=mode, **promises)[0]
     return written
 
 
 def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequence[int], mode: Any) -> jax.Array:
-    """Returns indices that are outside of the padded shape, or clipped, where they are outside of the logical one."""
+    """Returns indices that are outside of the padded shape, or clipped, if they are outside of the logical one."""
     padded = [number for number, dim in enumerate(dims) if held[dim] != shape[dim]]
     if not padded or mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
         return at
@@ -138,8 +137,58 @@ def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequen
 
 
 def _outside(at: jax.Array, shape: Shape, rows: Iterable[int]) -> jax.Array:
-    """Returns the indices with those of padded rows outside of every array."""
+    """Returns the indices, moved outside of every array for padding rows."""
     for dim in rows:
         real = lax.broadcasted_iota(jnp.int32, at.shape, dim) < shape[dim]
         at = jnp.where(real, at, jnp.iinfo(at.dtype).max)
     return at
+
+
+def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Convolves; rows and features keep their padding, and summed features are masked."""
+    x, kernel = values
+    numbers = eqn.params["dimension_numbers"]
+    row_groups = eqn.params["batch_group_count"] != 1
+    grouped = row_groups or eqn.params["feature_group_count"] != 1
+    rows, features, *space = numbers.lhs_spec
+    outputs, inputs, *window = numbers.rhs_spec
+    x_whole = [features, *space, *([rows] if row_groups else [])]
+    x_held = list(x.without_padding_of(x_whole))
+    kernel_held = list(kernel.without_padding_of([*window, inputs, *([outputs] if grouped else [])]))
+    if not grouped:
+        x_held[features] = kernel_held[inputs] = max(x.physical[features], kernel.physical[inputs])
+    x_array = pins.whole(x.masked([features], 0, tuple(x_held)), space)
+    kernel_array = pins.whole(kernel.masked([inputs], 0, tuple(kernel_held)), window)
+    if grouped:
+        x_array = pins.whole(x_array, x_whole)
+        kernel_array = pins.whole(kernel_array, range(kernel_array.ndim))
+    (found,) = bind(eqn, [x_array, kernel_array])
+    whole = range(found.ndim) if row_groups else numbers.out_spec[1 if grouped else 2 :]
+    return results(pins, eqn, [pins.whole(found, whole)])
+
+
+def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Reduces over windows. Dimensions with windows are whole on each device; the others keep their padding."""
+    params, rank = eqn.params, len(values[0].shape)
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    trivial = [all((params.get(name) or (1,) * rank)[dim] == 1 for name in names) for dim in range(rank)]
+    trivial = [ok and tuple(params["padding"][dim]) == (0, 0) for dim, ok in enumerate(trivial)]
+    dims = [dim for dim, ok in enumerate(trivial) if not ok]
+    arrays = [v for v in values if v.shape]
+    common = common_shape([v for v in arrays if len(v.shape) == rank])
+    held = [
+        tuple(common[dim] if trivial[dim] else v.shape[dim] for dim in range(rank)) if v.shape else () for v in values
+    ]
+    taken = [pins.whole(v.at(shape), dims) if v.shape else v.array for v, shape in zip(values, held, strict=True)]
+    return results(pins, eqn, [pins.whole(x, dims) for x in bind(eqn, taken)])
+
+
+_SCATTERS = ("scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter")
+_WINDOWS = ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
+_SELECTS = ("select_and_scatter_add", "select_and_gather_add")
+RULES: dict[str, Rule] = {
+    "conv_general_dilated": convolution,
+    "gather": gather,
+    **dict.fromkeys(_SCATTERS, scatter),
+    **dict.fromkeys((*_WINDOWS, *_SELECTS), windowed),
+}

@@ -1,18 +1,17 @@
 """Evaluates a program so that XLA sees only arrays whose split dimensions divide by their shards.
 
-A step slices the padding off its variables and rows, because models see logical shapes. If XLA gets the slices, 17 rows over 4
-devices say, it pads them by itself, and in some operations wrongly: `docs/partitioner_faults.md` lists them. So the step is
-traced on logical shapes, and its operations are then run one by one on the padded arrays:
+A step slices the padding off its variables and rows, because models see logical shapes. Given such slices, e.g. 17 rows over 4
+devices, XLA pads them itself, and computes some operations wrongly (`docs/partitioner_faults.md`). So the step is traced on
+logical shapes, and its operations then run one by one on the padded arrays:
 
 - a slice that `slice_off` made costs nothing: the array stays padded, and its logical shape is remembered;
 - a constraint on a dimension that its axes don't divide pads this dimension;
-- each operation has a rule (`even_rules`, `even_indexing`) that says which dimensions keep their padding, and what is masked;
+- each operation's rule (`even_rules`, `even_indexing`) decides which dimensions keep their padding, and what to mask;
 - an operation without a rule gets arrays without padding, whose dimensions are then whole on each device;
 - `put_back` fills the padding with zeros.
 
-Constraints of the program, whoever wrote them, get their axes in an order for which XLA multiplies rightly
-(`constraints.computable`), and operations that XLA computes wrongly even on arrays that divide (windows, grouped convolutions,
-strided slices) get their windowed dimensions whole.
+All constraints get their axes in an order for which XLA computes correct products (`constraints.computable`). Operations that
+XLA computes wrongly even on even arrays (windows, grouped convolutions, strided slices) get their windowed dimensions whole.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,18 +29,22 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding.constraints import AxesPair, axes_pairs, computable
-from spmd_trainer.sharding.even_indexing import gather, scatter
-from spmd_trainer.sharding.even_rules import RULES, Rule, bind, without_padding
+from spmd_trainer.sharding import even_indexing, even_rules
+from spmd_trainer.sharding.constraints import (
+    AxesPair,
+    axes_pairs,
+    computable,
+    own_constraints,
+    place_of,
+    split_axes,
+    uneven,
+)
+from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
 from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, DimAxes, Pins, Shape, Value, padded_sizes
-from spmd_trainer.sharding.messages import spec_text
-from spmd_trainer.sharding.specs import AnyMesh, PyTree, axes_by_dim, axes_text, mesh_shape_of
+from spmd_trainer.sharding.specs import AnyMesh, PyTree, mesh_shape_of
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)).replace(os.sep, "/") + "/"
-_LIBRARIES = os.path.dirname(os.path.dirname(jax.__file__)).replace(os.sep, "/") + "/"
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
-_SCATTERS = ("scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter")
-_RULES: dict[str, Rule] = {**RULES, "gather": gather, **dict.fromkeys(_SCATTERS, scatter)}
+_RULES: dict[str, Rule] = {**even_rules.RULES, **even_indexing.RULES}
 
 
 def evenly(
@@ -51,16 +53,16 @@ def evenly(
     report: Callable[[list[str], list[str]], None] | None = None,
     specs: Sequence[PartitionSpec] = (),
 ) -> Callable[..., PyTree]:
-    """Returns `fn` as a program of which XLA sees only arrays that divide; see the module. Call it under `jax.jit`.
+    """Returns `fn` as a program in which XLA sees only even arrays; see the module. Call it under `jax.jit`.
 
     Args:
       fn: a function of pytrees of arrays; it is traced once.
       mesh: the mesh.
-      report: gets 'file:line' of each sharding constraint of the program's own, and a sentence for each of them that splits a
-        dimension which its axes don't divide.
+      report: called with 'file:line' of each sharding constraint in user code, and a sentence for each of their dimensions
+        that the axes don't divide.
     """
 
-    @functools.wraps(fn)  # the names of its arguments are those of the compiled program's
+    @functools.wraps(fn)  # keeps the argument names of the compiled program
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
@@ -91,7 +93,7 @@ class EvenProgram:
     pairs: frozenset[AxesPair] = frozenset()
 
     def changes(self, jaxpr: Any) -> bool:
-        """Returns True if an operation of a program without padding must not be left to XLA as it is."""
+        """Returns True if an operation of a program without padding must not be left to XLA unchanged."""
         return any(self._changes(eqn) for eqn in jaxpr.eqns)
 
     def _changes(self, eqn: Any) -> bool:
@@ -99,7 +101,7 @@ class EvenProgram:
         if _mark_of(eqn):
             return True
         if name == "sharding_constraint":
-            return bool(_place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
+            return bool(place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
         if self.pins.mesh is not None and self.pins.mesh.size > 1 and _is_unsafe(name, params):
             return True
         if name == "shard_map":  # each device's own program, which XLA does not divide
@@ -110,12 +112,10 @@ class EvenProgram:
         """Returns True for a constraint on a dimension that its axes don't divide, or with axes in an order that XLA confuses."""
         if not isinstance(sharding, NamedSharding):
             return False
-        sizes, spec = mesh_shape_of(sharding.mesh), sharding.spec
-        uneven = padded_sizes(shape, shape, _split_axes(spec, len(shape)), sizes) != shape
-        return uneven or computable(spec, sizes, self.pairs) != spec
+        order = computable(sharding.spec, mesh_shape_of(sharding.mesh), self.pairs)
+        return bool(uneven(sharding, shape)) or order != sharding.spec
 
     def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
-        """Returns the results of a jaxpr."""
         env: dict[Any, Value] = {}
 
         def read(var: Any) -> Value:
@@ -153,7 +153,7 @@ class EvenProgram:
         return _RULES.get(name, without_padding)(self.pins, eqn, values)
 
     def _like(self, array: jax.Array, value: Value) -> Value:
-        """Returns the value of an array that is padded and split as another one."""
+        """Returns the value of an array that is padded and split like another one."""
         return self.pins.value(array, value.shape, value.axes)
 
     def _call(self, eqn: Any, values: list[Value]) -> list[Value]:
@@ -167,7 +167,7 @@ class EvenProgram:
         rank, sizes = len(value.shape), mesh_shape_of(sharding.mesh)
         free = {dim for dim, entry in enumerate(sharding.spec) if entry is PartitionSpec.UNCONSTRAINED}
         spec = computable(sharding.spec, sizes, self.pairs)
-        axes = _split_axes(spec, rank)
+        axes = split_axes(spec, rank)
         physical = padded_sizes(value.shape, value.physical, axes, sizes)
         physical = tuple(value.physical[dim] if dim in free else size for dim, size in enumerate(physical))
         kept = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
@@ -178,7 +178,7 @@ class EvenProgram:
         return self.pins.value(array, value.shape, tuple(None if d in free else a for d, a in enumerate(axes)))
 
     def _as_operands_suggest(self, x: jax.Array, axes: DimAxes, mesh: AnyMesh) -> jax.Array:
-        """Splits a product as its operands are split, as far as that is known and the sizes divide."""
+        """Splits a product like its operands, as far as their splits are known and the sizes divide."""
         sizes = mesh_shape_of(mesh)
         spec = PartitionSpec(
             *(
@@ -220,7 +220,7 @@ class EvenProgram:
         consts, carry = values[:num_consts], values[num_consts : num_consts + num_carry]
         stacked = values[num_consts + num_carry :]
         xs = [v.at(v.without_padding_of([0])) for v in stacked]
-        fixed = [v.array for v in consts]  # here: an array that is first computed in the loop's body stays there
+        fixed = [v.array for v in consts]  # computed here: otherwise it would be computed in the loop's body
 
         def inside(carry: Sequence[Value], parts: Sequence[Any]) -> list[Value]:
             slices = [pins.value(x, v.shape[1:], v.axes[1:]) for x, v in zip(parts, stacked, strict=True)]
@@ -247,7 +247,7 @@ class EvenProgram:
 
     def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, pins = eqn.params, self.pins
-        if params["cond_jaxpr"].out_avals[0].shape:  # mapped over rows: JAX's lowering of such a loop is its own
+        if params["cond_jaxpr"].out_avals[0].shape:  # mapped over rows: JAX lowers this loop in a special way
             return without_padding(pins, eqn, values)
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
@@ -301,10 +301,10 @@ class EvenProgram:
         step: Callable[[list[Value], Sequence[Any]], list[Value]],
         others: Sequence[jax.ShapeDtypeStruct],
     ) -> list[Shape]:
-        """Returns the physical shapes of a loop's carry that the loop's body returns in the same shapes."""
+        """Returns physical shapes of a loop's carry that the loop's body preserves."""
         held = [v.physical for v in carry]
         if all(v.is_held and not v.is_padded for v in operands):
-            return held  # without tracing the body once more
+            return held  # saves a trace of the body
         dtypes = [v.array.dtype for v in carry]
         while True:
 
@@ -330,23 +330,6 @@ _CONTROL: Mapping[str, Callable[[EvenProgram, Any, list[Value]], list[Value]]] =
 }
 
 
-def own_constraints(jaxpr: Any) -> dict[str, list[str]]:
-    """Returns {'file:line': notes} of the sharding constraints that neither this package nor praxis wrote.
-
-    There is a note for each dimension that its axes don't divide.
-    """
-    found: dict[str, list[str]] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint" and (place := _place_of(eqn)):
-            new = [f"{place}: {note}" for note in _uneven(eqn.params["sharding"], eqn.invars[0].aval.shape)]
-            found.setdefault(place, []).extend(note for note in new if note not in found[place])
-        elif eqn.primitive.name != "shard_map":
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                for place, notes in own_constraints(inner).items():
-                    found.setdefault(place, []).extend(note for note in notes if note not in found[place])
-    return found
-
-
 def _constraints(jaxpr: Any) -> Iterator[PartitionSpec]:
     """Yields the specs of all sharding constraints of a program."""
     for eqn in jaxpr.eqns:
@@ -357,37 +340,6 @@ def _constraints(jaxpr: Any) -> Iterator[PartitionSpec]:
                 yield from _constraints(inner)
 
 
-def _uneven(sharding: Any, shape: Shape) -> list[str]:
-    if not isinstance(sharding, NamedSharding):
-        return []
-    sizes, axes = mesh_shape_of(sharding.mesh), _split_axes(sharding.spec, len(shape))
-    held = padded_sizes(shape, shape, axes, sizes)
-    return [
-        f"the constraint {spec_text(sharding.spec)} splits dimension {dim} (size {size}) of an array of shape {shape} over "
-        f"{axes_text(over, sizes)}, which does not divide it: it is padded to {new}"
-        for dim, (size, new, over) in enumerate(zip(shape, held, axes, strict=True))
-        if size != new
-    ]
-
-
-def _split_axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of each dimension; none for one that the compiler may split."""
-    entries = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
-    return axes_by_dim(PartitionSpec(*entries), rank)
-
-
-def _place_of(eqn: Any) -> str | None:
-    """Returns 'file:line' of the user's code that made an operation; None if this package or praxis made it."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        path = frame.file_name.replace(os.sep, "/")
-        if path.startswith((*(f"{_LIBRARIES}{library}/" for library in ("jax", "jaxlib", "flax")), "<frozen")):
-            continue
-        is_ours = path.startswith((_PACKAGE, f"{_LIBRARIES}praxis/"))
-        return None if is_ours else f"{frame.file_name}:{frame.line_num}"
-    return None
-
-
 def _has_keys(eqn: Any) -> bool:
     """Returns True for an operation on PRNG keys, which can't be padded."""
     dtypes = [getattr(var.aval, "dtype", None) for var in (*eqn.invars, *eqn.outvars)]
@@ -395,7 +347,7 @@ def _has_keys(eqn: Any) -> bool:
 
 
 def _mark_of(eqn: Any) -> str | None:
-    """Returns SLICE_OFF or PUT_BACK for a call of `slice_off` or `put_back`; None for others, their derivatives among them."""
+    """Returns SLICE_OFF or PUT_BACK for a call of `slice_off` or `put_back`; None for others, e.g. their derivatives."""
     name = eqn.params.get("name")
     if name not in (SLICE_OFF, PUT_BACK) or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
         return None
@@ -404,8 +356,9 @@ def _mark_of(eqn: Any) -> str | None:
 
 
 def _takes_axes_elsewhere(axes: DimAxes, suggested: DimAxes, summed: frozenset[str]) -> bool:
-    """Returns True for a split of a product that XLA gets wrong: over an axis that it was summed over, and over an axis of its
-    operands in another dimension than there."""
+    """Returns True for a split of a product that XLA gets wrong: it uses an axis that was summed over, and an axis that
+    splits another dimension of the operands.
+    """
     over = [set(dim or ()) for dim in axes]
     moved = any(set(dim or ()) & set().union(*over[:at], *over[at + 1 :]) for at, dim in enumerate(suggested))
     return moved and bool(summed & set().union(*over))
@@ -424,7 +377,7 @@ def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def source_of(eqn: Any) -> Iterator[None]:
-    """Keeps the names and the source lines of the model in the new program."""
+    """Keeps an operation's name stack and source line in the new program."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield

@@ -1,7 +1,7 @@
-"""Arrays of a program that is evaluated with padding: their logical shapes, and the shapes that they are held in.
+"""Arrays of a program that is evaluated with padding: their logical and physical shapes.
 
 `even_program` evaluates a program so that XLA sees only arrays whose split dimensions divide by their shards. A `Value` is one
-array of that program. Its elements beyond the logical shape are arbitrary, NaN included: whoever reduces over them masks them.
+array of that program. Elements beyond the logical shape are arbitrary, e.g. NaN, and must be masked before a reduction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 Shape: TypeAlias = tuple[int, ...]
 # Names of the functions that mark padding in a program.
 SLICE_OFF, PUT_BACK = "slice_off_padding", "put_padding_back"
-# The axes that split each dimension, as far as the program says it; None: unknown.
+# The axes that split each dimension; None if unknown.
 DimAxes: TypeAlias = tuple[tuple[str, ...] | None, ...]
 
 
@@ -30,14 +30,14 @@ class Value:
 
     Attributes:
       shape: logical shape.
-      physical: the shape that it is held in, or, if it is not computed yet, the smallest one that it can be held in.
+      physical: shape in memory; for a deferred array, its smallest possible one.
       make: physical shape -> the array in this shape.
       axes: the axes that split each dimension.
-      product: of a matrix product, or of what is computed from one element by element: the axes that its operands suggest for
-        each dimension, and the axes that it was summed over.
-      is_held: whether the array exists. If not, `make` computes it in any shape from `physical` on: a mask of positions gets
-        the padding of the array that it masks, and is never padded itself.
-      depth: how many operations wait for each other, if it is not held.
+      product: for a matrix product, or an array computed from one element by element: the axes that its operands suggest
+        for each dimension, and the axes that it was summed over.
+      is_held: True if the array exists. A deferred one is computed by `make` in any shape from `physical` on: e.g. a mask of
+        positions gets the padding of the array that it masks.
+      depth: length of the chain of deferred operations.
     """
 
     shape: Shape
@@ -51,7 +51,7 @@ class Value:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the array is held with padding."""
+        """True if the array is held with padding."""
         return self.physical != self.shape
 
     @property
@@ -60,7 +60,7 @@ class Value:
         return self.at(self.physical)
 
     def at(self, physical: Shape) -> jax.Array:
-        """Returns the array in a physical shape that is at least the logical one."""
+        """Returns the array in a physical shape at least as large as the logical one."""
         if physical not in self._made:
             self._made[physical] = self.make(physical)
         return self._made[physical]
@@ -93,7 +93,7 @@ def _filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.A
 
 @dataclasses.dataclass(frozen=True)
 class Pins:
-    """Makes values, and keeps the compiler from splitting dimensions that are changing their size.
+    """Makes values, and keeps dimensions whole (unsplit) while their sizes change.
 
     Attributes:
       mesh: the mesh; None pins nothing (for tests on one device).
@@ -119,7 +119,7 @@ class Pins:
         return Value(logical, held, make, axes or (None,) * len(held))
 
     def whole(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
-        """Returns `x`, of which the compiler splits none of these dimensions; it may split the others as it likes."""
+        """Returns `x` with these dimensions unsplit; the compiler may split the others."""
         unsplit = set(dims)
         if self.mesh is None or not unsplit:
             return x
@@ -134,13 +134,13 @@ class Pins:
         run: Callable[[list[jax.Array]], list[jax.Array]],
         always: bool = False,
     ) -> list[jax.Array]:
-        """Runs an operation that changes the sizes of some dimensions, which XLA would split unevenly before or after it.
+        """Runs an operation that changes the sizes of some dimensions, which would be uneven before or after it if split.
 
         Args:
           arrays: the operands.
           dims: the dimensions.
           run: the operation.
-          always: keep the dimensions whole even if all devices divide them before and after.
+          always: keep the dimensions whole even if they divide before and after.
         """
         devices = 1 if self.mesh is None else self.mesh.size
         changing = list(dims)
@@ -152,7 +152,7 @@ class Pins:
     def resized(self, x: jax.Array, shape: Shape, physical: Shape) -> jax.Array:
         """Returns an array in another physical shape; new padding holds zeros.
 
-        The compiler sees each dimension that changes its size only whole: split, it would be uneven before or after.
+        Each dimension that changes its size is kept whole: split, it would be uneven before or after.
         """
         changing = [dim for dim, (old, new) in enumerate(zip(x.shape, physical, strict=True)) if old != new]
         x = self.whole(x, changing)
@@ -166,7 +166,7 @@ class Pins:
 
 
 def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Shape:
-    """Returns the physical shape for a constraint: the smallest sizes that divide, or the held ones if they are close.
+    """Returns the physical shape for a constraint: the smallest even sizes, or the held ones if they are close.
 
     Args:
       shape: logical shape.
@@ -185,7 +185,7 @@ def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes
 
 
 def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
-    """Returns the first elements of each dimension, as `lax.slice`; marks the rest as padding for `even_program.evenly`.
+    """Slices off the end of each dimension, as `lax.slice`; marks it as padding for `even_program.evenly`.
 
     Args:
       x: the padded array.
@@ -199,7 +199,7 @@ def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
 
 
 def put_back(x: jax.Array, shape: Shape) -> jax.Array:
-    """Returns an array with zeros at the end of each dimension, as `lax.pad`; marks them as padding for `even_program.evenly`.
+    """Adds zeros at the end of each dimension, as `lax.pad`; marks them as padding for `even_program.evenly`.
 
     Args:
       x: the array in its logical shape.

@@ -1,7 +1,7 @@
 """An intermediate sharding between two meshes: on the source's devices, with as many different shards as the target.
 
-To move an array from 8 shards to 4 other ones, it need not be gathered: pairs of devices first merge their shards, so each
-merged shard is on two devices, and one of the two copies then moves. The idea was published in pathwaysutils
+An array can move from 8 shards to 4 others without a full gather: pairs of devices first merge their shards, so each merged
+shard is on two devices, and one of the two copies then moves. The idea was published in pathwaysutils
 (`pathwaysutils/experimental/reshard.py`); the names here are the same. The intermediate sharding has the target's number
 of shards, whichever dimension the target splits. Devices that merge shards are neighbours along one axis, so the merge is
 one gather among them. The other axes do not change.
@@ -73,7 +73,7 @@ def find_intermediate_sharding(in_sharding: Sharding, out_sharding: Sharding) ->
 
 
 def plan_intermediate(in_sharding: Sharding, out_sharding: Sharding) -> Intermediate:
-    """Does `find_intermediate_sharding`, and returns both forms of the result. Raises the same errors."""
+    """Returns both forms of `find_intermediate_sharding`'s result. Raises the same errors."""
     source, target = _on_devices(in_sharding), _on_devices(out_sharding)
     rank = max(len(source.spec), len(target.spec))
     source_counts = shard_counts(source.spec, rank, _shape(source))
@@ -102,7 +102,7 @@ def plan_intermediate(in_sharding: Sharding, out_sharding: Sharding) -> Intermed
 def _merged_axes(
     axes_of_dims: tuple[tuple[str, ...], ...], sizes: dict[str, int], copies: int
 ) -> dict[str, int] | None:
-    """Returns how many neighbours merge along each axis, `copies` in total; None if the axes do not allow it.
+    """Returns the number of neighbours that merge along each axis, `copies` in total; None if the axes do not allow it.
 
     Neighbouring shards of a dimension are neighbours along its last axis. An earlier axis takes part only if all devices
     along the last axis merge.

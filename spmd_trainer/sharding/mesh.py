@@ -28,7 +28,7 @@ def create_device_mesh(
     """Makes a mesh over all of `devices`: `create_device_mesh([('data', -1), ('mdl', 2)])` is 4 x 2 on 8 devices.
 
     Args:
-      config_mesh: (axis name, size), outermost axis first. The innermost axis gets the fastest connections. One size may
+      config_mesh: (axis name, size), outermost axis first. The innermost axis gets the fastest links. One size may
         be -1: the rest of the devices.
       devices: the devices, all of which are used; default `jax.devices()`.
       allow_split_physical_axes: True lets several mesh axes share one physical axis of a TPU's torus.
@@ -125,14 +125,13 @@ def fit_mesh_shape(mesh_shape: Mapping[str, int], num_devices: int, *, grow: str
 
 
 def size_problem(size: object) -> str | None:
-    """Returns what is wrong with the size of a mesh axis, or None if it is a positive whole number or -1."""
+    """Returns the problem with a mesh axis' size, or None if it is a positive whole number or -1."""
     if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != REST):
-        return f"{size!r} is no size; a size is a whole number of 1 or more, or -1 for the rest of the devices"
+        return f"{size!r} is not a size: give a whole number of 1 or more, or -1 for the remaining devices"
     return None
 
 
 def _parse_config(config_mesh: Sequence[tuple[str, int]]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns the names and sizes, after checking each of them alone."""
     if isinstance(config_mesh, Mapping):
         config_mesh = list(config_mesh.items())
     entries = list(config_mesh)
@@ -151,12 +150,12 @@ def _parse_config(config_mesh: Sequence[tuple[str, int]]) -> tuple[tuple[str, ..
 
 
 def _resolve_sizes(names: Sequence[str], sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
-    """Replaces -1 by the number of devices that are left, and checks the product."""
+    """Replaces -1 by the number of remaining devices, and checks the product."""
     asked = mesh_text(dict(zip(names, sizes, strict=True)))
     open_axes = [name for name, size in zip(names, sizes, strict=True) if size == REST]
     if len(open_axes) > 1:
         raise ValueError(
-            f"Mesh {asked}: only one size may be -1 (the rest of the devices), but those of {open_axes} all are. "
+            f"Mesh {asked}: only one size may be -1 (the remaining devices), but those of {open_axes} all are. "
             f"Give all but one of them a size; there {_are(num_devices)}."
         )
     product = math.prod(size for size in sizes if size != REST)
@@ -173,7 +172,7 @@ def _resolve_sizes(names: Sequence[str], sizes: tuple[int, ...], num_devices: in
 
 
 def _nearest_sizes(sizes: Sequence[int], num_devices: int, how_many: int = 2) -> list[tuple[int, ...]]:
-    """Returns the factorizations of `num_devices` that change the sizes least; -1 may become anything."""
+    """Returns the factorizations of `num_devices` closest to the sizes; -1 may become anything."""
 
     def distance(fit: tuple[int, ...]) -> tuple[float, int]:
         changes = [(s, f) for s, f in zip(sizes, fit, strict=True) if s not in (REST, f)]
@@ -218,7 +217,7 @@ def _arrange(sizes: Sequence[int], devices: Sequence[jax.Device], names: Sequenc
 
 
 def _granules(devices: Sequence[jax.Device], dcn: dict[str, int]) -> list[list[jax.Device]]:
-    """Returns the devices in as many equal groups as the `dcn` sizes multiply to, each within one slice (or process)."""
+    """Returns the devices in prod(dcn) equal groups, each within one slice (or process)."""
     count = math.prod(dcn.values())
     slices = [getattr(device, "slice_index", 0) for device in devices]
     keys = slices if len(set(slices)) > 1 else [device.process_index for device in devices]

@@ -40,7 +40,7 @@ def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | 
       donating one also deletes the other.
 
     Raises:
-      ValueError: a leaf that is not a jax.Array on a mesh, several meshes, an axis that the mesh does not have, or
+      ValueError: a leaf that is not a jax.Array on a mesh, several meshes, an axis missing from the mesh, or
         invalid sections.
     """
     leaves = named_leaves(tree)
@@ -59,9 +59,9 @@ def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | 
 
 
 def relabel(x: jax.Array, sharding: NamedSharding, shape: Sequence[int] | None = None) -> jax.Array:
-    """Returns an array with this sharding made of the buffers that `x` has on its devices; nothing is copied.
+    """Returns an array with this sharding, made of the buffers of `x`; nothing is copied.
 
-    The caller must make sure that each device's buffer is the shard that `sharding` puts there.
+    The caller guarantees that each device's buffer is the shard that `sharding` puts there.
 
     Args:
       x: the array that holds the buffers.

@@ -1,4 +1,4 @@
-"""Texts that errors and reports share, so that the same thing always reads the same.
+"""Text helpers shared by errors and reports.
 
 Standard library only: `spmd_trainer.errors` imports this module, and a mistyped flag is answered without importing JAX.
 """
@@ -24,7 +24,7 @@ def spec_text(spec: Iterable[object] | None) -> str:
 
 
 def nearest_names(name: object, known: Iterable[object], *, count: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Returns at most `count` of the known names that are spelled like `name`, the nearest first; `cutoff`: how alike, 0 to 1."""
+    """Returns at most `count` known names spelled like `name`, the nearest first."""
     return difflib.get_close_matches(str(name), [str(k) for k in known], n=count, cutoff=cutoff)
 
 
@@ -35,7 +35,7 @@ def suggestion_text(near: Iterable[str]) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[object], *, otherwise: str | None = None, prefix: str = "") -> str:
-    """Returns `; did you mean a or b?` for the known names that are spelled like `name`.
+    """Returns `; did you mean a or b?` with the known names spelled like `name`.
 
     Args:
       name: what the user wrote.

@@ -47,7 +47,7 @@ def infer_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh) -> PyTree:
 
 
 def plan_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh, *, declared: PyTree = None) -> PyTree:
-    """Returns what `infer_sharding` decides as VariableSpecs, which include the paddings and the reason.
+    """Returns the decisions of `infer_sharding` as VariableSpecs, with paddings and reasons.
 
     Args:
       state: any pytree of arrays, ShapeDtypeStructs or Python numbers.
@@ -76,8 +76,6 @@ def plan_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh, *, declared:
 
 
 class _Rule:
-    """One compiled entry of a strategy."""
-
     def __init__(self, number: int, entry: Rule):
         pattern, given = entry
         try:
@@ -104,7 +102,7 @@ class _Rule:
         self._text = f"rule {number} ({pattern!r}, {texts[0] if len(texts) == 1 else '[' + ', '.join(texts) + ']'})"
 
     def decide(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
-        """Applies the tactics in turn; returns the spec and the reason, which says what a tactic could not do."""
+        """Applies the tactics in turn; returns the spec and the reason, including what a tactic could not do."""
         notes = []
         for tactic in self._tactics:
             if isinstance(tactic, BuiltinTactic):

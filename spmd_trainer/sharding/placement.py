@@ -162,7 +162,7 @@ def _place(path: str, leaf: Any, shape: tuple[int, ...], sharding: Sharding) -> 
     if isinstance(leaf, jax.Array):
         if leaf.shape == shape and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys are small and have no NumPy form
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys are small and can't become NumPy arrays
             key: jax.Array = jax.device_put(leaf, sharding)
             return key
         if not leaf.is_fully_addressable:
@@ -174,7 +174,7 @@ def _place(path: str, leaf: Any, shape: tuple[int, ...], sharding: Sharding) -> 
 
 
 def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
-    """Does `_place` for an array that is partly on other processes' devices; JAX moves it among the same devices."""
+    """`_place` for an array that is partly on other processes' devices; JAX moves it among the same devices."""
     if leaf.sharding.device_set != sharding.device_set:
         raise ValueError(
             f"{path}: an array of shape {leaf.shape} on the devices of several processes can only move among its own "
@@ -212,6 +212,5 @@ def _to_host(path: str, leaf: Any) -> np.ndarray:
 
 
 def _without_sharding(key_path: Sequence[object], leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the leaf's shape and dtype without its sharding: its layout on the old mesh must not affect the new one."""
     shape, dtype = leaf_shape_dtype(path_str(key_path), leaf)
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -11,8 +11,15 @@ import jax
 
 from spmd_trainer.sharding import report_html
 from spmd_trainer.sharding.messages import bytes_text, count_text, did_you_mean, mesh_text, table_lines
-from spmd_trainer.sharding.report_data import ReportData, report_data, report_records, waste_text
-from spmd_trainer.sharding.report_inputs import HEADER, InputLayout, input_rows
+from spmd_trainer.sharding.report_data import (
+    HEADER,
+    InputLayout,
+    ReportData,
+    input_rows,
+    report_data,
+    report_records,
+    waste_text,
+)
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, mesh_shape_of
 
 FORMATS = ("text", "json", "html")
@@ -89,7 +96,7 @@ class ShardingReport:
 def sharding_report(
     variables: PyTree, mesh: AnyMesh, *, format: str = "text", about: Mapping[str, object] | None = None
 ) -> str:
-    """Returns a report with each variable's path, logical and padded shape, spec, bytes per device, padding and reason.
+    """Returns a report with path, shapes, spec, bytes per device, padding and reason of each variable.
 
     Args:
       variables: a tree or list of VariableSpecs.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from spmd_trainer.sharding.messages import bytes_text, spec_text
-from spmd_trainer.sharding.report_inputs import InputData, InputLayout, input_data
 from spmd_trainer.sharding.specs import AnyMesh, PyTree, entry_axes, mesh_shape_of
-from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 
 KINDS = ("parameters", "optimizer_state", "other")
 # First keys of the paths in a train state: this trainer's, Flax's TrainState's and NNX's Optimizer's.
@@ -143,14 +143,7 @@ def report_records(variables: PyTree) -> list[VariableSpec]:
 def report_data(
     variables: Sequence[VariableSpec], mesh: AnyMesh, about: Mapping[str, str], inputs: Sequence[InputLayout] = ()
 ) -> ReportData:
-    """Returns the data that all forms of the report show.
-
-    Args:
-      variables: the VariableSpecs, in the order of the report.
-      mesh: the mesh that they were made for.
-      about: names and values for the report's header.
-      inputs: the layouts of the job's inputs.
-    """
+    """Returns the data shown by all forms of the report."""
     sizes = mesh_shape_of(mesh)
     by_kind: dict[str, list[VariableSpec]] = {kind: [] for kind in KINDS}
     for v in variables:
@@ -184,10 +177,9 @@ def report_data(
 
 
 def opening_variable(variables: Sequence[VariableData]) -> int | None:
-    """Returns the index of the variable to show first; None if there are no variables.
+    """Returns the index of the variable to show first; None without variables.
 
-    That is the largest split variable, by bytes of one copy, or the largest of all if none is split; the first of equally
-    large ones. A spec over axes of size 1 does not split a variable.
+    It is the first of the largest split variables (bytes of one copy), or of all if none is split. Axes of size 1 don't split.
     """
 
     def rank(index: int) -> tuple[bool, int]:
@@ -208,3 +200,108 @@ def percent_text(part: int, whole: int) -> str:
 def waste_text(padding_bytes: int, logical_bytes: int) -> str:
     """Returns the bytes of padding and their share: `768 B (2.97%)`; '' without padding."""
     return f"{bytes_text(padding_bytes)} ({percent_text(padding_bytes, logical_bytes)})" if padding_bytes else ""
+
+
+HEADER = ("input", "class", "field", "dtype", "global batch", "padded", "arrives", "in the step")
+
+
+@dataclasses.dataclass(frozen=True)
+class InputLayout:
+    """One input of a job.
+
+    Attributes:
+      use: 'train', 'eval' or 'decode'.
+      name: the input's name.
+      class_name: the class or function that reads it.
+      shapes: ShapeDtypeStructs of the global batch, without padding; None if they are not known.
+      padded_shapes: a tree like it: the batch on the devices.
+      arrives: a tree like it of PartitionSpecs of the batch as put on the devices.
+      in_step: a tree like it of PartitionSpecs of the batch inside the step.
+      problem: why the shapes are not known.
+    """
+
+    use: str
+    name: str
+    class_name: str
+    shapes: PyTree = None
+    padded_shapes: PyTree = None
+    arrives: PyTree = None
+    in_step: PyTree = None
+    problem: str = ""
+
+
+class InputFieldData(TypedDict):
+    """One field of an input's batch. The specs have the axes of each dimension."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]
+    arrives: list[tuple[str, ...]]
+    arrives_text: str
+    in_step: list[tuple[str, ...]]
+    in_step_text: str
+
+
+InputData = TypedDict(
+    "InputData", {"use": str, "name": str, "class": str, "fields": list[InputFieldData], "problem": str}
+)
+
+
+def input_data(layout: InputLayout) -> InputData:
+    """Returns one input's data for all forms of the report."""
+    return {
+        "use": layout.use,
+        "name": layout.name,
+        "class": layout.class_name,
+        "fields": list(_fields(layout)),
+        "problem": layout.problem,
+    }
+
+
+def _fields(layout: InputLayout) -> Iterator[InputFieldData]:
+    def is_spec(x: object) -> bool:
+        return isinstance(x, PartitionSpec)
+
+    padded = jax.tree.leaves(layout.padded_shapes)
+    arrives, in_step = (jax.tree.leaves(specs, is_leaf=is_spec) for specs in (layout.arrives, layout.in_step))
+    for (path, x), whole, first, then in zip(named_leaves(layout.shapes), padded, arrives, in_step, strict=True):
+        yield {
+            "path": path,
+            "dtype": str(x.dtype),
+            "shape": tuple(x.shape),
+            "padded_shape": tuple(whole.shape),
+            "arrives": [entry_axes(entry) for entry in first],
+            "arrives_text": spec_text(first),
+            "in_step": [entry_axes(entry) for entry in then],
+            "in_step_text": spec_text(then),
+        }
+
+
+def input_rows(inputs: Sequence[InputData]) -> list[tuple[str, ...]]:
+    """Returns the cells below `HEADER`, a row for each field; name and class stand in an input's first row."""
+    rows: list[tuple[str, ...]] = []
+    for given in inputs:
+        head = (f"{given['use']}: {given['name']}", given["class"])
+        if not given["fields"]:
+            rows.append((*head, f"not known: {given['problem']}", "", "", "", "", ""))
+        for field in given["fields"]:
+            shape, padded = field["shape"], field["padded_shape"]
+            about = (field["path"], field["dtype"], str(shape), "" if padded == shape else str(padded))
+            rows.append((*head, *about, field["arrives_text"], field["in_step_text"]))
+            head = ("", "")
+    return rows
+
+
+def input_section(inputs: Sequence[InputData]) -> str:
+    """Returns the inputs as a section of an HTML page that opens on a click; '' without inputs."""
+    if not inputs:
+        return ""
+    header = "".join(f'<th scope="col">{name}</th>' for name in HEADER)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>" for cells in input_rows(inputs)
+    )
+    return (
+        f'<details id="inputs" class="card notice"><summary>Inputs ({len(inputs)})</summary><div class="box">'
+        f'<table class="inputs mono"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div></details>'
+    )

@@ -12,11 +12,11 @@ from spmd_trainer.sharding.report_data import (
     KINDS,
     ReportData,
     VariableData,
+    input_section,
     opening_variable,
     percent_text,
     waste_text,
 )
-from spmd_trainer.sharding.report_inputs import input_section
 
 # Most rows of a notebook's table. A notebook stores its output in its file and draws all of it at once.
 NOTEBOOK_ROWS = 200

@@ -81,7 +81,7 @@ def reshard(
 def reshard_with_intermediate_sharding(
     x: PyTree, in_sharding: PyTree, out_sharding: PyTree, *, donate: bool = False, may_alias: bool | None = None
 ) -> PyTree:
-    """Does `reshard` through an intermediate sharding if there is one (`find_intermediate_sharding`), else directly.
+    """Reshards through an intermediate sharding (`find_intermediate_sharding`), or directly if there is none.
 
     First, one compiled program on the source's devices merges the shards of neighbours. Then one of the resulting copies
     moves to the target.
@@ -123,7 +123,7 @@ def _move_all(
     may_alias: bool | None,
     plans: Plans,
 ) -> list[jax.Array]:
-    """Moves every leaf to its target, through an intermediate sharding if wanted and possible."""
+    """Moves every leaf to its target, through an intermediate sharding if asked for and possible."""
     uses = collections.Counter(id(leaf) for leaf in leaves)
     shared = {id(leaf): leaf for leaf in leaves if donate and isinstance(leaf, jax.Array) and uses[id(leaf)] > 1}
     may_alias = False if shared else may_alias
@@ -160,7 +160,7 @@ def _one_copy(x: jax.Array, found: Intermediate, donate: bool, plans: Plans) -> 
 
 
 def _intermediate(x: jax.Array, target: Sharding, plans: Plans) -> Intermediate | None:
-    """Returns what `plan_intermediate` finds, or None; always None for PRNG keys, which are small."""
+    """Returns the result of `plan_intermediate`, or None; always None for PRNG keys, which are small."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return None
     key = (x.sharding, target)

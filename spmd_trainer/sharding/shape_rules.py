@@ -1,4 +1,4 @@
-"""Sharding by shape alone, for arrays about which only the shape is known, on a mesh with the usual axis names.
+"""Sharding by shape alone, for arrays without declared layout, on a mesh with the usual axis names.
 
 The names and the order of the methods follow a published helper with known faults: `device_put` could refuse its specs
 (it checked the product of two dimensions), its size limit meant something else for each method, and it left axes unused.
@@ -35,7 +35,6 @@ class MeshPartitionHelper:
     """
 
     def __init__(self, mesh: Mesh):
-        """Takes the mesh to split over."""
         self.mesh = mesh
         self._sizes = mesh_shape_of(mesh)
 
@@ -70,7 +69,7 @@ class MeshPartitionHelper:
           A spec with an entry per dimension, or `P()` if nothing is split.
 
         Raises:
-          ValueError: a method names an axis that the mesh does not have.
+          ValueError: a method names an axis missing from the mesh.
         """
         shape = tuple(shape)
         axes = [axis for method in methods for axis in method]
@@ -111,7 +110,7 @@ class MeshPartitionHelper:
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def plan_sharding(self, tree: PyTree, min_shard_size: int = 1024) -> PyTree:
-        """Returns what `auto_shard_pytree` decides as VariableSpecs, which include the reason.
+        """Returns the decisions of `auto_shard_pytree` as VariableSpecs, with reasons.
 
         Args:
           tree: any pytree of arrays or ShapeDtypeStructs.

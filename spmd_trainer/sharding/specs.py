@@ -60,7 +60,7 @@ def dimension_paddings(
 
 
 def axes_text(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> str:
-    """Returns the axes that split one dimension and their product: `data=4`, or `data=4 x mdl=2 (8)`."""
+    """Returns the axes of one dimension and their product: `data=4`, or `data=4 x mdl=2 (8)`."""
     text = " x ".join(f"{axis}={mesh_shape[axis]}" for axis in axes)
     return text if len(axes) == 1 else f"{text} ({math.prod(mesh_shape[axis] for axis in axes)})"
 
@@ -91,7 +91,7 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec | None, mesh
             if axis not in mesh_shape:
                 raise ValueError(
                     f"{_where(path, shape, spec, mesh_shape)} splits dimension {dim} (size {shape[dim]}) over "
-                    f"{axis!r}, an axis that the mesh does not have{did_you_mean(axis, mesh_shape, otherwise='.')} "
+                    f"{axis!r}, an axis missing from the mesh{did_you_mean(axis, mesh_shape, otherwise='.')} "
                     f"Its axes are {list(mesh_shape)}."
                 )
             if axis in seen:

@@ -70,7 +70,7 @@ def check_mesh_axes(mesh_axes: object) -> None:
     """Checks the argument that says which axes the mesh has.
 
     Raises:
-      ValueError: it is neither a sequence of names nor a mapping of names to sizes; says what was given.
+      ValueError: it is neither a sequence of names nor a mapping of names to sizes.
     """
     names = tuple(mesh_axes) if isinstance(mesh_axes, Sequence | Mapping) and not isinstance(mesh_axes, str) else None
     sizes = mesh_axes.values() if isinstance(mesh_axes, Mapping) else ()

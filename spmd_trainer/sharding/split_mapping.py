@@ -1,4 +1,4 @@
-"""Split mappings: an experiment says for each rank over which mesh axes its inputs are split.
+"""Split mappings: which mesh axes split the inputs of each rank.
 
     inputs_split_mapping = dict(
         map_1d=(('replica', 'data'),),            # labels [batch]
@@ -161,7 +161,7 @@ def input_partition_specs(mapping_dict: SplitMapping | None, mesh_axis_names: Me
       A tree like `inputs`.
 
     Raises:
-      ValueError: what `input_partition_spec` raises, or an argument of another type, such as two that are swapped.
+      ValueError: as `input_partition_spec`; also for an argument of another type, e.g. two swapped arguments.
     """
     check_mesh_axes(mesh_axis_names)
     _check_keys(mapping_dict, mesh_axis_names)
@@ -196,7 +196,7 @@ def reshard_input_based_on_rank_fn(
       `x` with its values unchanged.
 
     Raises:
-      ValueError: what `input_partition_spec` raises, no mesh, or a dimension that its axes don't divide.
+      ValueError: as `input_partition_spec`; also without a mesh, and for a dimension that its axes don't divide.
     """
     if mapping_dict is None:
         return x
@@ -225,7 +225,7 @@ def reshard_inputs(
       A tree like `inputs`.
 
     Raises:
-      ValueError: what `input_partition_specs` raises, no mesh, or a dimension that its axes don't divide.
+      ValueError: as `input_partition_specs`; also without a mesh, and for a dimension that its axes don't divide.
     """
     if mapping_dict is None:
         return inputs
@@ -284,7 +284,6 @@ def validate_split_mapping(mapping_dict: SplitMapping | None, mesh_axis_names: M
 
 
 def _check_keys(mapping_dict: object, mesh_axis_names: MeshAxes) -> None:
-    """Raises ValueError unless the mapping is None or a dict with valid keys."""
     if mapping_dict is None:
         return
     axes = axes_names_text(mesh_axis_names)
@@ -371,7 +370,7 @@ def _globs(key: str, path: str) -> bool:
 
 
 def _batch_entry(mapping_dict: SplitMapping | None, mesh_axes: MeshAxes, rank: int) -> tuple[Any, ...]:
-    """Returns an entry to propose for a rank: splits the batch as the other ranks do, or over the whole mesh."""
+    """Proposes an entry for a rank: splits the batch like the other ranks, or over the whole mesh."""
     for key, entry in (mapping_dict or {}).items():
         if _RANK_KEY.fullmatch(str(key)) and entry:
             return (entry[0], *(None,) * (rank - 1))

@@ -1,4 +1,4 @@
-"""Tactics: what a path rule does with a leaf that it matches. A tactic takes the leaf's current spec and returns a new one.
+"""Tactics: the actions of path rules. A tactic takes a leaf's current spec and returns a new one.
 
 A tactic is any callable `(spec, mesh, path, leaf) -> spec`; `spec` has an entry for every dimension of the leaf. The
 tactics of this module can also be written as text in experiments and on the command line: `replicate`,
@@ -51,7 +51,7 @@ def fsdp(axis: str | Sequence[str], min_size_to_shard_mb: float = 4, allow_uneve
       unsplit dimension that divides; the report says so.
 
     Raises:
-      ValueError: now, an invalid axis or size; when the tactic is applied, an axis that the mesh does not have, or one of
+      ValueError: now, an invalid axis or size; when the tactic is applied, an axis missing from the mesh, or one of
         several axes that already splits the leaf.
     """
     if isinstance(min_size_to_shard_mb, bool) or not isinstance(min_size_to_shard_mb, int | float):
@@ -72,7 +72,7 @@ def shard_dim(dim: int, axis: str | Sequence[str], allow_uneven: bool = False) -
 
     Raises:
       ValueError: now, an invalid dimension or axis; when the tactic is applied, a leaf without this dimension (such as a
-        scalar), a dimension that is already split, or an axis that the mesh does not have or another dimension uses.
+        scalar), a dimension that is already split, or an axis missing from the mesh or another dimension uses.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ValueError(f"shard_dim: dim={dim!r} must be a whole number, e.g. 0 for the first dimension or -1.")
@@ -137,8 +137,6 @@ def _parse_axes(tactic: str, axis: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """What a built-in tactic needs to know about a leaf."""
-
     tactic: BuiltinTactic
     path: str
     shape: tuple[int, ...]
@@ -158,13 +156,13 @@ class _Leaf:
         return axes_by_dim(self.spec, len(self.shape))
 
     def split(self, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns the spec with `dim` also split, over `axes`."""
+        """Returns the spec with `dim` also split over `axes`."""
         entries = [*self.axes[:dim], axes, *self.axes[dim + 1 :]]
         return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
 class BuiltinTactic:
-    """A tactic that also reports what it could not do. Subclasses are frozen dataclasses of their arguments."""
+    """A tactic that also reports why it did not apply. Subclasses are frozen dataclasses of their arguments."""
 
     name: ClassVar[str]
     axis: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Moves an array from one sharding to another, and chooses how.
+"""Moves an array from one sharding to another by the best available way:
 
 - On Pathways (`pathwaysutils` installed, proxy platform in use), the Pathways transfer engine moves arrays.
 - Among the same devices in the same order, one compiled program does, unless the compiler would gather: a program whose
@@ -102,12 +102,12 @@ def move_here(
     may_alias: bool | None,
     plans: Plans,
 ) -> list[jax.Array]:
-    """Does `move` without Pathways."""
+    """`move` without Pathways."""
     return [_move(*each, may_alias, plans) for each in zip(arrays, shardings, donate, strict=True)]
 
 
 def _move(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None, plans: Plans) -> jax.Array:
-    """Does `move_here` for one array."""
+    """Moves one array; see `move_here`."""
     if x.sharding.is_equivalent_to(sharding, x.ndim) and not donate and may_alias is not False:
         committed: jax.Array = jax.device_put(x, sharding)  # with the target's axis names
         return committed
@@ -129,13 +129,12 @@ def _move(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None
 
 
 def _put(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None) -> jax.Array:
-    """Does `move_here` by `jax.device_put`."""
     moved = jax.device_put(x, sharding, may_alias=False if donate else may_alias)
     return _used_up(x, finish_on_host_devices(moved), donate)
 
 
 def _used_up(x: jax.Array, moved: jax.Array, donate: bool) -> jax.Array:
-    """Returns `moved` and, if `donate`, deletes `x`: JAX does not delete a donated array whose buffers it did not use."""
+    """Returns `moved`. With `donate`, deletes `x`, because JAX keeps a donated array whose buffers it did not use."""
     if donate and not x.is_deleted():
         x.delete()
     return moved
@@ -158,7 +157,6 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 def _device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
-    """Returns the devices in the order that a compiled program uses."""
     if isinstance(sharding, NamedSharding):
         return tuple(sharding.mesh.devices.flat)
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
@@ -173,13 +171,12 @@ def _shards(x: jax.Array) -> dict[Bounds, list[jax.Array]]:
 
 
 def _wanted(shape: tuple[int, ...], sharding: Sharding) -> dict[jax.Device, Bounds]:
-    """Returns the part of an array that each device of a sharding needs."""
+    """Returns each device's part of an array under a sharding."""
     indices = sharding.addressable_devices_indices_map(shape)
     return {device: _bounds(index, shape) for device, index in indices.items()}
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
-    """Returns (start, stop) for each dimension."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The record of a variable's layout on a mesh, and the paths that name variables everywhere.
+"""The record of a variable's layout on a mesh, and the paths that name variables.
 
 A `VariableSpec` is computed once, from shapes alone. Initialisation, jit shardings, padding, checkpoints and reports all
 read it. Messages, rules and reports write a path in one way: `layers/0/attn/kernel` (`path_str`).
@@ -220,7 +220,7 @@ def _misfit(what: str, prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bo
 
 
 def is_spec(node: object) -> bool:
-    """Returns True for an entry of a prefix tree of specs; None is one too and means replicated."""
+    """Returns True for an entry of a prefix tree of specs; None means replicated."""
     return node is None or isinstance(node, PartitionSpec | NamedSharding | VariableSpec)
 
 

@@ -63,7 +63,7 @@ def install() -> None:
 
 
 class _PaxmlFinder(importlib.abc.MetaPathFinder):
-    """Finds modules in paxml's folder that no other finder has found."""
+    """Finds modules in paxml's folder that other finders have not found."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

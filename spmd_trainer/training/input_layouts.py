@@ -10,7 +10,7 @@ from absl import logging
 from spmd_trainer import sharding
 from spmd_trainer.errors import first_line
 from spmd_trainer.inputs.batches import dataset_input_specs
-from spmd_trainer.sharding.report_inputs import InputLayout
+from spmd_trainer.sharding.report_data import InputLayout
 from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.train_states import PyTree
 from spmd_trainer.training.job import Job

@@ -22,7 +22,7 @@ from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.text_base import TokenizedFiles
 from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.sharding.messages import count_text, mesh_text
-from spmd_trainer.sharding.report_inputs import InputLayout
+from spmd_trainer.sharding.report_data import InputLayout
 from spmd_trainer.step import pjit
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.mesh_choice import choose_mesh

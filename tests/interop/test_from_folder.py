@@ -63,7 +63,7 @@ def test_a_model_with_another_rotary_base_is_not_that_of_the_folder(caplog):
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [({"temperature": "x", "do_sample": True}, "wrong kind"), ({"stop_strings": 5}, "wrong kind")],
+    [({"temperature": "x", "do_sample": True}, "wrong type"), ({"stop_strings": 5}, "wrong type")],
 )
 def test_a_malformed_generation_config_is_named(config, message):
     with pytest.raises(UserError, match=f"models/generation_config.json: .*{message}"):

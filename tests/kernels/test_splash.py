@@ -197,7 +197,7 @@ def test_any_length_and_head_width_can_be_computed():
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (make_call(target=Target("cpu")), "it is a kernel for TPUs, and the device is a cpu"),
+        (make_call(target=Target("cpu")), "it is a kernel for TPUs, but the device is a cpu"),
         (make_call(target=Target("tpu", "TPU v3")), "TPU v3 is older than TPU v4"),
         (make_call(dropout=True), "it can't drop probabilities"),
         (make_call(dtype=jnp.float16), "the queries and keys are float16, not bfloat16 or float32"),

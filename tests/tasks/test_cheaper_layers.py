@@ -12,7 +12,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer import sharding
 from spmd_trainer.experiments.lm import cloud
-from spmd_trainer.tasks.lm import cheaper_layers, layer_norm
+from spmd_trainer.tasks.lm import cheaper_layers
 
 WIDTH, ROWS, LENGTH = 12, 4, 6
 MESH = [("replica", 1), ("data", 4), ("mdl", 2)]
@@ -147,7 +147,7 @@ def test_no_program_of_the_forward_pass_multiplies_with_one_hot_ids():
 def test_experiments_use_them_and_keep_the_fields():
     lm_p = cloud.LmCloudSpmdAdamTiny().task().model.lm_tpl
     assert fdl.get_callable(lm_p.softmax_tpl) is cheaper_layers.SharedEmbeddingSoftmax
-    assert fdl.get_callable(lm_p.final_ln_tpl) is layer_norm.LayerNorm
+    assert fdl.get_callable(lm_p.final_ln_tpl) is cheaper_layers.LayerNorm
     assert lm_p.softmax_tpl.soft_cap_logits == 30.0
     own_p = Config(layers.TransformerLm, softmax_tpl=Config(Own))
     cheaper_layers.use_cheaper_layers(own_p)

@@ -230,7 +230,7 @@ def test_refusals():
     decoder = Decoder(small_spec(positions="learned", max_positions=4))
     with raises_naming(UserError, "5 tokens", "task.model.lm_tpl.spec.max_positions=4"):
         decoder(random_ids((1, 5)))
-    with pytest.raises(UserError, match=r"takes no causal_attention_mask"):
+    with pytest.raises(UserError, match=r"neither causal_attention_mask"):
         decoder(random_ids((1, 4)), causal_attention_mask=np.ones((1, 4)))
     with pytest.raises(UserError, match=r"rows of 9 tokens are longer"):
         decoder.decode(lambda layer: layer.prefill(random_ids((1, 3)), np.array([3]), 9))

@@ -10,7 +10,7 @@ from praxis import base_layer, layers
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.experiments.lm import cloud, stdlib
-from spmd_trainer.tasks.lm import layer_norm
+from spmd_trainer.tasks.lm import cheaper_layers
 
 
 class Special(layers.LayerNorm):
@@ -40,7 +40,7 @@ def value_and_gradients(cls, dtype, **fields):
 def test_values_and_gradients_are_those_of_praxis(dtype, tolerance, fields):
     if fields.get("reductions_in_fp32"):  # then bfloat16 costs no more than the last rounding
         tolerance = min(tolerance, 2e-3)
-    ours = value_and_gradients(layer_norm.LayerNorm, dtype, **fields)
+    ours = value_and_gradients(cheaper_layers.LayerNorm, dtype, **fields)
     praxis = value_and_gradients(layers.LayerNorm, dtype, **fields)
 
     def compare(a, b):
@@ -54,14 +54,14 @@ def test_experiments_use_it_throughout(experiment):
     model_p = experiment().task().model
     found = [fdl.get_callable(p) for p in selectors.select(model_p, layers.LayerNorm)]
     assert found
-    assert set(found) == {layer_norm.LayerNorm}
+    assert set(found) == {cheaper_layers.LayerNorm}
 
 
 def test_fields_stay_and_other_classes_are_left_alone():
     stack_p = Config(layers.TransformerLm, model_dims=8, vocab_size=8)
     stack_p.final_ln_tpl.epsilon = 0.5
     stack_p.stacked_transformer_tpl.transformer_layer_params_tpl.ln_tpl = Config(Special)
-    layer_norm.use_layer_norm(stack_p)
-    assert fdl.get_callable(stack_p.final_ln_tpl) is layer_norm.LayerNorm
+    cheaper_layers.use_layer_norm(stack_p)
+    assert fdl.get_callable(stack_p.final_ln_tpl) is cheaper_layers.LayerNorm
     assert stack_p.final_ln_tpl.epsilon == 0.5
     assert fdl.get_callable(stack_p.stacked_transformer_tpl.transformer_layer_params_tpl.ln_tpl) is Special

@@ -11,7 +11,7 @@ from facts import assert_names, raises_naming
 from trained_helpers import make_job
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.sharding.report_inputs import input_data
+from spmd_trainer.sharding.report_data import input_data
 from spmd_trainer.training import input_layouts, verify, xla_flags
 
 TINY = "--exp=lm.stdlib.StdlibBytesTiny"

@@ -57,7 +57,7 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
       model: a praxis language model with the methods that `loop.generate` needs.
       batch: ids int32 [B, P], prompts at the left; prefix_lengths int32 [B], or paddings [B, P]. Rows whose
         eval_sample_weights [B] are 0 are not continued. A row's random numbers depend on its prompt_index [B], or on its index
-        in the batch if there is none.
+        in the batch otherwise.
       settings: how to continue; S is their `num_samples` and N their `max_tokens`.
 
     Returns:
@@ -124,7 +124,7 @@ def refuse_decoder_tpl(given: Any) -> None:
     ]
     others = sorted(changed.keys() - _COUNTERPARTS.keys())
     raise UserError(
-        f"task.model.decoder_tpl is a {type(given).__name__} with settings of its own, and this model generates by "
+        f"task.model.decoder_tpl is a {type(given).__name__} with changed settings, but this model uses "
         f"task.model.generation; set {', '.join(instead) or 'its fields'}"
         + (f"; {', '.join(others)} have no counterpart: remove them" if others else "")
     )
@@ -173,10 +173,8 @@ def _best_first(generated: Sequence[jax.Array]) -> list[jax.Array]:
 def _behind_prompts(
     prompts: jax.Array, lengths: jax.Array, continuations: jax.Array, fill: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes each continuation [B, S, N] directly after its prompt [B, P].
-
-    Returns:
-      Where the prompts are, and the rows; both [B, S, P + N].
+    """Writes each continuation [B, S, N] directly after its prompt [B, P]. Returns where the prompts are, and the rows; both
+    [B, S, P + N].
     """
     width, steps = prompts.shape[1], continuations.shape[2]
     shape = (*continuations.shape[:2], width + steps)

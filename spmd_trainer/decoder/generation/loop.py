@@ -57,7 +57,8 @@ def generate(
     keys: jax.Array | None = None,
     ended: jax.Array | None = None,
 ) -> Generated:
-    """Continues prompts. Call it in a method of the model, with the collection DECODE_CACHE mutable.
+    """Continues prompts. Call it in a method of the model, with the collection DECODE_CACHE mutable. Returns B * S
+    continuations; continuations of one prompt are adjacent.
 
     Each row ends at one of `eos_ids`, at a stop string, or after `max_tokens`. The loop ends with the last row.
 
@@ -71,9 +72,6 @@ def generate(
       stops: the stop strings' table; None without any.
       keys: random keys of the continuations [B * S, ...]; greedy decoding needs none.
       ended: bool [B]: True for rows that only fill the batch and are not continued.
-
-    Returns:
-      B * S continuations; continuations of one prompt are adjacent.
     """
     samples, steps = settings.num_samples, settings.max_tokens
     logits = model.lm.prefill(ids, lengths, ids.shape[1] + steps)

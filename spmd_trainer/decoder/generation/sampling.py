@@ -27,16 +27,13 @@ def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
 def next_tokens(
     logits: jax.Array, settings: GenerationSettings, keys: jax.Array | None = None, step: jax.Array | int = 0
 ) -> jax.Array:
-    """Chooses one token per row.
+    """Chooses one token per row. Returns tokens, int32 [B].
 
     Args:
       logits: floating [B, V].
       settings: temperature, top_k and top_p.
       keys: the rows' keys [B, ...] (`row_keys`). Greedy decoding needs none.
       step: number of the generated token, folded into the keys.
-
-    Returns:
-      Tokens, int32 [B].
     """
     if settings.greedy:
         return most_likely(logits)
@@ -74,14 +71,12 @@ def log_probs_of(logits: jax.Array, tokens: jax.Array, *, largest: bool) -> jax.
 
 
 def warp(logits: jax.Array, settings: GenerationSettings) -> jax.Array:
-    """Applies temperature, top_k and top_p, in this order.
+    """Applies temperature, top_k and top_p, in this order. Returns float32 [B, V]: logits / temperature; minus infinity for
+    removed tokens.
 
     Args:
       logits: floating [B, V].
       settings: temperature (above 0), top_k and top_p.
-
-    Returns:
-      float32 [B, V]: logits / temperature; minus infinity for removed tokens.
     """
     warped = logits.astype(jnp.float32) / settings.temperature
     if 0 < settings.top_k < warped.shape[-1]:

@@ -102,7 +102,7 @@ class GenerationSettings:
         if self.repetition_penalty <= 0:
             raise _wrong("repetition_penalty", self.repetition_penalty, "set it above 0; 1 has no effect")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise _wrong("stop", self.stop, "give a tuple of texts, none of them empty, e.g. ('\\n\\n',)")
+            raise _wrong("stop", self.stop, "give a tuple of non-empty texts, e.g. ('\\n\\n',)")
         if self.num_samples > 1 and self.temperature == 0:
             raise _wrong(
                 "num_samples", self.num_samples, "greedy samples are all the same: set temperature above 0 too"
@@ -120,10 +120,10 @@ class GenerationSettings:
 
 
 def from_folder(folder: str | os.PathLike[str], **changes: Any) -> GenerationSettings:
-    """Returns the settings in a Hugging Face folder's generation_config.json, or the defaults if there is none.
+    """Returns the settings in a Hugging Face folder's generation_config.json, or the defaults without this file.
 
     As in transformers, a file without do_sample decodes greedily, and one that samples without naming top_k has top_k = 50.
-    Options that change tokens and have no counterpart here are logged as a warning.
+    Unsupported options that change tokens are logged as a warning.
 
     Args:
       folder: the folder.
@@ -142,7 +142,7 @@ def from_folder(folder: str | os.PathLike[str], **changes: Any) -> GenerationSet
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds no JSON object, as a generation_config.json does")
+        raise UserError(f"{path} is not a JSON object")
     return from_generation_config(found, path, **changes)
 
 
@@ -159,7 +159,7 @@ def from_generation_config(config: Mapping[str, Any], path: str, **changes: Any)
     try:
         fields = _fields(given)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{path}: an option has a value of the wrong kind: {error}") from error
+        raise UserError(f"{path}: an option has a value of the wrong type: {error}") from error
     return GenerationSettings(**{**fields, **changes})
 
 

@@ -79,7 +79,7 @@ class LoraModel:
             raise UserError(f"task.lora needs a model whose parameters are a dict; they are a {type(params).__name__}")
         if variables.LORA in params:
             raise UserError(
-                f"task.model has variables below 'params/{variables.LORA}', where task.lora keeps its adapters; rename them"
+                f"task.model has variables below 'params/{variables.LORA}', which task.lora uses for its adapters; rename them"
             )
         boxed = {
             name: tree if name == _AXES else jax.tree.map(_frozen, tree, is_leaf=_is_box)
@@ -123,10 +123,7 @@ class LoraModel:
 
     def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
         """Returns the variables for a run that starts on a loaded base: sets DoRA's magnitudes to the norms of the base's
-        weights.
-
-        Args:
-          mdl_vars: the variables at logical shapes. Under jit.
+        weights. `mdl_vars`: the variables at logical shapes. Under jit.
         """
         if not self.settings.dora:
             return mdl_vars
@@ -159,7 +156,7 @@ class LoraModel:
     def matrix_dims(self) -> dict[str, MatrixDims]:
         """Returns target -> its dimensions. The model must have been traced: `init_variables`, `forward` or `decode`."""
         if self.dims is None:
-            raise RuntimeError("the dimensions of the adapters' targets are known after init_variables was traced")
+            raise RuntimeError("the adapters' targets are unknown until init_variables has been traced")
         return self.dims
 
     def _found_dims(self, values: NestedJTensor, inputs: PyTree, key: jax.Array) -> dict[str, MatrixDims]:

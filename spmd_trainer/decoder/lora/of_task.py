@@ -35,12 +35,10 @@ def merged(task: HasModel, mdl_vars: NestedJTensor) -> NestedJTensor:
 
 
 def matrix_dims(task: HasModel) -> dict[str, MatrixDims]:
-    """Returns the adapters' targets, as paths such as 'params/lm/mlp/w', and the roles of each one's dimensions.
+    """Returns the adapters' targets, as paths such as 'params/lm/mlp/w', and the roles of each one's dimensions. `task`: a
+    task with `lora`.
 
     The model must have been traced, e.g. by a partitioner's `setup`.
-
-    Args:
-      task: a task with `lora`.
     """
     return dict(_lora_model(task).matrix_dims())
 
@@ -48,16 +46,13 @@ def matrix_dims(task: HasModel) -> dict[str, MatrixDims]:
 def split_like_base(
     task: HasModel, hparams: NestedWeightHParams, base: NestedWeightHParams, reasons: PyTree
 ) -> tuple[NestedWeightHParams, PyTree]:
-    """Lays out each adapter like its weight.
+    """Lays out each adapter like its weight. Returns the WeightHParams of all variables with their layout, and the reasons.
 
     Args:
       task: a task with `lora`.
       hparams: WeightHParams of all its variables.
-      base: those of the base, with their layout.
+      base: WeightHParams of the base, with their layout.
       reasons: the reason for each variable's layout, same structure as `base`.
-
-    Returns:
-      The WeightHParams of all variables with their layout, and the reasons.
     """
     model, weights = _lora_model(task), dict(masks.with_paths(base))
     found = {

@@ -22,7 +22,8 @@ def multiply(
     drop: Callable[[jax.Array], jax.Array],
     rows: jax.Array | None,
 ) -> jax.Array | None:
-    """Multiplies with W + scale * a b without forming it.
+    """Multiplies with W + scale * a b without forming it. Returns the product with the dimensions of the `dot_general`; None
+    if the adapters don't allow it.
 
     Args:
       x: the other operand.
@@ -31,9 +32,6 @@ def multiply(
       weight_is_left: True if the weight is the left operand.
       drop: applied to the adapters' input.
       rows: int32 [rows], each row's adapter; None with one adapter. Dimension 0 of `x` are the rows.
-
-    Returns:
-      The product with the dimensions of the `dot_general`; None if the adapters don't allow it.
     """
     contract, batch = params["dimension_numbers"]
     (xc, wc), (xb, wb) = (pair[::-1] if weight_is_left else pair for pair in (contract, batch))

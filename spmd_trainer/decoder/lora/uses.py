@@ -202,9 +202,7 @@ def choose_targets(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, Matrix
         # A model's only layer is also its output layer.
         chosen = [path for path in linear if uses[path].is_read_on] or linear
         if not chosen:
-            raise UserError(
-                "task.lora.targets='all-linear' finds no variable that the model uses in matrix products only"
-            )
+            raise UserError("task.lora.targets='all-linear' finds no variable used in matrix products only")
     else:
         matched = {path for regex in settings.regexes for path in _matches(regex, uses, fitting)}
         chosen = [path for path in uses if path in matched]
@@ -217,7 +215,7 @@ def _matches(regex: str, uses: Mapping[str, Uses], fitting: list[str]) -> list[s
     found = [path for path in uses if re.search(regex, path)]
     if not found:
         raise UserError(
-            f"task.lora.targets: {regex!r} is found in the path of no variable; nearest that can have adapters: "
+            f"task.lora.targets: {regex!r} matches no variable; nearest variables that can have adapters: "
             f"{_nearest(regex, fitting)}"
         )
     return found
@@ -225,16 +223,16 @@ def _matches(regex: str, uses: Mapping[str, Uses], fitting: list[str]) -> list[s
 
 def _check(path: str, use: Uses, fitting: list[str]) -> None:
     """Raises UserError if the variable is in no matrix product, or in products with contradicting roles."""
-    near = f"nearest that can have adapters: {_nearest(path, fitting)}"
+    near = f"nearest variables that can have adapters: {_nearest(path, fitting)}"
     if len(use.products) > 1:
         raise UserError(
             f"task.lora.targets: the model uses {path} in matrix products over different dimensions "
-            f"({' and '.join(str(kind.inputs) for kind in use.products)}), so its adapters have no definite inputs; {near}"
+            f"({' and '.join(str(kind.inputs) for kind in use.products)}), so the adapters' inputs are ambiguous; {near}"
         )
     if not use.products:
         how = f"in {', '.join(use.others)}" if use.others else "not at all"
         raise UserError(
-            f"task.lora.targets: the model uses {path} {how}, and adapters fit only a weight of matrix products; {near}"
+            f"task.lora.targets: the model uses {path} {how}, but adapters need a weight used in matrix products; {near}"
         )
 
 

@@ -107,7 +107,7 @@ def split_like_base(
     Args:
       settings, roles, name: as for `adapter_hparams`.
       adapter: the WeightHParams of the adapter.
-      base: those of the base's variable, with its layout.
+      base: WeightHParams of the base's variable, with its layout.
       path: the base's path.
     """
     mapping = dict(enumerate(base.full_split_dims_mapping))

@@ -91,15 +91,12 @@ class PreferenceLoss:
             )
 
     def __call__(self, logps: jax.Array, lengths: jax.Array, reference_logps: jax.Array | None = None) -> PairLosses:
-        """Computes the loss of each pair.
+        """Computes the loss of each pair. Returns the losses and rewards. The rewards have no gradient.
 
         Args:
           logps: float32 [pairs, 2], log-probabilities of the chosen and the rejected answer.
           lengths: [pairs, 2], tokens of the answers. Answers of rows that only fill a batch may have 0.
           reference_logps: float32 [pairs, 2], the reference's log-probabilities. Not used by 'simpo'.
-
-        Returns:
-          The losses and rewards. The rewards have no gradient.
         """
         lengths = jnp.maximum(lengths, 1).astype(logps.dtype)
         if not self.needs_reference:

@@ -53,13 +53,9 @@ class PreferenceLanguageModel(layers.LanguageModel):
         super().setup()
 
     def compute_predictions(self, input_batch: NestedMap) -> base_model.Predictions:
-        """Runs the language model on all answers of a batch.
-
-        Args:
-          input_batch: B pairs, see the module docstring, or a batch of a language model.
-
-        Returns:
-          The predictions of praxis' `LanguageModel` for the 2 B rows, or for the batch of a language model.
+        """Runs the language model on all answers of a batch. `input_batch`: B pairs, see the module docstring, or a batch of
+        a language model. Returns the predictions of praxis' `LanguageModel` for the 2 B rows, or for the batch of a
+        language model.
         """
         return super().compute_predictions(_rows(input_batch) if "chosen" in input_batch else input_batch)
 

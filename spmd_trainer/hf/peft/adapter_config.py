@@ -1,4 +1,4 @@
-"""adapter_config.json: what PEFT notes of adapters."""
+"""PEFT's adapter_config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd_trainer.hf.errors import HfError, HfNotFoundError
 from spmd_trainer.hf.folder import is_folder, read_json
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-# Options that make other functions of the base and the adapters than LoRA and DoRA do.
+# Options that combine base and adapters in other ways than LoRA and DoRA.
 _UNSUPPORTED = (
     "modules_to_save",
     "rank_pattern",
@@ -29,15 +29,15 @@ _UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
-# Initialisations that leave the base as it is; the others subtract the initial adapters from it.
+# Initialisations that keep the base unchanged; others subtract the initial adapters from it.
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def read(directory: epath.PathLike) -> dict[str, Any]:
-    """Returns the content of adapter_config.json of adapters that can be used here.
+    """Returns the content of adapter_config.json of supported adapters.
 
     Raises:
-      HfNotFoundError: there is no such file.
+      HfNotFoundError: the file is missing.
       HfError: it describes another method than LoRA or DoRA, or has options that are not supported.
       CheckpointReadError: storage does not answer, or refuses.
     """
@@ -76,7 +76,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_of(directory: epath.PathLike) -> epath.Path | None:
-    """Returns the Hugging Face folder of the base if adapter_config.json names one that is there, else None.
+    """Returns the base's Hugging Face folder if adapter_config.json names an existing one, else None.
 
     Raises:
       CheckpointReadError: storage does not answer, or refuses.
@@ -93,7 +93,7 @@ def make(
 
     Args:
       lora: the settings.
-      modules: what PEFT is to look for: ends of the names of the base's modules.
+      modules: ends of the names of the base's modules, by which PEFT finds them.
       base: the folder of the base.
       fan_in_fan_out: True if the base's weights are [in, out], as GPT-2's are.
     """

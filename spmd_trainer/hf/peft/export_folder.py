@@ -34,8 +34,7 @@ def export(
 ) -> None:
     """Writes the adapters of a state, in float32. Called by every process; process 0 writes.
 
-    Several adapters (`task.lora.adapters`) get a folder each, below the directory. The directory appears under its name when
-    it is whole.
+    Several adapters (`task.lora.adapters`) get a subfolder each. The directory gets its final name once complete.
 
     Args:
       state: a state on the job's mesh, with or without base and optimizer states.
@@ -45,7 +44,7 @@ def export(
 
     Raises:
       UserError: the directory can't be written.
-      HfError: the directory is not empty, the model has no adapters, or PEFT's format has no place for them.
+      HfError: the directory is not empty, the model has no adapters, or PEFT's format can't hold them.
       OSError: the folder can't be written.
     """
     path: epath.Path = storage.directory("export_dir", directory)
@@ -66,7 +65,7 @@ def export(
 
 @dataclasses.dataclass(frozen=True)
 class _Folder:
-    """What is written to one folder.
+    """The content of one folder.
 
     Attributes:
       config: the content of adapter_config.json.
@@ -78,13 +77,12 @@ class _Folder:
 
 
 def _specs(job: Job) -> dict[str, VariableSpec]:
-    """Returns the layouts of the adapters by path."""
     leaves = named_leaves(job.partitioner.metadata.variables.mdl_vars)
     return {f"mdl_vars/{name}": spec for name, spec in leaves if lora.is_adapter(name)}
 
 
 def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> dict[str, _Folder]:
-    """Checks what can be checked before anything is written. Returns {name below the directory: what is written there}."""
+    """Checks everything that can be checked before writing. Returns {subfolder: content}."""
     settings, spec = job.task.lora, spec_of_task(job.task)
     if settings is None:
         raise HfError("--export_adapter: the model has no adapters (task.lora is None); leave the flag out")

@@ -1,8 +1,8 @@
-"""Which tensors of PEFT hold which adapters.
+"""The mapping between PEFT's tensors and the adapters' variables.
 
 A module of the base whose weight is [out, in] has `lora_A.weight` [r, in], `lora_B.weight` [out, r] and with DoRA
-`lora_magnitude_vector` [out]. The variables keep the dimensions of their weight: a [stack..., in..., r], b [stack..., r, out...],
-magnitude [stack..., out...].
+`lora_magnitude_vector` [out]. The variables keep the dimensions of their weight: a [stack..., in..., r], b [stack..., r,
+out...], magnitude [stack..., out...].
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ADAPTERS, _BASE = "mdl_vars/params/lora/", "mdl_vars/params/"
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one of several adapters is in a variable, whose first dimension counts them.
+    """Position of one of several adapters in a variable, whose first dimension counts them.
 
     Attributes:
-      index: its index.
-      count: how many there are.
+      index: position.
+      count: number of adapters.
     """
 
     index: int
@@ -55,8 +55,8 @@ def variables_of(
       base: the base's variables with their tensors, see `hf.tensor_names.variables_of`.
       dims: which dimensions of each variable of the base are inputs and outputs; {'params/...': MatrixDims}.
       rank: the adapters' rank.
-      slot: which one of several adapters it is; None: the only one.
-      prefix: what stands before the tensors' names.
+      slot: position among several adapters; None: the only one.
+      prefix: prefix of the tensors' names.
 
     Raises:
       HfMismatchError: PEFT has no tensors for an adapter.
@@ -65,7 +65,7 @@ def variables_of(
     for path in paths:
         weight, part = base_path(path)
         if weight not in base:
-            raise HfMismatchError(f"{path}: PEFT's format has adapters for the decoder below {ROOT} alone")
+            raise HfMismatchError(f"{path}: PEFT's format only has adapters for the decoder below {ROOT} alone")
         variable = base[weight]
         weight_dims = dims[weight.removeprefix("mdl_vars/")]
         pieces = tuple(_piece(path, part, piece, weight_dims, rank, slot, prefix) for piece in variable.pieces)
@@ -129,7 +129,7 @@ def _check(path: str, weight: Piece, dims: MatrixDims) -> None:
     if any(FUSED in group for group in weight.groups):
         raise HfMismatchError(
             f"{path}: transformers keeps query, key and value in one tensor ({weight.name}), for which PEFT has one pair of "
-            "adapters; here each has its own. Merge the adapters into the base instead (--mode=export without "
+            "adapters; here each has separate adapters. Merge the adapters into the base instead (--mode=export without "
             "--export_adapter), or choose other task.lora.targets"
         )
     if "/moe/" in path:
@@ -139,4 +139,6 @@ def _check(path: str, weight: Piece, dims: MatrixDims) -> None:
             "--export_adapter), or choose other task.lora.targets"
         )
     if dims.stack != tuple(range(len(weight.leading))):
-        raise HfMismatchError(f"{path}: the model multiplies {weight.name} by batches, and PEFT has no such adapters")
+        raise HfMismatchError(
+            f"{path}: the model multiplies {weight.name} in batches, which PEFT's adapters don't support"
+        )

@@ -1,4 +1,5 @@
-"""Modules under import names that only users need: Pax's (`learners`, `base_task`, `trainer_lib`, ...), `shard_map_partitioning`.
+"""Modules under import names that only users need: Pax's (`learners`, `base_task`, `trainer_lib`, ...),
+`shard_map_partitioning`.
 
     from spmd_trainer import checkpoints, trainer_lib  # pax/import_names/checkpoints.py, pax/import_names/trainer_lib.py
 

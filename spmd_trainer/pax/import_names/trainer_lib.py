@@ -151,7 +151,8 @@ def train_step_single_learner(
     apply_fn: Any = None,
     expose_updated_nontrainables_to_learner: bool = True,
 ) -> tuple[TrainState, StepFnOutput]:
-    """Takes one training step. Under `jax.pmap` with the axis 'batch', devices exchange their gradients and metrics.
+    """Takes one training step. Under `jax.pmap` with the axis 'batch', devices exchange their gradients and metrics. Returns
+    the state after n + 1 steps, and the step's outputs.
 
     Args:
       jax_task: the built task.
@@ -165,9 +166,6 @@ def train_step_single_learner(
       apply_fn: must be None.
       expose_updated_nontrainables_to_learner: must be True.
 
-    Returns:
-      The state after n + 1 steps, and the step's outputs.
-
     Raises:
       UserError: an argument has a value that is not supported.
     """
@@ -175,7 +173,7 @@ def train_step_single_learner(
     if grad_fn is not None or apply_fn is not None or not expose_updated_nontrainables_to_learner:
         raise UserError(
             "train_step_single_learner takes no grad_fn, no apply_fn and no expose_updated_nontrainables_to_learner=False; "
-            "give steps.step_fns.train_step a grad_fn of its own form"
+            "pass a grad_fn to step.step_fns.train_step"
         )
     hparams = _hparams(jax_task, inputs, var_weight_hparams)
     own = _pmap_gradients if base_layer.is_running_under_pmap() else None

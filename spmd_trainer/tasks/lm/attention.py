@@ -3,10 +3,10 @@
     class Mine(model_params.TransformerLmSpmdAdafactor, MyDataset):
         USE_FUSED_ATTENTION = True
 
-For any other model, call `use_fused_attention_in(model_p)` on its config. Two parts change: attention layers become the fused
-classes below, and `TransformerLm` hands them segment ids, from which the kernels tell what a token sees. Variables stay the same.
-Where praxis still hands over a mask (encoders, cross-attention, prefix LMs, masks in the batch), praxis' own attention computes
-it. Decode steps always use praxis' own.
+For any other model, call `use_fused_attention_in(model_p)` on its config. Attention layers
+become the fused classes below, and `TransformerLm` passes them segment ids instead of a mask. Variables stay the same. If
+praxis still passes a mask (encoders, cross-attention, prefix LMs, masks in the batch), praxis' own attention is used. Decode
+steps always use praxis' own.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from praxis.pax_fiddle import Config
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels import attend, kernels, pattern
 
-_MASK_GIVEN = "the layer was given a mask, not segment ids"
+_MASK_GIVEN = "the layer got a mask instead of segment ids"
 LanguageModelType = transformer_models.LanguageModelType
 
 
 class FusedDotProductAttention(layers.DotProductAttention):
-    """`DotProductAttention` by a fused kernel: logits and probabilities are never whole in memory, so it returns None for them.
+    """`DotProductAttention` by a fused kernel: logits and probabilities are never materialised, so it returns None for them.
 
     Variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them. Settings
     that no kernel supports are errors. praxis' summaries of the logits are missing. Dropout of probabilities and rows of up to
@@ -79,16 +79,14 @@ class FusedDotProductAttention(layers.DotProductAttention):
         atten_mask: jax.Array,
         relative_bias: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Computes attention.
+        """Computes attention. Returns the attention output [batch, time, heads, width], and None in place of the
+        probabilities.
 
         Args:
           query, key, value: [batch, time, heads, width].
-          atten_mask: int32 segment ids [batch, time]: a token sees those of its segment. Or praxis' mask [1 or batch, 1,
+          atten_mask: int32 segment ids [batch, time]: a token sees the tokens of its segment. Or praxis' mask [1 or batch, 1,
             1 or time, source], 0 or a large negative number, with which praxis' own attention is used.
           relative_bias: always None, see `setup`.
-
-        Returns:
-          The attention output [batch, time, heads, width], and None in place of the probabilities.
 
         Raises:
           UserError: `kernel` can't compute it.
@@ -124,7 +122,6 @@ class FusedDotProductAttention(layers.DotProductAttention):
 
     @nn.nowrap
     def _pattern(self) -> pattern.Pattern:
-        """Returns which keys a query sees within its segment, and how logits are computed."""
         head = self.dim_per_head or self.hidden_dim // self.num_heads
         capped = self.atten_logit_cap and self.atten_logit_cap > 0
         return pattern.Pattern(
@@ -181,14 +178,14 @@ class FusedLocalSelfAttention(FusedDotProductAttention, attentions.LocalSelfAtte
 
 
 class SegmentedTransformerLm(layers.TransformerLm):
-    """praxis' `TransformerLm` for fused attention: hands segment ids [batch, time] to its layers instead of a mask.
+    """praxis' `TransformerLm` for fused attention: passes segment ids [batch, time] to its layers instead of a mask.
 
     Fields and variables are the same. The attention layers must be fused, see `use_fused_attention_in`.
     """
 
     @nn.nowrap
     def create_child(self, name: str, params: Any) -> None:
-        """Creates a child as praxis does, but leaves it to the attention layers of 'transformer' to be causal."""
+        """Creates a child like praxis, but leaves causality to the attention layers of 'transformer'."""
         if name == "transformer":
             params = params.clone()
             for stack_p in selectors.select(params, layers.StackedTransformer):
@@ -279,7 +276,7 @@ def _fuse(attention_p: Any, kernel: str | None) -> None:
     cls = fdl.get_callable(attention_p)
     if cls not in (*_FUSED, *_FUSED.values()):
         raise UserError(
-            f"USE_FUSED_ATTENTION is for plain attention, and this is a {cls.__name__}; set one of the two only"
+            f"USE_FUSED_ATTENTION is for plain attention, but this is a {cls.__name__}; set one of the two only"
         )
     fdl.update_callable(attention_p, _FUSED.get(cls, cls))
     attention_p.kernel = kernel

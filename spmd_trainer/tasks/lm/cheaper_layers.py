@@ -3,8 +3,8 @@
     use_cheaper_layers(task_p.model)
 
 changes layer norms (see `layer_norm`) and the softmax that shares its weights with the token embedding. The experiments of
-`model_params` use it. LoRA adapters on the weights of that softmax have other shapes than beside praxis' own layer, because only
-the logits are a product with these weights.
+`model_params` use it. LoRA adapters of the softmax have other shapes than with praxis' own layer, because only the
+logits are a product with its weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,40 @@ from flax import linen as nn
 from praxis import base_layer, layers
 from praxis.layers import base_ops
 
-from spmd_trainer.tasks.lm import layer_norm
 from spmd_trainer.tasks.lm.attention import mesh_axes
+
+
+class LayerNorm(layers.LayerNorm):
+    """praxis' `LayerNorm` (Ba et al. 2016, arXiv:1607.06450), subtracting the mean once.
+
+    Fields and variables are the same, and results are equal up to rounding.
+    """
+
+    def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
+        """Normalises the last dimension. Returns [..., dim], in the wider of the dtypes of inputs and variables.
+
+        Args:
+          inputs: [..., dim].
+          paddings: not used, as in praxis.
+        """
+        del paddings
+        x = inputs.astype(jnp.float32) if self.reductions_in_fp32 else inputs
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(variance + self.epsilon)
+        if self.reductions_in_fp32:
+            normed = normed.astype(inputs.dtype)
+        if self.use_scale:
+            normed *= self.theta.scale if self.direct_scale else 1 + self.theta.scale
+        if self.use_bias:
+            normed += self.theta.bias
+        return normed
+
+
+def use_layer_norm(model_p: Any) -> None:
+    """Replaces every praxis `LayerNorm` in a config, but not its subclasses, by this one. Changes the config in place."""
+    for norm_p in selectors.select(model_p, layers.LayerNorm, match_subclasses=False):
+        fdl.update_callable(norm_p, LayerNorm)
 
 
 class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
@@ -99,11 +131,9 @@ _rows_of.defvjp(_rows_forward, _rows_backward)
 
 def use_cheaper_layers(model_p: Any) -> None:
     """Replaces praxis' `LayerNorm` and `SharedEmbeddingSoftmax` in a config, but not their subclasses. Changes it in place.
-
-    Args:
-      model_p: config of a model, or of a part of one.
+    `model_p`: config of a model, or of a part of one.
     """
-    layer_norm.use_layer_norm(model_p)
+    use_layer_norm(model_p)
     for softmax_p in selectors.select(
         model_p, layers.SharedEmbeddingSoftmax, match_subclasses=False, check_nonempty=False
     ):

@@ -53,10 +53,7 @@ class SyntheticLmData:
         return batches.lm_input_specs(p.batch_size, p.seq_len)
 
     def __init__(self, params: Any):
-        """Checks and stores the settings.
-
-        Args:
-          params: the result of `HParams()`, filled in.
+        """Checks and stores the settings. `params`: the result of `HParams()`, filled in.
 
         Raises:
           UserError: `batch_size` or `seq_len` is not set.

@@ -36,7 +36,7 @@ _SHARED_WITH_EXPERTS = (
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """An experiment uses a feature of Pax that is not supported here; the message says what to set instead."""
+    """An experiment uses an unsupported feature of Pax; the message says what to set instead."""
 
 
 def set_sharding_annotations_v1(
@@ -80,8 +80,8 @@ def set_sharding_annotations_with_expert_parallelism(
 ) -> None:
     """Sets a task's mesh ('replica', 'data', 'data_expert', 'mdl') and splits inputs, variables and activations over it.
 
-    A name of newer versions of paxml. The model's layer says how its variables are split, in
-    `set_sharding_params_with_expert_parallelism`, which praxis 1.4.0 does not have.
+    A name of newer versions of paxml. The model's layer decides the split of its variables in
+    `set_sharding_params_with_expert_parallelism`, which praxis 1.4.0 lacks.
 
     Args:
       task_p, training_optimized: as in `set_sharding_annotations_v1`.

@@ -59,10 +59,7 @@ class BaseImageNetInput:
         )
 
     def __init__(self, params: Any):
-        """Finds the records.
-
-        Args:
-          params: the result of `Params()`, filled in.
+        """Finds the records. `params`: the result of `Params()`, filled in.
 
         Raises:
           UserError: there are no files, or one can't be read.

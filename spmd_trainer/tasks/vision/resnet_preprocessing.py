@@ -21,7 +21,7 @@ def preprocess_image(
     image_size: int = IMAGE_SIZE,
     seed: tuple[int, int] | None = None,
 ) -> Any:
-    """Decodes, crops and resizes a JPEG image.
+    """Decodes, crops and resizes a JPEG image. Returns a tensor [image_size, image_size, 3], values 0 to 255.
 
     Args:
       image_bytes: the file's bytes.
@@ -30,9 +30,6 @@ def preprocess_image(
       use_bfloat16: return bfloat16 instead of float32.
       image_size: sides of the result.
       seed: seed of the random crop; None: draw another at each call.
-
-    Returns:
-      A tensor [image_size, image_size, 3], values 0 to 255.
     """
     if is_training:
         return preprocess_for_train(image_bytes, use_bfloat16, image_size, seed)
@@ -53,7 +50,7 @@ def preprocess_for_train(
         max_attempts=10,
         seed=seeds,
     )
-    # No crop of these proportions was found in so few attempts.
+    # No crop of these proportions was found in `max_attempts` attempts.
     is_whole = tf.reduce_all(tf.shape(crop) == tf.image.extract_jpeg_shape(image_bytes))
     image = tf.cond(is_whole, lambda: _center_crop(tf, image_bytes, image_size), lambda: _resized(tf, crop, image_size))
     image = tf.image.stateless_random_flip_left_right(image, seeds + 1)
