@@ -1,5 +1,4 @@
-"""The model of a Hugging Face folder: fine-tuning on text files, evaluation and generation, with the folder's
-tokenizer.
+"""The model of a Hugging Face folder: fine-tuning on text files, evaluation, and generation.
 
     spmd-trainer --exp=lm.hf.FromFolder --job_log_dir=runs/tuned --fdl.FOLDER=models/llama --fdl.FILES='corpus/*.txt'
 

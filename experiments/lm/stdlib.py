@@ -27,9 +27,7 @@ class BitsPerByte(base_hyperparams.FiddleBaseParameterizable):
     source: str = "avg_xent"
 
     def __call__(self, weighted_scalars: Any) -> Any:
-        """Returns the same {name: (mean, weight)} with `bits_per_byte` added. ValueError if the metric `source` is
-        missing.
-        """
+        """Returns {name: (mean, weight)} with `bits_per_byte` added. ValueError if the metric `source` is missing."""
         if self.source not in weighted_scalars:
             raise ValueError(f"BitsPerByte reads {self.source!r}; the model's outputs are {sorted(weighted_scalars)}")
         nats, weight = weighted_scalars[self.source]

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from praxis import base_input, pax_fiddle
+from praxis import pax_fiddle
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import batches, indexed, packed_text, record_files, saved_positions
+from spmd_trainer.inputs import indexed, packed_text, record_files
 from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed
 from spmd_trainer.inputs.tfrecord import ExampleParser, Feature
 
@@ -45,7 +45,7 @@ class MaskingSettings:
     random_avoid_ids: Sequence[int] = ()
 
 
-class TFRecordBertInput(base_input.BaseInput):
+class TFRecordBertInput(indexed.CheckpointedInput):
     """Input over TFRecords with `input_ids`, `input_mask`, `masked_lm_positions`, `masked_lm_ids` and
     `masked_lm_weights`.
 
@@ -95,12 +95,12 @@ class TFRecordBertInput(base_input.BaseInput):
         check_tensorflow_installed()
         masking = self.mlm_augmenter
         if self.remask and (masking.vocab_size < 1 or masking.mask_token_id < 0):
-            raise self._error(
+            raise self.error(
                 f"remask needs mlm_augmenter's vocab_size and mask_token_id, which are {masking.vocab_size} and "
                 f"{masking.mask_token_id}; call p.mlm_augmenter.Set(mask_token_id=103, vocab_size=30522)"
             )
         if self.remask and not 0 < masking.mask_prob + masking.random_prob + masking.same_prob < 1:
-            raise self._error("mlm_augmenter's probabilities must add up to a number between 0 and 1")
+            raise self.error("mlm_augmenter's probabilities must add up to a number between 0 and 1")
 
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
@@ -108,7 +108,7 @@ class TFRecordBertInput(base_input.BaseInput):
         try:
             return record_files.RecordFiles(self.input_file)
         except UserError as error:
-            raise self._error(str(error)) from error
+            raise self.error(str(error)) from error
 
     @property
     def num_batches(self) -> int | None:
@@ -147,10 +147,7 @@ class TFRecordBertInput(base_input.BaseInput):
         return self._batch(rows)
 
     def get_next_padded(self) -> NestedMap:
-        """Returns `get_next()` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""
-        if self._peek is not None or not self.batch_padding_size:
-            return super().get_next_padded()
-        batch = batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
+        batch = super().get_next_padded()
         batch.masked_pos = batch.masked_pos * batch.eval_sample_weights[:, None]
         return batch
 
@@ -235,7 +232,7 @@ class TFRecordBertInput(base_input.BaseInput):
         try:
             parsed = parser.parse([self.records.read(int(number)) for number in numbers])
         except UserError as error:
-            raise self._error(str(error)) from error
+            raise self.error(str(error)) from error
         examples = [
             self._example({name: values[row] for name, values in parsed.items()}, int(numbers[row]), int(indices[row]))
             for row in range(len(numbers))
@@ -249,7 +246,7 @@ class TFRecordBertInput(base_input.BaseInput):
         labels[positions], masked[positions] = tokens, 1
         ends = np.flatnonzero(labels == self.eos_token_id)
         if not len(ends):
-            raise self._error(f"{self.records.describe(number)} has no end-of-text token ({self.eos_token_id})")
+            raise self.error(f"{self.records.describe(number)} has no end-of-text token ({self.eos_token_id})")
 
         def without_end(values: np.ndarray) -> np.ndarray:
             return np.append(np.delete(values, ends[0]), np.zeros(1, values.dtype))
@@ -287,12 +284,9 @@ class TFRecordBertInput(base_input.BaseInput):
         return {**found, "rows": self.batch_size * self.num_infeed_hosts}
 
     def _get_state_internal(self) -> bytes:
-        return saved_positions.encode([self._position, self._window, self._row], self._fingerprint())
+        return self._encode_position(self._position, self._window, self._row)
 
     def _set_state_internal(self, state: bytes) -> None:
-        position = saved_positions.decode(state, self._fingerprint(), count=3, error=self._error)
+        position = self._decode_position(state, 3)
         self.reset()
         self._position, self._window, self._row = position
-
-    def _error(self, message: str) -> UserError:
-        return UserError(f"{type(self).__name__} {self.name!r}: {message}")

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from praxis import base_input
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
@@ -147,7 +146,7 @@ class GrainInput(indexed.IndexedInput):
         return {**super()._fingerprint(), "element": shapes}
 
 
-class GrainStreamInput(base_input.BaseInput):
+class GrainStreamInput(indexed.CheckpointedInput):
     """Input over a `grain.IterDataset` of examples (dicts of arrays of fixed shapes), not batched.
 
     For pipelines without random access: filters, packing, mixtures. Each process reads its own share. The position is
@@ -168,17 +167,17 @@ class GrainStreamInput(base_input.BaseInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        grain = import_grain(self._error)
+        grain = import_grain(self.error)
         if not self.is_training and self.num_infeed_hosts > 1:
-            raise self._error(
+            raise self.error(
                 f"it is not for training, and {self.num_infeed_hosts} processes share it: their shares of a stream may "
                 "have different lengths. Use GrainInput on a grain.MapDataset"
             )
         if not callable(self.dataset):
-            raise self._error(f"dataset={self.dataset!r}; give a function (process index, processes) -> IterDataset")
+            raise self.error(f"dataset={self.dataset!r}; give a function (process index, processes) -> IterDataset")
         self._source = self.dataset(self.infeed_host_index, self.num_infeed_hosts)
         if not isinstance(self._source, grain.IterDataset):
-            raise self._error(f"dataset gives {type(self._source).__name__}; it must give a grain.IterDataset")
+            raise self.error(f"dataset gives {type(self._source).__name__}; it must give a grain.IterDataset")
         self.reset_for_eval: bool = not self.is_training
         self._iterator = iter(self._source)
 
@@ -187,9 +186,9 @@ class GrainStreamInput(base_input.BaseInput):
         try:
             return examples.specs_of(examples.from_nested_dict(next(iter(self._source))))
         except StopIteration as error:
-            raise self._error("the dataset has no element") from error
+            raise self.error("the dataset has no element") from error
         except UserError as error:
-            raise self._error(f"the first element of the dataset is not an example: {error}") from error
+            raise self.error(f"the first element of the dataset is not an example: {error}") from error
 
     def input_specs(self) -> NestedMap:
         """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads one element and keeps it."""
@@ -210,15 +209,9 @@ class GrainStreamInput(base_input.BaseInput):
             batch = examples.stack(rows, specs, lambda row: f"element {self._taken + row}")
             batch = batches.blank_rows(examples.for_devices(batch), np.ones(len(rows), bool))
         except UserError as error:
-            raise self._error(str(error)) from error
+            raise self.error(str(error)) from error
         self._taken += len(rows)
         return batches.pad_batch(batch, self.batch_size)
-
-    def get_next_padded(self) -> NestedMap:
-        """Returns `get_next()` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""
-        if self._peek is not None or not self.batch_padding_size:
-            return super().get_next_padded()
-        return batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
 
     def reset(self) -> None:
         """Goes back to the first batch."""
@@ -234,9 +227,9 @@ class GrainStreamInput(base_input.BaseInput):
             saved = json.loads(state)
             position, taken, processes = saved["grain"], int(saved["taken"]), saved["processes"]
         except (ValueError, KeyError, TypeError) as error:
-            raise self._error(f"this is not a saved position of this input: {state[:80]!r}") from error
+            raise self._not_a_position(state) from error
         if processes != self.num_infeed_hosts:
-            raise self._error(
+            raise self.error(
                 f"the saved position is one of {processes} processes, and these are {self.num_infeed_hosts}; use as many, "
                 "or start the input from its beginning with task.train.enable_input_checkpointing=False"
             )
@@ -244,11 +237,8 @@ class GrainStreamInput(base_input.BaseInput):
         try:
             self._iterator.set_state(position)
         except (ValueError, KeyError, TypeError) as error:
-            raise self._error(f"the saved position belongs to another pipeline: {error!r}") from error
+            raise self.error(f"the saved position belongs to another pipeline: {error!r}") from error
         self._taken = taken
-
-    def _error(self, message: str) -> UserError:
-        return UserError(f"{type(self).__name__} {self.name!r}: {message}")
 
 
 def _batch_specs(example: NestedMap, batch_size: int) -> NestedMap:

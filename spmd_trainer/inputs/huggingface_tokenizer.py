@@ -348,9 +348,7 @@ class HuggingFaceTokenizer:
         return [added[index].content for index in sorted(added)]
 
     def _check_added(self, stated: Mapping[str, Any]) -> None:
-        """Raises a UserError if tokenizer.json lacks tokens that tokenizer_config.json adds, which would change the
-        tokens.
-        """
+        """Raises a UserError if tokenizer.json lacks tokens that tokenizer_config.json adds."""
         for index, token in stated.get("added_tokens_decoder", {}).items():
             if self._tokenizer.id_to_token(int(index)) != content_of(token):
                 raise UserError(

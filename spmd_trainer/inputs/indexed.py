@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -64,7 +64,58 @@ class ExampleOrder:
         return found
 
 
-class IndexedInput(base_input.BaseInput):
+class CheckpointedInput(base_input.BaseInput):
+    """Base of all inputs: pads batches, names itself in errors, and saves positions with the settings they depend on."""
+
+    def error(self, message: str) -> UserError:
+        """Makes a UserError that names this input."""
+        return UserError(f"{type(self).__name__} {self.name!r}: {message}")
+
+    def get_next_padded(self) -> NestedMap:
+        """Returns `get_next()` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""
+        if self._peek is not None or not self.batch_padding_size:
+            return super().get_next_padded()
+        return batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """Returns everything besides the position that decides the batches, as JSON values."""
+        raise NotImplementedError
+
+    def _encode_position(self, *position: int) -> bytes:
+        return json.dumps({"position": position, "data": self._fingerprint()}, sort_keys=True).encode()
+
+    def _decode_position(self, state: bytes, count: int) -> list[int]:
+        """Reads the `count` integers of a saved position, and refuses one saved with other settings."""
+        try:
+            saved = json.loads(state)
+            position, data = [int(number) for number in saved["position"]], dict(saved["data"])
+            if len(position) != count:
+                raise ValueError(f"{len(position)} numbers")
+        except (ValueError, KeyError, TypeError) as cause:
+            raise self._not_a_position(state) from cause
+        self._refuse_other_settings(data)
+        return position
+
+    def _refuse_other_settings(self, saved: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
+        """Compares `_fingerprint()` with a saved one; `texts` describe changes of keys whose values are checksums."""
+        now, texts = self._fingerprint(), texts or {}
+        changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
+        if changed:
+            raise self._other_batches(
+                [texts.get(key, f"{key} was {saved.get(key)} and is {now.get(key)}") for key in changed]
+            )
+
+    def _not_a_position(self, state: bytes) -> UserError:
+        return self.error(f"this is not a saved position of this input: {state[:80]!r}")
+
+    def _other_batches(self, changes: Sequence[str]) -> UserError:
+        return self.error(
+            f"the saved position belongs to other batches: {'; '.join(changes)}. Put these back as they were, or start "
+            "the input from its beginning with task.train.enable_input_checkpointing=False"
+        )
+
+
+class IndexedInput(CheckpointedInput):
     """Base of inputs whose batch n is a pure function of n and of the settings.
 
     A subclass implements `order`, `input_specs` and `batch_at`, and may override `_iterate` with a faster pipeline.
@@ -156,14 +207,6 @@ class IndexedInput(base_input.BaseInput):
         self._position += 1
         return batch
 
-    def get_next_padded(self) -> NestedMap:
-        """Returns `get_next()` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""
-        if self._peek is not None:
-            return super().get_next_padded()
-        if not self.batch_padding_size:
-            return self.get_next()
-        return batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
-
     def reset(self) -> None:
         """Goes back to the first batch."""
         super().reset()
@@ -178,10 +221,6 @@ class IndexedInput(base_input.BaseInput):
         if self.endless and self.reset_for_eval:
             raise self.error("reset_for_eval is set, but this input never ends; unset it, or make the input finite")
         self.reset_for_eval: bool = not self.endless
-
-    def error(self, message: str) -> UserError:
-        """Makes a UserError that names this input."""
-        return UserError(f"{type(self).__name__} {self.name!r}: {message}")
 
     def require_positive(self, field: str) -> None:
         """Checks that a field is an integer of 1 or more.
@@ -201,15 +240,11 @@ class IndexedInput(base_input.BaseInput):
         self._iterator = None
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Returns everything besides the position that decides the batches, as JSON values. Saved positions need the
-        same values.
-        """
+        """Returns everything besides the position that decides the batches, as JSON values."""
         return self.order.fingerprint()
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        """Readable sizes that errors show instead of the checksums in `_fingerprint`: {'files': '3 files of 900
-        bytes'}.
-        """
+        """Sizes shown in errors instead of checksums in `_fingerprint`: {'files': '3 files of 900 bytes'}."""
         return {}
 
     def _get_state_internal(self) -> bytes:
@@ -227,21 +262,9 @@ class IndexedInput(base_input.BaseInput):
             saved = json.loads(state)
             taken, data, sizes = int(saved["places_taken"]), dict(saved["data"]), dict(saved.get("sizes", {}))
         except (ValueError, KeyError, TypeError) as error:
-            raise self.error(f"this is not a saved position of this input: {state[:80]!r}") from error
-        now = self._fingerprint()
-        changed = [key for key in sorted({*data, *now}) if data.get(key) != now.get(key)]
-        if changed:
-            sizes_now = self._sizes_behind_checksums()
-            what = ", ".join(
-                _changed_size(key, sizes.get(key), sizes_now[key])
-                if key in sizes_now
-                else f"{key} was {data.get(key)} and is {now.get(key)}"
-                for key in changed
-            )
-            raise self.error(
-                f"the saved position belongs to other batches: {what}. Put these back as they were, or start the input "
-                "from its beginning with task.train.enable_input_checkpointing=False"
-            )
+            raise self._not_a_position(state) from error
+        now = self._sizes_behind_checksums()
+        self._refuse_other_settings(data, {key: _changed_size(key, sizes.get(key), now[key]) for key in now})
         self._move_to(taken)
 
 

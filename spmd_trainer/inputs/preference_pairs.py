@@ -133,9 +133,7 @@ def _check_messages(name: str, messages: list[Any], where: str, roles: Sequence[
 
 
 def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
-    """Refuses empty prompts and answers, and answers with messages of other roles: every message of an answer counts
-    in the loss.
-    """
+    """Refuses empty prompts and answers, and other roles in answers: the loss counts every message of an answer."""
     if not any(text_of_content(message.get("content"), "the prompt") for message in prompt):
         raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
     if prompt[-1]["role"] == "assistant":

@@ -88,9 +88,7 @@ class PreferenceInput(TemplatedFiles):
 
     @functools.cached_property
     def pairs_checksum(self) -> str:
-        """Checksum of the tokens of all pairs and the beginnings of their answers: the log-probabilities depend on it
-        and the model.
-        """
+        """Checksum of all pairs' tokens and answer starts, which decide the log-probabilities of a model."""
         found = hashlib.sha256()
         for array in self._table:
             found.update(np.ascontiguousarray(array).tobytes())
@@ -102,9 +100,7 @@ class PreferenceInput(TemplatedFiles):
         return self.reference is not None and self._logps is None
 
     def use_reference(self, logps: np.ndarray) -> None:
-        """Sets the reference model's log-probabilities of the answers, float32 [num_pairs, 2]: chosen and rejected, in
-        file order.
-        """
+        """Sets the reference's log-probabilities, float32 [num_pairs, 2]: chosen and rejected, in file order."""
         if logps.shape != (self.num_pairs, 2):
             raise ValueError(
                 f"reference log-probabilities have shape {logps.shape}, and there are {self.num_pairs} pairs"

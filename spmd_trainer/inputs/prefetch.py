@@ -96,9 +96,7 @@ class Prefetcher(Iterator[Prefetched]):
 
     @property
     def waits_for_others(self) -> bool:
-        """True if this process's next batch is ready and another process's isn't; False if the input doesn't report
-        it.
-        """
+        """True if this process's next batch is ready and another's isn't; False if the input doesn't report it."""
         return bool(getattr(self._source, "waits_for_others", False))
 
     @property
@@ -131,9 +129,7 @@ class Prefetcher(Iterator[Prefetched]):
             return item
 
     def peek(self) -> Prefetched | None:
-        """Returns the next batch without taking it, or None at the end of the input. Raises the same errors as
-        `__next__`.
-        """
+        """Returns the next batch without taking it, or None at the end. Raises the same errors as `__next__`."""
         with self._changed:
             return self._wait_for_next()
 

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
-from praxis import base_input, pax_fiddle
+from praxis import pax_fiddle
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import batches, examples, saved_positions
+from spmd_trainer.inputs import batches, examples, indexed
 from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
 
 # Made by `seqio_features.py`, which needs seqio.
@@ -53,7 +53,7 @@ def feature_converter_class(name: str) -> Any:
     return getattr(seqio_features, name)
 
 
-class SeqIOInput(base_input.BaseInput):
+class SeqIOInput(indexed.CheckpointedInput):
     """Input over a SeqIO task or mixture.
 
     A batch is a NestedMap of numpy arrays [B, ...] from the feature converter, and `eval_sample_weights` float32 [B].
@@ -143,18 +143,18 @@ class SeqIOInput(base_input.BaseInput):
         super().__post_init__()
         import_seqio(f"SeqIOInput {self.name!r}")
         if bool(self.mixture_name) == bool(self.mixture_or_task):
-            raise self._error("give either mixture_name or mixture_or_task")
+            raise self.error("give either mixture_name or mixture_or_task")
         for field in ("split_name", "task_feature_lengths", "feature_converter"):
             if not getattr(self, field):
-                raise self._error(f"{field} is not set")
+                raise self.error(f"{field} is not set")
         if self.deterministic_input:
-            raise self._error(
+            raise self.error(
                 "deterministic_input=True needs tasks that are not published; leave it False: with input_random_seed, batch n "
                 "depends only on n"
             )
         if not self.is_training:
             if self.repeat and (self.reset_for_eval or self.eval_loop_num_batches is None):
-                raise self._error(
+                raise self.error(
                     "it repeats without end; set reset_for_eval=False and eval_loop_num_batches, or repeat=False"
                 )
             self._limit = None if self.reset_for_eval else self.eval_loop_num_batches
@@ -169,7 +169,7 @@ class SeqIOInput(base_input.BaseInput):
         try:
             return seqio.get_mixture_or_task(self.mixture_name)
         except ValueError as error:
-            raise self._error(f"{error}. Import the module that registers it") from error
+            raise self.error(f"{error}. Import the module that registers it") from error
 
     def input_specs(self) -> NestedMap:
         """Returns the per-process batch without padding, as jax.ShapeDtypeStruct.
@@ -210,12 +210,6 @@ class SeqIOInput(base_input.BaseInput):
         self._taken += 1
         return batch
 
-    def get_next_padded(self) -> NestedMap:
-        """Returns `get_next()` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""
-        if self._peek is not None or not self.batch_padding_size:
-            return super().get_next_padded()
-        return batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
-
     def reset(self) -> None:
         """Goes back to the first batch."""
         super().reset()
@@ -233,7 +227,7 @@ class SeqIOInput(base_input.BaseInput):
           UserError: another key.
         """
         if key not in ("src", "tgt", None):
-            raise self._error(f"ids_to_strings has key={key!r}; it is 'src', 'tgt' or None")
+            raise self.error(f"ids_to_strings has key={key!r}; it is 'src', 'tgt' or None")
         vocabulary = self.overridden_vocab
         if vocabulary is None:
             vocabulary = self.mixture_or_task_inst.output_features["inputs" if key == "src" else "targets"].vocabulary
@@ -298,9 +292,7 @@ class SeqIOInput(base_input.BaseInput):
             yield self._filled(batch, self.infeed_host_index * self.batch_size)
 
     def _filled(self, batch: Any, first_row: int) -> NestedMap:
-        """Returns rows [first_row, first_row + batch_size) of a batch; missing rows repeat its first row with weight
-        0.
-        """
+        """Returns rows [first_row, first_row + batch_size) of a batch, filled up by its first row with weight 0."""
         batch = examples.for_devices(NestedMap.FromNestedDict(batch))
         count = len(jax.tree.leaves(batch)[0])
         rows = np.arange(first_row, first_row + self.batch_size)
@@ -322,15 +314,12 @@ class SeqIOInput(base_input.BaseInput):
         }
 
     def _get_state_internal(self) -> bytes:
-        return saved_positions.encode([self._taken], self._fingerprint())
+        return self._encode_position(self._taken)
 
     def _set_state_internal(self, state: bytes) -> None:
-        (taken,) = saved_positions.decode(state, self._fingerprint(), count=1, error=self._error)
+        (taken,) = self._decode_position(state, 1)
         self.reset()
         self._taken = taken
-
-    def _error(self, message: str) -> UserError:
-        return UserError(f"{type(self).__name__} {self.name!r}: {message}")
 
 
 def configure_deterministic_input(p: Any, **kwargs: Any) -> Any:

@@ -64,9 +64,7 @@ class LRUCache(Generic[T]):
     """
 
     def __init__(self, most: int, *, size_of: Callable[[T], int] | None = None, most_size: int = 0):
-        """`most` is the number to keep, 1 or more. With `size_of`, the total size of several kept objects is at most
-        `most_size`.
-        """
+        """Keeps at most `most` (>= 1) objects; with `size_of`, several objects of at most `most_size` in total."""
         self._most, self._size_of, self._most_size = most, size_of, most_size
         self._kept: collections.OrderedDict[int, T] = collections.OrderedDict()
         self._lock = threading.Lock()

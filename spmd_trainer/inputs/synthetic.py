@@ -149,7 +149,7 @@ class SyntheticLmInput(_SyntheticBase):
 
 @functools.lru_cache(maxsize=8)
 def _powers_of_the_rule(vocab_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns factors and offsets, int64 [length]: i steps after token t comes (factors[i] * t + offsets[i]) mod
+    """Returns factors and offsets, int64 [length]: token t leads in i steps to (factors[i] * t + offsets[i]) mod
     vocab_size.
     """
     factors, offsets = np.ones(length, np.int64), np.zeros(length, np.int64)

@@ -41,16 +41,12 @@ class TokenizedInput(indexed.IndexedInput):
 
     @property
     def encoded_vocab_size(self) -> int:
-        """Vocabulary size that a model needs: `vocab_size` without special tokens that occur only if a text spells
-        them.
-        """
+        """Vocabulary size that a model needs: without special tokens that occur only if a text spells them."""
         of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
         return of_text if self.start_id is None else max(of_text, self.start_id + 1)
 
     def limit_vocabulary(self, model_vocab_size: int) -> None:
-        """Rejects tokens of `model_vocab_size` and above, which the model has no embedding for. Call it before the
-        first batch.
-        """
+        """Rejects tokens >= `model_vocab_size`, which the model can't embed. Call it before the first batch."""
         self._model_vocab_size = model_vocab_size
 
     def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:

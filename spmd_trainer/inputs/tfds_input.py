@@ -45,9 +45,7 @@ class TfdsInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def builder(self) -> Any:
-        """The dataset's builder. Raises UserError if tensorflow-datasets isn't installed, or the dataset isn't
-        prepared.
-        """
+        """The dataset's builder. UserError if tensorflow-datasets isn't installed or the dataset isn't prepared."""
         try:
             import tensorflow_datasets as tfds
         except ImportError as error:

@@ -202,9 +202,7 @@ def _layouts(features: tuple[tuple[str, Feature], ...]) -> wire_format.Layouts |
 
 @functools.lru_cache(maxsize=16)
 def _compiled_parser(wanted: tuple[tuple[str, Any], ...]) -> Any:
-    """Compiles `tf.io.parse_example` for these features; otherwise a third of its time goes into converting its
-    settings.
-    """
+    """Compiles `tf.io.parse_example` for these features, which saves a third of its time."""
     tf = _tensorflow()
     signature = [tf.TensorSpec([None], tf.string)]
     parser = tf.function(lambda records: tf.io.parse_example(records, dict(wanted)), input_signature=signature)

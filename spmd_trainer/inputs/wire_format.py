@@ -158,8 +158,8 @@ class Layouts:
         self._gave_up = False
 
     def parse(self, serialized: Sequence[bytes]) -> dict[str, np.ndarray] | None:
-        """Parses B >= 1 serialized examples to arrays [B, *shape] by name. None: TensorFlow must parse them, or find
-        the error.
+        """Parses serialized examples to arrays [B, *shape] by name; None if TensorFlow must parse them or find the
+        error.
         """
         if self._gave_up:
             return None

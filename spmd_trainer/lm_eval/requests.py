@@ -42,9 +42,7 @@ def request_key(*parts: Any) -> str:
 
 
 class Answers:
-    """The answers of one model state: lines {"key": ..., "answer": ...}. Only one process may create and use this
-    object.
-    """
+    """The answers of one model state: lines {"key": ..., "answer": ...}. Only one process may create this object."""
 
     def __init__(self, directory: epath.Path):
         """Reads the file in `directory`, ignoring an incomplete line. The first added answer creates it."""

@@ -1,6 +1,4 @@
-"""Compiled steps of requests (scores of given tokens, and continuations of prompts), and the batch shapes they are
-compiled for.
-"""
+"""Compiled steps of requests (scores of given tokens, and continuations of prompts), and their batch shapes."""
 
 from __future__ import annotations
 

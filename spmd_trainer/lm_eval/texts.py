@@ -167,9 +167,7 @@ def _up_to_last_message(text: str, last: str) -> str:
 
 
 def _template(tokenizer: Tokenizer, chosen: bool | str) -> ChatTemplate:
-    """Returns the tokenizer's default template (True) or one by name; paths and texts, as in an input's field, are not
-    accepted.
-    """
+    """Returns the tokenizer's default template (True) or one by name; unlike an input's field, not by path or text."""
     if isinstance(chosen, str):
         owner = str(getattr(tokenizer, "name", type(tokenizer).__name__))
         choose(getattr(tokenizer, "chat_templates", {}), chosen, has_tools=False, owner=owner)

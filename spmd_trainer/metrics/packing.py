@@ -185,9 +185,7 @@ class WeightedMean:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, float]:
-        """Returns the mean (for counts, the sum) of each name with nonzero total weight, and the values of clu
-        metrics.
-        """
+        """Returns the mean (for counts, the sum) of each name with nonzero total weight, and clu metrics."""
         means = {
             name: self._sums[name] / (1.0 if name in _COUNTS else weight)
             for name, weight in self._weights.items()

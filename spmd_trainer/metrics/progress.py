@@ -71,8 +71,8 @@ class Progress:
         self._since = (step, self._last_line)
 
     def report(self, step: int, scalars: Scalars) -> dict[str, float]:
-        """Logs a line for a finished step if due. Returns timing scalars for the summaries; empty unless the step ends
-        an interval.
+        """Logs a finished step's line if due. Returns timing scalars for the summaries at the end of an interval, else
+        {}.
         """
         now = self._clock()
         self._latest = (step, now, scalars.loss)

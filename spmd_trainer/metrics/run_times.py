@@ -134,9 +134,7 @@ class RunTimesFile:
 
 
 def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
-    """Returns the last record of each start, the earliest start first. Skips unreadable lines, such as one cut short
-    by a kill.
-    """
+    """Returns the last record of each start, earliest first. Skips unreadable lines, e.g. cut short by a kill."""
     last: dict[float, StartTimes] = {}
     reached = 0
     for line in read_joined(epath.Path(job_log_dir) / TIMES_FILE).splitlines():

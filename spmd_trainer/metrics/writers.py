@@ -61,9 +61,7 @@ class SummaryWriters:
         self._replaced: dict[str, int] = {}
 
     def listen(self, listener: Listener) -> None:
-        """Calls `listener` for each later `write` of this process, in the writer's calling thread; it must return at
-        once. No-op if disabled.
-        """
+        """Calls `listener` for each later `write`, in the caller's thread; it must return at once. No-op if disabled."""
         self._listeners.append(listener)
 
     def replace_from(self, name: str, step: int) -> None:

@@ -84,9 +84,7 @@ def free_space(path: epath.Path) -> int | None:
 
 @contextlib.contextmanager
 def explained(name: str, path: epath.Path) -> Iterator[None]:
-    """Converts storage errors about access to a `UserError` with the fix; other errors pass. `name` is the source of
-    the path.
-    """
+    """Converts storage errors about access to a `UserError` with the fix; `name` is the source of the path."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, UserError):

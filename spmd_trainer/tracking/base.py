@@ -89,9 +89,7 @@ class Tracker(abc.ABC):
     where = ""
 
     def check(self, job_log_dir: epath.Path) -> None:
-        """Raises UserError if a run in `job_log_dir` can't be tracked. Called before training, on the run's own
-        thread.
-        """
+        """Raises UserError if a run in `job_log_dir` can't be tracked. Called before training, on the main thread."""
         del job_log_dir
 
     @abc.abstractmethod

@@ -73,9 +73,7 @@ class TensorboardTracker(Tracker):
             file.flush()
 
     def _file(self, name: str) -> EventFile:
-        """Returns the file of a directory that only the tracker writes. Replaces steps repeated since an earlier
-        start.
-        """
+        """Returns the file of a directory that only the tracker writes. Replaces repeated steps."""
         if name not in self._files:
             self._files[name] = self._new_file(name, replaces_from=self._first_step + 1)
         return self._files[name]

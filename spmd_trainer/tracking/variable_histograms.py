@@ -27,10 +27,9 @@ class VariableHistograms:
         self._count = jax.jit(count, out_shardings=NamedSharding(metadata.mesh, PartitionSpec()))
 
     def __call__(self, state: TrainState) -> dict[str, Histogram]:
-        """Returns histograms of all floating-point variables by path, e.g. 'params/lm/softmax/w'. Waits for the
-        devices.
+        """Returns histograms of all floating-point variables by path, e.g. 'params/lm/softmax/w'.
 
-        NaN and infinity are in no bin. `state` has padded shapes, on the mesh.
+        Waits for the devices. NaN and infinity are in no bin. `state` has padded shapes, on the mesh.
         """
         with jax.set_mesh(self._mesh):
             found = jax.device_get(self._count(state))

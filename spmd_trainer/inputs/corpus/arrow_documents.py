@@ -1,6 +1,4 @@
-"""Arrow files in the stream or the file format, such as those of `datasets.Dataset.save_to_disk`. Needs pyarrow: extra
-`data`.
-"""
+"""Arrow files in the stream or file format, e.g. of `datasets.Dataset.save_to_disk`. Needs pyarrow: extra `data`."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ class ArrowDocuments(NumberedFiles):
 
 
 class _FileBatches(Sequence[Any]):
-    """Record batches of a file in the file format. Holds one at a time, because those of a compressed file are not
-    mapped.
-    """
+    """Record batches of the file format, held one at a time because compressed ones are not mapped."""
 
     def __init__(self, reader: Any, column: str):
         self._reader = reader

@@ -60,9 +60,7 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
 
 
 class _ZstandardFrames(io.RawIOBase):
-    """Content of all frames of a Zstandard file. Raises if the file ends inside a frame; the library's reader ignores
-    it.
-    """
+    """Content of all frames of a Zstandard file. Raises inside an incomplete frame, which the library ignores."""
 
     def __init__(self, zstandard: Any, file: BinaryIO):
         self._zstandard = zstandard

@@ -226,12 +226,9 @@ class CorpusInput(text_base.TokenizedInput):
             changes = cursors.changes(data, self._data, self.sources)
             at = None if changes else cursors.from_json(position, [one.name for one in self.sources])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self.error(f"this is not a saved position of this input: {state[:80]!r}") from error
+            raise self._not_a_position(state) from error
         if at is None:
-            raise self.error(
-                f"the saved position belongs to other batches: {'; '.join(changes)}. Put these back as they were, or start the "
-                "input from its beginning with task.train.enable_input_checkpointing=False"
-            )
+            raise self._other_batches(changes)
         self._go_to(at)
 
     @functools.cached_property

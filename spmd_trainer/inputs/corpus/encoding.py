@@ -35,9 +35,7 @@ class Encoder:
     limit: int
 
     def encode(self, records: Sequence[Record]) -> list[np.ndarray | BadRecord]:
-        """Returns the tokens of each record, `tokenizers.token_dtype` [n], without end-of-text; a BadRecord for one
-        that has none.
-        """
+        """Returns each record's tokens without end-of-text, `tokenizers.token_dtype` [n], or a BadRecord."""
         dtype = tokenizers.token_dtype(self.tokenizer.vocab_size)
         return [
             tokens if isinstance(tokens, BadRecord) else self._checked(tokens, record.where, dtype)

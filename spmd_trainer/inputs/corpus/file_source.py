@@ -23,9 +23,7 @@ _MAX_OPEN = 8
 
 
 class OpenFiles:
-    """The files of a source, opened on first read. Raises if a file's size changes. Several threads may read at a
-    time.
-    """
+    """The files of a source, opened on first read. Raises if a file's size changes. Thread-safe."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
         """`sizes` are the files' bytes when the source was opened."""

@@ -1,6 +1,4 @@
-"""Tar shards in webdataset's layout: the members of a sample share a name and differ in extension ('001.txt',
-'001.json').
-"""
+"""Tar shards in webdataset's layout: a sample's members share a name and differ in extension ('001.txt', '001.json')."""
 
 from __future__ import annotations
 
@@ -115,9 +113,7 @@ class TarDocuments(FileSource):
     kind: ClassVar[str] = "tar"
 
     def __init__(self, paths: Sequence[str], column: str = "txt"):
-        """`column` is the extension of the text member, e.g. 'txt'. A sample's name ends at the first dot of the file
-        name.
-        """
+        """`column` is the text member's extension, e.g. 'txt'. A sample's name ends at the file name's first dot."""
         super().__init__(paths)
         self._column = column
 

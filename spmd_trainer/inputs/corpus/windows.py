@@ -263,9 +263,7 @@ class WindowThread:
         self._thread.start()
 
     def next_window(self) -> Window | Ended:
-        """Returns the next window or `Ended`, or raises the maker's error. Don't call it again after `Ended` or an
-        error.
-        """
+        """Returns the next window or `Ended`, or raises the maker's error. Either ends the thread."""
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result

@@ -16,9 +16,7 @@ from spmd_trainer.inputs.shards import ShardIndex
 
 
 class SourceOrder:
-    """Order of one source's images: epochs, each shuffled globally, in windows, or not at all. See
-    `documents.Documents.shuffle`.
-    """
+    """Order of one source's images: epochs, shuffled as `documents.Documents.shuffle` says."""
 
     def __init__(self, sizes: np.ndarray, shuffle: str | int | None, seed: int):
         """Sets the order.
@@ -119,9 +117,7 @@ class ImageOrder:
         return self._shards.locate(image)
 
     def _places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns for each index its source (-1 after the end) and the index in that source's order, both int64
-        [count].
-        """
+        """Returns each index's source (-1 after the end) and index in the source's order, both int64 [count]."""
         taken = self._taken_before(first)
         schedule = Schedule(self._shares, taken)
         sources, places = np.full(count, -1, np.int64), np.zeros(count, np.int64)

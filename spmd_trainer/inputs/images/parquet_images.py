@@ -1,6 +1,4 @@
-"""Images in Parquet files: a column of bytes, or of structs with the entry 'bytes' as written by the library
-`datasets`.
-"""
+"""Images in Parquet files: a column of bytes, or of structs with the entry 'bytes' as in the library `datasets`."""
 
 from __future__ import annotations
 
