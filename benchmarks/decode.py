@@ -28,7 +28,7 @@ from benchmarks import baseline_lm, reporting  # baseline_lm sets up the host de
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.decode import DecodeDataset
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 PROMPT, NEW = 64, 64
 HEAD = baseline_lm.STDLIB.width // baseline_lm.STDLIB.heads
@@ -126,7 +126,7 @@ def ours(rows: int) -> tuple[jax.sharding.Mesh, np.ndarray, Callable[[], np.ndar
     fields = (f"decode_datasets[0].num_prompts={rows}", f"decode_datasets[0].batch_size={rows}")
     resolved = experiment_config.resolve(name, fields)
     resolved.config.task.model.decoder_tpl.eos_id = NEVER
-    job = Job.build(RunConfig(resolved, epath.Path(tempfile.gettempdir())))
+    job = Job.build(TrainConfig(resolved, epath.Path(tempfile.gettempdir())))
     config = resolved.config.decode_datasets[0]
     dataset = DecodeDataset(job, config, 0)
     state = job.partitioner.initialize_train_state(jax.random.key(0), with_opt_states=False)

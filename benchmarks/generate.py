@@ -35,7 +35,7 @@ from spmd_trainer.inputs import ArrayInput
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.decode import DecodeDataset
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 BAR = 1 / 0.9
 PROMPT, NEW, TOP_K = 64, 64, 40
@@ -146,7 +146,7 @@ def programs(rows: int, sample: bool) -> dict[str, Callable[[], np.ndarray]]:
     settings = [f"max_tokens={NEW}", "eos_ids=()"] + ([f"top_k={TOP_K}", "temperature=1.0"] if sample else [])
     fields = [f"ROWS={rows}", *(f"task.model.generation.{setting}" for setting in settings)]
     resolved = experiment_config.resolve(Llama, fields)
-    job = Job.build(RunConfig(resolved, epath.Path(tempfile.gettempdir())))
+    job = Job.build(TrainConfig(resolved, epath.Path(tempfile.gettempdir())))
     config = resolved.config.decode_datasets[0]
     dataset = DecodeDataset(job, config, 0)
     mesh = job.partitioner.mesh

@@ -35,7 +35,7 @@ from spmd_trainer.lm_eval import steps
 from spmd_trainer.lm_eval.requests import Requests, Scored, Source
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 BAR = 1 / 0.9
 PADDING_BAR = 0.15
@@ -93,7 +93,7 @@ def loop(rows: Sequence[Scored], run: Callable[..., Any], split: NamedSharding) 
 def programs(rows: Sequence[Scored]) -> tuple[dict[str, Callable[[], np.ndarray]], Requests]:
     """Returns the two programs, which score all rows, and the trainer's `Requests`."""
     resolved = experiment_config.resolve(Llama, [])
-    job = Job.build(RunConfig(resolved, epath.Path(tempfile.gettempdir())))
+    job = Job.build(TrainConfig(resolved, epath.Path(tempfile.gettempdir())))
     state = job.partitioner.initialize_train_state(jax.random.key(0), with_opt_states=False)
     mesh = job.partitioner.mesh
     with jax.set_mesh(mesh):

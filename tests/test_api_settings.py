@@ -1,9 +1,12 @@
 """What a call from Python says reaches the job that it builds."""
 
 import pytest
+from facts import raises_naming
 
 import spmd_trainer as st
 from spmd_trainer import api
+from spmd_trainer.errors import UserError
+from spmd_trainer.training.run_config import TrainConfig
 
 EXPERIMENT = "lm.stdlib.StdlibBytesTiny"
 
@@ -47,3 +50,39 @@ def test_the_checkpoint(config_of, tmp_path):
 def test_trackers_and_the_mode(config_of, tmp_path):
     config = config_of(st.train, tmp_path, track=["tensorboard"])
     assert (config.mode, tuple(config.track)) == ("train", ("tensorboard",))
+
+
+def test_python_sets_whatever_the_command_line_sets(config_of, tmp_path):
+    given = {"num_minibatches": 2, "eval_on_test": False, "hang_seconds": 900, "jax_cache_dir": ""}
+    config = config_of(st.train, tmp_path, **given)
+    assert {name: getattr(config, name) for name in given} == given
+    assert config_of(st.plan, topology="v5e:2x2").topology == "v5e:2x2"
+    assert config_of(st.export, tmp_path, tmp_path / "out", use_ema=True).directory.name == "out"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_minibatch": 2}, ["'num_minibatch'", "did you mean num_minibatches"]),
+        ({"num_minibatches": 0}, ["--num_minibatches=0", "a whole number, 1 or more"]),
+        ({"check_replicas_every": 1.5}, ["--check_replicas_every=1.5", "a whole number"]),
+        ({"watchdog_seconds": float("nan")}, ["--watchdog_seconds=nan", "a number, 0 or more"]),
+        ({"eval_on_test": None}, ["--eval_on_test=None", "True or False"]),
+        ({"hang_seconds": 300}, ["--hang_seconds=300", "--watchdog_seconds=600"]),
+        ({"topology": "v5e:2x2"}, ["--mode=train has no setting 'topology'"]),
+    ],
+)
+def test_a_wrong_setting_is_refused_as_its_flag_is(settings, says, tmp_path):
+    with raises_naming(UserError, *says):
+        st.train(EXPERIMENT, tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_processes_and_restarts_compare():
+    config = TrainConfig(None, "run", mesh="data:4", eval_on_test=False, track=["wandb"])
+    compared = list(config.compared_lines())
+    assert "--mesh: (('data', 4),)" in compared
+    assert "--eval_on_test: False" in compared
+    assert "--hang_seconds: 0.0" in compared
+    assert not any("track" in line or "jax_cache_dir" in line for line in compared)
+    assert list(config.noted_lines()) == ["--eval_on_test: False"]

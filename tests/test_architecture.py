@@ -8,7 +8,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 # Lowest first. A package's files share its layer.
 LAYERS = [
-    ["errors", "multihost", "storage", "pax/bridge", "sharding"],
+    ["errors", "settings", "multihost", "storage", "pax/bridge", "sharding"],
     ["kernels", "optim", "inputs"],
     [
         "train_states",

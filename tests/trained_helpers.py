@@ -16,7 +16,7 @@ from spmd_trainer import sharding
 from spmd_trainer.step import pjit
 from spmd_trainer.training import checkpoints, experiment_config, train
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import config_class
 
 TINY = "lm.stdlib.StdlibBytesTiny"
 AXES = ("replica", "data", "mdl")
@@ -30,14 +30,16 @@ FIELDS = (
 ONE_DEVICE = (1, 1, 1)
 
 
-def make_job(directory, *, mesh=(1, 4, 2), exp=TINY, fields=(), customize=lambda config: None, **settings):
+def make_job(
+    directory, *, mesh=(1, 4, 2), exp=TINY, fields=(), customize=lambda config: None, mode="train", **settings
+):
     """A job of the tiny experiment on so many of the eight devices; `customize` changes its resolved config."""
     resolved = experiment_config.resolve(exp, (*FIELDS, *fields))
     customize(resolved.config)
     axes = list(zip(AXES, mesh, strict=True))
     devices = sharding.create_device_mesh(axes, devices=jax.devices()[: math.prod(mesh)])
     resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(devices)
-    return Job.build(RunConfig(resolved, epath.Path(directory), **settings))
+    return Job.build(config_class(mode)(resolved, epath.Path(directory), mode, **settings))
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+import jax
 from absl import flags
 
 from spmd_trainer import experiment_registry, multihost
@@ -18,7 +19,7 @@ from spmd_trainer.experiment_registry import modules
 from spmd_trainer.storage import access
 from spmd_trainer.training import garbage, start_checks
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import ChipsConfig, RunConfig
 from spmd_trainer.training.run_directory import LOGS
 from spmd_trainer.training.same_settings import check_same_settings
 
@@ -44,10 +45,6 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
             sys.stdout.write("\n".join([*config.experiment.lines(), ""]))
             return
         check_same_settings(config)
-        if flag_values.jax_profiler_port:
-            import jax
-
-            jax.profiler.start_server(flag_values.jax_profiler_port)
         _, index = multihost.joined()
         with _errors_of_users(config, run_log), live_line.shown(wanted=not index):
             job = build_job(config)
@@ -104,7 +101,11 @@ def build_job(config: RunConfig) -> Job:
       UserError: the directory, the checkpoints, the experiment, the mesh and the devices don't fit each other.
     """
     # A program compiled for a topology could be read back only on a machine with its chips.
-    compile_cache.enable("" if config.topology else config.jax_cache_dir)
+    has_topology = isinstance(config, ChipsConfig) and config.topology
+    compile_cache.enable("" if has_topology else config.jax_cache_dir)
+    if config.jax_profiler_port:
+        with contextlib.suppress(ValueError):  # an earlier call in this process has started one
+            jax.profiler.start_server(config.jax_profiler_port)
     start_checks.check_settings(config)
     if MODES[config.mode].has_run:
         start_checks.check_directories(config)

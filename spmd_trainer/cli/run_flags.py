@@ -1,44 +1,163 @@
-"""Flags and arguments become one `RunConfig`: the mesh is parsed, paths are made absolute, the experiment is resolved, once."""
+"""The flags of the command line, defined from the settings of all modes; and a mode's settings, made from the flags."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from absl import flags
 
-from spmd_trainer import sharding, storage
-from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
-from spmd_trainer.lm_eval import settings as lm_eval_settings
-from spmd_trainer.planner import plan_candidates, topologies
-from spmd_trainer.tracking import registry as trackers
-from spmd_trainer.training import host_devices, xla_flags
-from spmd_trainer.training.run_config import ExportSettings, FailurePolicy, RunConfig
+from spmd_trainer.settings import Setting, setting, settings_of
+from spmd_trainer.training.run_config import PageConfig, RunConfig, config_class, make_run_config
 
-Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
-MeshSizes: TypeAlias = Sequence[tuple[str, int]]
+_WHAT, _INFORMATION, _PROCESSES = "What to run", "Information", "Several processes"
 
-# The size of an axis in --mesh.
-_SIZE = re.compile(r"-?[0-9]{1,18}")
-# Flags of --mode=lm_eval, named as those of the lm-eval command.
-LM_EVAL_FLAGS = (
-    "tasks",
-    "include_path",
-    "num_fewshot",
-    "limit",
-    "apply_chat_template",
-    "system_instruction",
-    "fewshot_as_multiturn",
-    "gen_kwargs",
-    "log_samples",
-    "confirm_run_unsafe_code",
-    "model_args",
-)
-# Other values of --apply_chat_template are names of templates.
-_TRUTH = {"true": True, "false": False}
+
+@dataclasses.dataclass(frozen=True)
+class CommandFlags:
+    """What the command line has besides the settings of a mode. Python has arguments of its own for it."""
+
+    exp: str | None = setting(
+        None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows all.", _WHAT, value="NAME"
+    )
+    mode: str = setting("train", "What to do; see the modes above.", _WHAT, value="MODE", choices=tuple(MODES))
+    exp_module: tuple[str, ...] = setting(
+        (),
+        "Also import this module or package of experiments, so that --list and short names find them. May be repeated.",
+        _WHAT,
+        value="MODULE",
+    )
+    overrides: tuple[str, ...] = setting(
+        (),
+        "Override one field of the experiment's config, e.g. --fdl.set='task.train.num_train_steps=200', or a class attribute, "
+        "e.g. --fdl.set=NUM_LAYERS=3. The value is a Python literal. Paths start with task, train_datasets[i], eval_datasets[i] "
+        "or decode_datasets[i]; --dump prints all paths. --fdl.PATH=VALUE means the same. May be repeated.",
+        _WHAT,
+        flag="fdl.set",
+        value="PATH=VALUE",
+    )
+    list: bool = setting(False, "Print the registered experiments, one per line, and exit.", _INFORMATION)
+    dump: bool = setting(False, "Print the resolved config, one 'path: value' per line, and exit.", _INFORMATION)
+    doctor: bool = setting(
+        False,
+        "Check the installed versions and the devices; print the command that fixes each problem found.",
+        _INFORMATION,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessFlags:
+    """How the processes of a job find each other. A Python program joins them with `jax.distributed`."""
+
+    distributed: str | None = setting(
+        None,
+        "auto: Slurm, Open MPI, Kubernetes or Cloud TPU started the processes of this job, and JAX detects the coordinator's "
+        "address, the number of processes and the id of this process.",
+        _PROCESSES,
+        value="auto",
+        choices=("auto",),
+    )
+    coordinator_address: str | None = setting(
+        None,
+        "Address where process 0 listens, e.g. 10.0.0.1:8476. For a job of several processes without --distributed=auto.",
+        _PROCESSES,
+        value="HOST:PORT",
+    )
+    num_processes: int | None = setting(
+        None,
+        "Number of processes in the job. Required with --coordinator_address.",
+        _PROCESSES,
+        value="N",
+        at_least=1,
+    )
+    process_id: int | None = setting(
+        None,
+        "Id of this process, from 0 to num_processes - 1. Required with --coordinator_address.",
+        _PROCESSES,
+        value="N",
+        at_least=0,
+    )
+    heartbeat_seconds: int = setting(
+        30,
+        "If a process sends no heartbeat for this many seconds, the others treat it as lost and exit.",
+        _PROCESSES,
+        value="SECONDS",
+        at_least=2,
+    )
+
+
+class _Parser(flags.ArgumentParser[Any]):
+    """Parses and checks one value of a flag as its setting says."""
+
+    syntactic_help = ""
+
+    def __init__(self, about: Setting):
+        self._about = about
+
+    def parse(self, argument: Any) -> Any:
+        if self._about.read is not None:
+            return argument  # read where the settings are made of the flags
+        with contextlib.suppress(ValueError):
+            argument = self._about.kind(argument)
+        if problem := self._about.problem(argument):
+            raise ValueError(problem)
+        return argument
+
+
+def all_settings() -> Iterator[Setting]:
+    """Yields every setting once, in the order of the help page."""
+    seen: set[str] = set()
+    classes: list[type] = [CommandFlags, *(config_class(mode) for mode in MODES), ProcessFlags]
+    for cls in classes:
+        for about in settings_of(cls).values():
+            if about.flag not in seen:
+                seen.add(about.flag)
+                yield about
+
+
+def define() -> None:
+    """Defines the flags of all settings. Called once, when this module is imported."""
+    for about in all_settings():
+        if about.kind is bool:
+            flags.DEFINE_bool(about.flag, about.default, about.help)
+        elif about.kind is tuple:
+            flags.DEFINE_multi_string(about.flag, list(about.default), about.help)
+        else:
+            default = None if about.default == "" else about.default
+            flags.DEFINE(_Parser(about), about.flag, default, about.help, serializer=flags.ArgumentSerializer())
+
+
+def refuse_other_modes(flag_values: flags.FlagValues) -> None:
+    """Raises UserError for a flag that the mode does not have."""
+    own = {about.flag for cls in _classes(flag_values.mode) for about in settings_of(cls).values()}
+    for about in all_settings():
+        flag = flag_values[about.flag]
+        if about.flag in own or about.carried or not flag.present or flag.value in (None, False, [], ""):
+            continue
+        modes = [mode for mode in MODES if about.flag in {s.flag for s in settings_of(config_class(mode)).values()}]
+        listed = f"{', '.join(modes[:-1])} and {modes[-1]}" if len(modes) > 1 else modes[0]
+        raise UserError("; ".join(filter(None, [f"--{about.flag} goes with --mode={listed}", about.instead])))
+
+
+def _classes(mode: str) -> Sequence[type]:
+    """Returns the classes whose flags a mode accepts: a run's command serves for another mode, so those of all runs too."""
+    return (CommandFlags, ProcessFlags, RunConfig, config_class(mode))
+
+
+def settings_from_flags(flag_values: flags.FlagValues, cls: type) -> dict[str, Any]:
+    """Returns the values of the flags that belong to a class of settings and were given, by the names of its fields."""
+    found = {name: flag_values[about.flag] for name, about in settings_of(cls).items()}
+    return {name: flag.value for name, flag in found.items() if flag.present and flag.value is not None}
+
+
+def page_from_flags(flag_values: flags.FlagValues, more_directories: Sequence[str]) -> PageConfig:
+    """Returns the settings of `--mode=page` for the run in `--job_log_dir` and those in the command's arguments."""
+    first = [flag_values.job_log_dir] if flag_values.job_log_dir else []
+    return PageConfig([*first, *more_directories], **settings_from_flags(flag_values, PageConfig))
 
 
 def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], int]) -> RunConfig:
@@ -52,155 +171,26 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
       UserError: a missing or unreadable flag, or an experiment that contradicts itself.
     """
     mode = flag_values.mode
-    _check_mode(flag_values)
-    search, budget = _search_settings(flag_values)
-    if flag_values.topology:
+    settings = settings_from_flags(flag_values, config_class(mode))
+    directory = settings.pop("job_log_dir", None)
+    if settings.get("topology"):
+        from spmd_trainer.planner import topologies  # imports JAX, which --help doesn't need
+
         topologies.run_on_host()
-    export, lm_eval = _export_settings(flag_values), _lm_eval_settings(flag_values)
-    mesh = parse_mesh(flag_values.mesh) if flag_values.mesh else None
-    restore = flag_values.restore_checkpoint_dir
-    directory = storage.directory("--job_log_dir", flag_values.job_log_dir or ".")
-    restore_dir = storage.directory("--restore_checkpoint_dir", restore) if restore else None
-    experiment = host_devices.resolve(flag_values.exp, flag_values["fdl.set"].value or (), mesh, lambda: join(mode))
-    if not (flag_values.job_log_dir or flag_values.dump) and MODES[mode].has_run:
+    config = make_run_config(
+        flag_values.exp,
+        directory or ".",
+        mode=mode,
+        overrides=flag_values["fdl.set"].value or (),
+        join=lambda: join(mode),
+        writes_reports=bool(directory),
+        **settings,
+    )
+    if not (directory or flag_values.dump) and MODES[mode].has_run:
         raise UserError(
             "--job_log_dir=DIR is required: the directory for checkpoints, summaries and outputs of this run"
         )
-    return RunConfig(
-        experiment=experiment,
-        job_log_dir=directory,
-        mode=mode,
-        restore_checkpoint_dir=restore_dir,
-        restore_checkpoint_step=flag_values.restore_checkpoint_step,
-        eval_on_test=flag_values.eval_on_test,
-        decode_during_train=flag_values.decode_during_train,
-        enable_checkpoint_saving=flag_values.enable_checkpoint_saving,
-        exit_after_ondemand_checkpoint=flag_values.exit_after_ondemand_checkpoint,
-        verify_steps=flag_values.verify_steps,
-        verify_against=_verify_options(flag_values),
-        plan=flag_values.plan,
-        topology=flag_values.topology,
-        num_slices=flag_values.num_slices,
-        search=search,
-        budget=budget,
-        num_minibatches=flag_values.num_minibatches,
-        writes_reports=bool(flag_values.job_log_dir),
-        mesh=mesh,
-        failure_policy=FailurePolicy(
-            flag_values.watchdog_seconds,
-            flag_values.stop_on_invalid_step,
-            flag_values.check_replicas_every,
-            flag_values.check_repeat_every,
-            flag_values.hang_seconds,
-        ),
-        track=trackers.split_names(flag_values.track),
-        jax_cache_dir=flag_values.jax_cache_dir,
-        export=export,
-        lm_eval=lm_eval,
-        replay_step=flag_values.step,
-    )
+    return config
 
 
-def _check_mode(flag_values: flags.FlagValues) -> None:
-    """Raises UserError for a flag that the mode does not have."""
-    mode = flag_values.mode
-    if flag_values.topology and mode not in ("inspect", "plan"):
-        raise UserError("--topology goes with --mode=inspect and --mode=plan")
-    if flag_values.plan and mode != "inspect":
-        raise UserError("--plan goes with --mode=inspect; --mode=plan searches for a topology")
-    if flag_values["num_slices"].present and not flag_values.topology:
-        raise UserError("--num_slices goes with --topology")
-    if flag_values.num_minibatches is not None and mode not in ("train", "inspect", "plan", "verify", "replay"):
-        raise UserError("--num_minibatches goes with --mode=train, inspect, plan, verify and replay")
-    if flag_values.step is not None and mode != "replay":
-        raise UserError("--step goes with --mode=replay")
-    if mode == "replay" and flag_values.step is None:
-        raise UserError("--mode=replay needs --step=N, the step to look into")
-    if flag_values.track and mode != "train":
-        raise UserError("--track goes with --mode=train")
-
-
-def _verify_options(flag_values: flags.FlagValues) -> xla_flags.Options | None:
-    """Returns the XLA options that `verify` compares with."""
-    if flag_values.verify_against is None:
-        return None
-    if flag_values.mode != "verify":
-        raise UserError("--verify_against goes with --mode=verify")
-    return xla_flags.parse("--verify_against", flag_values.verify_against)
-
-
-def _search_settings(flag_values: flags.FlagValues) -> tuple[tuple[str, ...], float]:
-    """Returns what `--mode=plan` searches, and for how many seconds."""
-    given = [name for name in ("search", "budget") if flag_values[name].present]
-    if given and flag_values.mode != "plan":
-        raise UserError(f"--{given[0]} goes with --mode=plan")
-    if flag_values.mode == "plan" and not flag_values.topology:
-        raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")
-    return plan_candidates.parse_dimensions(flag_values.search), plan_candidates.parse_budget(flag_values.budget)
-
-
-def _export_settings(flag_values: flags.FlagValues) -> ExportSettings | None:
-    """Returns what to export; None in the other modes."""
-    if flag_values.mode != "export":
-        given = [
-            name
-            for name in ("export_dir", "export_dtype", "export_use_ema", "export_adapter")
-            if flag_values[name].value
-        ]
-        if given:
-            raise UserError(f"--{given[0]} goes with --mode=export")
-        return None
-    if not flag_values.export_dir:
-        raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
-    if flag_values.export_adapter and flag_values.export_dtype:
-        raise UserError("--export_adapter writes float32; leave --export_dtype out")
-    directory = storage.directory("--export_dir", flag_values.export_dir)
-    return ExportSettings(directory, flag_values.export_dtype, flag_values.export_use_ema, flag_values.export_adapter)
-
-
-def _lm_eval_settings(flag_values: flags.FlagValues) -> lm_eval_settings.LmEvalSettings | None:
-    """Returns what to judge the model with; None in the other modes."""
-    if flag_values.mode != "lm_eval":
-        given = [name for name in LM_EVAL_FLAGS if flag_values[name].value not in (None, False, [])]
-        if given:
-            raise UserError(f"--{given[0]} goes with --mode=lm_eval")
-        return None
-    tasks = lm_eval_settings.split_names(flag_values.tasks)
-    if not tasks:
-        raise UserError("--mode=lm_eval needs --tasks=NAME,NAME: tasks of lm-eval, or of --include_path=DIR")
-    template = flag_values.apply_chat_template
-    return lm_eval_settings.LmEvalSettings(
-        tasks=tasks,
-        include_path=flag_values.include_path,
-        num_fewshot=flag_values.num_fewshot,
-        limit=flag_values.limit,
-        apply_chat_template=_TRUTH.get(str(template).lower(), template or False),
-        system_instruction=flag_values.system_instruction,
-        fewshot_as_multiturn=flag_values.fewshot_as_multiturn,
-        gen_kwargs=lm_eval_settings.parse_arguments("--gen_kwargs", flag_values.gen_kwargs),
-        log_samples=flag_values.log_samples,
-        confirm_run_unsafe_code=flag_values.confirm_run_unsafe_code,
-        model_args=lm_eval_settings.model_args(flag_values.model_args),
-    )
-
-
-def parse_mesh(text: str) -> list[tuple[str, int]]:
-    """Parses 'data:4,mdl:2'.
-
-    Raises:
-      UserError: not of that form; a size that is neither a positive number nor -1; several sizes of -1.
-    """
-    axes = []
-    for part in text.split(","):
-        name, colon, number = part.partition(":")
-        # int() alone would take '1_0' for 10.
-        size = int(number) if _SIZE.fullmatch(number.strip()) else None
-        if not (name.strip() and colon) or size is None:
-            raise UserError(f"--mesh={text}: {part!r} is not of the form axis:size, e.g. --mesh=data:4,mdl:2")
-        problem = sharding.size_problem(size)
-        if problem:
-            raise UserError(f"--mesh={text}: axis {name.strip()!r}: {problem}")
-        axes.append((name.strip(), size))
-    if sum(size == -1 for _, size in axes) > 1:
-        raise UserError(f"--mesh={text}: only one size may be -1, the rest of the devices")
-    return axes
+define()

@@ -34,9 +34,7 @@ def evaluate(job: Job) -> dict[str, float]:
     Raises:
       UserError: lm-eval, the tokenizer or the checkpoint is missing, or a task is unknown or can't be loaded.
     """
-    settings = job.config.lm_eval
-    if settings is None:
-        raise UserError("--mode=lm_eval needs --tasks=NAME,NAME")
+    settings = job.config.of(LmEvalSettings)
     with Phase("finding the tasks of lm-eval", announce_after=2.0):
         tasks = Tasks(settings)
     harness = make_runner(job, settings, tasks)

@@ -1,4 +1,4 @@
-"""Settings of an lm-eval evaluation. Names and meanings are those of the lm-eval command."""
+"""What a model is judged with. Names and meanings are those of the lm-eval command."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.settings import Settings, setting
 
 # Statistics without a closed form for their standard error are resampled this often. lm-eval takes 100,000, in processes that
 # it forks; a process that runs JAX must not be forked.
@@ -19,13 +20,12 @@ class ModelArgs:
     """How the harness uses the model: the counterpart of lm-eval's --model_args.
 
     Attributes:
-      tokenizer: path of a tokenizer; None: the one of the experiment's inputs.
-      batch_size: rows of a batch; None: as many as hold the tokens of a (mini)batch of training.
-      max_length: longest row in tokens. None: the model's `max_positions`, or the length of a training row.
-      add_bos_token: True puts beginning-of-text before every text, False before none; None: as the experiment's inputs
-        do.
-      prefix_token_id: token before texts without a context; None: the start token, else beginning-of-text, else
-        end-of-text.
+      tokenizer: path of a tokenizer; None: that of the experiment's inputs.
+      batch_size: rows of a batch; None: as many as have the tokens of a (mini)batch of training.
+      max_length: the longest row in tokens. None: the model's `max_positions`, or the length of a training row.
+      add_bos_token: put beginning-of-text before every text, or before none; None: as the experiment's inputs do.
+      prefix_token_id: the token before texts without a context; None: the token that texts begin with, or
+        beginning-of-text, or end-of-text.
     """
 
     tokenizer: str | None = None
@@ -44,43 +44,92 @@ class ModelArgs:
             raise UserError(f"--model_args: add_bos_token={self.add_bos_token!r}; give True or False")
 
 
+_JUDGING = "Judging with lm-eval"
+
+
+def _read_tasks(flag: str, value: Any) -> tuple[str, ...]:
+    return split_names(value)
+
+
+def _read_template(flag: str, value: Any) -> bool | str:
+    """Reads 'true' and 'false'; other texts are names of templates."""
+    return {"true": True, "false": False, "": False}.get(str(value).lower(), value)
+
+
+def _read_arguments(flag: str, value: Any) -> Mapping[str, Any]:
+    return parse_arguments(flag, value) if isinstance(value, str) else value
+
+
+def _read_model_args(flag: str, value: Any) -> ModelArgs:
+    return model_args(value) if isinstance(value, str) else value
+
+
 @dataclasses.dataclass(frozen=True)
-class LmEvalSettings:
-    """Settings of an evaluation.
+class LmEvalSettings(Settings):
+    """What to judge a model with."""
 
-    Attributes:
-      tasks: names of tasks, groups and tags of lm-eval, patterns of such names, or paths of YAML files.
-      include_path: directory with further tasks, as YAML files.
-      num_fewshot: number of examples in the context; None: each task's default.
-      limit: use only the first examples of each task: their number, or below 1 a fraction; None: all.
-      apply_chat_template: write prompts with the tokenizer's chat template: True, or the name of one of its templates.
-      system_instruction: text of the system message.
-      fewshot_as_multiturn: write few-shot examples as turns of a conversation; None: if a chat template is applied.
-      gen_kwargs: overrides the tasks' generation settings, e.g. {'max_gen_toks': 64}.
-      log_samples: also write every example with its answers.
-      confirm_run_unsafe_code: allow tasks that run code written by the model.
-      model_args: how the harness uses the model.
-    """
-
-    tasks: tuple[str, ...]
-    include_path: str | None = None
-    num_fewshot: int | None = None
-    limit: float | None = None
-    apply_chat_template: bool | str = False
-    system_instruction: str | None = None
-    fewshot_as_multiturn: bool | None = None
-    gen_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    log_samples: bool = False
-    confirm_run_unsafe_code: bool = False
-    model_args: ModelArgs = ModelArgs()
+    tasks: tuple[str, ...] = setting(
+        (),
+        "With --mode=lm_eval: tasks, groups or tags of lm-eval, patterns, or YAML files: a,b. May be repeated.",
+        _JUDGING,
+        value="NAME,...",
+        read=_read_tasks,
+    )
+    include_path: str | None = setting(
+        None, "With --mode=lm_eval: a directory with tasks of your own, as YAML files.", _JUDGING, value="DIR"
+    )
+    num_fewshot: int | None = setting(
+        None, "With --mode=lm_eval: number of examples in the context.", _JUDGING, value="N", at_least=0
+    )
+    limit: float | None = setting(
+        None,
+        "With --mode=lm_eval: use only the first N examples of each task; below 1, a fraction.",
+        _JUDGING,
+        value="N",
+    )
+    apply_chat_template: str | bool = setting(
+        "",
+        "With --mode=lm_eval: true writes prompts with the tokenizer's chat template; or the name of one of its templates.",
+        _JUDGING,
+        value="true",
+        read=_read_template,
+    )
+    system_instruction: str | None = setting(
+        None, "With --mode=lm_eval: text of the system message.", _JUDGING, value="TEXT"
+    )
+    fewshot_as_multiturn: bool | None = setting(
+        None,
+        "With --mode=lm_eval: write few-shot examples as turns of a conversation. Default: as --apply_chat_template.",
+        _JUDGING,
+    )
+    gen_kwargs: Mapping[str, Any] = setting(
+        "",
+        "With --mode=lm_eval: change how tasks generate text, e.g. max_gen_toks=64,temperature=0.7.",
+        _JUDGING,
+        value="KEY=VALUE,...",
+        read=_read_arguments,
+    )
+    log_samples: bool = setting(False, "With --mode=lm_eval: also write every example with its answers.", _JUDGING)
+    confirm_run_unsafe_code: bool = setting(
+        False, "With --mode=lm_eval: allow tasks that run code from the model.", _JUDGING
+    )
+    model_args: ModelArgs = setting(
+        "",
+        "With --mode=lm_eval: how the model is used, e.g. max_length=4096,batch_size=64; also tokenizer, add_bos_token and "
+        "prefix_token_id.",
+        _JUDGING,
+        value="KEY=VALUE,...",
+        read=_read_model_args,
+    )
 
     def __post_init__(self) -> None:
-        if isinstance(self.tasks, str):
-            object.__setattr__(self, "tasks", split_names(self.tasks))
+        """Checks the settings against each other."""
+        super().__post_init__()
         if not self.tasks:
-            raise UserError("no tasks to evaluate; give --tasks=NAME,NAME")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise UserError(f"--num_fewshot={self.num_fewshot}; give 0 or more examples")
+            raise UserError(
+                "no tasks to judge the model with: --mode=lm_eval needs --tasks=NAME,NAME, of lm-eval or of "
+                "--include_path=DIR"
+            )
         if self.limit is not None and not self.limit > 0:
             raise UserError(f"--limit={self.limit}; give a number of examples, or a fraction below 1")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
@@ -88,13 +137,13 @@ class LmEvalSettings:
 
 
 def split_names(text: str | Sequence[str]) -> tuple[str, ...]:
-    """Splits 'a,b', or several such texts, into distinct names."""
+    """Returns the names in 'a,b', or in several such texts, each once."""
     texts = [text] if isinstance(text, str) else list(text)
     return tuple(dict.fromkeys(name.strip() for part in texts for name in part.split(",") if name.strip()))
 
 
 def parse_arguments(flag: str, text: str | None) -> dict[str, Any]:
-    """Parses 'key=value,key=value', or a JSON object. Values are Python literals or else strings.
+    """Parses 'key=value,key=value', or a JSON object. Values are Python literals; others are texts.
 
     Raises:
       UserError: a part has another form.
@@ -116,7 +165,7 @@ def parse_arguments(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def model_args(text: str | None) -> ModelArgs:
-    """Parses --model_args.
+    """Returns the value of --model_args.
 
     Raises:
       UserError: an unknown name or a wrong value.

@@ -13,6 +13,7 @@ from spmd_trainer.planner import plan, plan_page
 from spmd_trainer.storage import files
 from spmd_trainer.training import attention_kernels, input_layouts
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import ChipsConfig, InspectConfig
 from spmd_trainer.training.run_directory import report_directory, write_report
 
 
@@ -23,7 +24,8 @@ def inspect_job(job: Job) -> None:
     if job.config.writes_reports:
         for path in write_report(report, report_directory(job.config.job_log_dir)):
             logging.info("wrote %s", path)
-    if job.config.plan or job.config.topology:
+    config = job.config.of(InspectConfig)
+    if config.plan or config.topology:
         write_plan(job)
 
 
@@ -48,7 +50,7 @@ def write_plan(job: Job) -> None:
     if job.config.writes_reports:
         _write_record(job, result)
         plan_page.write_plan_page(job, result, result.memory_over_time)
-    if (problem := plan.misfit(result, job.config.topology)) is not None:
+    if (problem := plan.misfit(result, job.config.of(ChipsConfig).topology)) is not None:
         raise UserError(problem)
 
 
@@ -59,7 +61,7 @@ def _write_record(job: Job, result: plan.Plan) -> None:
         **dataclasses.asdict(result),
         "total": result.total,
         "fits": result.fits,
-        "topology": job.config.topology,
+        "topology": job.config.of(ChipsConfig).topology,
         "estimate": estimate,
     }
     del record["memory_over_time"]  # plan.html has it

@@ -21,6 +21,7 @@ from spmd_trainer.planner import hlo_collectives, hlo_liveness, plan_memory, roo
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import ChipsConfig
 
 # Share of a GPU's memory that JAX takes if nothing else is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
 _GPU_SHARE = 0.75
@@ -134,7 +135,7 @@ def plan(job: Job) -> Plan:
     """
     from spmd_trainer.training import start_up
 
-    topology = job.config.topology
+    topology = job.config.of(ChipsConfig).topology
     started = time.monotonic()
     try:
         step = start_up.compile_train_step(job)
@@ -180,7 +181,7 @@ def _memory(topology: str | None) -> int | None:
 
 def _least_chips(job: Job) -> int | None:
     """Returns how many chips' memory the state alone would fill, divided evenly; None without a topology."""
-    memory = _memory(job.config.topology)
+    memory = _memory(job.config.of(ChipsConfig).topology)
     if memory is None:
         return None
     state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())

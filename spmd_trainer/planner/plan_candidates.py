@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from praxis.layers import AutodiffCheckpointType
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError
 from spmd_trainer.step.mesh_choice import mesh_flag
 from spmd_trainer.training.experiment_config import ResolvedExperiment
 
-DIMENSIONS = ("mesh", "remat", "minibatches", "batch")
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 _MOST_MINIBATCHES = 8
 # Global batches: the experiment's times these.
 _BATCH_FACTORS = (0.5, 1, 2, 4)
@@ -93,34 +91,6 @@ def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def parse_dimensions(names: Sequence[str]) -> tuple[str, ...]:
-    """Checks the names in --search.
-
-    Raises:
-      UserError: an unknown name.
-    """
-    for name in names:
-        if name not in DIMENSIONS:
-            raise UserError(
-                f"--search has no {name!r}; it takes {', '.join(DIMENSIONS)}{did_you_mean(name, DIMENSIONS)}"
-            )
-    return tuple(name for name in DIMENSIONS if name in names)
-
-
-def parse_budget(text: str) -> float:
-    """Returns the seconds of '90s', '20m' or '1.5h'.
-
-    Raises:
-      UserError: the text has another form, or the time is 0.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if not found:
-        raise UserError(f"--budget={text} is not of the form 90s, 20m or 1h")
-    if not float(found[1]):
-        raise UserError(f"--budget={text} leaves no time to compile a candidate; use e.g. --budget=20m")
-    return float(found[1]) * _UNITS[found[2]]
-
-
 def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterator[tuple[tuple[str, int], ...]]:
     """Yields all meshes over the axes: each way to write the number of devices as a product."""
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
@@ -144,7 +114,7 @@ def enumerate_candidates(
 
     Args:
       experiment: the experiment.
-      searched: names of `DIMENSIONS`.
+      searched: see `PlanConfig`.
       mesh: the mesh without a search; its axes and number of devices are those of all candidates.
       num_slices: number of slices.
       rows: the global batch without a search.

@@ -24,6 +24,7 @@ from spmd_trainer.sharding import page
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 from spmd_trainer.storage import files
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
 from spmd_trainer.training.run_directory import report_directory
 from spmd_trainer.watch.pages import shared
 
@@ -78,7 +79,7 @@ def write_search_page(
       flags: returns the command line's flags that run a candidate.
     """
     record = search_record(outcomes, plans, chip_memory=chip_memory, flags=flags)
-    _write(job, search_page({**_about(job), "searched": ", ".join(job.config.search)}, record))
+    _write(job, search_page({**_about(job), "searched": ", ".join(job.config.of(PlanConfig).search)}, record))
 
 
 def plan_page(about: Mapping[str, str], plan: Record) -> str:
@@ -113,7 +114,7 @@ def _write(job: Job, text: str) -> None:
 
 def _about(job: Job, mesh: Mapping[str, int] | None = None) -> dict[str, str]:
     """Returns the head's facts for plans and searches. A search has no single mesh."""
-    config, devices = job.config, job.partitioner.mesh.devices
+    config, devices = job.config.of(ChipsConfig), job.partitioner.mesh.devices
     chips = f"{count_text(devices.size, 'chip')} ({devices.flat[0].device_kind})"
     slices = f", {config.num_slices} slices" if config.num_slices > 1 else ""
     return {

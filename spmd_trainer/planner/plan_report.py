@@ -20,6 +20,7 @@ from spmd_trainer.planner.plan_candidates import Candidate, quoted
 from spmd_trainer.sharding.messages import bytes_text, count_text, short_hash
 from spmd_trainer.storage import files
 from spmd_trainer.training.job import Job, make_partitioner
+from spmd_trainer.training.run_config import ChipsConfig
 from spmd_trainer.training.run_directory import report_directory
 from spmd_trainer.training.same_settings import JAX_OPTIONS
 
@@ -114,7 +115,7 @@ class Store:
     """
 
     def __init__(self, job: Job, searched: Sequence[str]):
-        config = job.config
+        config = job.config.of(ChipsConfig)
         self._job = job
         self._path = report_directory(config.job_log_dir) / FILE if config.writes_reports else None
         self._searched = list(searched)
@@ -164,8 +165,8 @@ class Store:
             "key": self.key,
             "experiment": self._job.config.experiment.name,
             "overrides": list(self._job.config.experiment.overrides),
-            "topology": self._job.config.topology,
-            "num_slices": self._job.config.num_slices,
+            "topology": self._job.config.of(ChipsConfig).topology,
+            "num_slices": self._job.config.of(ChipsConfig).num_slices,
             "searched": self._searched,
             "versions": self._versions,
             "candidates": [{**outcome.record(), "front": id(outcome) in front} for outcome in outcomes],
@@ -189,12 +190,13 @@ def best(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
     """Formats the result of a search."""
+    topology = job.config.of(ChipsConfig).topology
     ranked, front = best(outcomes), {id(outcome) for outcome in pareto_front(outcomes)}
     compiled = sum(outcome.compiled_in > 0 for outcome in outcomes)
     out = sum(bool(outcome.reason) and not outcome.compiled_in for outcome in outcomes)
     waiting = sum(bool(outcome.not_reached) for outcome in outcomes)
     lines = [
-        f"{count_text(len(outcomes), 'candidate')} on {job.config.topology}: {compiled} compiled, {out} left out, {waiting} not "
+        f"{count_text(len(outcomes), 'candidate')} on {topology}: {compiled} compiled, {out} left out, {waiting} not "
         f"reached"
     ]
     if ranked:
@@ -218,7 +220,7 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
 
 def run_flags(job: Job, candidate: Candidate) -> str:
     """Returns all flags of the candidate's run, including the flags of this search's command line."""
-    config = job.config
+    config = job.config.of(ChipsConfig)
     given = [f"--fdl.set={quoted(override)}" for override in config.experiment.overrides]
     if config.num_minibatches is not None and candidate.minibatches is None:
         given.append(f"--num_minibatches={config.num_minibatches}")
@@ -227,15 +229,16 @@ def run_flags(job: Job, candidate: Candidate) -> str:
 
 def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
     """Returns the message for a search in which no candidate fits. `memory`: usable bytes of a chip."""
+    topology = job.config.of(ChipsConfig).topology
     waiting = [o.not_reached for o in outcomes if o.not_reached]
     if waiting and not any(o.compiled_in for o in outcomes):
         longer = "; use a longer --budget" if "budget" in waiting[0] else ""
         return f"no candidate was compiled: {waiting[0]}{longer}"
     reasons = "; ".join(f"{o.candidate}: {o.reason or o.not_reached}" for o in outcomes[:_REASONS])
     if all(o.state_bytes is None for o in outcomes):
-        return f"no candidate can be built for {job.config.topology}: {reasons}"
+        return f"no candidate can be built for {topology}: {reasons}"
     return (
-        f"no candidate fits {job.config.topology}. {_least_chips(job, outcomes, memory)} Use more chips, a smaller batch, or "
+        f"no candidate fits {topology}. {_least_chips(job, outcomes, memory)} Use more chips, a smaller batch, or "
         f"--search=mesh,remat,minibatches. {reasons}"
     )
 

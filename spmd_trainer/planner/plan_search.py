@@ -39,7 +39,7 @@ from spmd_trainer.step.mesh_choice import mesh_over_slices
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.job import BatchSettings, Job
 from spmd_trainer.training.phases import Phase
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
 
 # The search ends when no other candidate is likely to be among this many fastest.
 _BEST = 5
@@ -51,12 +51,10 @@ def search(job: Job) -> None:
     """Searches, prints the best candidates, and writes `plan_search.json` if a directory was given.
 
     Raises:
-      UserError: `config.search` has an unknown name, or no candidate fits.
+      UserError: no candidate fits.
     """
-    config = job.config
-    if config.topology is None:
-        raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")
-    searched = plan_candidates.parse_dimensions(config.search)
+    config = job.config.of(PlanConfig)
+    searched = config.search
     found = Search(job, searched)
     store = plan_report.Store(job, searched)
     try:
@@ -80,18 +78,20 @@ def search(job: Job) -> None:
     sys.stdout.write(plan_report.report_text(job, outcomes))
 
 
-def build_job(config: RunConfig) -> Job:
+def build_job(config: PlanConfig) -> Job:
     """Builds the job of a search on the experiment's own mesh, or on another one if the topology doesn't allow it.
 
     Raises:
       UserError: see `Job.build`.
     """
+    if config.topology is None:
+        raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")
     try:
         return Job.build(config)
     except UserError:
         task = tasks_lib.build_task(config.experiment.task_p)
         declared = model_mesh.declared_mesh(task.model)
-        if config.mesh or config.topology is None or "mesh" not in config.search or declared is None:
+        if config.mesh or "mesh" not in config.search or declared is None:
             raise
         devices = topology_devices(config.topology, config.num_slices)
         # From large outer axes to large inner ones: these split the batch, which every model allows.
@@ -120,7 +120,7 @@ class Search:
             searched,
             mesh=job.partitioner.mesh_shape(),
             # Meshes of GPUs aren't divided over slices.
-            num_slices=1 if known.gpu else job.config.num_slices,
+            num_slices=1 if known.gpu else job.config.of(ChipsConfig).num_slices,
             rows=job.num_rows,
         )
         self.outcomes = [Outcome(candidate) for candidate in candidates]
@@ -167,7 +167,8 @@ class Search:
                 overrides = (*experiment.overrides, *candidate.overrides(experiment))
                 resolved = experiment_config.resolve(experiment.name, overrides)
                 # The experiment's number of minibatches may not divide other rows.
-                config = dataclasses.replace(base.config, experiment=resolved, mesh=self._mesh, num_minibatches=1)
+                planned = base.config.of(PlanConfig)
+                config = dataclasses.replace(planned, experiment=resolved, mesh=self._mesh, num_minibatches=1)
                 base = Job.build(config)
             self._jobs[candidate.settings] = base
         base = self._jobs[candidate.settings]

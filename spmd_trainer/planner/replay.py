@@ -36,6 +36,7 @@ from spmd_trainer.training.adapter_checkpoints import FrozenBase
 from spmd_trainer.training.checkpoints import no_checkpoint_in
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.run_config import ReplayConfig
 from spmd_trainer.watch import invalid_batches
 
 # A repeated step's loss differs from the written one by less than this, unless the steps are of different runs.
@@ -54,9 +55,7 @@ def replay(job: Job) -> None:
       UserError: the run lacks this step or a complete checkpoint before it, or its input can't be moved to the step.
       CheckpointError: the checkpoint can't be read.
     """
-    step = job.config.replay_step
-    if step is None:
-        raise UserError("--mode=replay needs --step=N, the step to look into")
+    step = job.config.of(ReplayConfig).replay_step
     _check_step(job, step)
     restored = _restore(job, step)
     with _Batches(job, restored, step) as batches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from spmd_trainer import sharding
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.step import model_mesh
+
+# The size of an axis in --mesh.
+_SIZE = re.compile(r"-?[0-9]{1,18}")
 
 
 class AdaptsMesh(Protocol):
@@ -162,3 +166,25 @@ def _are(count: int) -> str:
 def mesh_flag(sizes: Iterable[tuple[str, int]]) -> str:
     """Returns mesh sizes in the form of `--mesh`, e.g. 'data:4,mdl:2'."""
     return ",".join(f"{axis}:{size}" for axis, size in sizes)
+
+
+def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """Parses the value of `--mesh`, e.g. 'data:4,mdl:2'.
+
+    Raises:
+      UserError: not of that form; a size that is neither a positive number nor -1; several sizes of -1.
+    """
+    axes = []
+    for part in text.split(","):
+        name, colon, number = part.partition(":")
+        # int() alone would take '1_0' for 10.
+        size = int(number) if _SIZE.fullmatch(number.strip()) else None
+        if not (name.strip() and colon) or size is None:
+            raise UserError(f"--mesh={text}: {part!r} is not of the form axis:size, e.g. --mesh=data:4,mdl:2")
+        problem = sharding.size_problem(size)
+        if problem:
+            raise UserError(f"--mesh={text}: axis {name.strip()!r}: {problem}")
+        axes.append((name.strip(), size))
+    if sum(size == -1 for _, size in axes) > 1:
+        raise UserError(f"--mesh={text}: only one size may be -1, the rest of the devices")
+    return tuple(axes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.tracking.base import Tracker
@@ -65,8 +65,3 @@ def make(name: str) -> Tracker:
     entry = TRACKERS[name]
     tracker: Tracker = getattr(importlib.import_module(f"spmd_trainer.tracking.{entry.module}"), entry.cls)()
     return tracker
-
-
-def split_names(values: Sequence[str]) -> tuple[str, ...]:
-    """Splits the values of `--track`, which may be repeated: 'wandb,mlflow' and 'trackio'."""
-    return tuple(name.strip() for value in values for name in value.split(",") if name.strip())

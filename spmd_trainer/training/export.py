@@ -25,7 +25,7 @@ from spmd_trainer.training import checkpoints
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import ExportConfig, RunConfig
 
 
 def export(job: Job) -> int:
@@ -44,9 +44,7 @@ def export(job: Job) -> int:
     Raises:
       UserError: there is no checkpoint, the directory is not empty, or transformers has no architecture for the model.
     """
-    settings = job.config.export
-    if settings is None:
-        raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
+    settings = job.config.of(ExportConfig)
     if settings.adapter and job.task.lora is None:
         raise UserError("--export_adapter: the experiment has no adapters (task.lora is None); leave the flag out")
     # The processes do what the first one sees.

@@ -20,6 +20,7 @@ from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
 from spmd_trainer.training.checkpoints import restore_from
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.run_config import TrainConfig
 
 
 class FirstState(NamedTuple):
@@ -48,7 +49,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
       CheckpointError: the checkpoint is another model's; the run has checkpoints and none is whole; or there is no room for
         its own.
     """
-    config, train_p = job.config, job.task.train
+    config, train_p = job.config.of(TrainConfig), job.task.train
     metadata = job.partitioner.metadata
     if config.enable_checkpoint_saving:
         size = checkpoint_bytes(frozen_base.trained_part(metadata.variables, metadata.variables))

@@ -30,7 +30,7 @@ from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree
 from spmd_trainer.training import config_file, reference_files, rooms
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import ChipsConfig, RunConfig, StepConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +82,11 @@ class Job:
             shapes = _declared_inputs(config.experiment.experiment)
             check_overrides(config.experiment.experiment)
             task = tasks_lib.build_task(config.experiment.task_p)
-            devices = _topology_devices(config.topology, config.num_slices) if config.topology else None
+            devices = None
+            if isinstance(config, ChipsConfig) and config.topology:
+                devices = _topology_devices(config.topology, config.num_slices)
             partitioner = make_partitioner(config.experiment.experiment)
-            if config.num_minibatches is not None:
+            if isinstance(config, StepConfig) and config.num_minibatches is not None:
                 partitioner.num_minibatches = config.num_minibatches
             _use_mesh(config, task, partitioner, devices)
             job = cls(config, task, partitioner, shapes)
@@ -180,7 +182,7 @@ class Job:
         about = config_file.run_lines(
             self.partitioner.mesh_shape(), jax.process_count(), self.num_rows, self.partitioner.num_minibatches
         )
-        return [*self.config.experiment.lines(), *about]
+        return [*self.config.experiment.lines(), *about, *self.config.noted_lines()]
 
     def sharding_report(
         self, attention: Sequence[str] = (), inputs: Sequence[InputLayout] = ()

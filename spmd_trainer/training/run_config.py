@@ -1,50 +1,200 @@
-"""What a run was asked to do. Flags and arguments become one `RunConfig`, once; nothing changes it afterwards."""
+"""What a run was asked to do: one frozen dataclass for each mode. Each setting is stated once; see `spmd_trainer.settings`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from etils import epath
-
-from spmd_trainer.base_experiment import BaseExperiment
-from spmd_trainer.callbacks import Callback
 from spmd_trainer.errors import UserError
-from spmd_trainer.training import experiment_config
-from spmd_trainer.training.experiment_config import ResolvedExperiment
-from spmd_trainer.training.xla_flags import Options
+from spmd_trainer.settings import Settings, names, refuse_unknown, seconds, setting
 
+# The readers of fields import what needs JAX, so that the flags can be parsed before it is imported.
 if TYPE_CHECKING:
-    from spmd_trainer.lm_eval.settings import LmEvalSettings
+    from etils import epath
+
+    from spmd_trainer.base_experiment import BaseExperiment
+    from spmd_trainer.callbacks import Callback
+    from spmd_trainer.training.experiment_config import ResolvedExperiment
+    from spmd_trainer.training.xla_flags import Options
+
+    Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
+
+_CHECKPOINTS, _TRAINING, _PLANNING = "Checkpoints", "During training", "Checking and planning"
+# Settings of training that other modes ignore.
+_of_training = functools.partial(setting, carried=True, noted=True)
+
+
+def _directory(flag: str, value: Any) -> epath.Path:
+    from spmd_trainer import storage
+
+    return storage.directory(flag, value)
+
+
+def _mesh(flag: str, value: Any) -> tuple[tuple[str, int], ...]:
+    """Reads 'data:4,mdl:2', {'data': 4, 'mdl': 2} or pairs."""
+    from spmd_trainer.step import mesh_choice
+
+    if isinstance(value, str):
+        return mesh_choice.parse_mesh(value)
+    return mesh_choice.parse_mesh(mesh_choice.mesh_flag(value.items() if isinstance(value, Mapping) else value))
+
+
+def _xla_options(flag: str, value: Any) -> Options:
+    from spmd_trainer.training import xla_flags
+
+    return xla_flags.parse(flag, value) if isinstance(value, str) else value
 
 
 @dataclasses.dataclass(frozen=True)
-class FailurePolicy:
-    """What a training run does when something goes wrong.
+class RunConfig(Settings):
+    """The command line, resolved. `--mode=eval`, `decode`, `decode_once`, `infer` and `data` have no settings besides these.
 
     Attributes:
-      watchdog_seconds: if no process makes progress for longer, that is reported; 0 reports none.
-      stop_on_invalid_step: end the run at a step whose loss or gradient is NaN or Inf, or that the learner would skip.
-      check_replicas_every: steps between two comparisons of the devices' copies; 0 compares none.
-      check_repeat_every: steps between two that are taken twice and compared; 0 for none.
-      hang_seconds: if no process makes progress for longer, the run ends with status 4; 0 for never.
-
-    Raises:
-      UserError: a time is negative, or the run would end before the report.
+      experiment: the experiment with the overrides applied.
+      mode: one of `cli.modes.MODES`.
+      writes_reports: whether `inspect` and plans write files into `job_log_dir`, besides printing.
     """
 
-    watchdog_seconds: float = 600.0
-    stop_on_invalid_step: bool = False
-    check_replicas_every: int = 0
-    check_repeat_every: int = 0
-    hang_seconds: float = 0.0
+    experiment: ResolvedExperiment
+    job_log_dir: epath.Path = setting(
+        dataclasses.MISSING,
+        "Directory of the run: checkpoints, summaries, decoded outputs, config.txt.",
+        "What to run",
+        value="DIR",
+        read=_directory,
+    )
+    mode: str = "eval"
+    mesh: Sequence[tuple[str, int]] | None = setting(
+        None,
+        "Use this mesh instead of the experiment's, e.g. data:4,mdl:2. One size may be -1; declared axes that it leaves out get "
+        "size 1.",
+        "What to run",
+        value="AXIS:SIZE,...",
+        read=_mesh,
+    )
+    restore_checkpoint_dir: epath.Path | None = setting(
+        None,
+        "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.",
+        _CHECKPOINTS,
+        value="DIR",
+        read=_directory,
+    )
+    restore_checkpoint_step: int | None = setting(
+        None, "Restore this step instead of the newest one.", _CHECKPOINTS, value="N", at_least=0
+    )
+    jax_profiler_port: int | None = setting(
+        None, "Serve JAX's profiler on this port.", _TRAINING, value="PORT", at_least=1, compared=False
+    )
+    jax_cache_dir: str | None = setting(
+        None,
+        "Directory of JAX's persistent compilation cache; an empty value disables the cache. Default: JAX_COMPILATION_CACHE_DIR "
+        "if set, otherwise spmd-trainer/jax in the user's cache directory. --topology disables the cache.",
+        _TRAINING,
+        value="DIR",
+        compared=False,
+    )
+    writes_reports: bool = True
+
+    @property
+    def checkpoint_dir(self) -> epath.Path:
+        """Where checkpoints are read from."""
+        return self.restore_checkpoint_dir or self.job_log_dir / "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig(RunConfig):
+    """Settings of the modes that take or compile training steps."""
+
+    num_minibatches: int | None = setting(
+        None,
+        "Parts that training divides its batch into, one after the other, instead of the partitioner's num_minibatches.",
+        _TRAINING,
+        value="N",
+        at_least=1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(StepConfig):
+    """Settings of `--mode=train`.
+
+    Attributes:
+      callbacks: the caller's own, called after those of `task.train.callbacks`.
+    """
+
+    mode: str = "train"
+    enable_checkpoint_saving: bool = _of_training(
+        True, "Save checkpoints during training.", _CHECKPOINTS, off="Don't save checkpoints."
+    )
+    exit_after_ondemand_checkpoint: bool = _of_training(
+        True,
+        "Exit after saving the checkpoint that SIGTERM or SIGHUP requests. Ctrl-C always exits.",
+        _CHECKPOINTS,
+        off="Continue training after saving the checkpoint that SIGTERM requests.",
+    )
+    eval_on_test: bool = _of_training(
+        True,
+        "Evaluate during training, every task.train.eval_interval_steps.",
+        _TRAINING,
+        off="Don't evaluate during training.",
+    )
+    decode_during_train: bool = _of_training(
+        False, "Decode during training, every task.train.decode_interval_steps.", _TRAINING
+    )
+    stop_on_invalid_step: bool = _of_training(
+        False,
+        "Stop the run at a step whose loss or gradient norm is NaN or Inf, or whose gradient norm reaches "
+        "skip_step_gradient_norm_value, instead of skipping the step.",
+        _TRAINING,
+    )
+    check_replicas_every: int = _of_training(
+        0,
+        "Every N training steps, and before such a step is saved, compare the bits of all values that several devices hold; a "
+        "difference ends the run with status 6, and names the device and the variable. 0 compares nothing.",
+        _TRAINING,
+        value="N",
+        at_least=0,
+    )
+    check_repeat_every: int = _of_training(
+        0,
+        "Every N training steps, take the step twice from the same state and batch, and compare the bits; a difference ends the "
+        "run with status 6. Such a step takes twice the time, and memory for one more state. 0 repeats nothing.",
+        _TRAINING,
+        value="N",
+        at_least=0,
+    )
+    watchdog_seconds: float = _of_training(
+        600.0,
+        "When no process makes progress for this many seconds, log who is behind, in which phase, with stacks; 0 reports none.",
+        _TRAINING,
+        value="SECONDS",
+        at_least=0,
+    )
+    hang_seconds: float = _of_training(
+        0.0,
+        "When no process makes progress for this many seconds, end the run with status 4, so that a supervisor starts it again. "
+        "Longer than the longest compilation, restore and save. 0 never ends it.",
+        _TRAINING,
+        value="SECONDS",
+        at_least=0,
+    )
+    track: tuple[str, ...] = setting(
+        (),
+        "Also tell these trackers of a training run, e.g. --track=wandb,mlflow; there are wandb, mlflow, trackio and "
+        "tensorboard. May be repeated.",
+        _TRAINING,
+        value="NAME,...",
+        read=names,
+        compared=False,
+    )
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
-        """Checks the times."""
-        for name in ("watchdog_seconds", "hang_seconds"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"{name}={getattr(self, name):g}; give a number of seconds, or 0 to switch it off")
+        """Checks the times against each other."""
+        super().__post_init__()
         if 0 < self.hang_seconds <= self.watchdog_seconds:
             raise UserError(
                 f"--hang_seconds={self.hang_seconds:g} would end the run before --watchdog_seconds={self.watchdog_seconds:g} "
@@ -53,104 +203,254 @@ class FailurePolicy:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportSettings:
-    """What `export` writes.
+class ChipsConfig(StepConfig):
+    """Settings of the modes that can plan for chips that are not here."""
 
-    Attributes:
-      directory: the folder to write.
-      dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
-      use_ema: write the moving averages of the variables.
-      adapter: write the adapters alone, as a folder of PEFT; False: a model that they are merged into.
-    """
+    topology: str | None = setting(
+        None,
+        "With --mode=inspect: also compile the train step for these chips, and print the plan: memory, time, collectives, FLOPs. "
+        "With --mode=plan: the chips to search for. They need not be here. E.g. v5e:16x16 for a TPU slice, h100:32x8 for 32 "
+        "hosts with 8 GPUs each.",
+        _PLANNING,
+        value="CHIP:SHAPE",
+    )
+    num_slices: int = setting(
+        1,
+        "Number of slices of --topology; for GPUs it multiplies the hosts.",
+        _PLANNING,
+        value="N",
+        at_least=1,
+    )
 
-    directory: epath.Path
-    dtype: str | None = None
-    use_ema: bool = False
-    adapter: bool = False
+    def __post_init__(self) -> None:
+        """Checks that slices are those of a topology."""
+        super().__post_init__()
+        if self.num_slices > 1 and not self.topology:
+            raise UserError("--num_slices goes with --topology")
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """The command line, resolved.
+class InspectConfig(ChipsConfig):
+    """Settings of `--mode=inspect`."""
+
+    mode: str = "inspect"
+    plan: bool = setting(
+        False,
+        "With --mode=inspect: also compile the train step for the available devices and print the plan.",
+        _PLANNING,
+        instead="--mode=plan searches for a topology",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig(ChipsConfig):
+    """Settings of `--mode=plan`."""
+
+    mode: str = "plan"
+    search: tuple[str, ...] = setting(
+        ("mesh",),
+        "With --mode=plan: what to search, of mesh, remat, minibatches and batch.",
+        _PLANNING,
+        value="mesh,remat,...",
+        read=names,
+        choices=("mesh", "remat", "minibatches", "batch"),
+    )
+    budget: float = setting(
+        "20m",
+        "With --mode=plan: how long to compile candidates, e.g. 90s, 20m or 1h.",
+        _PLANNING,
+        value="20m",
+        read=seconds,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyConfig(StepConfig):
+    """Settings of `--mode=verify`."""
+
+    mode: str = "verify"
+    verify_steps: int = setting(
+        5, "Number of training steps that --mode=verify compares.", _PLANNING, value="N", at_least=1, carried=True
+    )
+    verify_against: Options | None = setting(
+        None,
+        "XLA options, e.g. 'xla_cpu_enable_fast_math=true'. --mode=verify then compares the experiment on its mesh with and "
+        "without them, instead of with one device.",
+        _PLANNING,
+        value="'XLA_OPTION=VALUE ...'",
+        read=_xla_options,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig(StepConfig):
+    """Settings of `--mode=replay`."""
+
+    mode: str = "replay"
+    replay_step: int = setting(
+        None, "With --mode=replay: the step to take again.", _PLANNING, flag="step", value="N", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        """Checks that there is a step."""
+        super().__post_init__()
+        if self.replay_step is None:
+            raise UserError("--mode=replay needs --step=N, the step to look into")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig(RunConfig):
+    """Settings of `--mode=export`."""
+
+    mode: str = "export"
+    directory: epath.Path = setting(
+        None,
+        "With --mode=export: the folder to write. It must be new or empty.",
+        "Export",
+        flag="export_dir",
+        value="DIR",
+        read=_directory,
+    )
+    dtype: str | None = setting(
+        None,
+        "With --mode=export: the dtype to write; by default, that of the variables.",
+        "Export",
+        flag="export_dtype",
+        value="DTYPE",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    use_ema: bool = setting(
+        False,
+        "With --mode=export: write the moving averages of the variables.",
+        "Export",
+        flag="export_use_ema",
+    )
+    adapter: bool = setting(
+        False,
+        "With --mode=export: write the adapters alone, in PEFT's format, instead of a merged model.",
+        "Export",
+        flag="export_adapter",
+    )
+
+    def __post_init__(self) -> None:
+        """Checks that there is a folder, and the dtype of adapters."""
+        super().__post_init__()
+        if not self.directory:
+            raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
+        if self.adapter and self.dtype:
+            raise UserError("--export_adapter writes float32; leave --export_dtype out")
+
+
+@dataclasses.dataclass(frozen=True)
+class PageConfig(Settings):
+    """Settings of `--mode=page`.
 
     Attributes:
-      experiment: the experiment with the overrides applied.
-      job_log_dir: where everything of this run goes.
-      mode: train, eval, decode, decode_once, infer, inspect, plan, verify, replay, data, export or lm_eval.
-      restore_checkpoint_dir: read checkpoints from here instead of `job_log_dir/checkpoints`.
-      restore_checkpoint_step: this step instead of the newest.
-      eval_on_test: evaluate during training on every evaluation dataset.
-      decode_during_train: decode during training, at `decode_interval_steps`.
-      enable_checkpoint_saving: False trains without saving.
-      exit_after_ondemand_checkpoint: leave after the checkpoint that a signal asked for.
-      verify_steps: steps that `verify` takes.
-      verify_against: XLA options by name; `verify` compares with and without them. None: the mesh with one device.
-      plan: `inspect` also compiles the train step and says what it needs.
-      topology: the same for chips that aren't here, e.g. 'v5e:16x16' or 'h100:32x8'; see `analysis.topologies`.
-      num_slices: number of slices of `topology`.
-      search: what `plan` searches; see `plan_candidates.DIMENSIONS`.
-      budget: seconds that `plan` searches.
-      num_minibatches: replaces the partitioner's own; None: as the experiment sets it.
-      writes_reports: whether `inspect` and plans write files into `job_log_dir`, besides printing.
-      mesh: replaces the declared mesh, e.g. (('data', 4), ('mdl', 2)); declared axes that it leaves out get size 1.
-      failure_policy: what training does when something goes wrong.
-      callbacks: the caller's own, called after those of `task.train.callbacks`.
-      track: names of the trackers that training tells of the run, besides those of its callbacks; see `tracking.registry`.
-      jax_cache_dir: see `compile_cache.enable`.
-      export: what `export` writes.
-      lm_eval: what `lm_eval` judges the model with.
-      replay_step: the step that `replay` takes again.
+      directories: the runs' directories, as given.
     """
 
-    experiment: ResolvedExperiment
-    job_log_dir: epath.Path
-    mode: str = "train"
-    restore_checkpoint_dir: epath.Path | None = None
-    restore_checkpoint_step: int | None = None
-    eval_on_test: bool = True
-    decode_during_train: bool = False
-    enable_checkpoint_saving: bool = True
-    exit_after_ondemand_checkpoint: bool = True
-    verify_steps: int = 5
-    verify_against: Options | None = None
-    plan: bool = False
-    topology: str | None = None
-    num_slices: int = 1
-    search: Sequence[str] = ("mesh",)
-    budget: float = 1200.0
-    num_minibatches: int | None = None
-    writes_reports: bool = True
-    mesh: Sequence[tuple[str, int]] | None = None
-    failure_policy: FailurePolicy = FailurePolicy()
-    callbacks: Sequence[Callback] = ()
-    track: Sequence[str] = ()
-    jax_cache_dir: str | None = None
-    export: ExportSettings | None = None
-    lm_eval: LmEvalSettings | None = None
-    replay_step: int | None = None
+    directories: Sequence[str]
+    page_file: str | None = setting(
+        None,
+        "With --mode=page: write this file instead of run.html in --job_log_dir, or compare.html for several runs.",
+        "The page of a run",
+        value="FILE",
+    )
+    follow: bool = setting(
+        False,
+        "With --mode=page: serve the page on this machine, up to date while the run goes on, until Ctrl-C.",
+        "The page of a run",
+    )
+    port: int = setting(
+        0, "With --follow: the port; 0 takes a free one.", "The page of a run", value="PORT", at_least=0, at_most=65535
+    )
 
-    @property
-    def checkpoint_dir(self) -> epath.Path:
-        """Where checkpoints are read from."""
-        return self.restore_checkpoint_dir or self.job_log_dir / "checkpoints"
+    def __post_init__(self) -> None:
+        """Checks that the page is either written or served."""
+        super().__post_init__()
+        if self.page_file and self.follow:
+            raise UserError("--follow writes no file: leave --page_file out")
+        if self.port and not self.follow:
+            raise UserError("--port goes with --follow")
+
+
+@dataclasses.dataclass(frozen=True)
+class PortConfig(Settings):
+    """Settings of `--mode=port`."""
+
+    module: str = setting(
+        None,
+        "File, folder or module written for paxml, for --mode=port.",
+        _PLANNING,
+        value="FILE",
+        instead="--exp_module=MODULE adds experiments of your own",
+    )
+
+    def __post_init__(self) -> None:
+        """Checks that there is a module."""
+        if not self.module:
+            raise UserError("--mode=port needs --module=FILE: a file, folder or module written for paxml")
+
+
+# The classes of modes that have settings of their own; the others' is `RunConfig`.
+_CONFIGS: dict[str, type[Settings]] = {
+    "train": TrainConfig,
+    "inspect": InspectConfig,
+    "plan": PlanConfig,
+    "verify": VerifyConfig,
+    "replay": ReplayConfig,
+    "export": ExportConfig,
+    "page": PageConfig,
+    "port": PortConfig,
+}
+
+
+def config_class(mode: str) -> type[Settings]:
+    """Returns the class of a mode's settings."""
+    return _lm_eval_config() if mode == "lm_eval" else _CONFIGS.get(mode, RunConfig)
+
+
+@functools.cache
+def _lm_eval_config() -> type[RunConfig]:
+    from spmd_trainer.lm_eval.settings import LmEvalSettings  # its room may be absent
+
+    @dataclasses.dataclass(frozen=True)
+    class LmEvalConfig(LmEvalSettings, RunConfig):
+        """Settings of `--mode=lm_eval`."""
+
+        mode: str = "lm_eval"
+
+    return LmEvalConfig
 
 
 def make_run_config(
-    exp: str | type[BaseExperiment] | BaseExperiment,
-    job_log_dir: epath.PathLike,
+    exp: Experiment,
+    job_log_dir: str | os.PathLike[str],
     *,
+    mode: str = "train",
     overrides: Iterable[str] = (),
+    join: Callable[[], int] = lambda: 1,
     **settings: Any,
 ) -> RunConfig:
-    """Resolves an experiment into a `RunConfig`.
+    """Checks a mode's settings, then resolves the experiment. Touches no device.
 
     Args:
       exp: a registered name, an experiment class or an instance.
       job_log_dir: where everything of this run goes.
+      mode: a mode that runs an experiment.
       overrides: 'path=value' each.
-      **settings: further fields of `RunConfig`.
+      join: joins the job's processes and returns how many there are.
+      **settings: further fields of the mode's class.
 
     Raises:
-      UserError: see `experiment_config.resolve`.
+      UserError: an unknown setting or a wrong value; see also `host_devices.resolve`.
     """
-    return RunConfig(experiment_config.resolve(exp, overrides), epath.Path(job_log_dir), **settings)
+    from spmd_trainer.training import host_devices
+
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r} is one text; give a list of them, e.g. overrides=[{overrides!r}]")
+    cls = cast(type[RunConfig], config_class(mode))
+    refuse_unknown(cls, list(settings), f"--mode={mode}")
+    # Without an experiment first: resolving it is what takes long.
+    asked = cls(cast(Any, None), job_log_dir, mode, **settings)
+    return dataclasses.replace(asked, experiment=host_devices.resolve(exp, overrides, asked.mesh, join))

@@ -17,7 +17,6 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import installed_version
 from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.multihost import gather, joined
-from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.training.run_config import RunConfig
 
 _PACKAGES = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-checkpoint", "numpy", "fiddle")
@@ -56,22 +55,7 @@ def _settings(config: RunConfig) -> Iterator[str]:
     experiment = config.experiment
     yield f"--exp: {experiment.name}"
     yield f"--mode: {config.mode}"
-    yield f"--job_log_dir: {config.job_log_dir}"
-    yield f"--mesh: {mesh_text(dict(config.mesh)) if config.mesh else None}"
-    for field in (
-        "restore_checkpoint_dir",
-        "restore_checkpoint_step",
-        "eval_on_test",
-        "decode_during_train",
-        "enable_checkpoint_saving",
-        "exit_after_ondemand_checkpoint",
-        "failure_policy",
-        "export",
-        "lm_eval",
-        "num_minibatches",
-        "replay_step",
-    ):
-        yield f"--{field}: {getattr(config, field)}"
+    yield from config.compared_lines()
     for name in JAX_OPTIONS:
         yield f"--{name}: {jax.config.values[name]}"
     for line in experiment.lines():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from spmd_trainer.checkpointing import Checkpointer
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Schedule:
     decode_start: int
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> Schedule:
+    def of_run(cls, config: TrainConfig) -> Schedule:
         """Reads the intervals of a run."""
         experiment = config.experiment.config
         train_p = experiment.task.train

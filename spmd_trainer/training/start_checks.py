@@ -28,6 +28,7 @@ from spmd_trainer.step import step_fns
 from spmd_trainer.storage import access
 from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, export, rooms, run_directory
 from spmd_trainer.training.ending import TIMING
+from spmd_trainer.training.run_config import ExportConfig, TrainConfig
 
 if TYPE_CHECKING:
     from spmd_trainer.training.experiment_config import ResolvedExperiment
@@ -113,8 +114,6 @@ def check_settings(config: RunConfig) -> None:
     """
     resolved, mode = config.experiment, config.mode
     task_p = resolved.task_p
-    if config.track:
-        rooms.need("tracking.registry").check(config.track, "--track")
     _check_numbers(task_p)
     _check_averages(task_p, mode)
     if mode == "eval" and not resolved.config.eval_datasets:
@@ -124,7 +123,9 @@ def check_settings(config: RunConfig) -> None:
         )
     if mode in _DECODE_MODES:
         _require_decode_datasets(resolved, f"--mode={mode}")
-    if mode == "train":
+    if isinstance(config, TrainConfig):
+        if config.track:
+            rooms.need("tracking.registry").check(config.track, "--track")
         if not resolved.config.train_datasets:
             raise UserError(
                 f"--mode=train: experiment {_name(resolved)} has no training dataset; return one with is_training=True from "
@@ -151,10 +152,10 @@ def check_directories(config: RunConfig) -> None:
         access.check_readable("--restore_checkpoint_dir", config.restore_checkpoint_dir)
     access.check_readable("--job_log_dir", config.job_log_dir)
     access.check_writable("--job_log_dir", config.job_log_dir)
-    if config.export is not None:
+    if isinstance(config, ExportConfig):
         # Process 0 writes.
         if multihost.joined()[1] == 0:
-            hf.check_directory("--export_dir", config.export.directory)
+            hf.check_directory("--export_dir", config.directory)
         config = export.config_of_source(config, own=export.prefers_own(config))
     there = checkpoints.present_in_source(config)
     if there is not None:

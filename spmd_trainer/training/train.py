@@ -27,6 +27,7 @@ from spmd_trainer.training import elastic, ending, garbage, rooms, run_directory
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.periodic import PeriodicWork
 from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.run_config import TrainConfig
 from spmd_trainer.training.schedule import Schedule
 from spmd_trainer.training.signals import SaveRequest, save_requests
 from spmd_trainer.training.step_taker import INPUT_ENDED, StepTaker
@@ -65,7 +66,8 @@ def train(job: Job) -> TrainResult:
       UserError: numbers went wrong, or a callback failed.
       CheckpointError: a checkpoint could not be read or written.
     """
-    config, schedule = job.config, Schedule.of_run(job.config)
+    config = job.config.of(TrainConfig)
+    schedule = Schedule.of_run(config)
     with contextlib.ExitStack() as stack:
         leaves = config.exit_after_ondemand_checkpoint
         request = stack.enter_context(save_requests(exit_after_ondemand_checkpoint=leaves))
@@ -127,7 +129,7 @@ def _pause(run: Run, callbacks: CallbackList, *, save: Checkpoints | None) -> It
 @contextlib.contextmanager
 def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
     """Opens what a run has open: summaries, checkpoints, callbacks. If the run fails, tells them and leaves the reason."""
-    config = job.config
+    config = job.config.of(TrainConfig)
     run = Run(
         experiment=config.experiment.name,
         job_log_dir=config.job_log_dir,
@@ -201,16 +203,17 @@ def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
 
 def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
     """Returns a run's callbacks. Those of the same turn are called in this order."""
-    own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *job.config.callbacks]
+    config = job.config.of(TrainConfig)
+    own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *config.callbacks]
     watch, tracking = rooms.find("watch.run"), rooms.find("tracking.tracking")
     return [
         Summaries(),
         checkpoints,
-        InvalidSteps(stop=job.config.failure_policy.stop_on_invalid_step),
+        InvalidSteps(stop=config.stop_on_invalid_step),
         *(watch.of_run(job) if watch else ()),
         EarlyStop(),
         *own,
-        *(tracking.of_run(own, job.config.track) if tracking else ()),
+        *(tracking.of_run(own, config.track) if tracking else ()),
     ]
 
 

@@ -25,6 +25,7 @@ from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import reference_files, xla_flags
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import VerifyConfig
 
 # Factor on the loss tolerance: a gradient norm also sums over all variables, so it accumulates more rounding error.
 _NORM_SLACK = 10
@@ -186,9 +187,9 @@ def verify(job: Job) -> None:
     if jax.process_count() > 1:
         raise UserError("--mode=verify runs in one process only, because it compares whole variables on the host")
     source = reference_files.attach_zeros(job.build_train_input())
-    batches = [source.get_next_padded() for _ in range(job.config.verify_steps)]
+    batches = [source.get_next_padded() for _ in range(job.config.of(VerifyConfig).verify_steps)]
     mesh = mesh_text(job.partitioner.mesh.shape)
-    options = job.config.verify_against
+    options = job.config.of(VerifyConfig).verify_against
     on_mesh = functools.partial(run_steps, job.partitioner, batches, job.prng_key)
     if options is None:
         one_device = single_device_partitioner(job.task, job.process_inputs_shape_dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spmd_trainer.callbacks.base import Callback
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import TrainConfig
 from spmd_trainer.training.schedule import Schedule
 from spmd_trainer.watch.invalid_batches import InvalidBatches
 from spmd_trainer.watch.loss_spikes import LossSpikes
@@ -19,15 +20,15 @@ from spmd_trainer.watch.watchdog import Watchdog
 
 def of_run(job: Job) -> list[Callback]:
     """Returns the callbacks that watch a run of this job. Those of the same turn are called in this order."""
-    policy, times = job.config.failure_policy, TimeRecord()
-    parts = StepParts(RepeatCheck(policy.check_repeat_every))
+    config, times = job.config.of(TrainConfig), TimeRecord()
+    parts = StepParts(RepeatCheck(config.check_repeat_every))
     return [
-        Watchdog(policy.watchdog_seconds, hang_seconds=policy.hang_seconds, window=parts.window),
+        Watchdog(config.watchdog_seconds, hang_seconds=config.hang_seconds, window=parts.window),
         InvalidBatches(),
         parts,
         LossSpikes(),
-        ReplicaCheck(policy.check_replicas_every),
-        ProgressLines(Schedule.of_run(job.config).upcoming),
+        ReplicaCheck(config.check_replicas_every),
+        ProgressLines(Schedule.of_run(config).upcoming),
         Profiler(),
         times,
         RunPage(),

@@ -14,23 +14,17 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import Scalars, SummaryNames
 from spmd_trainer.training import train
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import FailurePolicy, make_run_config
+from spmd_trainer.training.run_config import make_run_config
 
 FIELDS = ("num_train_steps=4", "save_interval_steps=2", "summary_interval_steps=1", "eval_interval_steps=0")
 # The gradient norm of every step is above it.
 TINY_LIMIT = "task.train.learner.skip_step_gradient_norm_value=1e-9"
 
 
-def run(directory, *overrides: str, policy: FailurePolicy | None = None) -> None:
+def run(directory, *overrides: str, **settings: bool) -> None:
     fields = [f"task.train.{field}" for field in FIELDS]
     overrides = (*fields, *overrides)
-    train.train(
-        Job.build(
-            make_run_config(
-                "lm.stdlib.StdlibBytesTiny", directory, overrides=overrides, failure_policy=policy or FailurePolicy()
-            )
-        )
-    )
+    train.train(Job.build(make_run_config("lm.stdlib.StdlibBytesTiny", directory, overrides=overrides, **settings)))
 
 
 def records(directory) -> list[dict[str, float]]:
@@ -58,7 +52,7 @@ def test_skipped_steps_are_counted_logged_and_change_nothing(tmp_path, caplog):
 @pytest.mark.full
 def test_the_run_stops_when_told_to(tmp_path):
     with pytest.raises(NonFiniteStepError, match=r"step 1 is invalid.*--stop_on_invalid_step"):
-        run(tmp_path / "run", TINY_LIMIT, policy=FailurePolicy(stop_on_invalid_step=True))
+        run(tmp_path / "run", TINY_LIMIT, stop_on_invalid_step=True)
     with Checkpointer(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.all_steps() == [0]
 

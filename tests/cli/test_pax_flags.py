@@ -12,8 +12,7 @@ import pytest
 from absl import flags
 from facts import assert_names
 
-from spmd_trainer import main
-from spmd_trainer.cli import flag_parsing, pax_flags
+from spmd_trainer.cli import flag_parsing, pax_flags, run_flags
 from spmd_trainer.errors import UserError
 
 PAXML = pathlib.Path(importlib.util.find_spec("praxis").origin).parents[1] / "paxml"
@@ -22,7 +21,7 @@ PAXML = pathlib.Path(importlib.util.find_spec("praxis").origin).parents[1] / "pa
 def parsed(*arguments):
     """The trainer's flags and Pax's after parsing a command line, apart from the process's own."""
     own = flags.FlagValues()
-    for flag in flags.FLAGS.flags_by_module_dict()[main.__name__]:
+    for flag in flags.FLAGS.flags_by_module_dict()[run_flags.__name__]:
         own[flag.name] = copy.deepcopy(flag)
     own["exp"].unparse()
     of_pax = pax_flags.define()
@@ -55,7 +54,7 @@ def a_value(flag):
 
 @pytest.mark.parametrize("name", flags_of_paxml())
 def test_every_flag_of_paxml_is_known(name):
-    own = {flag.name for flag in flags.FLAGS.flags_by_module_dict()[main.__name__]}
+    own = {flag.name for flag in flags.FLAGS.flags_by_module_dict()[run_flags.__name__]}
     assert name in own | {flag.name for flag in pax_flags.FLAGS}
 
 

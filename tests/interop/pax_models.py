@@ -17,7 +17,7 @@ from spmd_trainer.step import pjit
 from spmd_trainer.tasks.lm import model_params
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 AXES = ("replica", "data", "mdl")
 MESHES = [(1, 1, 1), (1, 4, 2), (2, 2, 2), (1, 8, 1)]
@@ -166,7 +166,7 @@ def job_on(name: str, mesh: tuple[int, ...]) -> Job:
     resolved = experiment_config.resolve(EXPERIMENTS[name], ())
     devices = sharding.create_device_mesh(list(zip(AXES, mesh, strict=True)), devices=jax.devices()[: math.prod(mesh)])
     resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(devices)
-    return Job.build(RunConfig(resolved, epath.Path("unused")))
+    return Job.build(TrainConfig(resolved, epath.Path("unused")))
 
 
 def restored(directory, job, *, step=None, **settings):

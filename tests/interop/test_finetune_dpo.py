@@ -19,7 +19,7 @@ from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.step import pjit
 from spmd_trainer.training import experiment_config, train
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 FOLDER = DATA / "llama_tokenizer"
 PAIRS = [{"prompt": f"def f{i}(x):", "chosen": " return x", "rejected": f" raise ValueError({i})"} for i in range(6)]
@@ -88,7 +88,7 @@ def run(directory, pairs, mesh, *overrides):
     found = resolved(pairs, *steps, "task.train.summary_interval_steps=1", *overrides)
     axes = list(zip(("replica", "data", "mdl"), mesh, strict=True))
     found.experiment.partitioner = lambda: pjit.PjitPartitioner(sharding.create_device_mesh(axes))
-    train.train(Job.build(RunConfig(found, epath.Path(directory))))
+    train.train(Job.build(TrainConfig(found, epath.Path(directory))))
     return [record["loss"] for _, record in sorted(read_metrics(epath.Path(directory), "train").items())]
 
 

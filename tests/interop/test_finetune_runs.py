@@ -21,7 +21,7 @@ from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.step import pjit
 from spmd_trainer.training import experiment_config, train
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 pytestmark = pytest.mark.slow
 FOLDER = DATA / "llama_tokenizer"
@@ -72,7 +72,7 @@ def test_every_mesh_has_the_same_losses(name, files, tmp_path):
         resolved.experiment.partitioner = lambda axes=axes, devices=devices: pjit.PjitPartitioner(
             sharding.create_device_mesh(axes, devices=jax.devices()[:devices])
         )
-        train.train(Job.build(RunConfig(resolved, epath.Path(directory))))
+        train.train(Job.build(TrainConfig(resolved, epath.Path(directory))))
         found.append(losses(directory))
     assert found[0][-1] < found[0][0]
     for other in found[1:]:

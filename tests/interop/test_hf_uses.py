@@ -89,20 +89,20 @@ def command(*arguments):
     """Parses a command line into a run's config."""
     with flagsaver.flagsaver():
         flags.FLAGS(["spmd-trainer", "--exp=lm.stdlib.StdlibBytesTiny", "--job_log_dir=nowhere", *arguments])
+        run_flags.refuse_other_modes(flags.FLAGS)
         return run_flags.run_config_from_flags(flags.FLAGS, lambda mode: 1)
 
 
 def test_export_on_the_command_line(tmp_path):
     config = command("--mode=export", f"--export_dir={tmp_path / 'out'}", "--export_dtype=bfloat16")
-    assert config.export.directory == tmp_path / "out"
-    assert (config.export.dtype, config.export.use_ema) == ("bfloat16", False)
-    assert command("--mode=train").export is None
+    assert config.directory == tmp_path / "out"
+    assert (config.dtype, config.use_ema) == ("bfloat16", False)
     with pytest.raises(UserError, match="--mode=export needs --export_dir=DIR"):
         command("--mode=export")
     with pytest.raises(UserError, match="--export_dir goes with --mode=export"):
         command("--mode=train", f"--export_dir={tmp_path}")
-    assert not config.export.adapter
-    assert command("--mode=export", f"--export_dir={tmp_path / 'out'}", "--export_adapter").export.adapter
+    assert not config.adapter
+    assert command("--mode=export", f"--export_dir={tmp_path / 'out'}", "--export_adapter").adapter
     with pytest.raises(UserError, match="--export_adapter writes float32; leave --export_dtype out"):
         command("--mode=export", f"--export_dir={tmp_path / 'out'}", "--export_adapter", "--export_dtype=bfloat16")
     with pytest.raises(UserError, match="--export_adapter goes with --mode=export"):

@@ -45,7 +45,7 @@ def test_every_answer_is_that_of_the_hf_backend(mesh, answered, tmp_path):
         fields=(f"FOLDER={str(folder)!r}", "SEQ_LEN=64"),
         mode="lm_eval",
         restore_checkpoint_dir=epath.Path(folder),
-        lm_eval=settings,
+        **vars(settings),
     )
     mode.evaluate(job)
     helpers.compare(helpers.results_in(epath.Path(tmp_path) / "lm_eval/step_0"), expected)

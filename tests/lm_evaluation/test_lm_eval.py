@@ -68,7 +68,7 @@ def job_on_folder(
         fields=(f"FOLDER={str(folder)!r}", "SEQ_LEN=64", *fields),
         mode="lm_eval",
         restore_checkpoint_dir=epath.Path(folder),
-        lm_eval=settings,
+        **vars(settings),
         **options,
     )
 
@@ -260,7 +260,7 @@ def test_during_training_every_n_steps(tmp_path):
         tmp_path / "later",
         mode="lm_eval",
         restore_checkpoint_dir=epath.Path(tmp_path / "run/checkpoints"),
-        lm_eval=settings,
+        **vars(settings),
     )
     metrics = mode.evaluate(later)
     for metric in ("word_perplexity", "bits_per_byte"):
@@ -300,7 +300,7 @@ def test_what_is_refused(tmp_path):
     settings = LmEvalSettings(("tiny_generate",), include_path=str(tmp_path / "tasks"))
     with raises_naming(UserError, "--tasks: tiny_generate", "no_such_file.jsonl"):
         mode.evaluate(job_on_folder(tmp_path, settings))
-    text_only = make_job(tmp_path / "b", mode="lm_eval", lm_eval=settings_of(tmp_path, "chat"))
+    text_only = make_job(tmp_path / "b", mode="lm_eval", **vars(settings_of(tmp_path, "chat")))
     with raises_naming(UserError, "ByteTokenizer", "no chat template"):
         mode.evaluate(text_only)
 
@@ -311,6 +311,6 @@ def test_a_model_without_generation_settings_says_what_it_can_do(tmp_path):
 
     train.train(make_job(tmp_path / "run", customize=no_steps))
     settings = settings_of(tmp_path, names=["tiny_generate"], gen_kwargs={"max_gen_toks": 4})
-    job = make_job(tmp_path / "run", exp=TINY, mode="lm_eval", customize=no_steps, lm_eval=settings)
+    job = make_job(tmp_path / "run", exp=TINY, mode="lm_eval", customize=no_steps, **vars(settings))
     with raises_naming(UserError, "generate_until", "LanguageModel", "no settings"):
         mode.evaluate(job)

@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 from etils import epath
 from facts import raises_naming
 from praxis import layers
 from praxis.pax_fiddle import Config
 from trained_helpers import TINY, logits, make_job, restored
 
-from spmd_trainer import main
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
@@ -27,6 +25,7 @@ from spmd_trainer.lm_eval.requests import Answers, Requests, Scored, Source, _sc
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs, model_args, parse_arguments, split_names
 from spmd_trainer.lm_eval.steps import score_step
 from spmd_trainer.lm_eval.texts import Texts
+from spmd_trainer.settings import settings_of
 from spmd_trainer.training.phases import Phase
 
 pytestmark = pytest.mark.xdist_group("trained")
@@ -214,7 +213,7 @@ def test_settings():
         (lambda: model_args("max_lenght=3"), ("no 'max_lenght'", "mean max_length")),
         (lambda: model_args("batch_size=0"), ("batch_size=0", "whole number", "1 or more")),
         (lambda: model_args("batch_size"), ("'batch_size'", "key=value")),
-        (lambda: LmEvalSettings(()), ("give --tasks",)),
+        (lambda: LmEvalSettings(()), ("no tasks", "needs --tasks")),
         (lambda: LmEvalSettings(("a",), limit=0), ("--limit=0",)),
         (lambda: LmEvalSettings(("a",), fewshot_as_multiturn=True), ("needs --apply_chat_template",)),
     ]:
@@ -236,7 +235,7 @@ def test_flags(tmp_path):
         finished = spmd_trainer(f"--exp={TINY}", f"--job_log_dir={tmp_path}", *arguments)
         assert finished.returncode == 2
         assert message in finished.stderr
-    assert set(run_flags.LM_EVAL_FLAGS) <= {f.name for f in flags.FLAGS.flags_by_module_dict()[main.__name__]}
+    assert settings_of(LmEvalSettings).keys() <= {about.flag for about in run_flags.all_settings()}
 
 
 def test_a_missing_package_is_named(monkeypatch):

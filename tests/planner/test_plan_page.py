@@ -1,5 +1,6 @@
 """A plan's page: its data, its text, and how it works in a browser."""
 
+import dataclasses
 import html
 import json
 import re
@@ -16,7 +17,7 @@ from spmd_trainer.planner.plan_memory import ChartLoop, Group, MemoryOverTime, P
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.training import start_up
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.training.run_config import PlanConfig, make_run_config
 
 GIB = 2**30
 EVIL = "</script><b>x</b>__PAGE_CSS__"
@@ -257,6 +258,8 @@ def test_pages_are_written_beside_the_other_reports(job):
     for text in ("spmd_trainer.experiments.lm.stdlib.StdlibBytesTiny", "num_train_steps=7", "data=4, mdl=2", "8 chips (cpu)",
                  "the sequence is short", "xla_some_flag=True", "jaxlib "):  # fmt: skip
         assert html.escape(text) in page, text
+    searched = PlanConfig(job.config.experiment, job.config.job_log_dir)
+    job = dataclasses.replace(job, config=searched)
     plan_page.write_search_page(job, OUTCOMES, {}, chip_memory=None, flags=flags)
     assert data_of(path.read_text())["search"]["counts"] == {
         "fits": 3,

@@ -180,7 +180,7 @@ def test_a_search_starts_from_a_mesh_that_the_topology_allows(tmp_path, monkeypa
     monkeypatch.setattr(plan_search, "topology_devices", lambda topology, slices: jax.devices())
     monkeypatch.setattr(plan_search, "mesh_over_slices", make_mesh)
     config = make_run_config(EXPERIMENT, tmp_path, mode="plan", search=("mesh",))
-    with raises_naming(UserError, refusal):
+    with raises_naming(UserError, "--mode=plan needs --topology"):
         plan_search.build_job(config)  # without a topology there is no search
     monkeypatch.setattr(job_module, "_topology_devices", lambda topology, slices: jax.devices())
     found = plan_search.build_job(dataclasses.replace(config, topology="h100:1x8"))
@@ -191,7 +191,7 @@ def test_a_search_starts_from_a_mesh_that_the_topology_allows(tmp_path, monkeypa
 
 def test_gpu_meshes_are_not_divided_over_slices(tmp_path, as_h100):
     job = make_job(tmp_path)
-    job = dataclasses.replace(job, config=dataclasses.replace(job.config, num_slices=4))
+    job = dataclasses.replace(job, config=dataclasses.replace(job.config, topology="h100:1x8", num_slices=4))
     assert len(plan_search.Search(job, ("mesh",)).outcomes) == 10
 
 

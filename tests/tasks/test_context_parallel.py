@@ -24,7 +24,7 @@ from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.step import pjit, step_fns
 from spmd_trainer.training import experiment_config, verify
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import InspectConfig, VerifyConfig
 
 AXES = ("replica", "data", "seq", "mdl")
 
@@ -76,7 +76,7 @@ class Packed(TinyLlamaLong):
 def test_verify_passes(sizes, form, tmp_path, capsys):
     resolved = experiment_config.resolve(Packed, (f"CONTEXT_PARALLEL={form!r}",))
     resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(mesh_of(**sizes))
-    verify.verify(Job.build(RunConfig(resolved, epath.Path(tmp_path), mode="verify", verify_steps=2)))
+    verify.verify(Job.build(VerifyConfig(resolved, epath.Path(tmp_path), verify_steps=2)))
     assert_names(capsys.readouterr().out, "same numbers", "one device", "replica=1, data=2")
 
 
@@ -90,7 +90,7 @@ def test_attention_dropout_is_refused_where_rows_are_split(tmp_path):
     resolved = experiment_config.resolve(Packed, ("task.model.lm_tpl.spec.attention_dropout=0.1",))
     resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(mesh_of(seq=2))
     with raises_naming(UserError, "attention dropout", "split length"):
-        verify.verify(Job.build(RunConfig(resolved, epath.Path(tmp_path), mode="verify", verify_steps=1)))
+        verify.verify(Job.build(VerifyConfig(resolved, epath.Path(tmp_path), verify_steps=1)))
 
 
 @pytest.mark.full
@@ -99,7 +99,7 @@ def test_a_train_step_keeps_no_array_of_whole_rows_or_of_all_masks(tmp_path):
     seq, length = 4, 1024
     resolved = experiment_config.resolve(TinyLlamaLong, (f"MAX_SEQ_LEN={length}", "NUM_LAYERS=4"))
     resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(mesh_of(seq=seq))
-    job = Job.build(RunConfig(resolved, epath.Path(tmp_path), mode="inspect"))
+    job = Job.build(InspectConfig(resolved, epath.Path(tmp_path)))
     step = job.partitioner.partition(step_fns.train_step, job.process_inputs_shape_dtype, is_eval=False)
     program = step.lower(job.prng_key).compile().as_text()
     rows, heads = 6, 3

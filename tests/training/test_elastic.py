@@ -20,7 +20,7 @@ from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.shard_map import ShardMapPartitioner
 from spmd_trainer.training import elastic, experiment_config, train
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("elastic")
@@ -64,7 +64,7 @@ def job(directory, experiment=None, fields=()):
     resolved = experiment_config.resolve(TINY, overrides)
     if experiment is not None:
         resolved = dataclasses.replace(resolved, experiment=experiment)
-    return Job.build(RunConfig(resolved, epath.Path(directory), enable_checkpoint_saving=False))
+    return Job.build(TrainConfig(resolved, epath.Path(directory), enable_checkpoint_saving=False))
 
 
 def records(directory):
@@ -147,7 +147,7 @@ def test_a_batch_that_can_not_be_scaled_is_refused(tmp_path):
 def test_a_batch_size_that_is_worked_out_moves_too(tmp_path, batch, rows):
     resolved = experiment_config.resolve("lm.cloud.LmCloudSpmdAdamTiny", [])
     size = resolved.config.train_datasets[0].batch_size.global_batch_size
-    run = Job.build(RunConfig(resolved, epath.Path(tmp_path), enable_checkpoint_saving=False))
+    run = Job.build(TrainConfig(resolved, epath.Path(tmp_path), enable_checkpoint_saving=False))
     run.partitioner.elastic_batch = batch
     run = dataclasses.replace(run, batch=elastic.batch_settings(run, 4))
     assert len(run.build_train_input().get_next().ids) == size * rows // 16

@@ -12,7 +12,7 @@ from replica_helpers import flipped
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.training import train
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import FailurePolicy, make_run_config
+from spmd_trainer.training.run_config import make_run_config
 from spmd_trainer.watch import repeat_check
 from spmd_trainer.watch.repeat_check import RepeatCheck, RepeatError
 from spmd_trainer.watch.replica_check import ReplicaError
@@ -20,7 +20,7 @@ from spmd_trainer.watch.replica_check import ReplicaError
 
 def job(directory, **policy):
     fields = ("task.train.num_train_steps=4", "task.train.summary_interval_steps=1")
-    return trained_helpers.make_job(directory, fields=fields, failure_policy=FailurePolicy(**policy))
+    return trained_helpers.make_job(directory, fields=fields, **policy)
 
 
 def losses(directory):
@@ -99,9 +99,7 @@ def test_a_wrong_reduction_in_the_program_of_one_device_is_found_by_comparing_co
         return jax.tree.map(lambda y: y + wrong.astype(y.dtype) if y.ndim else y, pmean(x, axes))
 
     monkeypatch.setattr(lax, "pmean", wrong_on_3)
-    config = make_run_config(
-        "synthetic.shard_map.ShardMapDataParallelTiny", tmp_path, failure_policy=FailurePolicy(check_replicas_every=1)
-    )
+    config = make_run_config("synthetic.shard_map.ShardMapDataParallelTiny", tmp_path, check_replicas_every=1)
     with raises_naming(ReplicaError, "step 1: devices", "copy on device 3 ("):
         train.train(Job.build(config))
 

@@ -27,7 +27,7 @@ from spmd_trainer.checkpointing.own_steps import OwnStep
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.training import evaluate, experiment_config, initial_state, start_checks, train
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig, config_class
 
 TINY = "synthetic.structures.TinyLm"
 DIRECTORY = epath.Path("/nonexistent/run")
@@ -42,7 +42,8 @@ def check(*overrides, exp=TINY, customize=lambda config: None, **settings):
     # Building an experiment's config takes longer than all checks.
     resolved = copy.deepcopy(resolved_once(exp, overrides))
     customize(resolved.config)
-    config = RunConfig(resolved, DIRECTORY, **settings)
+    mode = settings.pop("mode", "train")
+    config = config_class(mode)(resolved, DIRECTORY, mode, **settings)
     start_checks.check_settings(config)
     if config.restore_checkpoint_dir is not None:
         start_checks.check_directories(dataclasses.replace(config, job_log_dir=config.restore_checkpoint_dir / "new"))
@@ -156,7 +157,7 @@ def test_early_stopping_needs_evaluations():
     )
     assert "--eval_on_test is off" in refused(eval_on_test=False, customize=watching("heldout/log_pplx"))
     check(customize=watching("heldout/log_pplx"))
-    check(eval_on_test=False, mode="eval", customize=watching("heldout/log_pplx"))
+    check(mode="eval", customize=watching("heldout/log_pplx"))
 
 
 def test_early_stopping_by_a_function_needs_evaluations_too():
@@ -393,7 +394,7 @@ def test_a_run_in_place_of_its_checkpoints_is_told(tmp_path):
 
 def test_a_run_that_goes_on_from_its_own_checkpoints_asks_for_no_others(tmp_path):
     checkpoints_in(tmp_path / "checkpoints", 3)
-    config = RunConfig(
+    config = TrainConfig(
         experiment_config.resolve(TINY), epath.Path(tmp_path), restore_checkpoint_dir=epath.Path(tmp_path / "gone")
     )
     (tmp_path / "experiment.json").write_text(json.dumps({"experiment": config.experiment.name}))
@@ -460,10 +461,10 @@ from jax._src import xla_bridge
 from spmd_trainer.training import experiment_config
 from spmd_trainer.errors import UserError
 from spmd_trainer.training import start_checks
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import TrainConfig
 resolved = experiment_config.resolve({TINY!r}, ["{EMA}=True"])
 try:
-    start_checks.check_settings(RunConfig(resolved, epath.Path("/nonexistent/run")))
+    start_checks.check_settings(TrainConfig(resolved, epath.Path("/nonexistent/run")))
 except UserError as error:
     print("refused:", error)
 print("devices:", xla_bridge.backends_are_initialized())

@@ -41,7 +41,7 @@ def test_verify_prints_both_runs_side_by_side(tmp_path):
 @pytest.mark.full
 def test_options_that_change_the_bits_are_told_from_those_that_do_not(tmp_path, capsys, monkeypatch):
     def verified(options):
-        verify.verify(make_job(tmp_path, verify_steps=2, verify_against=options))
+        verify.verify(make_job(tmp_path, mode="verify", verify_steps=2, verify_against=options))
         return capsys.readouterr().out.splitlines()[-1]
 
     assert_names(verified({"xla_cpu_multi_thread_eigen": False}), "same numbers", "all bits")
@@ -66,11 +66,11 @@ def test_an_option_that_xla_does_not_know_names_the_nearest(tmp_path):
 
 
 def test_options_that_change_nothing_are_refused(tmp_path, monkeypatch):
-    job = make_job(tmp_path, verify_against={"xla_gpu_enable_triton_gemm": False})
+    job = make_job(tmp_path, mode="verify", verify_against={"xla_gpu_enable_triton_gemm": False})
     with raises_naming(UserError, "--verify_against", "xla_gpu_enable_triton_gemm changes nothing", "cpu devices"):
         verify.verify(job)
     options = {"xla_cpu_multi_thread_eigen": False}
-    job = make_job(tmp_path, verify_against=options)
+    job = make_job(tmp_path, mode="verify", verify_against=options)
     monkeypatch.setattr(job.config.experiment.experiment, "XLA_FLAGS", options)
     with raises_naming(UserError, "--verify_against", "XLA_FLAGS already", "xla_cpu_multi_thread_eigen"):
         verify.verify(job)

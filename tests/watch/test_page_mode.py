@@ -15,9 +15,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.run_times import goodput, read_run_times
 from spmd_trainer.tracking.tracking import Tracking
 from spmd_trainer.training import phases, train
+from spmd_trainer.training.run_config import PageConfig
 from spmd_trainer.watch.pages import page_mode
 from spmd_trainer.watch.pages import run_page as pages
-from spmd_trainer.watch.pages.page_mode import PageRequest
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")
@@ -144,25 +144,28 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog
 
 def test_where_the_page_is_written(tmp_path, capsys):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
-    page_mode.show(PageRequest([str(one)]))
+    page_mode.show(PageConfig([str(one)]))
     assert capsys.readouterr().out == f"{one / 'run.html'}\n"
     before = (one / "run.html").read_text()
-    page_mode.show(PageRequest([str(one), str(other)]))
+    page_mode.show(PageConfig([str(one), str(other)]))
     assert capsys.readouterr().out == f"{one / 'compare.html'}\n"
     assert (one / "run.html").read_text() == before
     assert len(data_of(one / "compare.html")["runs"]) == 2
-    page_mode.show(PageRequest([str(one)], file=str(tmp_path / "new" / "mine.html")))
+    page_mode.show(PageConfig([str(one)], page_file=str(tmp_path / "new" / "mine.html")))
     assert (tmp_path / "new" / "mine.html").exists()
 
 
 @pytest.mark.parametrize(
     ("request_of", "facts"),
     [
-        (lambda run: PageRequest([]), ("needs --job_log_dir=DIR",)),
-        (lambda run: PageRequest([str(run), str(run)]), ("one was given twice",)),
-        (lambda run: PageRequest([str(run / "logs")]), ("one/logs", "no run of")),
-        (lambda run: PageRequest([str(run)], file=str(run)), ("one is a directory", "one/run.html")),
-        (lambda run: PageRequest([str(run)], file=str(run / "run.json" / "x.html")), ("run.json", "can't be written")),
+        (lambda run: PageConfig([]), ("needs --job_log_dir=DIR",)),
+        (lambda run: PageConfig([str(run), str(run)]), ("one was given twice",)),
+        (lambda run: PageConfig([str(run / "logs")]), ("one/logs", "no run of")),
+        (lambda run: PageConfig([str(run)], page_file=str(run)), ("one is a directory", "one/run.html")),
+        (
+            lambda run: PageConfig([str(run)], page_file=str(run / "run.json" / "x.html")),
+            ("run.json", "can't be written"),
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_refused(tmp_path, request_of, facts):

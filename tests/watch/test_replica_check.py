@@ -11,7 +11,6 @@ from replica_helpers import flipped
 
 from spmd_trainer.callbacks import Callback
 from spmd_trainer.training import train
-from spmd_trainer.training.run_config import FailurePolicy
 from spmd_trainer.watch.replica_check import ReplicaError
 from spmd_trainer.watch.replicas import differences
 
@@ -69,8 +68,7 @@ class FlipsABit(Callback):
 
 
 def job(tmp_path, callbacks=()):
-    policy = FailurePolicy(check_replicas_every=2)
-    return trained_helpers.make_job(tmp_path, callbacks=callbacks, failure_policy=policy)
+    return trained_helpers.make_job(tmp_path, callbacks=callbacks, check_replicas_every=2)
 
 
 def test_a_run_with_a_broken_device_ends_before_it_saves_and_says_which(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.storage import access
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.storage.run_files import COMPARISON, PAGE
+from spmd_trainer.training.run_config import PageConfig
 from spmd_trainer.watch.pages.follow import SECONDS_BETWEEN_READS, PageServer
 from spmd_trainer.watch.pages.run_data import PageData
 from spmd_trainer.watch.pages.run_page import page_text
@@ -23,24 +23,7 @@ from spmd_trainer.watch.pages.run_reader import RunReader
 _SECONDS_BETWEEN_REMOTE_READS = 15.0
 
 
-@dataclasses.dataclass(frozen=True)
-class PageRequest:
-    """What `--mode=page` was asked for.
-
-    Attributes:
-      directories: the runs' directories, as given.
-      file: the page to write; None: `run.html` in the run's directory, or `compare.html` in that of the first of several.
-      follow: serve the page instead of writing it.
-      port: where to serve it; 0 for any free port.
-    """
-
-    directories: Sequence[str]
-    file: str | None = None
-    follow: bool = False
-    port: int = 0
-
-
-def show(request: PageRequest) -> None:
+def show(request: PageConfig) -> None:
     """Writes a page and prints its path, or serves it until Ctrl-C and prints its address.
 
     Raises:
@@ -67,7 +50,7 @@ def show(request: PageRequest) -> None:
     sys.stdout.write(f"{file}\n")
 
 
-def _directories(request: PageRequest) -> list[epath.Path]:
+def _directories(request: PageConfig) -> list[epath.Path]:
     if not request.directories:
         raise UserError("--mode=page needs --job_log_dir=DIR, the directory of a run; more directories may follow it")
     directories = [storage.directory("--job_log_dir", text) for text in request.directories]
@@ -81,9 +64,9 @@ def _directories(request: PageRequest) -> list[epath.Path]:
     return directories
 
 
-def _file(request: PageRequest, directories: Sequence[epath.Path]) -> epath.Path:
-    if request.file:
-        path = storage.directory("--page_file", request.file)
+def _file(request: PageConfig, directories: Sequence[epath.Path]) -> epath.Path:
+    if request.page_file:
+        path = storage.directory("--page_file", request.page_file)
         if path.is_dir():
             raise UserError(f"--page_file={path} is a directory; give the file to write, e.g. {path / PAGE}")
         return path

@@ -1,0 +1,171 @@
+"""Settings: fields of frozen dataclasses, each stated once with its default and its sentence.
+
+From a field follow its flag, its entry in `--help`, its check, its keyword in Python, and the lines by which processes and
+restarts compare it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from spmd_trainer.errors import UserError, did_you_mean
+
+_KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "tuple": tuple}
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+SettingsT = TypeVar("SettingsT", bound="Settings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is known about a field.
+
+    Attributes:
+      help: what it does, in a sentence.
+      group: the group of `--help` that shows it.
+      value: placeholder for its value in `--help`.
+      flag: name of its flag, if that is not the field's own name.
+      off: what `--noFLAG` does, for a flag that is on by default.
+      at_least, at_most: valid range of a number.
+      choices: valid values.
+      read: makes the field's value of (the flag with its dashes, a text from the command line or a value from Python).
+      compared: False if processes may differ in it.
+      noted: True if `config.txt` has it, so that a restart with another value reports the change.
+      carried: True if modes without this setting ignore its flag, so that the command of a run serves for them too.
+      instead: what to use in modes that refuse it.
+      default, kind: default and type of the field, filled in by `settings_of`.
+    """
+
+    help: str
+    group: str
+    value: str = ""
+    flag: str = ""
+    off: str = ""
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    choices: Sequence[str] = ()
+    read: Callable[[str, Any], Any] | None = None
+    compared: bool = True
+    noted: bool = False
+    carried: bool = False
+    instead: str = ""
+    default: Any = None
+    kind: type = str
+
+    def problem(self, value: Any) -> str:
+        """Returns what would be a right value; '' for one that is."""
+        if self.kind is bool:
+            return "" if isinstance(value, bool) else "give True or False"
+        if self.kind in (int, float):
+            of_kind = numbers.Integral if self.kind is int else numbers.Real
+            is_number = isinstance(value, of_kind) and not isinstance(value, bool)
+            return "" if is_number and self.at_least <= value <= self.at_most else f"give {self._valid_numbers()}"
+        for item in value if self.kind is tuple else [value]:
+            if self.choices and item not in self.choices:
+                return (
+                    f"there is no {item!r}; it takes {', '.join(self.choices)}{did_you_mean(str(item), self.choices)}"
+                )
+        return ""
+
+    def _valid_numbers(self) -> str:
+        noun = "a whole number" if self.kind is int else "a number"
+        if self.at_most < math.inf:
+            return f"{noun} from {self.at_least:g} to {self.at_most:g}"
+        return f"{noun}, {self.at_least:g} or more" if self.at_least > -math.inf else noun
+
+    def checked(self, value: Any) -> Any:
+        """Returns the field's value of what was given.
+
+        Raises:
+          UserError: it is not valid.
+        """
+        if value is None and self.default is None:
+            return None
+        if self.read is not None:
+            value = self.read(f"--{self.flag}", value)
+        if problem := self.problem(value):
+            raise UserError(f"--{self.flag}={value}: {problem}")
+        return value
+
+
+def setting(default: Any, help: str, group: str, **about: Any) -> Any:
+    """Returns a dataclass field that is a setting; see `Setting` for what `about` may say."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(help, group, **about)})
+
+
+def settings_of(cls: type) -> dict[str, Setting]:
+    """Returns the settings of a class by the names of their fields. Fields made without `setting` are left out."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        if about := field.metadata.get("setting"):
+            match = re.match(r"\w+", str(field.type))
+            kind = _KINDS.get(match[0] if match else "", str)
+            flag = about.flag or field.name
+            default = None if field.default is dataclasses.MISSING else field.default
+            found[field.name] = dataclasses.replace(about, flag=flag, default=default, kind=kind)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Base of the dataclasses of settings: reads and checks every field.
+
+    Raises:
+      UserError: a value is not valid.
+    """
+
+    def __post_init__(self) -> None:
+        """Replaces texts by what they stand for."""
+        for name, about in settings_of(type(self)).items():
+            object.__setattr__(self, name, about.checked(getattr(self, name)))
+
+    def of(self, kind: type[SettingsT]) -> SettingsT:
+        """Returns these settings as those of a mode, for a program that only this mode has.
+
+        Raises:
+          TypeError: they are another mode's.
+        """
+        if not isinstance(self, kind):
+            raise TypeError(f"{type(self).__name__} has not the settings of {kind.__name__}")
+        return self
+
+    def compared_lines(self) -> Iterator[str]:
+        """Yields '--flag: value' of every setting in which all processes must agree."""
+        for name, about in settings_of(type(self)).items():
+            if about.compared:
+                yield f"--{about.flag}: {getattr(self, name)}"
+
+    def noted_lines(self) -> Iterator[str]:
+        """Yields '--flag: value' of the settings for `config.txt` that are not at their defaults."""
+        for name, about in settings_of(type(self)).items():
+            if about.noted and getattr(self, name) != about.default:
+                yield f"--{about.flag}: {getattr(self, name)}"
+
+
+def refuse_unknown(cls: type, given: Sequence[str], where: str) -> None:
+    """Raises UserError, with the nearest name, for a keyword that is no field of a class of settings."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in given:
+        if name not in known:
+            raise UserError(f"{where} has no setting {name!r}{did_you_mean(name, known)}")
+
+
+def names(flag: str, value: Any) -> tuple[str, ...]:
+    """Reads names from a list of texts, in each of which commas separate them. Each name stands in the result once."""
+    if isinstance(value, str):
+        raise UserError(f"{flag.lstrip('-')}={value!r} is one text; give a list, e.g. {flag.lstrip('-')}=[{value!r}]")
+    return tuple(dict.fromkeys(name.strip() for text in value for name in text.split(",") if name.strip()))
+
+
+def seconds(flag: str, value: Any) -> float:
+    """Reads '90s', '20m' or '1.5h', or a number of seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", f"{value}s" if isinstance(value, int | float) else value)
+    if not found:
+        raise UserError(f"{flag}={value} is not of the form 90s, 20m or 1h")
+    if not float(found[1]):
+        raise UserError(f"{flag}={value} leaves no time; use e.g. {flag}=20m")
+    return float(found[1]) * _UNITS[found[2]]
