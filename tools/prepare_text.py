@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; run the same command again to go on: finished parts are kept", file=sys.stderr)
+        print("stopped; run the same command again to resume: finished parts are kept", file=sys.stderr)
         return 130
     print(summary(args.output, found))
     return 0

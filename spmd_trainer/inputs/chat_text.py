@@ -88,7 +88,7 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
                 raise self.error(_choices(field, getattr(self, field), values))
         if not isinstance(self.tokenizer, HuggingFaceTokenizer):
             raise self.error(
-                f"a {type(self.tokenizer).__name__} does not say which characters a token stands for, which the loss on the "
+                f"a {type(self.tokenizer).__name__} does not map tokens to characters, which the loss on the "
                 "assistant's text needs; give a Hugging Face tokenizer"
             )
         if "add_generation_prompt" in (self.template_variables or {}):
@@ -200,7 +200,7 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
                 "begins with a beginning-of-text token or with a role"
             )
         if not counted.any():
-            raise self.error(f"{where}: no label would count: no token stands for the assistant's text")
+            raise self.error(f"{where}: no label counts: no token covers the assistant's text")
 
     def _fitting(self, encoded: Iterator[Encoded]) -> Iterator[Encoded]:
         """Yields the conversations that fit in a row, and treats the others as `too_long` says."""

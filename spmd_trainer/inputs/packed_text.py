@@ -97,7 +97,7 @@ class PackedTextInput(PackedRows):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.separator == "":
-            raise self.error("separator=''; set it to what stands between documents, or to None: a file is one")
+            raise self.error("separator=''; set it to the text between documents, or to None for one document per file")
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "separator": self.separator}

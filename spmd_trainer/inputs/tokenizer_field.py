@@ -57,7 +57,7 @@ def make_tokenizer(given: Any, eos_id: int | None = None) -> tokenizers.Tokenize
             )
         )
     if eos_id is not None:
-        raise UserError(f"eos_id={eos_id}, but the tokenizer has an end-of-text of its own; unset eos_id")
+        raise UserError(f"eos_id={eos_id}, but the tokenizer defines its own end-of-text; unset eos_id")
     return made
 
 

@@ -116,7 +116,7 @@ def _messages(data: bytes, begin: int, end: int, number: int) -> Iterator[Field]
 
 def _message(field: Field) -> Field:
     if field.kind != BYTES:
-        raise ValueError("a number stands where a message should be")
+        raise ValueError("found a number instead of a message")
     return field
 
 

@@ -71,7 +71,9 @@ class Tasks:
         check_installed()
         include = settings.include_path
         if include is not None and not os.path.isdir(include):
-            raise UserError(f"--include_path={include}: there is no such directory; give one with tasks as YAML files")
+            raise UserError(
+                f"--include_path={include}: the directory does not exist; give one with tasks as YAML files"
+            )
         self._include = None if include is None else os.path.abspath(include)
         self._manager: TaskManager = self._find(with_own=False)
         # lm-eval takes 20 s to find its own tasks.
@@ -119,8 +121,8 @@ class Tasks:
 
     def _unknown(self, given: str) -> UserError:
         if given.endswith(_YAML):
-            return UserError(f"--tasks: there is no file {given}")
-        # Of thousands of names, only similar ones: a list of all would hide them.
+            return UserError(f"--tasks: the file {given} does not exist")
+        # There are thousands of names, so list only similar ones.
         similar = suggestion_text(nearest_names(given, self._manager.all_tasks, count=5))
         where = "" if self._include is None else f" and {self._include}"
         return UserError(

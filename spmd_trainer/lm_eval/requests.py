@@ -247,7 +247,7 @@ class Requests:
         try:
             token_bytes(self._tokenizer)
         except UserError as error:
-            logging.log_first_n(logging.WARNING, "%s. Rows go on to max_gen_toks, and are cut afterwards", 1, error)
+            logging.log_first_n(logging.WARNING, "%s. Rows run to max_gen_toks and are cut afterwards", 1, error)
             return dataclasses.replace(settings, stop=())
         return settings
 

@@ -109,8 +109,8 @@ class Texts:
             pair = (before or [self.prefix_id], whole[len(before) :])
         if not pair[1]:
             raise UserError(
-                f"the continuation {continuation!r} of a context that ends with {context[-40:]!r} has no token of its own, so "
-                "that it has no likelihood; change the task's texts"
+                f"the continuation {continuation!r} of a context that ends with {context[-40:]!r} has no token "
+                "besides the context's, so its likelihood is undefined; change the task's texts"
             )
         return pair
 

@@ -132,7 +132,7 @@ def explain(path: epath.PathLike, error: BaseException) -> str | None:
     if status == 401 or _BAD_KEY.search(texts):
         return f"can't be used: the service does not accept the credentials; {_HOW_TO_SIGN_IN[scheme]}"
     if status == 403 or isinstance(error, PermissionError) or "forbidden" in texts.lower():
-        return f"can't be used: permission denied; whoever runs this needs {_ROLES[scheme]}"
+        return f"can't be used: permission denied; this account needs {_ROLES[scheme]}"
     if retry.is_transient(error):
         return f"can't be reached: {retry.summary(error)}; is the network up, and the service?"
     return None
@@ -152,4 +152,4 @@ def _check_remote(name: str, path: epath.Path, scheme: str) -> None:
 
 def _no_bucket(path: epath.PathLike) -> str:
     bucket = os.fspath(path).split("/")[2]
-    return f"can't be used: there is no bucket {bucket!r}; make it first, or correct the name"
+    return f"can't be used: there is no bucket {bucket!r}; create it first, or correct the name"

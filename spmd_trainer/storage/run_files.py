@@ -12,7 +12,7 @@ from etils import epath
 RUN = "run.json"
 # Full logs of the processes that worked in a job_log_dir.
 LOGS = "logs"
-# The settings of the newest start, and those of earlier ones that had others.
+# Settings of the newest start, and of earlier starts with different ones.
 CONFIG_FILE = "config.txt"
 EARLIER_CONFIG = re.compile(r"config\.(\d{4,})\.txt")
 # The sharding report as data.

@@ -209,7 +209,7 @@ class Feed:
             if not (self._has_failed or self._is_left):
                 self._has_failed = True
                 logging.warning(
-                    "tracker %s failed in %s: %s: %s. The run goes on; further failures are counted",
+                    "tracker %s failed in %s: %s: %s. The run continues; further failures are counted",
                     self.name,
                     call.method,
                     type(error).__name__,

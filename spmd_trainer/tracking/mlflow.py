@@ -111,7 +111,7 @@ class MlflowTracker(Tracker):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logging.warning("tracker mlflow: there is no run %s any more; a new one begins", run_id)
+            logging.warning("tracker mlflow: run %s no longer exists; starting a new one", run_id)
             return None
         if run.info.lifecycle_stage != "active":
             logging.warning("tracker mlflow: run %s was deleted; a new one begins", run_id)

@@ -50,7 +50,7 @@ def check(names: Iterable[str], where: str) -> None:
     for name in names:
         entry = TRACKERS.get(name)
         if entry is None:
-            raise UserError(f"{where}: there is no tracker {name!r}{did_you_mean(name, TRACKERS)}")
+            raise UserError(f"{where}: unknown tracker {name!r}{did_you_mean(name, TRACKERS)}")
         if name in seen:
             raise UserError(f"{where} names {name!r} twice")
         if entry.extra and importlib.util.find_spec(entry.package) is None:

@@ -30,7 +30,7 @@ class Header(tarfile.TarInfo):
             return super().fromtarfile(archive)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("an empty block stands before the end, or the end is cut off") from None
+                raise tarfile.ReadError("an empty block precedes the end, or the end is cut off") from None
             raise
         except tarfile.EmptyHeaderError:  # type: ignore[attr-defined]
             raise tarfile.ReadError("the file lacks the empty blocks at its end, so it may have been cut off") from None

@@ -50,7 +50,7 @@ def open_images(images: Documents) -> ImageSource:
         read; or they hold no image.
     """
     if not isinstance(images, Images):
-        raise UserError(f"{type(images).__name__}(...) stands where Images('train/*.tar', label='cls') should")
+        raise UserError(f"source is {type(images).__name__}(...); give Images('train/*.tar', label='cls')")
     for field in ("column", "label"):
         value = getattr(images, field)
         if value is not None and not (isinstance(value, str) and value):

@@ -84,7 +84,7 @@ class TarImages(NumberedFiles, ImageSource):
         if self._label:
             if label_size == _MISSING:
                 _, members = self._sample(file, inside)
-                return BadRecord(where, f"has no member {self._label!r} beside it{did_you_mean(self._label, members)}")
+                return BadRecord(where, f"has no label member {self._label!r}{did_you_mean(self._label, members)}")
             label = self._files.read(file, label_begin, label_begin + label_size)
             label = self._label_of(label, where)
         return label if isinstance(label, BadRecord) else Image(block[tarfile.BLOCKSIZE :], label, where)
@@ -96,7 +96,7 @@ class TarImages(NumberedFiles, ImageSource):
                 return content.decode().strip()
             value = json.loads(content)
         except ValueError as error:
-            return BadRecord(where, f"has a member {self._label!r} beside it that can't be read: {error}")
+            return BadRecord(where, f"has a label member {self._label!r} that can't be read: {error}")
         for name in filter(None, self._key.split(".")):
             if not isinstance(value, Mapping) or name not in value:
                 keys = list(map(str, value)) if isinstance(value, Mapping) else []
