@@ -117,7 +117,6 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
 
 
 def _complete(settings: Settings, fields: Settings, family: Family) -> None:
-    """Adds the derived fields of a spec."""
     if (activation := fields["activation"]) not in _ACTIVATIONS:
         raise HfError(
             f"{family.keys['activation']}={activation!r} is not supported; {', '.join(_ACTIVATIONS)} are"

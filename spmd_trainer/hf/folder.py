@@ -163,7 +163,6 @@ def _files(path: str) -> list[str]:
 
 
 def _check_tensors(folder: HfFolder) -> None:
-    """Compares the stored tensors with those described by the config."""
     wanted = {piece.name: piece for variable in folder.variables.values() for piece in variable.pieces}
     lines = differences(wanted, folder.tensors, _FLOATS, CONFIG)
     if not lines:

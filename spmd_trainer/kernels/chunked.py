@@ -345,7 +345,6 @@ _Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array,
 def _attention_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
 ) -> tuple[jax.Array, _Residuals]:
-    """Returns the output, and the residuals: the inputs, the output and the log-sum-exp."""
     length = query.shape[1]
     queries, keys, values, tokens, pairs = _blocks(query, key, value, segment_ids, pattern, block)
     outs, lse = finish(forward(queries, keys, values, tokens, tokens, pairs, initial_sums(queries), pattern))
@@ -379,7 +378,6 @@ _attention.defvjp(_attention_forward, _attention_backward)
 def _blocks(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, Tokens, np.ndarray]:
-    """Returns queries, keys, values and tokens in blocks, and the pairs of blocks to compute."""
     length = query.shape[1]
     return (
         query_blocks(query, key.shape[2], block),

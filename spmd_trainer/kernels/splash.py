@@ -114,7 +114,6 @@ class Splash:
         return out[:, :, :length].transpose(0, 2, 1, 3).astype(value.dtype)
 
     def _blocks_that_fit(self, width: int, dtype: Any) -> list[int]:
-        """Returns the block sizes for which the kernels fit into VMEM."""
         token_bytes = -(-width // 128) * 128 * jnp.dtype(dtype).itemsize
         largest = max((block for most, block in _LARGEST_BLOCK.items() if token_bytes <= most), default=0)
         return [block for block in self.blocks if block <= largest]

@@ -113,7 +113,6 @@ class NnxModel(ModuleModel):
 
     @functools.cached_property
     def _abstract(self) -> tuple[Any, list[tuple[_Path, Any]]]:
-        """The module's structure, and its variables as ShapeDtypeStructs."""
         structure = []
 
         def build() -> Any:

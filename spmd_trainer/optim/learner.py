@@ -367,5 +367,4 @@ def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
 
 
 def _is_ema_state(node: Any) -> bool:
-    """Returns True if a node of an optimizer state is praxis' state of moving averages."""
     return isinstance(node, Mapping) and set(node) == {"count", "ema"}

@@ -148,7 +148,7 @@ def _look_up(use: Use) -> Finding | None:
 
 
 def _of_failed_import(use: Use, error: Exception) -> Finding:
-    """Returns what a name needs when the import of its module fails."""
+    """Returns a finding for a name whose module fails to import."""
     absent = error if isinstance(error, ImportError) else error.__cause__
     extra = EXTRAS.get(str(absent.name).partition(".")[0]) if isinstance(absent, ImportError) else None
     if extra is not None:

@@ -250,7 +250,6 @@ class _Program:
 
 
 def _main_memory(shape: str) -> int:
-    """Returns the bytes of a shape's arrays in main memory."""
     return sum(hlo_text.array_bytes(array) for array in hlo_text.arrays(shape) if hlo_text.is_in_main_memory(array))
 
 

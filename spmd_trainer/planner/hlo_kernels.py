@@ -201,7 +201,7 @@ def _splash_work(
 def _pairs_of_blocks(
     num_rows: int, num_columns: int, rows: int, columns: int, table: Sequence[int], *, causal: bool, by_key: bool
 ) -> int:
-    """Returns how many pairs of a block of queries and a block of keys are computed."""
+    """Returns the number of computed pairs of a query block and a key block."""
     if not causal:
         return num_rows * num_columns
     if by_key:  # from the first query that sees the block's first key

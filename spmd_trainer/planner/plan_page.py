@@ -189,7 +189,6 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _front_table(search: Record) -> str:
-    """Returns the table of the candidates that are shown in full, with the flags that run them."""
     rows = "".join(
         _front_row(number, shown, search["per_row"]) for number, shown in enumerate(search["shown"], start=1)
     )

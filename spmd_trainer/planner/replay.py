@@ -265,7 +265,7 @@ class _Batches:
         return None
 
     def _wrong_shape(self, rows: PyTree, padded: PyTree) -> str:
-        """Returns why the rows don't fit this mesh, or ''."""
+        """Returns the problem of rows that don't fit this mesh, or ''."""
         for (name, x), (_, whole) in zip(named_leaves(rows), named_leaves(padded), strict=True):
             expected = (whole.shape[0] // jax.process_count(), *whole.shape[1:])
             if x.shape != expected:
@@ -277,7 +277,6 @@ class _Batches:
 
 
 def _comparison(written: PyTree, own: PyTree | None) -> str:
-    """Compares the batch that the run wrote with the batch from the input."""
     if own is None:
         return "the one that the run wrote down; the input can't give it again"
     pairs = zip(named_leaves(written), named_leaves(own), strict=True)

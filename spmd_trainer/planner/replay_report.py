@@ -85,7 +85,6 @@ def _bad(observed: Observed, values: Mapping[str, Value]) -> list[str]:
 
 
 def _origin(found: Found, observed: Observed) -> str:
-    """Returns the pass, layer, operation and source line of an origin."""
     if found.operation is None:
         if found.argument is None:
             return "a constant of the program holds it: an array of NumPy or JAX that the model's code made"
@@ -113,7 +112,6 @@ def _stage(found: Found, observed: Observed) -> str:
 
 
 def _path(observed: Observed) -> list[str]:
-    """Returns the layers that hold NaN or infinities, in the order of execution."""
     values = [observed.results["loss"], *observed.gradients.values()]
     passed: dict[tuple[str, str], int] = {}  # in the order of execution
     for found in observed.flags.causes(values)[1]:
@@ -141,7 +139,6 @@ def _of_gradients(observed: Observed) -> list[str]:
 
 
 def _of_update(observed: Observed) -> list[str]:
-    """Returns the variables and optimizer states that hold NaN or infinities after the step."""
     state = {name: value for name, value in observed.results.items() if name.startswith("new ")}
     bad = _bad(observed, state)
     if not bad:

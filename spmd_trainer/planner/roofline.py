@@ -169,7 +169,6 @@ def estimate(
 
 
 def _matrix_seconds(cost: hlo_costs.InstructionCost, known: Chip, machine: links.Machine) -> tuple[float, float]:
-    """Returns the seconds of one execution's matrix products at peak and at measured rates."""
     # Matrix units take float32 operands as bfloat16 on TPUs, and as TF32 on GPUs.
     work = cost.flops + (cost.float32_flops if known.gpu else 0.0)
     rate, found = machine.measured.products, cost.attention

@@ -7,9 +7,8 @@ are stacked like a loop's other results. There are no callbacks to the host. `na
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,6 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.sharding import PartitionSpec
+
+from spmd_trainer.sharding.even_program import source_of
+from spmd_trainer.sharding.even_rules import bind
 
 PyTree: TypeAlias = Any
 # The flags of a value.
@@ -181,7 +183,7 @@ def _run(
     for eqn in jaxpr.eqns:
         values, ids = map(list, zip(*map(read, eqn.invars), strict=True)) if eqn.invars else ([], [])
         inner = (*scope, *str(eqn.source_info.name_stack).split("/"))
-        with _source_of(eqn):
+        with source_of(eqn):
             results, found = _one(eqn, values, ids, recorder, inner)
         env.update(zip(eqn.outvars, zip(results, found, strict=True), strict=True))
     pairs = [read(var) for var in jaxpr.outvars]
@@ -204,8 +206,7 @@ def _one(
         return _scan(eqn, values, ids, recorder, scope)
     if name == "shard_map":
         return _shard_map(eqn, values, ids, recorder, scope)
-    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
-    results = list(results) if eqn.primitive.multiple_results else [results]
+    results = bind(eqn, values)
     if name == "name":
         recorder.tag(params["name"], ids[0])
     if name == "optimization_barrier":
@@ -217,7 +218,7 @@ def _one(
 
 
 def _widens(eqn: Any) -> bool:
-    """Returns True for a conversion that keeps each value of floating point as it is."""
+    """Returns True for a conversion between floating-point types that keeps each value unchanged."""
     if eqn.primitive.name != "convert_element_type":
         return False
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
@@ -294,11 +295,3 @@ def _shard_map(
     where = source_info_util.summarize(eqn.source_info)
     operation = Operation("shard_map", scope, where, tuple(ids), frames[-1])
     return results, recorder.operation(operation, results)
-
-
-@contextlib.contextmanager
-def _source_of(eqn: Any) -> Iterator[None]:
-    """Keeps the operation's name stack and source line in the new program."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield

@@ -331,7 +331,6 @@ _CONTROL: Mapping[str, Callable[[EvenProgram, Any, list[Value]], list[Value]]] =
 
 
 def _constraints(jaxpr: Any) -> Iterator[PartitionSpec]:
-    """Yields the specs of all sharding constraints of a program."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
             yield eqn.params["sharding"].spec

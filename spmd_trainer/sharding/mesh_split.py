@@ -112,7 +112,6 @@ def _common_mesh(leaves: list[tuple[str, Any]]) -> Mesh:
 
 
 def _cuts(axis: str, sections: int | Sequence[int] | None, sizes: dict[str, int]) -> list[int]:
-    """Returns the positions to split at, including 0 and the axis' size."""
     if axis not in sizes:
         raise ValueError(f"Mesh {mesh_text(sizes)} has no axis {axis!r}{did_you_mean(axis, sizes, otherwise='.')}")
     size = sizes[axis]

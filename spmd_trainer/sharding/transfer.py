@@ -171,7 +171,6 @@ def _shards(x: jax.Array) -> dict[Bounds, list[jax.Array]]:
 
 
 def _wanted(shape: tuple[int, ...], sharding: Sharding) -> dict[jax.Device, Bounds]:
-    """Returns each device's part of an array under a sharding."""
     indices = sharding.addressable_devices_indices_map(shape)
     return {device: _bounds(index, shape) for device, index in indices.items()}
 

@@ -164,7 +164,6 @@ def from_generation_config(config: Mapping[str, Any], path: str, **changes: Any)
 
 
 def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of GenerationSettings set by options of transformers."""
     fields: dict[str, Any] = {}
     if "eos_token_id" in given:
         eos = given["eos_token_id"]

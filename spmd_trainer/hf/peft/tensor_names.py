@@ -104,7 +104,6 @@ def is_transposed(variables: Iterable[Variable], base: Mapping[str, Variable]) -
 
 
 def _piece(path: str, part: str, weight: Piece, dims: MatrixDims, rank: int, slot: Slot | None, prefix: str) -> Piece:
-    """Returns the tensor of an adapter that belongs to a tensor of the base."""
     depth = len(weight.leading)
     _check(path, weight, dims)
     inputs = tuple(weight.order[dim - depth] for dim in dims.inputs)
