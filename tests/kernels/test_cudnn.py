@@ -84,7 +84,7 @@ def test_what_it_can(made):
     ("made", "reason"),
     [
         (call(target=Target("cpu", "cpu")), "the device is a cpu"),
-        (call(target=Target("rocm", "AMD Instinct MI300X")), "NVIDIA GPUs, and the device is a AMD Instinct MI300X"),
+        (call(target=Target("rocm", "AMD Instinct MI300X")), "NVIDIA GPUs, but the device is a AMD Instinct MI300X"),
         (call(target=Target("cuda", "NVIDIA X")), "the compute capability of 'NVIDIA X' is unknown"),
         (call(target=Target("cuda", "Tesla T4", (7, 5))), "7.5, below 8.0"),
         (call(target=Target("cuda", "NVIDIA B300", (10, 3))), "cuDNN is 90800; compute capability 10.3 needs 91100"),

@@ -134,7 +134,7 @@ def test_a_linen_module_is_told_whether_it_trains(module, mode_argument, expecte
 @pytest.mark.parametrize(
     ("module", "mode_argument", "says"),
     [
-        (SaysTwice, None, r"SaysTwice can be told .* whether it trains: train, use_running_average. .*'train': True"),
+        (SaysTwice, None, r"SaysTwice has several settings .*: train, use_running_average. .*'train': True"),
         (SaysTwice, "training", "neither an argument nor a field 'training'; did you mean train"),
         (SaysInference, "inference", r"'inference', which may mean both .*\{'inference': False\}"),
     ],

@@ -198,7 +198,7 @@ def test_rows_that_fill_the_batch_are_not_continued():
         ({"top_k": -1}, r"top_k=-1; set it to a whole number, 0 or more"),
         ({"temperature": -1.0}, r"temperature=-1.0; set it to 0 \(greedy\) or more"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty=0.0; set it above 0"),
-        ({"stop": "User"}, r"stop='User'; give a tuple of texts"),
+        ({"stop": "User"}, r"stop='User'; give a tuple of non-empty texts"),
         ({"stop": ("",)}, r"stop=\('',\); give a tuple of non-empty texts"),
         ({"eos_ids": (VOCAB,)}, r"eos_ids=\(100,\); give a tuple of tokens from 0 to 99"),
         ({"eos_ids": 2}, r"eos_ids=2; give a tuple of tokens from 0 to 99"),
