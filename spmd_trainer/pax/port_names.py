@@ -161,7 +161,7 @@ def _of_failed_import(use: Use, error: Exception) -> Finding:
     if isinstance(error, _OF_NAMES):
         return Finding(use.line, use.path, f"can't be imported: {what}")
     # Modules of paxml want environment variables and files when they are imported.
-    text = f"can't be looked up, because its module fails to import: {what}"
+    text = f"can't be looked up until the import of its module works: {what}"
     return Finding(use.line, use.path, text, blocks=False, lacks=True)
 
 
