@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,38 +15,36 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.settings import Setting, setting, settings_of
 from spmd_trainer.training.run_config import PageConfig, RunConfig, config_class, make_run_config
 
-_WHAT, _INFORMATION, _PROCESSES = "What to run", "Information", "Several processes"
+_what = functools.partial(setting, group="What to run")
+_information = functools.partial(setting, group="Information")
+_processes = functools.partial(setting, group="Several processes")
 
 
 @dataclasses.dataclass(frozen=True)
 class CommandFlags:
     """What the command line has besides the settings of a mode. Python has arguments of its own for it."""
 
-    exp: str | None = setting(
-        None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows all.", _WHAT, value="NAME"
+    exp: str | None = _what(
+        None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows all.", value="NAME"
     )
-    mode: str = setting("train", "What to do; see the modes above.", _WHAT, value="MODE", choices=tuple(MODES))
-    exp_module: tuple[str, ...] = setting(
+    mode: str = _what("train", "What to do; see the modes above.", value="MODE", choices=tuple(MODES))
+    exp_module: tuple[str, ...] = _what(
         (),
         "Also import this module or package of experiments, so that --list and short names find them. May be repeated.",
-        _WHAT,
         value="MODULE",
     )
-    overrides: tuple[str, ...] = setting(
+    overrides: tuple[str, ...] = _what(
         (),
         "Override one field of the experiment's config, e.g. --fdl.set='task.train.num_train_steps=200', or a class attribute, "
         "e.g. --fdl.set=NUM_LAYERS=3. The value is a Python literal. Paths start with task, train_datasets[i], eval_datasets[i] "
         "or decode_datasets[i]; --dump prints all paths. --fdl.PATH=VALUE means the same. May be repeated.",
-        _WHAT,
         flag="fdl.set",
         value="PATH=VALUE",
     )
-    list: bool = setting(False, "Print the registered experiments, one per line, and exit.", _INFORMATION)
-    dump: bool = setting(False, "Print the resolved config, one 'path: value' per line, and exit.", _INFORMATION)
-    doctor: bool = setting(
-        False,
-        "Check the installed versions and the devices; print the command that fixes each problem found.",
-        _INFORMATION,
+    list: bool = _information(False, "Print the registered experiments, one per line, and exit.")
+    dump: bool = _information(False, "Print the resolved config, one 'path: value' per line, and exit.")
+    doctor: bool = _information(
+        False, "Check the installed versions and the devices; print the command that fixes each problem found."
     )
 
 
@@ -53,38 +52,30 @@ class CommandFlags:
 class ProcessFlags:
     """How the processes of a job find each other. A Python program joins them with `jax.distributed`."""
 
-    distributed: str | None = setting(
+    distributed: str | None = _processes(
         None,
         "auto: Slurm, Open MPI, Kubernetes or Cloud TPU started the processes of this job, and JAX detects the coordinator's "
         "address, the number of processes and the id of this process.",
-        _PROCESSES,
         value="auto",
         choices=("auto",),
     )
-    coordinator_address: str | None = setting(
+    coordinator_address: str | None = _processes(
         None,
         "Address where process 0 listens, e.g. 10.0.0.1:8476. For a job of several processes without --distributed=auto.",
-        _PROCESSES,
         value="HOST:PORT",
     )
-    num_processes: int | None = setting(
-        None,
-        "Number of processes in the job. Required with --coordinator_address.",
-        _PROCESSES,
-        value="N",
-        at_least=1,
+    num_processes: int | None = _processes(
+        None, "Number of processes in the job. Required with --coordinator_address.", value="N", at_least=1
     )
-    process_id: int | None = setting(
+    process_id: int | None = _processes(
         None,
         "Id of this process, from 0 to num_processes - 1. Required with --coordinator_address.",
-        _PROCESSES,
         value="N",
         at_least=0,
     )
-    heartbeat_seconds: int = setting(
+    heartbeat_seconds: int = _processes(
         30,
         "If a process sends no heartbeat for this many seconds, the others treat it as lost and exit.",
-        _PROCESSES,
         value="SECONDS",
         at_least=2,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ class ModelArgs:
             raise UserError(f"--model_args: add_bos_token={self.add_bos_token!r}; give True or False")
 
 
-_JUDGING = "Judging with lm-eval"
+_judging = functools.partial(setting, group="Judging with lm-eval (--mode=lm_eval)")
 
 
 def _read_tasks(flag: str, value: Any) -> tuple[str, ...]:
@@ -68,62 +69,41 @@ def _read_model_args(flag: str, value: Any) -> ModelArgs:
 class LmEvalSettings(Settings):
     """What to judge a model with."""
 
-    tasks: tuple[str, ...] = setting(
+    tasks: tuple[str, ...] = _judging(
         (),
-        "With --mode=lm_eval: tasks, groups or tags of lm-eval, patterns, or YAML files: a,b. May be repeated.",
-        _JUDGING,
+        "Tasks, groups or tags of lm-eval, patterns, or YAML files: a,b. May be repeated.",
         value="NAME,...",
         read=_read_tasks,
     )
-    include_path: str | None = setting(
-        None, "With --mode=lm_eval: a directory with tasks of your own, as YAML files.", _JUDGING, value="DIR"
-    )
-    num_fewshot: int | None = setting(
-        None, "With --mode=lm_eval: number of examples in the context.", _JUDGING, value="N", at_least=0
-    )
-    limit: float | None = setting(
-        None,
-        "With --mode=lm_eval: use only the first N examples of each task; below 1, a fraction.",
-        _JUDGING,
-        value="N",
-    )
-    apply_chat_template: str | bool = setting(
+    include_path: str | None = _judging(None, "A directory with tasks of your own, as YAML files.", value="DIR")
+    num_fewshot: int | None = _judging(None, "Number of examples in the context.", value="N", at_least=0)
+    limit: float | None = _judging(None, "Use only the first N examples of each task; below 1, a fraction.", value="N")
+    apply_chat_template: str | bool = _judging(
         "",
-        "With --mode=lm_eval: true writes prompts with the tokenizer's chat template; or the name of one of its templates.",
-        _JUDGING,
+        "True writes prompts with the tokenizer's chat template; or the name of one of its templates.",
         value="true",
         read=_read_template,
     )
-    system_instruction: str | None = setting(
-        None, "With --mode=lm_eval: text of the system message.", _JUDGING, value="TEXT"
+    system_instruction: str | None = _judging(None, "Text of the system message.", value="TEXT")
+    fewshot_as_multiturn: bool | None = _judging(
+        None, "Write few-shot examples as turns of a conversation. Default: as --apply_chat_template."
     )
-    fewshot_as_multiturn: bool | None = setting(
-        None,
-        "With --mode=lm_eval: write few-shot examples as turns of a conversation. Default: as --apply_chat_template.",
-        _JUDGING,
-    )
-    gen_kwargs: Mapping[str, Any] = setting(
+    gen_kwargs: Mapping[str, Any] = _judging(
         "",
-        "With --mode=lm_eval: change how tasks generate text, e.g. max_gen_toks=64,temperature=0.7.",
-        _JUDGING,
+        "Change how tasks generate text, e.g. max_gen_toks=64,temperature=0.7.",
         value="KEY=VALUE,...",
         read=_read_arguments,
     )
-    log_samples: bool = setting(False, "With --mode=lm_eval: also write every example with its answers.", _JUDGING)
-    confirm_run_unsafe_code: bool = setting(
-        False, "With --mode=lm_eval: allow tasks that run code from the model.", _JUDGING
-    )
-    model_args: ModelArgs = setting(
+    log_samples: bool = _judging(False, "Also write every example with its answers.")
+    confirm_run_unsafe_code: bool = _judging(False, "Allow tasks that run code from the model.")
+    model_args: ModelArgs = _judging(
         "",
-        "With --mode=lm_eval: how the model is used, e.g. max_length=4096,batch_size=64; also tokenizer, add_bos_token and "
-        "prefix_token_id.",
-        _JUDGING,
+        "How the model is used, e.g. max_length=4096,batch_size=64; also tokenizer, add_bos_token and prefix_token_id.",
         value="KEY=VALUE,...",
         read=_read_model_args,
     )
 
     def __post_init__(self) -> None:
-        """Checks the settings against each other."""
         super().__post_init__()
         if not self.tasks:
             raise UserError(

@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 
     Experiment: TypeAlias = str | type[BaseExperiment] | BaseExperiment
 
-_CHECKPOINTS, _TRAINING, _PLANNING = "Checkpoints", "During training", "Checking and planning"
+_what = functools.partial(setting, group="What to run")
+_checkpoints = functools.partial(setting, group="Checkpoints")
+_training = functools.partial(setting, group="During training")
+_planning = functools.partial(setting, group="Checking and planning")
+_export = functools.partial(setting, group="Export (--mode=export)")
+_page = functools.partial(setting, group="The page of a run (--mode=page)")
 # Settings of training that other modes ignore.
-_of_training = functools.partial(setting, carried=True, noted=True)
+_of_training = functools.partial(_training, carried=True, noted=True)
 
 
 def _directory(flag: str, value: Any) -> epath.Path:
@@ -59,40 +64,33 @@ class RunConfig(Settings):
     """
 
     experiment: ResolvedExperiment
-    job_log_dir: epath.Path = setting(
+    job_log_dir: epath.Path = _what(
         dataclasses.MISSING,
         "Directory of the run: checkpoints, summaries, decoded outputs, config.txt.",
-        "What to run",
         value="DIR",
         read=_directory,
     )
     mode: str = "eval"
-    mesh: Sequence[tuple[str, int]] | None = setting(
+    mesh: Sequence[tuple[str, int]] | None = _what(
         None,
         "Use this mesh instead of the experiment's, e.g. data:4,mdl:2. One size may be -1; declared axes that it leaves out get "
         "size 1.",
-        "What to run",
         value="AXIS:SIZE,...",
         read=_mesh,
     )
-    restore_checkpoint_dir: epath.Path | None = setting(
-        None,
-        "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.",
-        _CHECKPOINTS,
-        value="DIR",
-        read=_directory,
+    restore_checkpoint_dir: epath.Path | None = _checkpoints(
+        None, "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.", value="DIR", read=_directory
     )
-    restore_checkpoint_step: int | None = setting(
-        None, "Restore this step instead of the newest one.", _CHECKPOINTS, value="N", at_least=0
+    restore_checkpoint_step: int | None = _checkpoints(
+        None, "Restore this step instead of the newest one.", value="N", at_least=0
     )
-    jax_profiler_port: int | None = setting(
-        None, "Serve JAX's profiler on this port.", _TRAINING, value="PORT", at_least=1, compared=False
+    jax_profiler_port: int | None = _training(
+        None, "Serve JAX's profiler on this port.", value="PORT", at_least=1, compared=False
     )
-    jax_cache_dir: str | None = setting(
+    jax_cache_dir: str | None = _training(
         None,
         "Directory of JAX's persistent compilation cache; an empty value disables the cache. Default: JAX_COMPILATION_CACHE_DIR "
         "if set, otherwise spmd-trainer/jax in the user's cache directory. --topology disables the cache.",
-        _TRAINING,
         value="DIR",
         compared=False,
     )
@@ -108,10 +106,9 @@ class RunConfig(Settings):
 class StepConfig(RunConfig):
     """Settings of the modes that take or compile training steps."""
 
-    num_minibatches: int | None = setting(
+    num_minibatches: int | None = _training(
         None,
         "Parts that training divides its batch into, one after the other, instead of the partitioner's num_minibatches.",
-        _TRAINING,
         value="N",
         at_least=1,
     )
@@ -127,34 +124,27 @@ class TrainConfig(StepConfig):
 
     mode: str = "train"
     enable_checkpoint_saving: bool = _of_training(
-        True, "Save checkpoints during training.", _CHECKPOINTS, off="Don't save checkpoints."
+        True, "Save checkpoints during training.", group="Checkpoints", off="Don't save checkpoints."
     )
     exit_after_ondemand_checkpoint: bool = _of_training(
         True,
         "Exit after saving the checkpoint that SIGTERM or SIGHUP requests. Ctrl-C always exits.",
-        _CHECKPOINTS,
+        group="Checkpoints",
         off="Continue training after saving the checkpoint that SIGTERM requests.",
     )
     eval_on_test: bool = _of_training(
-        True,
-        "Evaluate during training, every task.train.eval_interval_steps.",
-        _TRAINING,
-        off="Don't evaluate during training.",
+        True, "Evaluate during training, every task.train.eval_interval_steps.", off="Don't evaluate during training."
     )
-    decode_during_train: bool = _of_training(
-        False, "Decode during training, every task.train.decode_interval_steps.", _TRAINING
-    )
+    decode_during_train: bool = _of_training(False, "Decode during training, every task.train.decode_interval_steps.")
     stop_on_invalid_step: bool = _of_training(
         False,
         "Stop the run at a step whose loss or gradient norm is NaN or Inf, or whose gradient norm reaches "
         "skip_step_gradient_norm_value, instead of skipping the step.",
-        _TRAINING,
     )
     check_replicas_every: int = _of_training(
         0,
         "Every N training steps, and before such a step is saved, compare the bits of all values that several devices hold; a "
         "difference ends the run with status 6, and names the device and the variable. 0 compares nothing.",
-        _TRAINING,
         value="N",
         at_least=0,
     )
@@ -162,14 +152,12 @@ class TrainConfig(StepConfig):
         0,
         "Every N training steps, take the step twice from the same state and batch, and compare the bits; a difference ends the "
         "run with status 6. Such a step takes twice the time, and memory for one more state. 0 repeats nothing.",
-        _TRAINING,
         value="N",
         at_least=0,
     )
     watchdog_seconds: float = _of_training(
         600.0,
         "When no process makes progress for this many seconds, log who is behind, in which phase, with stacks; 0 reports none.",
-        _TRAINING,
         value="SECONDS",
         at_least=0,
     )
@@ -177,15 +165,13 @@ class TrainConfig(StepConfig):
         0.0,
         "When no process makes progress for this many seconds, end the run with status 4, so that a supervisor starts it again. "
         "Longer than the longest compilation, restore and save. 0 never ends it.",
-        _TRAINING,
         value="SECONDS",
         at_least=0,
     )
-    track: tuple[str, ...] = setting(
+    track: tuple[str, ...] = _training(
         (),
         "Also tell these trackers of a training run, e.g. --track=wandb,mlflow; there are wandb, mlflow, trackio and "
         "tensorboard. May be repeated.",
-        _TRAINING,
         value="NAME,...",
         read=names,
         compared=False,
@@ -193,7 +179,6 @@ class TrainConfig(StepConfig):
     callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
-        """Checks the times against each other."""
         super().__post_init__()
         if 0 < self.hang_seconds <= self.watchdog_seconds:
             raise UserError(
@@ -206,24 +191,18 @@ class TrainConfig(StepConfig):
 class ChipsConfig(StepConfig):
     """Settings of the modes that can plan for chips that are not here."""
 
-    topology: str | None = setting(
+    topology: str | None = _planning(
         None,
         "With --mode=inspect: also compile the train step for these chips, and print the plan: memory, time, collectives, FLOPs. "
         "With --mode=plan: the chips to search for. They need not be here. E.g. v5e:16x16 for a TPU slice, h100:32x8 for 32 "
         "hosts with 8 GPUs each.",
-        _PLANNING,
         value="CHIP:SHAPE",
     )
-    num_slices: int = setting(
-        1,
-        "Number of slices of --topology; for GPUs it multiplies the hosts.",
-        _PLANNING,
-        value="N",
-        at_least=1,
+    num_slices: int = _planning(
+        1, "Number of slices of --topology; for GPUs it multiplies the hosts.", value="N", at_least=1
     )
 
     def __post_init__(self) -> None:
-        """Checks that slices are those of a topology."""
         super().__post_init__()
         if self.num_slices > 1 and not self.topology:
             raise UserError("--num_slices goes with --topology")
@@ -234,10 +213,9 @@ class InspectConfig(ChipsConfig):
     """Settings of `--mode=inspect`."""
 
     mode: str = "inspect"
-    plan: bool = setting(
+    plan: bool = _planning(
         False,
         "With --mode=inspect: also compile the train step for the available devices and print the plan.",
-        _PLANNING,
         instead="--mode=plan searches for a topology",
     )
 
@@ -247,20 +225,15 @@ class PlanConfig(ChipsConfig):
     """Settings of `--mode=plan`."""
 
     mode: str = "plan"
-    search: tuple[str, ...] = setting(
+    search: tuple[str, ...] = _planning(
         ("mesh",),
         "With --mode=plan: what to search, of mesh, remat, minibatches and batch.",
-        _PLANNING,
         value="mesh,remat,...",
         read=names,
         choices=("mesh", "remat", "minibatches", "batch"),
     )
-    budget: float = setting(
-        "20m",
-        "With --mode=plan: how long to compile candidates, e.g. 90s, 20m or 1h.",
-        _PLANNING,
-        value="20m",
-        read=seconds,
+    budget: float = _planning(
+        "20m", "With --mode=plan: how long to compile candidates, e.g. 90s, 20m or 1h.", value="20m", read=seconds
     )
 
 
@@ -269,14 +242,13 @@ class VerifyConfig(StepConfig):
     """Settings of `--mode=verify`."""
 
     mode: str = "verify"
-    verify_steps: int = setting(
-        5, "Number of training steps that --mode=verify compares.", _PLANNING, value="N", at_least=1, carried=True
+    verify_steps: int = _planning(
+        5, "Number of training steps that --mode=verify compares.", value="N", at_least=1, carried=True
     )
-    verify_against: Options | None = setting(
+    verify_against: Options | None = _planning(
         None,
         "XLA options, e.g. 'xla_cpu_enable_fast_math=true'. --mode=verify then compares the experiment on its mesh with and "
         "without them, instead of with one device.",
-        _PLANNING,
         value="'XLA_OPTION=VALUE ...'",
         read=_xla_options,
     )
@@ -287,12 +259,11 @@ class ReplayConfig(StepConfig):
     """Settings of `--mode=replay`."""
 
     mode: str = "replay"
-    replay_step: int = setting(
-        None, "With --mode=replay: the step to take again.", _PLANNING, flag="step", value="N", at_least=1
+    replay_step: int = _planning(
+        None, "With --mode=replay: the step to take again.", flag="step", value="N", at_least=1
     )
 
     def __post_init__(self) -> None:
-        """Checks that there is a step."""
         super().__post_init__()
         if self.replay_step is None:
             raise UserError("--mode=replay needs --step=N, the step to look into")
@@ -303,37 +274,22 @@ class ExportConfig(RunConfig):
     """Settings of `--mode=export`."""
 
     mode: str = "export"
-    directory: epath.Path = setting(
-        None,
-        "With --mode=export: the folder to write. It must be new or empty.",
-        "Export",
-        flag="export_dir",
-        value="DIR",
-        read=_directory,
+    directory: epath.Path = _export(
+        None, "The folder to write. It must be new or empty.", flag="export_dir", value="DIR", read=_directory
     )
-    dtype: str | None = setting(
+    dtype: str | None = _export(
         None,
-        "With --mode=export: the dtype to write; by default, that of the variables.",
-        "Export",
+        "The dtype to write; by default, that of the variables.",
         flag="export_dtype",
         value="DTYPE",
         choices=("float32", "bfloat16", "float16"),
     )
-    use_ema: bool = setting(
-        False,
-        "With --mode=export: write the moving averages of the variables.",
-        "Export",
-        flag="export_use_ema",
-    )
-    adapter: bool = setting(
-        False,
-        "With --mode=export: write the adapters alone, in PEFT's format, instead of a merged model.",
-        "Export",
-        flag="export_adapter",
+    use_ema: bool = _export(False, "Write the moving averages of the variables.", flag="export_use_ema")
+    adapter: bool = _export(
+        False, "Write the adapters alone, in PEFT's format, instead of a merged model.", flag="export_adapter"
     )
 
     def __post_init__(self) -> None:
-        """Checks that there is a folder, and the dtype of adapters."""
         super().__post_init__()
         if not self.directory:
             raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
@@ -350,23 +306,13 @@ class PageConfig(Settings):
     """
 
     directories: Sequence[str]
-    page_file: str | None = setting(
-        None,
-        "With --mode=page: write this file instead of run.html in --job_log_dir, or compare.html for several runs.",
-        "The page of a run",
-        value="FILE",
+    page_file: str | None = _page(
+        None, "Write this file instead of run.html in --job_log_dir, or compare.html for several runs.", value="FILE"
     )
-    follow: bool = setting(
-        False,
-        "With --mode=page: serve the page on this machine, up to date while the run goes on, until Ctrl-C.",
-        "The page of a run",
-    )
-    port: int = setting(
-        0, "With --follow: the port; 0 takes a free one.", "The page of a run", value="PORT", at_least=0, at_most=65535
-    )
+    follow: bool = _page(False, "Serve the page on this machine, up to date while the run goes on, until Ctrl-C.")
+    port: int = _page(0, "With --follow: the port; 0 takes a free one.", value="PORT", at_least=0, at_most=65535)
 
     def __post_init__(self) -> None:
-        """Checks that the page is either written or served."""
         super().__post_init__()
         if self.page_file and self.follow:
             raise UserError("--follow writes no file: leave --page_file out")
@@ -378,16 +324,14 @@ class PageConfig(Settings):
 class PortConfig(Settings):
     """Settings of `--mode=port`."""
 
-    module: str = setting(
+    module: str = _planning(
         None,
         "File, folder or module written for paxml, for --mode=port.",
-        _PLANNING,
         value="FILE",
         instead="--exp_module=MODULE adds experiments of your own",
     )
 
     def __post_init__(self) -> None:
-        """Checks that there is a module."""
         if not self.module:
             raise UserError("--mode=port needs --module=FILE: a file, folder or module written for paxml")
 
