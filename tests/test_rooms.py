@@ -21,7 +21,16 @@ CORE = {
         "training",
         "callbacks",
     ),
-    *("errors", "inputs", "base_experiment", "tasks_lib", "train_states", "experiment_registry", "__init__"),
+    *(
+        "errors",
+        "settings",
+        "inputs",
+        "base_experiment",
+        "tasks_lib",
+        "train_states",
+        "experiment_registry",
+        "__init__",
+    ),
 }
 # The core's steps and its sources of checkpoints still name these.
 NEEDED = {"decoder", "hf", "kernels", "pax", "tasks"}
