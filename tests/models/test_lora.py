@@ -490,7 +490,10 @@ def gather_params(key):
     ("settings", "message"),
     [
         ({"targets": ["proj/v$"]}, "'proj/v\\$' matches no variable; nearest .*: params/proj/w"),
-        ({"targets": ["embedding"]}, "uses params/embedding in gather.*nearest variables that can have adapters: params/proj/w"),
+        (
+            {"targets": ["embedding"]},
+            "uses params/embedding in gather.*nearest variables that can have adapters: params/proj/w",
+        ),
         ({"targets": ["scale"]}, "uses params/norm/scale in .*mul|broadcast_in_dim"),
         ({"targets": "proj/w"}, r"give a list of regexes, e.g. \['proj/w'\], or 'all-linear'"),
         ({"targets": []}, "targets is empty"),
