@@ -54,10 +54,10 @@ def main(argv: Sequence[str]) -> None:
         flag_parsing.leave(f"{error}: {hidden} hides an installed package of that name; rename it, or run elsewhere")
     finally:
         run_log.close()  # before the interpreter shuts down, while an object store can still be written to
-        _let_go_of_closed_terminal()
+        _flush_or_discard()
 
 
-def _let_go_of_closed_terminal() -> None:
+def _flush_or_discard() -> None:
     """Drops output that can't be written because the terminal is gone: Python would exit with status 120 for it."""
     for stream in (sys.stdout, sys.stderr):
         try:

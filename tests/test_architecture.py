@@ -131,3 +131,20 @@ def test_only_the_bridge_knows_that_praxis_is_old():
         if word in path.read_text()
     ]
     assert mentions == []
+
+
+def figures() -> str:
+    """The size of the package: what `docs/code_layout.md` publishes."""
+    from test_rooms import CORE
+
+    def size(paths):
+        return f"{len(paths)} files, {sum(len(path.read_text().splitlines()) for path in paths):,} lines"
+
+    paths = sorted(ROOT.rglob("*.py"))
+    rooms = {path.relative_to(ROOT).parts[0] for path in paths if path.parent != ROOT}
+    core = [path for path in paths if path.relative_to(ROOT).with_suffix("").parts[0] in CORE]
+    return f"package: {size(paths)}\ncore: {size(core)}\nrooms: {len(rooms)}\nfloors: {len(LAYERS)}"
+
+
+if __name__ == "__main__":
+    print(figures())  # noqa: T201

@@ -33,7 +33,7 @@ def test_a_wheels_own_files_lie_among_the_packages_and_are_the_trainers_all_the_
     monkeypatch.setattr(user_code, "_SHIPPED", SITE / "spmd_trainer" / "experiments")
     user_code.is_users.cache_clear()
     try:
-        assert not user_code.is_library(str(SITE / "spmd_trainer" / "programs" / "train.py"))
+        assert not user_code.is_library(str(SITE / "spmd_trainer" / "training" / "train.py"))
         assert user_code.is_users(str(SITE / "spmd_trainer" / "experiments" / "lm" / "stdlib.py"))
         assert user_code.is_library(str(SITE / "praxis" / "layers" / "linears.py"))
     finally:

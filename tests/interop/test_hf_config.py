@@ -125,7 +125,7 @@ def test_a_spec_finds_its_architecture():
 def test_a_spec_that_no_architecture_has():
     config = json.loads((DATA / "llama_untied" / "config.json").read_text())
     spec = dataclasses.replace(config_json.spec_of(config, ""), embedding_scale=3.0)
-    with raises_naming(UserError, "no architecture", "LlamaForCausalLM", "embedding_scale"):
+    with raises_naming(UserError, "architecture", "LlamaForCausalLM", "embedding_scale"):
         config_json.config_of(spec)
     with raises_naming(UserError, "GPT2LMHeadModel", "embedding_scale"):
         config_json.config_of(spec, "GPT2LMHeadModel")

@@ -36,7 +36,7 @@ def test_what_has_no_shape_is_written_out(caplog):
 @pytest.mark.parametrize(("text", "left"), [("a" * 5000, 3000), ("a\n" * 50, 53), (" " * 5000, 3000)])
 def test_a_long_text_ends_with_where_the_rest_is(text, left):
     lines = decoded_text.shown(text, FILE)
-    assert lines[-1] == f"[{left} more characters in {FILE}]"
+    assert lines[-1] == f"[{left:,} more characters in {FILE}]"
     assert len("\n".join(lines)) < 2200
     assert decoded_text.shown("a" * 2000, FILE) == ["a" * 2000]
 

@@ -15,6 +15,7 @@ from spmd_trainer import main
 from spmd_trainer.errors import UserError
 from spmd_trainer.pax import port, port_names, port_settings, port_source
 from spmd_trainer.tasks import published
+from spmd_trainer.training.run_config import PortConfig
 
 PAXML = pathlib.Path(importlib.util.find_spec("praxis").origin).parents[1] / "paxml"
 PUBLISHED = sorted(path for path in PAXML.glob("tasks/*/params/*.py") if not path.stem.endswith("_test"))
@@ -60,7 +61,7 @@ def test_a_file_whose_names_are_all_here_needs_the_renaming_only(tmp_path, monke
     (tmp_path / "ci_configs.py").write_text(CI_CONFIGS)
     for module in ("ci_configs.py", "ci_configs", "./ci_configs.py"):
         with pytest.raises(SystemExit) as exit_status:
-            main._port(module)
+            main._port(PortConfig(module))
         assert exit_status.value.code == 0
         printed = capsys.readouterr().out
         assert_names(printed, "ci_configs.py: renaming", "imports is enough\n")
@@ -101,7 +102,7 @@ def test_names_that_do_not_exist_here_are_listed_with_the_nearest(tmp_path, monk
     assert not got.runs
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_status:
-        main._port("mine.py")
+        main._port(PortConfig("mine.py"))
     assert exit_status.value.code == 1
     assert "  line  3  paxml.learners.Lerner             does not exist" in capsys.readouterr().out
 
@@ -300,7 +301,7 @@ def test_what_is_no_file_is_refused(module, facts, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.py").write_text("import paxml\ndef (:\n")
     with raises_naming(UserError, *facts):
-        main._port(module)
+        main._port(PortConfig(module))
 
 
 def test_every_file_of_a_package_has_a_report(tmp_path, monkeypatch, capsys):
@@ -310,11 +311,11 @@ def test_every_file_of_a_package_has_a_report(tmp_path, monkeypatch, capsys):
         (tmp_path / "my_pkg" / "inner" / f"{name}.py").write_text("from paxml import tasks_lib\n")
     (tmp_path / "my_pkg" / "__init__.py").write_text("raise SystemExit('run')")
     with pytest.raises(SystemExit):
-        main._port("my_pkg")
+        main._port(PortConfig("my_pkg"))
     printed = capsys.readouterr().out
     assert printed.count("renaming its imports") == 2
     (package,) = [line for line in printed.splitlines() if "__init__.py" in line]
     assert_names(package, "imports nothing", "paxml")
     with pytest.raises(SystemExit):
-        main._port("my_pkg.inner.second")
+        main._port(PortConfig("my_pkg.inner.second"))
     assert capsys.readouterr().out.count("renaming its imports") == 1
