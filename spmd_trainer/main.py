@@ -77,7 +77,7 @@ def _port(config: PortConfig) -> NoReturn:
 
 def run() -> None:
     """Entry point of the `spmd-trainer` command."""
-    garbage.rest()
+    garbage.pause()
     tensorflow_bridge.keep_quiet()
     # Makes packages in the working directory importable, as `python -m` does.
     if not sys.flags.safe_path and os.getcwd() not in sys.path:

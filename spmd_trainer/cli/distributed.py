@@ -127,7 +127,7 @@ class Processes:
             logging.set_verbosity(logging.WARNING)
         logging.get_absl_handler().addFilter(_with_process(index))
         self._watch = peer_watch.PeerWatch(peers, count, index, heartbeat)
-        self._watch.lend_to(job)
+        self._watch.attach(job)
         self._watch.start()
         _connect(Cluster(address, count, index, heartbeat, local_device_ids), self._watch)
         logging.info("%d processes, coordinated at %s", count, address)

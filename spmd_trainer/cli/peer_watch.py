@@ -76,7 +76,7 @@ class PeerWatch:
         self._leaving.set()
         self._tell(_GOODBYE, self._index, "")
 
-    def lend_to(self, job: JobLink) -> None:
+    def attach(self, job: JobLink) -> None:
         """Lets a run that hangs leave over these connections."""
         job.before_leaving = self._leaving.set
         job.say_why = functools.partial(self.say_failed, seconds=_HANG_SECONDS)
@@ -114,7 +114,7 @@ class PeerWatch:
                     if self._is_last(line, key.data):
                         selector.unregister(key.fileobj)
                         silence.forget(key.data)
-                if silence.is_time_to_speak():
+                if silence.heartbeat_due():
                     self._tell(_ALIVE, self._index, "")
                     for index, what in silence.lost():
                         self._on_gone(index, _LOST, what)
@@ -198,7 +198,7 @@ class _Silence:
         """Stops watching a process."""
         self._last.pop(index, None)
 
-    def is_time_to_speak(self) -> bool:
+    def heartbeat_due(self) -> bool:
         """Returns True once per beat."""
         now = time.monotonic()
         if now - self._spoke < self._beat_seconds:

@@ -23,7 +23,7 @@ from spmd_trainer.training.job import Job, vocabulary_size
 from spmd_trainer.training.phases import Phase
 
 
-def proceed() -> None:
+def no_op() -> None:
     """Does nothing: what evaluation and decode call between two batches where nothing can interrupt them."""
 
 

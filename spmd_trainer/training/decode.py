@@ -24,7 +24,7 @@ from spmd_trainer.step import step_fns
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoints, decode_records, decoded_text
-from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, proceed
+from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
 from spmd_trainer.training.decode_output import DecodeOutput
 from spmd_trainer.training.ending import say_results
 from spmd_trainer.training.job import Job
@@ -45,7 +45,7 @@ class Decodes:
         self._writers = writers
         self._datasets: list[DecodeDataset] | None = None
 
-    def run(self, state: TrainState, step: int, between_batches: Callable[[], None] = proceed) -> None:
+    def run(self, state: TrainState, step: int, between_batches: Callable[[], None] = no_op) -> None:
         """Decodes all datasets into `decode_out/DATASET/step_N.jsonl` and writes their metrics.
 
         Args:
@@ -105,7 +105,7 @@ class DecodeDataset(FiniteDataset):
         returned = {name: inputs[name] for name in _RETURNED if name in inputs}
         return None, (self._packing.pack(output), output.per_example_out, returned)
 
-    def decode(self, state: TrainState, step: int, between_batches: Callable[[], None] = proceed) -> dict[str, float]:
+    def decode(self, state: TrainState, step: int, between_batches: Callable[[], None] = no_op) -> dict[str, float]:
         """Decodes every example once, and reuses what an earlier run decoded with the same variables, data and settings.
 
         Args:

@@ -63,34 +63,34 @@ class Results:
     evaluated: int | None
 
 
-def say_end(config: RunConfig, how: str, then: str, results: Results) -> None:
+def log_summary(config: RunConfig, outcome: str, next_step: str, results: Results) -> None:
     """Logs how a training run ended, its last metrics, where its results are and the commands that show them. Process 0 does.
 
     Args:
       config: the run's.
-      how: how it ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
-      then: how it can continue; empty if it is complete.
+      outcome: how it ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
+      next_step: how it can continue; empty if it is complete.
       results: what it ended with.
     """
     if jax.process_index():
         return
     names = ["train", *(input_p.name for input_p in config.experiment.config.eval_datasets)]
     evaluated = {} if results.evaluated is None else _by_dataset(results.metrics, names)
-    lines = list(_ending(how, then, results, evaluated))
+    lines = list(_ending(outcome, next_step, results, evaluated))
     commands = [*_results(config.job_log_dir), *next_commands(config)]
     if live.display is not None:
-        live.display.print(_table(how, then, results, evaluated))
+        live.display.print(_table(outcome, next_step, results, evaluated))
         live.display.print("\n".join(commands))
     # Where there is a display, these lines go to the log's file alone.
     for line in [*lines, *commands]:
         logging.info("%s", line, extra=SHOWN_LIVE)
 
 
-def _ending(how: str, then: str, results: Results, evaluated: Mapping[str, str]) -> Iterator[str]:
+def _ending(outcome: str, next_step: str, results: Results, evaluated: Mapping[str, str]) -> Iterator[str]:
     """Yields how a run ended and its last metrics, a line each."""
-    if how:
+    if outcome:
         loss = "" if results.loss is None else f", loss {results.loss:.4f}"
-        yield f"{how}{loss}{f'; {then}' if then else ''}"
+        yield f"{outcome}{loss}{f'; {next_step}' if next_step else ''}"
     if results.evaluated is not None:
         metrics = "; ".join(f"{dataset}: {text}" for dataset, text in evaluated.items())
         yield f"last evaluation, at step {results.evaluated}: {metrics}"

@@ -24,7 +24,7 @@ from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoints
-from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, proceed
+from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
 from spmd_trainer.training.decode_records import arrays_of_row
 from spmd_trainer.training.ending import say_results, shown
 from spmd_trainer.training.job import Job
@@ -49,7 +49,7 @@ class Evaluations:
         train_batch: PyTree | None = None,
         *,
         next_batch: Callable[[], PyTree | None] | None = None,
-        between_batches: Callable[[], None] = proceed,
+        between_batches: Callable[[], None] = no_op,
     ) -> dict[str, float]:
         """Evaluates all datasets, except those that `metrics.jsonl` records as evaluated with the same variables.
 
@@ -156,7 +156,7 @@ class EvalDataset(FiniteDataset):
         self._directory = job.config.job_log_dir / "eval_out" / self.name
         self._step = EvalStep(job, self.shapes, self.name, per_example=self._per_example)
 
-    def evaluate(self, state: TrainState, step: int, between_batches: Callable[[], None] = proceed) -> dict[str, float]:
+    def evaluate(self, state: TrainState, step: int, between_batches: Callable[[], None] = no_op) -> dict[str, float]:
         """Evaluates every example once.
 
         If `task.evaluate.per_example_outputs` is set, it also writes the outputs of each example to

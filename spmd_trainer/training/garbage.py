@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import gc
 
-_resting = False
+_paused = False
 
 
-def rest() -> None:
+def pause() -> None:
     """Turns automatic collection off until `resume`. Does nothing if someone else has already turned it off."""
-    global _resting
+    global _paused
     if gc.isenabled():
         gc.disable()
-        _resting = True
+        _paused = True
 
 
 def resume() -> None:
-    """Turns automatic collection on again if `rest` turned it off.
+    """Turns automatic collection on again if `pause` turned it off.
 
     Existing objects are frozen: later collections skip them, the few garbage objects included, and so pause the steps for less
     time.
     """
-    global _resting
-    if _resting:
+    global _paused
+    if _paused:
         gc.freeze()
         gc.enable()
-        _resting = False
+        _paused = False

@@ -15,7 +15,7 @@ from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import decode, evaluate
-from spmd_trainer.training.dataset_batches import proceed
+from spmd_trainer.training.dataset_batches import no_op
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.schedule import Due, Schedule
 from spmd_trainer.training.signals import Interrupted, SaveRequest
@@ -51,7 +51,7 @@ class PeriodicWork:
         due: Due,
         batches: Prefetcher,
         batch: PyTree | None,
-        between_batches: Callable[[], None] = proceed,
+        between_batches: Callable[[], None] = no_op,
     ) -> None:
         """Evaluates and decodes `run.state`, as far as that is due.
 

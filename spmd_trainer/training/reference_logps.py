@@ -25,7 +25,7 @@ from spmd_trainer.sharding.messages import count_text, short_hash
 from spmd_trainer.step import step_fns
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedJTensor, TrainState
-from spmd_trainer.training.dataset_batches import FiniteDataset, proceed
+from spmd_trainer.training.dataset_batches import FiniteDataset, no_op
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.reference_files import ReferenceFiles
 
@@ -95,7 +95,7 @@ class _Dataset(FiniteDataset):
             return
         key, batches_done, written = jax.random.key(0), done // self.num_rows, time.monotonic()
         ready: list[np.ndarray] = []
-        for _, batch in self.each_batch(f"reference log-probabilities of {self.name}", proceed, done=batches_done):
+        for _, batch in self.each_batch(f"reference log-probabilities of {self.name}", no_op, done=batches_done):
             _, output = self._step(state, key, self.put(batch))
             found = _in_order(*map(np.asarray, output), first=done)
             ready.append(found)

@@ -236,14 +236,14 @@ def _end(
     run_directory.mark_end_of_training(run.job_log_dir, run.step, complete=complete)
     run.begin("the end of the run")
     callbacks.call("on_end", run)
-    how, then = _how_it_ended(run, work.interrupted, complete=complete)
+    outcome, next_step = _outcome(run, work.interrupted, complete=complete)
     results = ending.Results(scalars.get("loss"), work.results, work.evaluated)
-    ending.say_end(job.config, how, then, results)
+    ending.log_summary(job.config, outcome, next_step, results)
     run.summaries.raise_failure(in_order=True)
     return TrainResult(run.state, {**scalars, **work.results}, run.step, run.job_log_dir)
 
 
-def _how_it_ended(run: Run, interrupted: str, *, complete: bool) -> tuple[str, str]:
+def _outcome(run: Run, interrupted: str, *, complete: bool) -> tuple[str, str]:
     """Returns how the run ended and how it can continue; empty if there was nothing to train."""
     where = f"step {run.step} of {run.num_steps}"
     if not complete:

@@ -13,7 +13,7 @@ from spmd_trainer import main
 sys.stdout.buffer.write(b"a line that has no end yet")
 sys.stdin.readline()  # the end of it: the terminal is gone
 if sys.argv[1] == "let go":
-    main._let_go_of_closed_terminal()
+    main._flush_or_discard()
 """
 
 

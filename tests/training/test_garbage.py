@@ -18,7 +18,7 @@ def collector_as_it_was():
 
 
 def test_it_rests_until_it_resumes():
-    garbage.rest()
+    garbage.pause()
     assert not gc.isenabled()
     garbage.resume()
     assert gc.isenabled()
@@ -27,7 +27,7 @@ def test_it_rests_until_it_resumes():
 
 def test_a_collector_that_somebody_stopped_stays_stopped():
     gc.disable()
-    garbage.rest()
+    garbage.pause()
     garbage.resume()
     assert not gc.isenabled()
 
