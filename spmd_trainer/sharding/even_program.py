@@ -31,8 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd_trainer.sharding import even_indexing, even_rules
 from spmd_trainer.sharding.constraints import (
-    AxesPair,
-    axes_pairs,
+    ProgramSplits,
     computable,
     own_constraints,
     place_of,
@@ -66,7 +65,7 @@ def evenly(
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
-        program = EvenProgram(Pins(mesh), axes_pairs([*specs, *_constraints(closed.jaxpr)]))
+        program = EvenProgram(Pins(mesh), ProgramSplits.of(specs, _constraints(closed.jaxpr)))
         if report is not None:
             own = own_constraints(closed.jaxpr)
             report(list(own), [note for notes in own.values() for note in notes])
@@ -86,11 +85,11 @@ class EvenProgram:
 
     Attributes:
       pins: makes values, and keeps dimensions whole.
-      pairs: see `constraints.computable`.
+      splits: how the program's arrays are split; see `constraints.computable`.
     """
 
     pins: Pins
-    pairs: frozenset[AxesPair] = frozenset()
+    splits: ProgramSplits | None = None
 
     def changes(self, jaxpr: Any) -> bool:
         """Returns True if an operation of a program without padding must not be left to XLA unchanged."""
@@ -112,7 +111,7 @@ class EvenProgram:
         """Returns True for a constraint on a dimension that its axes don't divide, or with axes in an order that XLA confuses."""
         if not isinstance(sharding, NamedSharding):
             return False
-        order = computable(sharding.spec, mesh_shape_of(sharding.mesh), self.pairs)
+        order = computable(sharding.spec, mesh_shape_of(sharding.mesh), self.splits)
         return bool(uneven(sharding, shape)) or order != sharding.spec
 
     def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
@@ -166,7 +165,7 @@ class EvenProgram:
             return without_padding(self.pins, eqn, [value])[0]
         rank, sizes = len(value.shape), mesh_shape_of(sharding.mesh)
         free = {dim for dim, entry in enumerate(sharding.spec) if entry is PartitionSpec.UNCONSTRAINED}
-        spec = computable(sharding.spec, sizes, self.pairs)
+        spec = computable(sharding.spec, sizes, self.splits)
         axes = split_axes(spec, rank)
         physical = padded_sizes(value.shape, value.physical, axes, sizes)
         physical = tuple(value.physical[dim] if dim in free else size for dim, size in enumerate(physical))
@@ -186,7 +185,7 @@ class EvenProgram:
                 for size, over in zip(x.shape, axes, strict=True)
             )
         )
-        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, computable(spec, sizes, self.pairs)))
+        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, computable(spec, sizes, self.splits)))
         return split
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
