@@ -1,7 +1,7 @@
 """What an experiment declares: its datasets, its task, and (through the task's model) its mesh.
 
 The programs of Pax stand here too, because Pax's experiments return them. This trainer has one training, one evaluation and one
-decode loop (`programs/`), so that a program only stands for one of these; `check_overrides` refuses programs of one's own.
+decode loop (`training/`), so that a program only stands for one of these; `check_overrides` refuses programs of one's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INSTEAD_OF_PROGRAMS = (
 
 
 class Program:
-    """Pax's base class of programs. A program here stands for a loop of `programs/`, and has no code to run."""
+    """Pax's base class of programs. A program here stands for a loop of `training/`, and has no code to run."""
 
     def setup(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises UserError, like `run`, `should_run` and `shutdown`."""
@@ -200,7 +200,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         return [SingleTaskDecodeProgram(input_p) for input_p in self.decode_datasets()]
 
     def executor(self) -> Any | None:
-        """Returns None: Pax's executors are the loops of `programs/`; see `check_overrides`."""
+        """Returns None: the loops in `training/` take the place of Pax's executors; see `check_overrides`."""
         return None
 
     def search(self) -> Any:

@@ -126,7 +126,7 @@ OpenForeign: TypeAlias = "Callable[[epath.Path, int | None, TrainState], Checkpo
 def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, with_input: bool = True) -> Restored:
     """Reads a checkpoint onto a mesh. Called by every process.
 
-    A state with adapters is restored without the frozen base, which its checkpoints do not hold: None stands in place of it.
+    A state with adapters is restored without the frozen base, which its checkpoints lack: the result has None instead.
 
     Args:
       source: the checkpoint.
@@ -136,8 +136,8 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
       with_input: read the position of the input too.
 
     Raises:
-      CheckpointMismatchError: variables are missing, extra, or have another shape or dtype; or the position of the input is
-        that of another number of processes.
+      CheckpointMismatchError: variables are missing, extra, or have another shape or dtype; or the input's
+        position was saved by a different number of processes.
       CheckpointError: the source cannot be read; see its class.
     """
     variables = frozen_base.trained_part(layout.variables, layout.variables)

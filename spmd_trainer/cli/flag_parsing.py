@@ -35,7 +35,7 @@ def parse(argv: Sequence[str]) -> list[str]:
 
 
 def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[str]) -> list[str]:
-    """Parses a command line, and gives the trainer's flags the values of Pax's flags of the same meaning.
+    """Parses a command line, and copies the value of each Pax flag to the trainer's flag that means the same.
 
     Args:
       own: the trainer's flags.

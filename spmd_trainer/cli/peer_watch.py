@@ -188,7 +188,7 @@ class _Silence:
         self._spoke = time.monotonic()
 
     def heard(self, index: int) -> None:
-        """Notes that a process was heard."""
+        """Records that a process has just been heard from."""
         self._last[index] = time.monotonic()
         if index in self._warned:
             self._warned.remove(index)

@@ -282,7 +282,8 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool) -> ChatTe
 def clock_of(date: str | None) -> Callable[[str], str]:
     """Returns `strftime_now` for the templates of a training input: a function that formats a fixed date.
 
-    Today's date would change the tokens of a run resumed tomorrow, so the function raises UserError if `date` is None.
+    Today's date would change the tokens of a run resumed tomorrow, so with `date=None` the
+    returned function raises UserError when a template calls it.
 
     Raises:
       UserError: `date` is not a date such as '2024-07-26'.

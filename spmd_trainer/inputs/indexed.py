@@ -120,8 +120,8 @@ class IndexedInput(CheckpointedInput):
 
     A subclass implements `order`, `input_specs` and `batch_at`, and may override `_iterate` with a faster pipeline.
     Training inputs are endless. Evaluation of a finite set gives each example exactly once, fills up the last batch
-    with rows of weight 0, and then raises StopIteration until `reset()`; it sets `reset_for_eval`. All processes see
-    the same number of batches.
+    with rows of weight 0, and then raises StopIteration until `reset()` is called. Finite
+    inputs set `reset_for_eval`. All processes see the same number of batches.
     """
 
     # The saved position is that of the whole job; see `Prefetcher.state_is_shared`.

@@ -48,6 +48,6 @@ class Pattern:
             raise UserError(f"softcap is {self.softcap}; it must be positive, or None for no cap")
 
     def logits(self, products: jax.Array) -> jax.Array:
-        """Returns the logits of products of queries and keys, float32 of any shape: scaled and capped."""
+        """Scales and caps query-key products (float32, any shape); returns the logits."""
         logits = self.scale * products
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)

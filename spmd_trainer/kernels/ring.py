@@ -249,7 +249,7 @@ def _backward(ring: Ring, residuals: _Residuals, out_grad: jax.Array) -> tuple[j
     def add(
         grads: chunked.Grads, keys_values: tuple[jax.Array, jax.Array], shift: int | jax.Array, hops: int = 0
     ) -> chunked.Grads:
-        """Adds to the queries' gradients, and to the visiting keys' and values' gradients, which travel with them."""
+        """Adds one block to the gradients: the queries' stay here, the visiting keys' and values' travel round the ring."""
         arrived = ring.moved(grads[1:], hops) if hops else grads[1:]
         tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
         grads = chunked.Grads(grads.query, zeros, zeros)

@@ -37,7 +37,7 @@ def boxed(
       trainable: True if gradients reach it.
 
     Raises:
-      UserError: an axis that no rule names, or another number of axes than dimensions.
+      UserError: an axis has no rule, or the number of axes differs from the number of dimensions.
     """
     mapping = None
     if names is not None:

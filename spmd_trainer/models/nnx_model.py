@@ -159,7 +159,7 @@ def _check_attributes(module: nnx.Module) -> None:
 
 
 def _random(variable: Any, path: _Path, key: jax.Array) -> jax.Array:
-    """Returns the initial value of a random stream's key or counter in a step."""
+    """Returns the value with which a random stream's key or counter begins each step."""
     shape = variable.get_value().shape
     if not isinstance(variable, nnx.RngKey):
         return jnp.zeros(shape, variable.get_value().dtype)

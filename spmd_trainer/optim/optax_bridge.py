@@ -165,7 +165,7 @@ def variable_of(path: tuple[Any, ...], variables: Container[tuple[Any, ...]]) ->
       variables: the paths of the variables.
 
     Returns:
-      The longest path among `variables` that ends last in `path`; None if there is none.
+      Of the variables' paths found inside `path`, the one that ends nearest its end; of several, the longest. None without one.
     """
     parts = ((start, end) for end in range(len(path), -1, -1) for start in range(end + 1))
     return next((path[start:end] for start, end in parts if path[start:end] in variables), None)

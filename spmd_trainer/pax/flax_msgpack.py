@@ -191,7 +191,7 @@ class _Reader:
         return FlaxLeaf(shape, dtype, ((offset, length),))
 
     def _chunked(self) -> FlaxLeaf | None:
-        """Reads a large array, or steps over an empty map."""
+        """Reads an array that Flax stored in chunks; returns None for an empty map."""
         size = self.map_size()
         if not size:
             return None

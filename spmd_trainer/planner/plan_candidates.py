@@ -44,7 +44,7 @@ class Candidate:
         return self.remat, self.rows
 
     def overrides(self, experiment: ResolvedExperiment) -> tuple[str, ...]:
-        """Returns the overrides that set the policy and the rows, each as 'path=value'."""
+        """Returns the overrides that set the rematerialisation policy and the global batch, each as 'path=value'."""
         found = [f"{path}={self.remat!r}" for path in policy_fields(experiment)] if self.remat else []
         if self.rows is not None:
             field, _ = batch_field(experiment)

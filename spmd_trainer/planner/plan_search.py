@@ -252,10 +252,9 @@ class Search:
         outcome.predicted = plan_prediction.predict(job, self._hardware, work, minibatches=number).seconds
 
     def _next(self) -> Outcome | None:
-        """Returns the most promising candidate that isn't compiled. If none is likely to be among the best, rules out
-        all others and returns None.
+        """Returns the most promising candidate that hasn't been compiled yet.
 
-
+        If none is likely to be among the best, rules out all that remain and returns None.
         """
         fastest = sorted(o.per_row for o in self.outcomes if o.seconds is not None)
         limit = fastest[_BEST - 1] if len(fastest) >= _BEST else math.inf

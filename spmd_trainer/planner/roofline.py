@@ -124,7 +124,6 @@ def estimate(
 ) -> Estimate | None:
     """Estimates the time of a compiled step (`hlo`: `jax.stages.Compiled.as_text()`) on devices in row-major order;
     None if the chip is unknown.
-
     """
     known = chip(devices[0].device_kind)
     machine = machine or links.machine(devices[0].device_kind)

@@ -121,7 +121,6 @@ def constrain_together(
     A batch of tokens is a handful of arrays of a few kilobytes each. A collective of this size costs its latency, so six cost six
     times as much as one. Only arrays of rank 1 and 2 with 4-byte elements that are split along the rows are joined, and only
     if they have to move (a batch arrives split over the whole mesh).
-
     """
     sizes = mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh)
     groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}

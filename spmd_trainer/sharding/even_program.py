@@ -57,8 +57,9 @@ def evenly(
     Args:
       fn: a function of pytrees of arrays; it is traced once.
       mesh: the mesh.
-      report: called with 'file:line' of each sharding constraint in user code, and a sentence for each of their dimensions
-        that the axes don't divide.
+      report: called with two lists: the 'file:line' of each sharding constraint in user code, and a sentence for each
+        dimension in them that its axes don't divide.
+      specs: how the variables among the arguments are split. Constraints get an order of axes that goes with them.
     """
 
     @functools.wraps(fn)  # keeps the argument names of the compiled program

@@ -141,7 +141,7 @@ def _notebook_row(v: VariableData) -> str:
 
 
 def _script_data(data: ReportData) -> dict[str, object]:
-    """Returns the data for the page's script. It includes sizes as text, so that all forms round in the same way."""
+    """Returns the data for the page's script. Sizes are text, so that every form of the report rounds alike."""
     words = [
         {
             "per_device": bytes_text(v["bytes_per_device"]),

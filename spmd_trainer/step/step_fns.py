@@ -1,6 +1,6 @@
 """The maths of one step, on logical shapes: no mesh, no padding, no devices.
 
-`train_step`, `eval_step` and `decode_step` are pure functions of their arguments. A partitioner (`partitioning/`) wraps them: it
+`train_step`, `eval_step` and `decode_step` are pure functions of their arguments. `step/compiled_step.py` wraps them: it
 splits the inputs, slices the padding off the state before the step and pads it after, and jits. Read this file to know what a
 step computes.
 """

@@ -33,7 +33,7 @@ _STALE_SECONDS = 45.0
 
 
 class LockedError(UserError):
-    """Another process trains in the directory."""
+    """Another process is training in this directory."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ class AgreedInput:
         Args:
           source: this process's share.
           kind: 'training', 'evaluation' or 'decode'.
-          name: names the votes; unique in the life of the job.
+          name: identifies this input when the processes vote on whether it has ended; never reused within the job.
           must_end_together: see `agree_on_input`.
         """
         self._source = source
@@ -85,7 +85,7 @@ class AgreedInput:
 
     @property
     def seconds_for_others(self) -> float:
-        """How long it has waited until all processes had their batches, when this one had its own. Any thread may ask."""
+        """Seconds spent waiting for other processes' batches while this process's own was ready. Any thread may ask."""
         return self._votes.seconds
 
     def cancel(self) -> None:

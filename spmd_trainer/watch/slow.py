@@ -120,7 +120,7 @@ def _device_times(device: float, probes: Mapping[int, Sequence[float] | None]) -
 
 
 def _typical(spreads: Mapping[int, Sequence[float]], process: int, which: int) -> float:
-    """Returns the median over the processes, or of two the other's."""
+    """Returns the median over all processes; if there are only two, the other process's value."""
     values = {p: spread[which] for p, spread in spreads.items()}
     if len(values) == 2:
         del values[process]

@@ -35,7 +35,7 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The last step that is known of."""
+        """The last step known to have been taken."""
         noted = self.times[-1].step if self.times else 0
         file = self.scalars.files.get(TRAIN)
         return max(noted, int(file.series("loss")[0].max(initial=0)) if file else 0)
