@@ -44,7 +44,7 @@ IN_SHORT = (
     "synthetic.structures.TinyPipeline",
     "vision.digits.DigitsNnxTiny",
 )
-# Random nets: how many in `make test`, and how many more in `make test-all`, from a seed that is new each time.
+# Random nets: how many in `make test`, always the same, and how many more in `make test-all`, from a seed that is new each time.
 NETS, MORE_NETS = 20, 200
 FIRST_SEED = int(os.environ.get("SPMD_TEST_SEED", time.time_ns() // 10**9))
 STEPS = 5

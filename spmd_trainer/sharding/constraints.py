@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend
@@ -21,30 +21,24 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)).replace(os.sep, "/") + "/"
 _LIBRARIES = os.path.dirname(os.path.dirname(jax.__file__)).replace(os.sep, "/") + "/"
 
 
-class ProgramSplits(NamedTuple):
-    """How the arrays of a program are split, as far as XLA could confuse it.
+# Two sets of axes that split two dimensions of one array, such as {{'data'}, {'mdl'}} of a weight.
+AxesPair: TypeAlias = frozenset[frozenset[str]]
 
-    Attributes:
-      pairs: pairs of axes that split two dimensions of one array, such as {{'data'}, {'mdl'}} of a weight.
-      ends: last axes of dimensions of variables that several axes split, such as {'data'} of ('replica', 'data').
+
+def axes_pairs(specs: Iterable[PartitionSpec], sizes: Mapping[str, int]) -> frozenset[AxesPair]:
+    """Returns the pairs of axes that split two dimensions of the same array, for all arrays with these specs.
+
+    Args:
+      specs: the specs.
+      sizes: {axis: size} of the mesh. Axes of size 1, and of another mesh, split nothing.
     """
-
-    pairs: frozenset[frozenset[frozenset[str]]]
-    ends: frozenset[frozenset[str]]
-
-    @classmethod
-    def of(cls, variables: Iterable[PartitionSpec], constraints: Iterable[PartitionSpec] = ()) -> ProgramSplits:
-        """Returns the splits of a program with these variables and sharding constraints."""
-        laid_out = [[axes for axes in map(entry_axes, _known(spec)) if axes] for spec in variables]
-        constrained = [[axes for axes in map(entry_axes, _known(spec)) if axes] for spec in constraints]
-        pairs = [pair for split in laid_out + constrained for pair in itertools.combinations(split, 2)]
-        return cls(
-            frozenset(frozenset(map(frozenset, pair)) for pair in pairs),
-            frozenset(end for split in laid_out for axes in split for end in _ends(axes)),
-        )
+    split = [[frozenset(a for a in entry_axes(e) if sizes.get(a, 1) > 1) for e in _known(spec)] for spec in specs]
+    return frozenset(frozenset(pair) for dims in split for pair in itertools.combinations(filter(None, dims), 2))
 
 
-def computable(spec: PartitionSpec, sizes: Mapping[str, int], program: ProgramSplits | None = None) -> PartitionSpec:
+def computable(
+    spec: PartitionSpec, sizes: Mapping[str, int], pairs: Collection[AxesPair] | None = None
+) -> PartitionSpec:
     """Returns a spec whose axes are ordered so that XLA computes correct products.
 
     XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all of these
@@ -53,18 +47,18 @@ def computable(spec: PartitionSpec, sizes: Mapping[str, int], program: ProgramSp
     confuses 'data' with 'mdl'. It is correct with 'data' first, as in ('data', 'replica').
 
     If axes of other sizes can come last, they do. Otherwise the order is the mesh's reversed, so its outermost axis, which seldom
-    splits weights, comes last; or, if the program pairs this axis with another one, the next order whose ends it doesn't pair.
+    splits weights, comes last; or, if `pairs` has this axis, the next order whose ends are not in `pairs`.
 
     Args:
       spec: the spec.
       sizes: {axis: size} of the mesh, outermost axis first.
-      program: the splits of the program's other arrays; None if unknown.
+      pairs: `axes_pairs` of the program's other arrays; None if unknown.
 
     Returns:
-      The spec with reordered axes. The number of pieces stays, and other devices hold them. If the program pairs the ends of
-      every order, the dimension is split over fewer axes, or over none.
+      The spec with reordered axes. The number of pieces stays, and other devices hold them. If `pairs` forbids every order, the
+      dimension is whole on each device: fewer axes could meet another fault, of products whose result takes its axes elsewhere.
     """
-    return PartitionSpec(*(_in_order(entry, sizes, program) for entry in spec))
+    return PartitionSpec(*(_in_order(entry, sizes, pairs) for entry in spec))
 
 
 def _known(spec: PartitionSpec) -> list[Any]:
@@ -75,35 +69,42 @@ def _ends(order: Sequence[str]) -> list[frozenset[str]]:
     return [frozenset(order[-n:]) for n in range(1, len(order))]
 
 
-def _in_order(entry: Any, sizes: Mapping[str, int], program: ProgramSplits | None) -> Any:
+def _in_order(entry: Any, sizes: Mapping[str, int], pairs: Collection[AxesPair] | None) -> Any:
     if not isinstance(entry, tuple) or any(axis not in sizes for axis in entry):
         return entry  # JAX raises an error for an unknown axis
     others = {size for axis, size in sizes.items() if axis not in entry and size > 1}
     real = tuple(axis for axis in entry if sizes[axis] > 1)
 
     def pieces(axes: Iterable[str]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
+        return math.prod(sizes.get(axis, 1) for axis in axes)
 
     def confused(order: tuple[str, ...]) -> bool:
         return any(pieces(end) in others for end in _ends(order))
 
-    def paired(order: tuple[str, ...]) -> bool:
-        pairs = program.pairs if program else ()
-        partners = [(end, *(pair - {end})) for end in _ends(order) for pair in pairs if end in pair and len(pair) == 2]
+    def forbidden(order: tuple[str, ...]) -> bool:
+        partners = [
+            (end, other) for end in _ends(order) for pair in pairs or () if end in pair for other in pair - {end}
+        ]
         return any(not other & set(real) and pieces(other) == pieces(end) for end, other in partners)
 
-    if not confused(real) and not paired(real):
+    if not confused(real) and not forbidden(real):
         return entry
-    outermost_last = [axis for axis in reversed(list(sizes)) if axis in real]
     orders = [order for order in itertools.permutations(real) if not confused(order)]
-    orders += itertools.permutations(outermost_last)
-    for order in orders:
-        if not paired(order):
-            return order
-    # Fewer axes: not the last axes of a variable's dimension, which the gradient of this variable would confuse.
-    fewer = [order for n in range(len(real) - 1, 0, -1) for order in itertools.permutations(outermost_last, n)]
-    ends = program.ends if program else frozenset()
-    return next((order for order in fewer if not paired(order) and frozenset(order) not in ends), None)
+    orders += itertools.permutations([axis for axis in reversed(list(sizes)) if axis in real])
+    return next((order for order in orders if not forbidden(order)), None)
+
+
+def unsplit(specs: Iterable[PartitionSpec], sizes: Mapping[str, int], pairs: Collection[AxesPair]) -> list[str]:
+    """Returns a sentence for each constraint with a dimension that `computable` leaves whole."""
+    return sorted(
+        {
+            f"the constraint {spec_text(spec)} does not split dimension {dim}: in any order, XLA would take its axes for others "
+            "that split the program's weights; give the mesh axes different sizes, or split weights over fewer of them"
+            for spec in specs
+            for dim, entry in enumerate(spec)
+            if entry is not None and _in_order(entry, sizes, pairs) is None
+        }
+    )
 
 
 def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) -> jax.Array:

@@ -31,12 +31,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd_trainer.sharding import even_indexing, even_rules
 from spmd_trainer.sharding.constraints import (
-    ProgramSplits,
+    AxesPair,
+    axes_pairs,
     computable,
     own_constraints,
     place_of,
     split_axes,
     uneven,
+    unsplit,
 )
 from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
 from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, DimAxes, Pins, Shape, Value, padded_sizes
@@ -66,10 +68,13 @@ def evenly(
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
-        program = EvenProgram(Pins(mesh), ProgramSplits.of(specs, _constraints(closed.jaxpr)))
+        constraints = list(_constraints(closed.jaxpr))
+        pairs = axes_pairs([*specs, *constraints], mesh_shape_of(mesh))
+        program = EvenProgram(Pins(mesh), pairs)
         if report is not None:
             own = own_constraints(closed.jaxpr)
-            report(list(own), [note for notes in own.values() for note in notes])
+            whole = unsplit(constraints, mesh_shape_of(mesh), pairs)
+            report(list(own), [*(note for notes in own.values() for note in notes), *whole])
         if program.changes(closed.jaxpr):
             values = program.run(closed.jaxpr, closed.consts, [program.pins.value(x) for x in arrays])
             found = [value.at(value.shape) for value in values]
@@ -86,11 +91,11 @@ class EvenProgram:
 
     Attributes:
       pins: makes values, and keeps dimensions whole.
-      splits: how the program's arrays are split; see `constraints.computable`.
+      pairs: see `constraints.computable`.
     """
 
     pins: Pins
-    splits: ProgramSplits | None = None
+    pairs: frozenset[AxesPair] = frozenset()
 
     def changes(self, jaxpr: Any) -> bool:
         """Returns True if an operation of a program without padding must not be left to XLA unchanged."""
@@ -112,7 +117,7 @@ class EvenProgram:
         """Returns True for a constraint on a dimension that its axes don't divide, or with axes in an order that XLA confuses."""
         if not isinstance(sharding, NamedSharding):
             return False
-        order = computable(sharding.spec, mesh_shape_of(sharding.mesh), self.splits)
+        order = computable(sharding.spec, mesh_shape_of(sharding.mesh), self.pairs)
         return bool(uneven(sharding, shape)) or order != sharding.spec
 
     def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
@@ -166,7 +171,7 @@ class EvenProgram:
             return without_padding(self.pins, eqn, [value])[0]
         rank, sizes = len(value.shape), mesh_shape_of(sharding.mesh)
         free = {dim for dim, entry in enumerate(sharding.spec) if entry is PartitionSpec.UNCONSTRAINED}
-        spec = computable(sharding.spec, sizes, self.splits)
+        spec = computable(sharding.spec, sizes, self.pairs)
         axes = split_axes(spec, rank)
         physical = padded_sizes(value.shape, value.physical, axes, sizes)
         physical = tuple(value.physical[dim] if dim in free else size for dim, size in enumerate(physical))
@@ -186,7 +191,7 @@ class EvenProgram:
                 for size, over in zip(x.shape, axes, strict=True)
             )
         )
-        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, computable(spec, sizes, self.splits)))
+        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, computable(spec, sizes, self.pairs)))
         return split
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:

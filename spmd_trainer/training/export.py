@@ -69,8 +69,11 @@ def export(job: Job) -> int:
 def _merged(state: TrainState, job: Job) -> TrainState:
     """Returns a state without adapters: they are added to the base. The state is used up."""
     metadata = job.partitioner.layout.without_opt_states()
-    variables = dataclasses.replace(metadata.variables, mdl_vars=lora.base_only(metadata.variables.mdl_vars))
-    without = dataclasses.replace(metadata, variables=variables)
+    variables, in_step = (
+        dataclasses.replace(tree, mdl_vars=lora.base_only(tree.mdl_vars))
+        for tree in (metadata.variables, metadata.in_step)
+    )
+    without = dataclasses.replace(metadata, variables=variables, in_step=in_step)
     order = list(records.by_path(metadata.variables))
     leaves = dict(zip(order, jax.tree.leaves(state), strict=True))
     adapters = {path: leaves.pop(path) for path in list(leaves) if lora.is_adapter(path)}

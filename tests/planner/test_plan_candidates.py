@@ -96,7 +96,9 @@ def test_a_budget_of_no_time(text):
             marks=pytest.mark.full,
         ),
         pytest.param(
-            ["--mode=plan", "--topology=v5e:2x2", "--search=mehs"], ("--search has no 'mehs'",), marks=pytest.mark.full
+            ["--mode=plan", "--topology=v5e:2x2", "--search=mehs"],
+            ("--search", "no 'mehs'", "did you mean mesh"),
+            marks=pytest.mark.full,
         ),
         pytest.param(
             ["--mode=plan", "--topology=v5e:2x2", "--budget=20"],

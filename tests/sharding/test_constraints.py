@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer.planner import hlo_collectives
 from spmd_trainer.sharding import create_device_mesh
-from spmd_trainer.sharding.constraints import ProgramSplits, computable, constrain, constrain_together
+from spmd_trainer.sharding.constraints import axes_pairs, computable, constrain, constrain_together
 from spmd_trainer.sharding.even_program import evenly
 
 ROWS = 8
@@ -177,22 +177,24 @@ def test_products_are_right_whatever_the_order_of_axes(product):
 
 
 @pytest.mark.parametrize(("rows", "features"), [(("r", "d"), "m"), (("d", "r"), "m")])
-def test_where_no_order_suits_all_weights_rows_are_split_over_fewer_axes(rows, features):
+def test_where_no_order_suits_all_weights_rows_are_whole(rows, features):
     product_is_right(rows, features, ("m", "r"), ("d", "m"))
-    weights = [PartitionSpec("m", "r"), PartitionSpec("d", "m")]
     sizes = {"r": 2, "d": 2, "m": 2}
-    assert computable(PartitionSpec(rows, "m"), sizes, ProgramSplits.of(weights))[0] == "d"
-    # A variable's gradient would take 'd' for 'm'.
-    ending_in_d = [*weights, PartitionSpec("m", ("r", "d"))]
-    assert computable(PartitionSpec(rows, "m"), sizes, ProgramSplits.of(ending_in_d))[0] == "r"
-    ending_in_both = [*ending_in_d, PartitionSpec(("d", "r"))]
-    assert computable(PartitionSpec(rows, "m"), sizes, ProgramSplits.of(ending_in_both))[0] is None
+    pairs = axes_pairs([PartitionSpec("m", "r"), PartitionSpec("d", "m")], sizes)
+    assert computable(PartitionSpec(rows, "m"), sizes, pairs)[0] is None
+
+
+def test_axes_of_size_1_and_of_another_mesh_split_nothing():
+    sizes = {"r": 2, "d": 2, "one": 1, "e": 2}
+    pairs = axes_pairs([PartitionSpec("r", ("one", "d")), PartitionSpec("elsewhere", "d")], sizes)
+    assert pairs == {frozenset({frozenset("r"), frozenset("d")})}
+    assert computable(PartitionSpec(("e", "d"), "r"), sizes, pairs)[0] == ("d", "e")
 
 
 @pytest.mark.parametrize("rows", list(itertools.permutations("rdm", 2)))
 def test_an_order_that_was_chosen_is_kept(rows):
     sizes = {"r": 2, "d": 2, "m": 2}
     for weight in (None, PartitionSpec("m", "d"), PartitionSpec("r", None, "m")):
-        program = None if weight is None else ProgramSplits.of([weight])
-        once = computable(PartitionSpec(rows, None), sizes, program)
-        assert computable(once, sizes, program) == once
+        pairs = None if weight is None else axes_pairs([weight], sizes)
+        once = computable(PartitionSpec(rows, None), sizes, pairs)
+        assert computable(once, sizes, pairs) == once

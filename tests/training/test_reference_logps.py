@@ -18,6 +18,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.llama import TinyLlama
 from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.step import layout
 from spmd_trainer.step.shard_map import ShardMapPartitioner
 from spmd_trainer.training import evaluate, reference_files, reference_logps, train
 from spmd_trainer.training.job import Job
@@ -153,12 +154,12 @@ def test_any_mesh_gives_the_same_values(tmp_path, pairs):
 def test_the_order_of_a_batch_s_rows_doesn_t_matter(tmp_path, pairs, monkeypatch):
     """With several processes, the rows are in the order of the mesh's devices."""
     computed(make_job(tmp_path / "whole", pairs))
-    place = reference_logps.FiniteDataset.place
+    put = layout.Layout.put
 
-    def shuffled(self, batch, step):
-        return place(self, jax.tree.map(lambda x: np.roll(x, 1, axis=0), batch), step)
+    def shuffled(self, batch):
+        return put(self, jax.tree.map(lambda x: np.roll(x, 1, axis=0), batch))
 
-    monkeypatch.setattr(reference_logps.FiniteDataset, "place", shuffled)
+    monkeypatch.setattr(layout.Layout, "put", shuffled)
     monkeypatch.setattr(reference_logps, "_SECONDS_BETWEEN_PARTS", -1.0)
     computed(make_job(tmp_path / "shuffled", pairs))
     np.testing.assert_allclose(values(tmp_path / "shuffled")[0], values(tmp_path / "whole")[0], rtol=1e-6)
