@@ -190,8 +190,11 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
     """Leaves the reason of a failure in a run's directory, so that jobs that follow the run stop waiting for it."""
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     failure = Failure(step, jax.process_index(), reason)
-    if has_run(directory):
-        _write(directory, {**_record(directory), "status": "failed", "failure": dataclasses.asdict(failure)})
+    try:
+        if has_run(directory):
+            _write(directory, {**_record(directory), "status": "failed", "failure": dataclasses.asdict(failure)})
+    except Exception:  # the failure itself is what the run reports
+        logging.exception("the reason of the failure could not be written to %s", directory)
 
 
 def failure(directory: epath.Path) -> Failure | None:
