@@ -158,7 +158,12 @@ def names(flag: str, value: Any) -> tuple[str, ...]:
     """Reads names from a list of texts, in each of which commas separate them. Each name stands in the result once."""
     if isinstance(value, str):
         raise UserError(f"{flag.lstrip('-')}={value!r} is one text; give a list, e.g. {flag.lstrip('-')}=[{value!r}]")
-    return tuple(dict.fromkeys(name.strip() for text in value for name in text.split(",") if name.strip()))
+    return split_names(value)
+
+
+def split_names(texts: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names in texts like 'a,b', each once."""
+    return tuple(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
 
 
 def seconds(flag: str, value: Any) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.settings import Settings, setting
+from spmd_trainer.settings import split_names as shared_split_names
 
 # Statistics without a closed form for their standard error are resampled this often. lm-eval takes 100,000, in processes that
 # it forks; a process that runs JAX must not be forked.
@@ -118,8 +119,7 @@ class LmEvalSettings(Settings):
 
 def split_names(text: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the names in 'a,b', or in several such texts, each once."""
-    texts = [text] if isinstance(text, str) else list(text)
-    return tuple(dict.fromkeys(name.strip() for part in texts for name in part.split(",") if name.strip()))
+    return shared_split_names([text] if isinstance(text, str) else text)
 
 
 def parse_arguments(flag: str, text: str | None) -> dict[str, Any]:
