@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from facts import assert_names
@@ -38,6 +39,7 @@ def test_before_the_further_command_the_first_error_and_the_doctor_name_it(proje
 
 
 def test_an_experiment_of_ones_own_trains_and_says_so(project):
+    shutil.rmtree(project.folder / "runs" / "mine", ignore_errors=True)  # of a test that ran before
     done = project.good(TRAIN)
     lines = [line.split(" ", 1)[1] for line in done.stderr.splitlines()]
     assert "my_pkg.tiny.MyTinyLm: mesh replica=1, data=4, mdl=2 on 8 host devices" in lines[0]
