@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +29,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding import even_indexing, even_rules
+from spmd_trainer.sharding import even_indexing, even_products, even_rules
 from spmd_trainer.sharding.constraints import (
     AxesPair,
     axes_pairs,
@@ -41,8 +41,8 @@ from spmd_trainer.sharding.constraints import (
     unsplit,
 )
 from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
-from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, DimAxes, Pins, Shape, Value, padded_sizes
-from spmd_trainer.sharding.specs import AnyMesh, PyTree, mesh_shape_of
+from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, Pins, Shape, Value, padded_sizes
+from spmd_trainer.sharding.specs import PyTree, mesh_shape_of
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
 _RULES: dict[str, Rule] = {**even_rules.RULES, **even_indexing.RULES}
@@ -53,6 +53,7 @@ def evenly(
     mesh: Mesh,
     report: Callable[[list[str], list[str]], None] | None = None,
     specs: Sequence[PartitionSpec] = (),
+    returns_variables: bool = False,
 ) -> Callable[..., PyTree]:
     """Returns `fn` as a program in which XLA sees only even arrays; see the module. Call it under `jax.jit`.
 
@@ -61,7 +62,9 @@ def evenly(
       mesh: the mesh.
       report: called with two lists: the 'file:line' of each sharding constraint in user code, and a sentence for each
         dimension in them that its axes don't divide.
-      specs: how the variables among the arguments are split. Constraints get an order of axes that goes with them.
+      specs: how the first arrays of the arguments, i.e. the variables, are split. Constraints get an order of axes that goes with
+        them.
+      returns_variables: True if the results begin with the same variables.
     """
 
     @functools.wraps(fn)  # keeps the argument names of the compiled program
@@ -70,13 +73,16 @@ def evenly(
         arrays = jax.tree.leaves(args)
         constraints = list(_constraints(closed.jaxpr))
         pairs = axes_pairs([*specs, *constraints], mesh_shape_of(mesh))
-        program = EvenProgram(Pins(mesh), pairs)
+        split = [split_axes(spec, x.ndim) for spec, x in zip(specs, arrays, strict=False)]
+        asked = even_products.asked_splits(closed.jaxpr, split if returns_variables else ())
+        program = EvenProgram(Pins(mesh), pairs, asked)
         if report is not None:
             own = own_constraints(closed.jaxpr)
             whole = unsplit(constraints, mesh_shape_of(mesh), pairs)
             report(list(own), [*(note for notes in own.values() for note in notes), *whole])
         if program.changes(closed.jaxpr):
-            values = program.run(closed.jaxpr, closed.consts, [program.pins.value(x) for x in arrays])
+            given = [program.pins.value(x, axes=axes) for x, axes in itertools.zip_longest(arrays, split)]
+            values = program.run(closed.jaxpr, closed.consts, given)
             found = [value.at(value.shape) for value in values]
         else:
             found = jax.extend.core.jaxpr_as_fun(closed)(*arrays)
@@ -92,10 +98,12 @@ class EvenProgram:
     Attributes:
       pins: makes values, and keeps dimensions whole.
       pairs: see `constraints.computable`.
+      asked: see `even_products.asked_splits`.
     """
 
     pins: Pins
     pairs: frozenset[AxesPair] = frozenset()
+    asked: Mapping[int, even_products.Splits] = dataclasses.field(default_factory=dict)
 
     def changes(self, jaxpr: Any) -> bool:
         """Returns True if an operation of a program without padding must not be left to XLA unchanged."""
@@ -103,7 +111,7 @@ class EvenProgram:
 
     def _changes(self, eqn: Any) -> bool:
         name, params = eqn.primitive.name, eqn.params
-        if _mark_of(eqn):
+        if _mark_of(eqn) or even_products.is_suspect(self.asked.get(id(eqn), frozenset())):
             return True
         if name == "sharding_constraint":
             return bool(place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
@@ -147,10 +155,9 @@ class EvenProgram:
         if name == "sharding_constraint":
             return [self._constrained(eqn, values[0])]
         if name == "optimization_barrier":
-            arrays = bind(eqn, [v.array for v in values])
-            return [
-                dataclasses.replace(self._like(x, v), product=v.product) for x, v in zip(arrays, values, strict=True)
-            ]
+            return [self._like(x, v) for x, v in zip(bind(eqn, [v.array for v in values]), values, strict=True)]
+        if name == "dot_general":
+            return [self._product(eqn, *values)]
         if name in _CALLS:
             return self._call(eqn, values)
         if name in _CONTROL and (any(v.is_padded or not v.is_held for v in values) or self._changes(eqn)):
@@ -176,23 +183,17 @@ class EvenProgram:
         physical = padded_sizes(value.shape, value.physical, axes, sizes)
         physical = tuple(value.physical[dim] if dim in free else size for dim, size in enumerate(physical))
         kept = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-        array = value.at(physical)
-        if value.product and _takes_axes_elsewhere(axes, *value.product):
-            array = self._as_operands_suggest(array, value.product[0], sharding.mesh)
-        array = lax.with_sharding_constraint(array, kept)
+        array = lax.with_sharding_constraint(value.at(physical), kept)
         return self.pins.value(array, value.shape, tuple(None if d in free else a for d, a in enumerate(axes)))
 
-    def _as_operands_suggest(self, x: jax.Array, axes: DimAxes, mesh: AnyMesh) -> jax.Array:
-        """Splits a product like its operands, as far as their splits are known and the sizes divide."""
-        sizes = mesh_shape_of(mesh)
-        spec = PartitionSpec(
-            *(
-                over if over and size % math.prod(sizes[axis] for axis in over) == 0 else None
-                for size, over in zip(x.shape, axes, strict=True)
-            )
-        )
-        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, computable(spec, sizes, self.pairs)))
-        return split
+    def _product(self, eqn: Any, x: Value, y: Value) -> Value:
+        (found,) = even_rules.dot_general(self.pins, eqn, [x, y])
+        array, mesh = found.array, self.pins.mesh
+        suggested, summed = even_products.product_axes(eqn, x, y)
+        if mesh is not None and (asked := self.asked.get(id(eqn))):
+            spec = even_products.safe_split(asked, suggested, summed, array.shape, mesh_shape_of(mesh))
+            array = array if spec is None else lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+        return self.pins.value(array, found.shape, even_products.each_once(suggested))
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
         physical: list[Value] = []
@@ -357,15 +358,6 @@ def _mark_of(eqn: Any) -> str | None:
         return None
     last = eqn.params["jaxpr"].eqns[-1].primitive.name if eqn.params["jaxpr"].eqns else ""
     return str(name) if last == {SLICE_OFF: "slice", PUT_BACK: "pad"}[name] else None
-
-
-def _takes_axes_elsewhere(axes: DimAxes, suggested: DimAxes, summed: frozenset[str]) -> bool:
-    """Returns True for a split of a product that XLA gets wrong: it uses an axis that was summed over, and an axis that
-    splits another dimension of the operands.
-    """
-    over = [set(dim or ()) for dim in axes]
-    moved = any(set(dim or ()) & set().union(*over[:at], *over[at + 1 :]) for at, dim in enumerate(suggested))
-    return moved and bool(summed & set().union(*over))
 
 
 def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:

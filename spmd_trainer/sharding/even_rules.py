@@ -79,10 +79,7 @@ def elementwise(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     axes = _agreed_axes([v for v in arrays if v.shape == shape], len(shape))
     depth = 1 + max(v.depth for v in arrays)
     if any(v.is_held for v in arrays) or depth > _DEEPEST:
-        found = results(pins, eqn, run(physical), axes)
-        for result in found:
-            result.product = next((v.product for v in arrays if v.product and v.shape == shape), None)
-        return found
+        return results(pins, eqn, run(physical), axes)
     numbers = range(len(eqn.outvars))
     return [Value(shape, physical, _one_of(run, number), axes, is_held=False, depth=depth) for number in numbers]
 
@@ -138,9 +135,7 @@ def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 def transpose(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     (x,), order = values, eqn.params["permutation"]
-    (found,) = results(pins, eqn, bind(eqn, [x.array]), tuple(x.axes[dim] for dim in order))
-    found.product = x.product and (tuple(x.product[0][dim] for dim in order), x.product[1])
-    return [found]
+    return results(pins, eqn, bind(eqn, [x.array]), tuple(x.axes[dim] for dim in order))
 
 
 def squeeze(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -169,15 +164,12 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
             for dim in padded:
                 kept[dim] = x.shape[dim]
     (found,) = results(pins, eqn, [lax.reshape(x.at(tuple(kept)), tuple(physical))])
-    same = _unchanged_dims(x.shape, new)
+    same = unchanged_dims(x.shape, new)
     found.axes = tuple(x.axes[same[dim]] if dim in same else None for dim in range(len(new)))
-    if x.product is not None and all(size == 1 for dim, size in enumerate(x.shape) if dim not in same.values()):
-        suggested, summed = x.product
-        found.product = tuple(suggested[same[dim]] if dim in same else () for dim in range(len(new))), summed
     return [found]
 
 
-def _unchanged_dims(old: Shape, new: Shape) -> dict[int, int]:
+def unchanged_dims(old: Shape, new: Shape) -> dict[int, int]:
     """Returns {dimension: old dimension} of the dimensions that a reshape keeps, ignoring those of size 1."""
     same = {}
     for old_dims, new_dims in _groups(old, new):
@@ -334,25 +326,7 @@ def dot_general(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     for i, j in zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True):
         x_held[i] = y_held[j] = max(x_held[i], y_held[j])
     arrays = [x.masked(x_contract, 0, tuple(x_held)), y.masked(y_contract, 0, tuple(y_held))]
-    (found,) = results(pins, eqn, bind(eqn, arrays))
-    found.axes, summed = _product_axes(eqn, x, y)
-    found.product = found.axes, summed
-    return [found]
-
-
-def _product_axes(eqn: Any, x: Value, y: Value) -> tuple[DimAxes, frozenset[str]]:
-    """Returns the axes that the operands suggest for each dimension of a product (each axis once), and the axes summed over."""
-    (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
-    summed = {axis for v, dims in ((x, x_contract), (y, y_contract)) for dim in dims for axis in v.axes[dim] or ()}
-    dims = [x.axes[dim] for dim in x_batch]
-    for v, used in ((x, {*x_contract, *x_batch}), (y, {*y_contract, *y_batch})):
-        dims += [axes for dim, axes in enumerate(v.axes) if dim not in used]
-    taken: set[str] = set()
-    found: list[tuple[str, ...] | None] = []
-    for axes in dims:
-        found.append(None if axes is None else tuple(axis for axis in axes if axis not in taken))
-        taken.update(axes or ())
-    return tuple(found), frozenset(summed)
+    return results(pins, eqn, bind(eqn, arrays))
 
 
 RULES: dict[str, Rule] = {

@@ -33,8 +33,6 @@ class Value:
       physical: shape in memory; for a deferred array, its smallest possible one.
       make: physical shape -> the array in this shape.
       axes: the axes that split each dimension.
-      product: for a matrix product, or an array computed from one element by element: the axes that its operands suggest
-        for each dimension, and the axes that it was summed over.
       is_held: True if the array exists. A deferred one is computed by `make` in any shape from `physical` on: e.g. a mask of
         positions gets the padding of the array that it masks.
       depth: length of the chain of deferred operations.
@@ -44,7 +42,6 @@ class Value:
     physical: Shape
     make: Callable[[Shape], jax.Array]
     axes: DimAxes
-    product: tuple[DimAxes, frozenset[str]] | None = None
     is_held: bool = True
     depth: int = 0
     _made: dict[Any, jax.Array] = dataclasses.field(default_factory=dict)

@@ -113,6 +113,7 @@ def compile_step(
             layout.mesh,
             None if is_eval else _recommend_verify,
             [x.spec for x in jax.tree.leaves(layout.shardings)],
+            returns_variables=not is_eval,
         ),
         in_shardings=(layout.shardings, replicated, layout.inputs_shardings(padded)),
         out_shardings=(None if is_eval else layout.shardings, replicated),
