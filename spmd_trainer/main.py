@@ -28,10 +28,12 @@ def main(argv: Sequence[str]) -> None:
         if flags.FLAGS.doctor:
             doctor.check_installation()
             return
-        run_flags.refuse_other_modes(flags.FLAGS)
-        if flags.FLAGS.mode == "port":
+        mode = "" if flags.FLAGS.list else flags.FLAGS.mode  # the list is the same in every mode
+        if mode:
+            run_flags.refuse_other_modes(flags.FLAGS)
+        if mode == "port":
             _port(PortConfig(flags.FLAGS.module))
-        if flags.FLAGS.mode == "page":
+        if mode == "page":
             from spmd_trainer.watch.pages import page_mode
 
             page_mode.show(run_flags.page_from_flags(flags.FLAGS, argv[1:]))

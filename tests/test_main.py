@@ -184,7 +184,7 @@ def test_every_flag_stands_on_the_help_page():
 
 
 def test_list_and_dump():
-    listed = spmd_trainer("--list")
+    listed = spmd_trainer("--list", "--mode=page", "--plan")  # appended to another command
     assert listed.returncode == 0
     assert any(line.startswith(f"{TINY} ") for line in listed.stdout.splitlines())
     dumped = spmd_trainer(f"--exp={TINY}", "--dump", "--fdl.set=task.train.num_train_steps=77")

@@ -13,7 +13,7 @@ from absl import flags
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import Setting, setting, settings_of
-from spmd_trainer.training.run_config import PageConfig, RunConfig, config_class, make_run_config
+from spmd_trainer.training.run_config import PageConfig, RunConfig, TrainConfig, config_class, make_run_config
 
 _what = functools.partial(setting, group="What to run")
 _information = functools.partial(setting, group="Information")
@@ -136,7 +136,9 @@ def refuse_other_modes(flag_values: flags.FlagValues) -> None:
 
 def _classes(mode: str) -> Sequence[type]:
     """Returns the classes whose flags a mode accepts: a run's command serves for another mode, so those of all runs too."""
-    return (CommandFlags, ProcessFlags, RunConfig, config_class(mode))
+    # These look at a training run or its code: they are appended to its command, and ignore its flags.
+    of_run = TrainConfig if mode in ("page", "port", "replay") else RunConfig
+    return (CommandFlags, ProcessFlags, of_run, config_class(mode))
 
 
 def settings_from_flags(flag_values: flags.FlagValues, cls: type) -> dict[str, Any]:

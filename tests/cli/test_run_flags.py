@@ -1,0 +1,31 @@
+"""From a command line to the settings of its mode."""
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from facts import raises_naming
+
+from spmd_trainer.cli import run_flags
+from spmd_trainer.errors import UserError
+
+OF_A_RUN = ("--exp=lm.stdlib.StdlibBytesTiny", "--job_log_dir=runs/mine", "--track=wandb", "--num_minibatches=2")
+
+
+@pytest.fixture(autouse=True)
+def own_flags():
+    with flagsaver.flagsaver():
+        yield
+
+
+def parsed(*arguments):
+    """The flags of a command that the mode accepts."""
+    flags.FLAGS(["spmd-trainer", *arguments])
+    run_flags.refuse_other_modes(flags.FLAGS)
+    return flags.FLAGS
+
+
+@pytest.mark.parametrize("more", [["--mode=page"], ["--mode=replay", "--step=3"], ["--mode=port", "--module=a.py"]])
+def test_a_mode_that_looks_at_a_run_is_appended_to_its_command(more):
+    parsed(*OF_A_RUN, *more)
+    with raises_naming(UserError, "--budget", "--mode=plan"):
+        parsed(*OF_A_RUN, "--budget=5m", *more)
