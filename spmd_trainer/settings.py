@@ -89,7 +89,8 @@ class Setting:
             value = self.read(f"--{self.flag}", value)
         if problem := self.problem(value):
             raise UserError(f"--{self.flag}={value}: {problem}")
-        return value
+        # 900 and 900.0 are one number: the lines that compare settings must not differ.
+        return self.kind(value) if self.kind in (int, float) else value
 
 
 def setting(default: Any, help: str, group: str, **about: Any) -> Any:
@@ -140,9 +141,9 @@ class Settings:
                 yield f"--{about.flag}: {getattr(self, name)}"
 
     def noted_lines(self) -> Iterator[str]:
-        """Yields '--flag: value' of the settings for `config.txt` that are not at their defaults."""
+        """Yields '--flag: value' of the settings for `config.txt`."""
         for name, about in settings_of(type(self)).items():
-            if about.noted and getattr(self, name) != about.default:
+            if about.noted:
                 yield f"--{about.flag}: {getattr(self, name)}"
 
 
@@ -168,9 +169,13 @@ def split_names(texts: Sequence[str]) -> tuple[str, ...]:
 
 def seconds(flag: str, value: Any) -> float:
     """Reads '90s', '20m' or '1.5h', or a number of seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", f"{value}s" if isinstance(value, int | float) else value)
-    if not found:
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", value)
+        number = float(found[1]) * _UNITS[found[2]] if found else math.nan
+    else:
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if math.isnan(number):
         raise UserError(f"{flag}={value} is not of the form 90s, 20m or 1h")
-    if not float(found[1]):
+    if number <= 0:
         raise UserError(f"{flag}={value} leaves no time; use e.g. {flag}=20m")
-    return float(found[1]) * _UNITS[found[2]]
+    return number

@@ -1,5 +1,6 @@
 """What a call from Python says reaches the job that it builds."""
 
+import numpy as np
 import pytest
 from facts import raises_naming
 
@@ -85,4 +86,15 @@ def test_what_processes_and_restarts_compare():
     assert "--eval_on_test: False" in compared
     assert "--hang_seconds: 0.0" in compared
     assert not any("track" in line or "jax_cache_dir" in line for line in compared)
-    assert list(config.noted_lines()) == ["--eval_on_test: False"]
+    noted = list(config.noted_lines())
+    assert {"--eval_on_test: False", "--hang_seconds: 0.0"} <= set(noted)
+    assert not any("mesh" in line or "track" in line for line in noted)
+
+
+def test_a_number_of_another_kind_is_no_changed_setting():
+    whole, typed = (
+        TrainConfig(None, "run", hang_seconds=seconds, check_repeat_every=every)
+        for seconds, every in ((900, np.int64(3)), (900.0, 3))
+    )
+    assert whole == typed
+    assert list(whole.noted_lines()) == list(typed.noted_lines())

@@ -60,10 +60,12 @@ def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:
 
 
 def compare(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
-    """Returns the changes between two results of `settings`, sorted by path."""
-    return [
-        Change(path, old.get(path), new.get(path)) for path in sorted({**old, **new}) if old.get(path) != new.get(path)
-    ]
+    """Returns the changes between two results of `settings`, sorted by path.
+
+    A flag ('--flag') that only one of them has is no change: a version without it wrote the other one.
+    """
+    paths = sorted(path for path in {**old, **new} if not path.startswith("--") or (path in old and path in new))
+    return [Change(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)]
 
 
 def settings(lines: Iterable[str]) -> dict[str, str]:

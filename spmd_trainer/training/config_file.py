@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 from etils import epath
 
-from spmd_trainer.models.config_lines import Change, changes
+from spmd_trainer.models.config_lines import Change, changes, settings
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.storage.run_files import CONFIG_FILE, EARLIER_CONFIG
@@ -36,9 +36,8 @@ def run_lines(mesh_shape: Mapping[str, int], processes: int, batch_rows: int, nu
 def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
     """Writes the settings of a starting run to `config.txt`, and logs what has changed since the last run.
 
-    If settings have changed, the earlier file is kept as `config.0001.txt`, `config.0002.txt`, ... If none have, nothing is
-    written. Called by one process and only for training: evaluation and decode jobs on the same directory may have other
-    settings.
+    If settings have changed, the earlier file is kept as `config.0001.txt`, `config.0002.txt`, ... Called by one process and only
+    for training: evaluation and decode jobs on the same directory may have other settings.
 
     Args:
       directory: the run's `job_log_dir`.
@@ -57,6 +56,7 @@ def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
     if changed:
         kept = _keep(directory, last)
         logging.warning("%s", _message(changed, kept, path))
+    if settings(last) != settings(now):
         write_atomically(path, now)
     return changed
 

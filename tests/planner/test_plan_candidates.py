@@ -1,9 +1,11 @@
 """The candidates of `--mode=plan`, and the flags that choose and describe them."""
 
+import dataclasses
 import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from facts import assert_names, raises_naming
 from plan_helpers import EXPERIMENT, make_job
@@ -12,7 +14,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.planner import plan_candidates
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.settings import seconds
-from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.training.run_config import PlanConfig, make_run_config
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,18 @@ def test_the_dimensions_multiply(job):
 @pytest.mark.parametrize(("text", "length"), [("90s", 90), ("20m", 1200), ("1.5h", 5400)])
 def test_budgets(text, length):
     assert seconds("--budget", text) == length
+
+
+@pytest.mark.parametrize("number", [1e-05, 90, 1e17, np.float32(2.5)])
+def test_a_budget_in_seconds(number):
+    config = PlanConfig(None, "run", budget=number)
+    assert dataclasses.replace(config, mesh=None).budget == config.budget == number
+
+
+@pytest.mark.parametrize("number", [0, -1.0, float("nan"), True, None, ["20m"]])
+def test_a_budget_that_is_none(number):
+    with raises_naming(UserError, f"--budget={number}", "20m"):
+        PlanConfig(None, "run", budget=number)
 
 
 @pytest.mark.parametrize("text", ["20", "m", "-1m", "20 minutes"])

@@ -74,6 +74,17 @@ def test_settings_that_come_and_go_are_told_as_that(tmp_path):
     assert_names(new, "c is new", "3")
 
 
+def test_flags_that_an_earlier_version_did_not_note_are_no_changes(tmp_path, warnings):
+    directory = epath.Path(tmp_path)
+    config_file.write_config(directory, LINES)
+    noted = [*LINES, "--hang_seconds: 900.0"]
+    assert config_file.write_config(directory, noted) == []
+    assert files(directory) == {"config.txt": text(noted)}
+    assert not warnings()
+    (change,) = config_file.write_config(directory, [*LINES, "--hang_seconds: 0.0"])
+    assert_names(change, "--hang_seconds", "900.0", "0.0")
+
+
 def test_of_many_changes_ten_are_told_and_the_rest_counted(tmp_path, warnings):
     directory = epath.Path(tmp_path)
     config_file.write_config(directory, [f"field{i:02}: 0" for i in range(13)])
