@@ -10,21 +10,27 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from spmd_trainer import multihost, sharding
+from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import launch, live_line, log_lines
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tensorflow_bridge
 from spmd_trainer.planner.plan import Plan
+from spmd_trainer.settings import refuse_unknown, settings_of
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.training.run_config import config_class, make_run_config
 from spmd_trainer.training.train import TrainResult
 
 if TYPE_CHECKING:
     from spmd_trainer.training.run_config import Experiment
 
 Directory: TypeAlias = str | os.PathLike[str]
+# Fields of settings that are no keywords: the functions have arguments of their own for them, or none.
+_NO_KEYWORDS = {"experiment", "job_log_dir", "mode", "writes_reports", "directory"}
 
 tensorflow_bridge.keep_quiet()
 
@@ -139,7 +145,7 @@ def export(
     """
     from spmd_trainer.training import export as program
 
-    with _job("export", exp, job_log_dir, overrides, {"directory": export_dir, **settings}) as job:
+    with _job("export", exp, job_log_dir, overrides, settings, directory=export_dir) as job:
         return program.export(job)
 
 
@@ -178,14 +184,35 @@ def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> 
 
 @contextlib.contextmanager
 def _job(
-    mode: str, exp: Experiment, job_log_dir: Directory, overrides: Iterable[str], settings: dict[str, Any]
+    mode: str,
+    exp: Experiment,
+    job_log_dir: Directory,
+    overrides: Iterable[str],
+    settings: dict[str, Any],
+    **more: Any,
 ) -> Iterator[Job]:
     """Builds the job of a call, and shows its log lines as the command line does."""
     count, index = multihost.joined()
     # Of several processes, the first one tells the progress.
     with log_lines.shown(warnings_only=index > 0) as run_log:
-        config = make_run_config(exp, job_log_dir, mode=mode, overrides=overrides, join=lambda: count, **settings)
-        job = launch.build_job(config)
+        with _named_as_in_python(mode):
+            known = [field.name for field in dataclasses.fields(config_class(mode)) if field.name not in _NO_KEYWORDS]
+            refuse_unknown(known, settings, f"--mode={mode}")
+            given = {**settings, **more}
+            config = make_run_config(exp, job_log_dir, mode=mode, overrides=overrides, join=lambda: count, **given)
+            job = launch.build_job(config)
         launch.open_log(config, run_log)
         with live_line.shown(wanted=not index and run_log.is_shown):
             yield job
+
+
+@contextlib.contextmanager
+def _named_as_in_python(mode: str) -> Iterator[None]:
+    """Names the caller's keywords in errors that name the flags of a mode."""
+    own = {about.flag: name for name, about in settings_of(config_class(mode)).items() if name not in _NO_KEYWORDS}
+    names = {**own, "job_log_dir": "job_log_dir", "export_dir": "export_dir", "exp": "exp", "fdl.set": "overrides"}
+    try:
+        yield
+    except (UserError, CheckpointError) as error:
+        error.args = (re.sub(r"--([\w.]+)", lambda flag: names.get(flag[1], flag[0]), str(error)),)
+        raise

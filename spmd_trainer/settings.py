@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from spmd_trainer.errors import UserError, did_you_mean
@@ -64,11 +65,12 @@ class Setting:
             of_kind = numbers.Integral if self.kind is int else numbers.Real
             is_number = isinstance(value, of_kind) and not isinstance(value, bool)
             return "" if is_number and self.at_least <= value <= self.at_most else f"give {self._valid_numbers()}"
+        if self.kind is str and self.read is None and not isinstance(value, str):
+            return "give a text"
         for item in value if self.kind is tuple else [value]:
             if self.choices and item not in self.choices:
-                return (
-                    f"there is no {item!r}; it takes {', '.join(self.choices)}{did_you_mean(str(item), self.choices)}"
-                )
+                near = did_you_mean(str(item), self.choices, otherwise="")
+                return f"there is no {item!r}; it takes {', '.join(self.choices)}{near}"
         return ""
 
     def _valid_numbers(self) -> str:
@@ -87,8 +89,10 @@ class Setting:
             return None
         if self.read is not None:
             value = self.read(f"--{self.flag}", value)
+        elif isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if problem := self.problem(value):
-            raise UserError(f"--{self.flag}={value}: {problem}")
+            raise UserError(f"--{self.flag}={','.join(value) if self.kind is tuple else value}: {problem}")
         # 900 and 900.0 are one number: the lines that compare settings must not differ.
         return self.kind(value) if self.kind in (int, float) else value
 
@@ -147,24 +151,30 @@ class Settings:
                 yield f"--{about.flag}: {getattr(self, name)}"
 
 
-def refuse_unknown(cls: type, given: Sequence[str], where: str) -> None:
-    """Raises UserError, with the nearest name, for a keyword that is no field of a class of settings."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    for name in given:
-        if name not in known:
-            raise UserError(f"{where} has no setting {name!r}{did_you_mean(name, known)}")
+def refuse_unknown(known: Sequence[str], given: Mapping[str, object], where: str) -> None:
+    """Raises UserError, with the nearest names, for a keyword that is not known."""
+    for name in [name for name in given if name not in known]:
+        raise UserError(f"{where} has no setting {name!r} (given: {given[name]!r:.100}){did_you_mean(name, known)}")
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """Returns the texts of a list, or raises UserError for anything else."""
+    if isinstance(value, str):
+        raise UserError(f"{name}={value!r} is one text; give a list, e.g. {name}=[{value!r}]")
+    found = tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(text, str) for text in found):
+        raise UserError(f"{name}={value!r:.100}: give a list of texts")
+    return found
 
 
 def names(flag: str, value: Any) -> tuple[str, ...]:
     """Reads names from a list of texts, in each of which commas separate them. Each name stands in the result once."""
-    if isinstance(value, str):
-        raise UserError(f"{flag.lstrip('-')}={value!r} is one text; give a list, e.g. {flag.lstrip('-')}=[{value!r}]")
-    return split_names(value)
+    return split_names(texts(flag.removeprefix("--"), value))
 
 
-def split_names(texts: Sequence[str]) -> tuple[str, ...]:
+def split_names(lists: Sequence[str]) -> tuple[str, ...]:
     """Returns the names in texts like 'a,b', each once."""
-    return tuple(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+    return tuple(dict.fromkeys(name.strip() for text in lists for name in text.split(",") if name.strip()))
 
 
 def seconds(flag: str, value: Any) -> float:

@@ -91,7 +91,7 @@ def test_what_is_no_experiment(exp, says):
 def test_errors_of_the_call_are_those_of_the_command_line(trained, tmp_path):
     with pytest.raises(UserError, match="num_train_steps"):
         st.train(Unregistered, tmp_path / "x", overrides=["task.train.num_train_step=2"])
-    with raises_naming(UserError, "--mesh=", "6 devices", "are 8"):
+    with raises_naming(UserError, "mesh=", "6 devices", "are 8"):
         st.train(Unregistered, tmp_path / "x", mesh={"data": 3, "mdl": 2})
     with pytest.raises(UserError, match="axis twice"):
         st.train(Unregistered, tmp_path / "x", mesh=[("data", 2), ("data", 4)])

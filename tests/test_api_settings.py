@@ -65,18 +65,49 @@ def test_python_sets_whatever_the_command_line_sets(config_of, tmp_path):
     ("settings", "says"),
     [
         ({"num_minibatch": 2}, ["'num_minibatch'", "did you mean num_minibatches"]),
-        ({"num_minibatches": 0}, ["--num_minibatches=0", "a whole number, 1 or more"]),
-        ({"check_replicas_every": 1.5}, ["--check_replicas_every=1.5", "a whole number"]),
-        ({"watchdog_seconds": float("nan")}, ["--watchdog_seconds=nan", "a number, 0 or more"]),
-        ({"eval_on_test": None}, ["--eval_on_test=None", "True or False"]),
-        ({"hang_seconds": 300}, ["--hang_seconds=300", "--watchdog_seconds=600"]),
+        ({"num_minibatches": 0}, ["num_minibatches=0", "a whole number, 1 or more"]),
+        ({"check_replicas_every": 1.5}, ["check_replicas_every=1.5", "a whole number"]),
+        ({"watchdog_seconds": float("nan")}, ["watchdog_seconds=nan", "a number, 0 or more"]),
+        ({"eval_on_test": None}, ["eval_on_test=None", "True or False"]),
+        ({"hang_seconds": 300}, ["hang_seconds=300", "watchdog_seconds=600"]),
+        ({"restore_checkpoint_step": 3}, ["restore_checkpoint_step=3 needs restore_checkpoint_dir"]),
         ({"topology": "v5e:2x2"}, ["--mode=train has no setting 'topology'"]),
+        ({"mode": "eval"}, ["'mode'", "'eval'", "hang_seconds"]),
+        ({"experiment": "lm"}, ["'experiment'", "'lm'", "hang_seconds"]),
+        ({"join": 3}, ["'join'", "3", "hang_seconds"]),
+        ({"writes_report": False}, ["'writes_report'", "False", "hang_seconds"]),
+        ({"track": [5]}, ["track=[5]", "list of texts"]),
+        ({"track": 5}, ["track=5", "list of texts"]),
+        ({"mesh": 4}, ["mesh=4", "'data:4,mdl:2'"]),
+        ({"mesh": [4]}, ["mesh=[4]", "'data:4,mdl:2'"]),
+        ({"overrides": [5]}, ["overrides=[5]", "list of texts"]),
+        ({"callbacks": 5}, ["callbacks=5", "list"]),
+        ({"restore_checkpoint_dir": 5}, ["restore_checkpoint_dir=5", "text", "Path"]),
+        ({"jax_cache_dir": 5}, ["jax_cache_dir=5", "text"]),
     ],
 )
-def test_a_wrong_setting_is_refused_as_its_flag_is(settings, says, tmp_path):
-    with raises_naming(UserError, *says):
+def test_a_wrong_keyword_is_refused_as_a_flag_is(settings, says, tmp_path):
+    with raises_naming(UserError, *says) as error:
         st.train(EXPERIMENT, tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
+    assert "--" not in str(error.value).replace("--mode=train", "")
+    assert "writes_reports" not in str(error.value)
+
+
+def test_arguments_of_other_functions_are_refused(tmp_path):
+    with raises_naming(UserError, "topology=5", "text"):
+        st.plan(EXPERIMENT, topology=5)
+    with raises_naming(UserError, "'job_log_dir'", tmp_path, "mesh"):
+        st.plan(EXPERIMENT, job_log_dir=str(tmp_path))
+    with raises_naming(UserError, "'directory'", "'out'", "use_ema"):
+        st.export(EXPERIMENT, tmp_path, tmp_path / "out", directory="out")
+    with raises_naming(UserError, "dtype=int8", "float32"):
+        st.export(EXPERIMENT, tmp_path, tmp_path / "out", dtype="int8")
+    for wrong in (None, 5):
+        with raises_naming(UserError, "job_log_dir", wrong, "text"):
+            st.train(EXPERIMENT, wrong)
+    with raises_naming(UserError, "export_dir=5", "text"):
+        st.export(EXPERIMENT, tmp_path, 5)
 
 
 def test_what_processes_and_restarts_compare():

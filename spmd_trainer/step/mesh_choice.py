@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -166,6 +166,17 @@ def _are(count: int) -> str:
 def mesh_flag(sizes: Iterable[tuple[str, int]]) -> str:
     """Returns mesh sizes in the form of `--mesh`, e.g. 'data:4,mdl:2'."""
     return ",".join(f"{axis}:{size}" for axis, size in sizes)
+
+
+def read_mesh(flag: str, value: Any) -> tuple[tuple[str, int], ...]:
+    """Reads 'data:4,mdl:2', {'data': 4, 'mdl': 2} or pairs; see `parse_mesh`."""
+    if isinstance(value, str):
+        return parse_mesh(value)
+    try:
+        text = mesh_flag(value.items() if isinstance(value, Mapping) else value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{flag}={value!r}: give e.g. 'data:4,mdl:2' or {{'data': 4, 'mdl': 2}}") from error
+    return parse_mesh(text)
 
 
 def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:

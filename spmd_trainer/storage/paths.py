@@ -73,6 +73,8 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def _parse(name: str, text: str | os.PathLike[str]) -> epath.Path:
+    if not isinstance(text, str | os.PathLike):
+        raise UserError(f"{name}={text!r} is no path; give a text or a pathlib.Path")
     given = os.fspath(text)
     control = next((c for c in given if ord(c) < 32 or ord(c) == 127), None)
     if control is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.settings import Settings, names, refuse_unknown, seconds, setting
+from spmd_trainer.settings import Settings, names, seconds, setting, texts
 
 # The readers of fields import what needs JAX, so that the flags can be parsed before it is imported.
 if TYPE_CHECKING:
@@ -39,12 +39,9 @@ def _directory(flag: str, value: Any) -> epath.Path:
 
 
 def _mesh(flag: str, value: Any) -> tuple[tuple[str, int], ...]:
-    """Reads 'data:4,mdl:2', {'data': 4, 'mdl': 2} or pairs."""
     from spmd_trainer.step import mesh_choice
 
-    if isinstance(value, str):
-        return mesh_choice.parse_mesh(value)
-    return mesh_choice.parse_mesh(mesh_choice.mesh_flag(value.items() if isinstance(value, Mapping) else value))
+    return mesh_choice.read_mesh(flag, value)
 
 
 def _xla_options(flag: str, value: Any) -> Options:
@@ -180,6 +177,8 @@ class TrainConfig(StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.callbacks, Sequence):
+            raise UserError(f"callbacks={self.callbacks!r:.100}: give a list")
         if 0 < self.hang_seconds <= self.watchdog_seconds:
             raise UserError(
                 f"--hang_seconds={self.hang_seconds:g} would end the run before --watchdog_seconds={self.watchdog_seconds:g} "
@@ -387,14 +386,12 @@ def make_run_config(
       **settings: further fields of the mode's class.
 
     Raises:
-      UserError: an unknown setting or a wrong value; see also `host_devices.resolve`.
+      UserError: a wrong value; see also `host_devices.resolve`.
     """
     from spmd_trainer.training import host_devices
 
-    if isinstance(overrides, str):
-        raise UserError(f"overrides={overrides!r} is one text; give a list of them, e.g. overrides=[{overrides!r}]")
+    overrides = texts("overrides", overrides)
     cls = cast(type[RunConfig], config_class(mode))
-    refuse_unknown(cls, list(settings), f"--mode={mode}")
     # Without an experiment first: resolving it is what takes long.
-    asked = cls(cast(Any, None), job_log_dir, mode, **settings)
+    asked = cls(cast(Any, None), _directory("--job_log_dir", job_log_dir), mode, **settings)
     return dataclasses.replace(asked, experiment=host_devices.resolve(exp, overrides, asked.mesh, join))
