@@ -19,13 +19,14 @@ from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import launch, live_line, log_lines
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tensorflow_bridge
-from spmd_trainer.planner.plan import Plan
 from spmd_trainer.settings import refuse_unknown, settings_of
+from spmd_trainer.training import rooms
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import config_class, make_run_config
 from spmd_trainer.training.train import TrainResult
 
 if TYPE_CHECKING:
+    from spmd_trainer.planner.plan import Plan
     from spmd_trainer.training.run_config import Experiment
 
 Directory: TypeAlias = str | os.PathLike[str]
@@ -176,10 +177,10 @@ def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> 
     Raises:
       UserError: as `train`; an unknown topology, or the step does not fit.
     """
-    from spmd_trainer.planner import plan as program
-
+    program = rooms.need("planner.plan")
     with _job("inspect", exp, ".", overrides, settings) as job:
-        return program.plan(job)
+        made: Plan = program.plan(job)
+        return made
 
 
 @contextlib.contextmanager

@@ -10,9 +10,10 @@ from typing import NoReturn
 from absl import app, flags
 
 from spmd_trainer.cli import doctor, flag_parsing, interruption, log_lines, run_flags
+from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, installation, user_code
 from spmd_trainer.inputs import tensorflow_bridge
-from spmd_trainer.training import garbage
+from spmd_trainer.training import garbage, rooms
 from spmd_trainer.training.run_config import PortConfig
 
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> None:
         mode = "" if flags.FLAGS.list else flags.FLAGS.mode  # the list is the same in every mode
         if mode:
             run_flags.refuse_other_modes(flags.FLAGS)
+            rooms.check(MODES[mode].module, f"--mode={mode}")
         if mode == "port":
             _port(PortConfig(flags.FLAGS.module))
         if mode == "page":
@@ -50,6 +52,9 @@ def main(argv: Sequence[str]) -> None:
     except ImportError as error:
         if error.name in installation.UNRESOLVABLE:
             flag_parsing.leave(f"{error}\nspmd-trainer --doctor checks the whole installation.")
+        own = (error.name or "").partition("spmd_trainer.")[2]
+        if own and (absent := rooms.missing(own)):
+            flag_parsing.leave(absent)
         hidden = user_code.hidden_package(error)
         if hidden is None:
             raise

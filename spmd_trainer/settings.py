@@ -38,6 +38,7 @@ class Setting:
       noted: True if `config.txt` has it, so that a restart with another value reports the change.
       carried: True if modes without this setting ignore its flag, so that the command of a run serves for them too.
       instead: what to use in modes that refuse it.
+      room: the folder of the package without which it has no effect.
       default, kind: default and type of the field, filled in by `settings_of`.
     """
 
@@ -54,6 +55,7 @@ class Setting:
     noted: bool = False
     carried: bool = False
     instead: str = ""
+    room: str = ""
     default: Any = None
     kind: type = str
 

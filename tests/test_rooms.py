@@ -88,11 +88,34 @@ assert train(Job.build(make_run_config(Tiny, directory))).step == 3
 """
 
 
-@pytest.mark.parametrize(
-    "absent", [OTHERS, *(pytest.param([room], marks=pytest.mark.full) for room in OTHERS)], ids=["all", *OTHERS]
-)
-def test_a_tiny_model_trains_without(tmp_path, absent):
-    package = tmp_path / "trainer" / "spmd_trainer"
+COMMANDS = """
+import sys
+
+from spmd_trainer import main
+from spmd_trainer.cli import help_page
+from spmd_trainer.errors import UserError
+from spmd_trainer.training.run_config import make_run_config
+
+def says(call):
+    try:
+        call()
+    except (UserError, SystemExit) as error:
+        sys.stderr.write(f"{error}\\n")
+
+assert "--mode=lm_eval" in help_page.text()
+for setting in ({"hang_seconds": 900}, {"check_repeat_every": 2}, {"track": ["wandb"]}):
+    says(lambda: make_run_config("lm.stdlib.StdlibBytesTiny", sys.argv[1], **setting))
+for command in (["--mode=lm_eval", "--tasks=a"], ["--mode=plan", "--topology=v5e:2x2"], ["--mode=page"], ["--exp=x"]):
+    sys.argv = ["spmd-trainer", *command]
+    says(main.run)
+    main.flags.FLAGS.unparse_flags()
+    main.flags.FLAGS.mode = "train"
+"""
+
+
+def run_without(absent, program, directory):
+    """Runs a program on a copy of the package without these rooms."""
+    package = directory / "trainer" / "spmd_trainer"
     package.mkdir(parents=True)
     for path in ROOT.iterdir():
         if path.stem not in {*absent, "__pycache__"}:
@@ -104,11 +127,34 @@ def test_a_tiny_model_trains_without(tmp_path, absent):
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
-        [sys.executable, "-c", TRAINS, str(tmp_path / "run"), *absent],
-        cwd=tmp_path,
+        [sys.executable, "-c", program, str(directory / "run"), *absent],
+        cwd=directory,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_the_command_line_says_which_room_is_missing(tmp_path):
+    said = run_without(["lm_eval", "planner", "tracking", "watch"], COMMANDS, tmp_path)
+    for asked, room in (
+        ("--hang_seconds", "watch"),
+        ("--check_repeat_every", "watch"),
+        ("--track", "tracking"),
+        ("--mode=lm_eval", "lm_eval"),
+        ("--mode=plan", "planner"),
+        ("--mode=page", "watch"),
+        ("this", "watch"),
+    ):
+        assert f"{asked} needs spmd_trainer/{room}/" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "absent", [OTHERS, *(pytest.param([room], marks=pytest.mark.full) for room in OTHERS)], ids=["all", *OTHERS]
+)
+def test_a_tiny_model_trains_without(tmp_path, absent):
+    run_without(absent, TRAINS, tmp_path)

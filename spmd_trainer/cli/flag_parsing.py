@@ -9,7 +9,9 @@ from typing import NoReturn
 from absl import flags
 
 from spmd_trainer.cli import help_page, pax_flags
+from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.training import rooms
 
 # Pax's flags are kept apart from absl's global FLAGS, because libraries define some of the same names there.
 _of_pax = pax_flags.define()
@@ -61,6 +63,8 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
         of_pax["jax_arguments"].value = of_jax
         pax_flags.translate(of_pax, own)
     except flags.UnrecognizedFlagError as error:
+        mode = str(own["mode"].value)
+        rooms.check(MODES[mode].module, f"--mode={mode}")  # its flags are absent too
         near = did_you_mean(error.flagname, list(together), prefix="--")
         raise UserError(f"unknown flag --{error.flagname}{near}") from error
     except flags.Error as error:

@@ -15,12 +15,13 @@ from logging.handlers import MemoryHandler
 from absl import logging
 from etils import epath
 
-from spmd_trainer import tracking
 from spmd_trainer.errors import user_code
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import open_append
+from spmd_trainer.training import rooms
 
+_tracking = rooms.find("tracking")
 # praxis warns about each variable without a split mapping; the sharding report gives the layout of each, and the reason.
 _SAID_BETTER_ELSEWHERE = ("tensor_split_dims_mapping missing for",)
 # Here Orbax logs the error of a save's thread with its traceback, and raises it again where the save is waited for.
@@ -61,7 +62,7 @@ class _Wanted:
             return False
         if not user_code.is_library(record.pathname):
             return True
-        if (record.threadName or "").startswith(tracking.THREADS):
+        if _tracking and (record.threadName or "").startswith(_tracking.THREADS):
             return False  # the trainer says itself that a tracker has failed
         if record.exc_info and record.pathname.endswith(_RAISED_LATER):
             return False

@@ -7,14 +7,33 @@ import importlib.util
 from types import ModuleType
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.settings import Settings, settings_of
+
+
+def missing(module: str, what: str = "this") -> str:
+    """Returns a message if the whole room of a module, e.g. 'watch.run', is absent; '' if not."""
+    room, *_ = module.split(".")
+    if importlib.util.find_spec(f"spmd_trainer.{room}") is not None:
+        return ""
+    return f"{what} needs spmd_trainer/{room}/, which is not installed: install all of spmd-trainer"
 
 
 def find(module: str) -> ModuleType | None:
-    """Imports a module of a room, e.g. 'watch.run'. Returns None if its whole room is absent."""
-    room, *_ = module.split(".")
-    if importlib.util.find_spec(f"spmd_trainer.{room}") is None:
-        return None
-    return importlib.import_module(f"spmd_trainer.{module}")
+    """Imports a module of a room. Returns None if its whole room is absent."""
+    return None if missing(module) else importlib.import_module(f"spmd_trainer.{module}")
+
+
+def check(module: str, what: str = "this") -> None:
+    """Raises UserError if the room of a module is absent, which `what` was given for."""
+    if text := missing(module, what):
+        raise UserError(text)
+
+
+def check_settings(config: Settings) -> None:
+    """Raises UserError if the room of a setting that was given is absent."""
+    for name, about in settings_of(type(config)).items():
+        if about.room and getattr(config, name) != about.default:
+            check(about.room, f"--{about.flag}")
 
 
 def need(module: str) -> ModuleType:
@@ -23,9 +42,5 @@ def need(module: str) -> ModuleType:
     Raises:
       UserError: its room is absent.
     """
-    found = find(module)
-    if found is None:
-        raise UserError(
-            f"this needs spmd_trainer/{module.split('.')[0]}/, which is not installed: install all of spmd-trainer"
-        )
-    return found
+    check(module)
+    return importlib.import_module(f"spmd_trainer.{module}")

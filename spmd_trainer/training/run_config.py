@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import Settings, names, seconds, setting, texts
+from spmd_trainer.training import rooms
 
 # The readers of fields import what needs JAX, so that the flags can be parsed before it is imported.
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _export = functools.partial(setting, group="Export (--mode=export)")
 _page = functools.partial(setting, group="The page of a run (--mode=page)")
 # Settings of training that other modes ignore.
 _of_training = functools.partial(_training, carried=True, noted=True)
+_of_watch = functools.partial(_of_training, room="watch")
 
 
 def _directory(flag: str, value: Any) -> epath.Path:
@@ -138,27 +140,27 @@ class TrainConfig(StepConfig):
         "Stop the run at a step whose loss or gradient norm is NaN or Inf, or whose gradient norm reaches "
         "skip_step_gradient_norm_value, instead of skipping the step.",
     )
-    check_replicas_every: int = _of_training(
+    check_replicas_every: int = _of_watch(
         0,
         "Every N training steps, and before such a step is saved, compare the bits of all values that several devices hold; a "
         "difference ends the run with status 6, and names the device and the variable. 0 compares nothing.",
         value="N",
         at_least=0,
     )
-    check_repeat_every: int = _of_training(
+    check_repeat_every: int = _of_watch(
         0,
         "Every N training steps, take the step twice from the same state and batch, and compare the bits; a difference ends the "
         "run with status 6. Such a step takes twice the time, and memory for one more state. 0 repeats nothing.",
         value="N",
         at_least=0,
     )
-    watchdog_seconds: float = _of_training(
+    watchdog_seconds: float = _of_watch(
         600.0,
         "When no process makes progress for this many seconds, log who is behind, in which phase, with stacks; 0 reports none.",
         value="SECONDS",
         at_least=0,
     )
-    hang_seconds: float = _of_training(
+    hang_seconds: float = _of_watch(
         0.0,
         "When no process makes progress for this many seconds, end the run with status 4, so that a supervisor starts it again. "
         "Longer than the longest compilation, restore and save. 0 never ends it.",
@@ -172,6 +174,7 @@ class TrainConfig(StepConfig):
         value="NAME,...",
         read=names,
         compared=False,
+        room="tracking",
     )
     callbacks: Sequence[Callback] = ()
 
@@ -298,11 +301,7 @@ class ExportConfig(RunConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PageConfig(Settings):
-    """Settings of `--mode=page`.
-
-    Attributes:
-      directories: the runs' directories, as given.
-    """
+    """Settings of `--mode=page`, for the runs in `directories`."""
 
     directories: Sequence[str]
     page_file: str | None = _page(
@@ -355,7 +354,9 @@ def config_class(mode: str) -> type[Settings]:
 
 @functools.cache
 def _lm_eval_config() -> type[RunConfig]:
-    from spmd_trainer.lm_eval.settings import LmEvalSettings  # its room may be absent
+    if rooms.missing("lm_eval"):
+        return RunConfig
+    from spmd_trainer.lm_eval.settings import LmEvalSettings
 
     @dataclasses.dataclass(frozen=True)
     class LmEvalConfig(LmEvalSettings, RunConfig):
@@ -386,7 +387,7 @@ def make_run_config(
       **settings: further fields of the mode's class.
 
     Raises:
-      UserError: a wrong value; see also `host_devices.resolve`.
+      UserError: a wrong value, or one that needs a room that is absent; see also `host_devices.resolve`.
     """
     from spmd_trainer.training import host_devices
 
@@ -394,4 +395,5 @@ def make_run_config(
     cls = cast(type[RunConfig], config_class(mode))
     # Without an experiment first: resolving it is what takes long.
     asked = cls(cast(Any, None), _directory("--job_log_dir", job_log_dir), mode, **settings)
+    rooms.check_settings(asked)
     return dataclasses.replace(asked, experiment=host_devices.resolve(exp, overrides, asked.mesh, join))
