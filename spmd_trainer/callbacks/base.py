@@ -294,7 +294,7 @@ class CallbackList:
                     f"task.train.callbacks has {callback!r:.200}, a {type(callback).__name__}; give configs of classes that "
                     "derive from spmd_trainer.callbacks.Callback, e.g. pax_fiddle.Config(MyCallback)"
                 )
-        self.callbacks = tuple(sorted(callbacks, key=lambda callback: callback.turn))
+        self.callbacks = tuple(sorted(callbacks, key=lambda callback: type(callback).turn))
         self._overriding = {
             hook: [c for c in self.callbacks if getattr(type(c), hook) is not getattr(Callback, hook)]
             for hook in _HOOKS

@@ -93,7 +93,9 @@ class _Parser(flags.ArgumentParser[Any]):
         if self._about.read is not None:
             return argument  # read where the settings are made of the flags
         with contextlib.suppress(ValueError):
-            argument = self._about.kind(argument)
+            # As absl's own flags of whole numbers, also 0x20 and 0o40.
+            in_base = self._about.kind is int and str(argument)[:2].lower() in ("0x", "0o")
+            argument = int(argument, 0) if in_base else self._about.kind(argument)
         if problem := self._about.problem(argument):
             raise ValueError(problem)
         return argument

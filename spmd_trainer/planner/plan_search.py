@@ -84,7 +84,7 @@ def build_job(config: PlanConfig) -> Job:
     Raises:
       UserError: see `Job.build`.
     """
-    if config.topology is None:
+    if not config.topology:
         raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")
     try:
         return Job.build(config)

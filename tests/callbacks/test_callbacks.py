@@ -14,6 +14,8 @@ from praxis import pax_fiddle
 from trained_helpers import TINY, make_job
 
 from spmd_trainer.callbacks import Callback, CallbackError
+from spmd_trainer.callbacks.base import CallbackList
+from spmd_trainer.callbacks.summaries import Summaries
 from spmd_trainer.checkpointing import steps
 from spmd_trainer.cli import launch, log_lines
 from spmd_trainer.errors import UserError
@@ -208,6 +210,13 @@ def test_an_error_in_on_failure_does_not_hide_the_first_one(tmp_path, caplog):
         trained(tmp_path / "run", FailsTwice(), recorder)
     assert_names(caplog.text, "callback", "FailsTwice", "on_failure", "ValueError: again")
     assert recorder.of("on_failure")
+
+
+def test_an_attribute_named_turn_of_a_users_callback_moves_nothing():
+    players = Recorder()
+    players.turn = "white"
+    summaries = Summaries()
+    assert CallbackList([summaries, players]).callbacks == (players, summaries)
 
 
 def test_what_is_no_callback_is_refused(tmp_path):

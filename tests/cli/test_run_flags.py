@@ -29,3 +29,9 @@ def test_a_mode_that_looks_at_a_run_is_appended_to_its_command(more):
     parsed(*OF_A_RUN, *more)
     with raises_naming(UserError, "--budget", "--mode=plan"):
         parsed(*OF_A_RUN, "--budget=5m", *more)
+
+
+def test_whole_numbers_are_read_as_absl_reads_them():
+    assert [parsed(f"--num_minibatches={text}").num_minibatches for text in ("0x10", "0o10", "010")] == [16, 8, 10]
+    with raises_naming(flags.IllegalFlagValueError, "--num_minibatches=0xg", "whole number"):
+        parsed("--num_minibatches=0xg")

@@ -147,6 +147,12 @@ def test_the_number_of_minibatches_is_that_of_the_flag(tmp_path):
         make_job(tmp_path, num_minibatches=4)  # 6 rows
 
 
+def test_an_unknown_dimension_is_said_once_with_the_known_ones():
+    with raises_naming(UserError, "--search=mesh,foo:", "no 'foo'", "mesh, remat, minibatches, batch") as error:
+        make_run_config(EXPERIMENT, ".", mode="plan", search=["mesh", "foo"])
+    assert str(error.value).count("remat") == 1
+
+
 def test_an_unknown_dimension_gets_a_suggestion():
     with raises_naming(UserError, "--search", "'remta'", "mesh, remat, minibatches, batch", "mean remat"):
         make_run_config(EXPERIMENT, ".", mode="plan", search=["remta"])

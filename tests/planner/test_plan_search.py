@@ -180,8 +180,9 @@ def test_a_search_starts_from_a_mesh_that_the_topology_allows(tmp_path, monkeypa
     monkeypatch.setattr(plan_search, "topology_devices", lambda topology, slices: jax.devices())
     monkeypatch.setattr(plan_search, "mesh_over_slices", make_mesh)
     config = make_run_config(EXPERIMENT, tmp_path, mode="plan", search=("mesh",))
-    with raises_naming(UserError, "--mode=plan needs --topology"):
-        plan_search.build_job(config)  # without a topology there is no search
+    for none in (None, ""):  # without a topology there is no search
+        with raises_naming(UserError, "--mode=plan needs --topology"):
+            plan_search.build_job(dataclasses.replace(config, topology=none))
     monkeypatch.setattr(job_module, "_topology_devices", lambda topology, slices: jax.devices())
     found = plan_search.build_job(dataclasses.replace(config, topology="h100:1x8"))
     assert dict(found.partitioner.mesh_shape()) == {"replica": 2, "data": 4, "mdl": 1}
