@@ -38,6 +38,7 @@ class Setting:
       noted: True if `config.txt` has it, so that a restart with another value reports the change.
       carried: True if modes without this setting ignore its flag, so that the command of a run serves for them too.
       instead: what to use in modes that refuse it.
+      empty: True if an empty text is a value; an empty flag of another setting, such as --restore_checkpoint_dir=$UNSET, is none.
       room: the folder of the package without which it has no effect.
       default, kind: default and type of the field, filled in by `settings_of`.
     """
@@ -55,6 +56,7 @@ class Setting:
     noted: bool = False
     carried: bool = False
     instead: str = ""
+    empty: bool = False
     room: str = ""
     default: Any = None
     kind: type = str

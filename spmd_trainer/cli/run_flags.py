@@ -145,10 +145,12 @@ def _classes(mode: str) -> Sequence[type]:
 
 def settings_from_flags(flag_values: flags.FlagValues, cls: type) -> dict[str, Any]:
     """Returns the values of the flags that belong to a class of settings and were given, by the names of its fields."""
-    found = {name: flag_values[about.flag] for name, about in settings_of(cls).items()}
-    given = {name: flag.value for name, flag in found.items() if flag.present and flag.value is not None}
-    # An empty value, such as --restore_checkpoint_dir=$UNSET, is none; an empty --jax_cache_dir keeps no programs.
-    return {name: value for name, value in given.items() if value != "" or name == "jax_cache_dir"}
+    given = {}
+    for name, about in settings_of(cls).items():
+        flag = flag_values[about.flag]
+        if flag.present and flag.value is not None and (flag.value != "" or about.empty):
+            given[name] = flag.value
+    return given
 
 
 def page_from_flags(flag_values: flags.FlagValues, more_directories: Sequence[str]) -> PageConfig:

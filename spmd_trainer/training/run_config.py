@@ -92,6 +92,7 @@ class RunConfig(Settings):
         "if set, otherwise spmd-trainer/jax in the user's cache directory. --topology disables the cache.",
         value="DIR",
         compared=False,
+        empty=True,
     )
     writes_reports: bool = True
 

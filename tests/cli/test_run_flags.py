@@ -1,5 +1,7 @@
 """From a command line to the settings of its mode."""
 
+import dataclasses
+
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -7,6 +9,8 @@ from facts import raises_naming
 
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
+from spmd_trainer.settings import Settings, setting
+from spmd_trainer.training.run_config import RunConfig
 
 OF_A_RUN = ("--exp=lm.stdlib.StdlibBytesTiny", "--job_log_dir=runs/mine", "--track=wandb", "--num_minibatches=2")
 
@@ -35,3 +39,17 @@ def test_whole_numbers_are_read_as_absl_reads_them():
     assert [parsed(f"--num_minibatches={text}").num_minibatches for text in ("0x10", "0o10", "010")] == [16, 8, 10]
     with raises_naming(flags.IllegalFlagValueError, "--num_minibatches=0xg", "whole number"):
         parsed("--num_minibatches=0xg")
+
+
+@dataclasses.dataclass(frozen=True)
+class Two(Settings):
+    """An empty text is a value of one of them."""
+
+    first: str | None = setting(None, "", "", flag="topology", empty=True)
+    second: str | None = setting(None, "", "", flag="restore_checkpoint_dir")
+
+
+def test_an_empty_flag_is_none_unless_its_setting_has_an_empty_value():
+    parsed("--mode=plan", "--topology=", "--restore_checkpoint_dir=", "--jax_cache_dir=")
+    assert run_flags.settings_from_flags(flags.FLAGS, Two) == {"first": ""}
+    assert run_flags.settings_from_flags(flags.FLAGS, RunConfig) == {"jax_cache_dir": ""}
