@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from etils import epath
@@ -23,10 +24,11 @@ PAGE = "run.html"
 COMPARISON = "compare.html"
 # What runs wrote that began before `run.json` had a status.
 OLD_MARKER, _OLD_END, _OLD_FAILURE = "experiment.json", "end_of_training.json", "failure.json"
+_FAILURE_OF_PROCESS = re.compile(r"failure_(\d+)\.json")
 
 
 def read_record(directory: epath.Path) -> dict[str, Any]:
-    """Returns the content of a run's `run.json`; {} if there is none.
+    """Returns the content of a run's `run.json`, with a failure of another process; {} if there is none.
 
     Its keys: 'experiment'; 'status', which is 'running', 'stopped', 'finished' or 'failed'; 'last_step', only once training
     has ended; 'failure', only after one: step, process and reason; 'overrides', 'parameters', 'devices' and 'versions'.
@@ -34,15 +36,36 @@ def read_record(directory: epath.Path) -> dict[str, Any]:
     Raises:
       ValueError: it can't be read.
     """
+    names = names_in(directory)
     record = _object(directory / RUN)
-    if "status" in record or not (old := _object(directory / OLD_MARKER)):
-        return record
-    record |= old
-    if end := _object(directory / _OLD_END):
-        record |= {"status": "finished", "last_step": end.get("step")}
-    if failure := _object(directory / _OLD_FAILURE):
-        record |= {"status": "failed", "failure": failure}
+    if "status" not in record and (old := _object(directory / OLD_MARKER)):
+        record |= old
+        if end := _object(directory / _OLD_END):
+            record |= {"status": "finished", "last_step": end.get("step")}
+        if failure := _object(directory / _OLD_FAILURE):
+            record |= {"status": "failed", "failure": failure}
+    for name in failures_among(names).values():
+        if "failure" not in record and (failure := _object(directory / name)):
+            record |= {"status": "failed", "failure": failure}
     return record
+
+
+def failure_file(process: int) -> str:
+    """Returns the name of the file in which a process other than 0 says why it failed: only process 0 writes `run.json`."""
+    return f"failure_{process}.json"
+
+
+def failures_among(names: Iterable[str]) -> dict[int, str]:
+    """Returns which of a directory's names are `failure_file`s, by process in ascending order."""
+    return dict(sorted((int(found[1]), name) for name in names if (found := _FAILURE_OF_PROCESS.fullmatch(name))))
+
+
+def names_in(directory: epath.Path) -> set[str]:
+    """Returns the names in a directory; none if it is missing."""
+    try:
+        return {path.name for path in directory.iterdir()}
+    except FileNotFoundError:
+        return set()
 
 
 def has_run(directory: epath.Path) -> bool:

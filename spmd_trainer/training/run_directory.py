@@ -15,7 +15,16 @@ from etils import epath
 from spmd_trainer import pax, sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.storage.files import UNFINISHED_SUFFIX, write_if_changed
-from spmd_trainer.storage.run_files import LOGS, OLD_MARKER, RUN, has_run, read_record
+from spmd_trainer.storage.run_files import (
+    LOGS,
+    OLD_MARKER,
+    RUN,
+    failure_file,
+    failures_among,
+    has_run,
+    names_in,
+    read_record,
+)
 from spmd_trainer.training import config_file
 
 # What the modes that only look may have written here before the run began: inspect, plan, data.
@@ -35,7 +44,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
     Raises:
       UserError: the directory holds something else, or another experiment's run.
     """
-    names = _names_in(directory)
+    names = names_in(directory)
     record = _record(directory) if {RUN, OLD_MARKER} & names else {}
     owner = record.get("experiment")
     # Shipped experiments were once registered without the package that they are in.
@@ -80,16 +89,8 @@ def _record(directory: epath.Path) -> dict[str, Any]:
         return {}
 
 
-def _write(directory: epath.Path, record: Mapping[str, object]) -> None:
-    write_if_changed(directory / RUN, json.dumps(record, indent=1).splitlines())
-
-
-def _names_in(directory: epath.Path) -> set[str]:
-    """Returns the names in a directory; none if it is missing."""
-    try:
-        return {path.name for path in directory.iterdir()}
-    except FileNotFoundError:
-        return set()
+def _write(path: epath.Path, record: Mapping[str, object]) -> None:
+    write_if_changed(path, json.dumps(record, indent=1).splitlines())
 
 
 def _may_be_ours(names: set[str], record: Mapping[str, object]) -> bool:
@@ -104,7 +105,7 @@ def _may_be_ours(names: set[str], record: Mapping[str, object]) -> bool:
 def describe(directory: epath.Path, about: Mapping[str, object], settings: Sequence[str]) -> None:
     """Writes what a start of a training run is into its directory: record and settings. It has not failed yet.
 
-    Process 0 does.
+    Process 0 does. The others clear the reasons of earlier failures.
 
     What has changed in the settings since the directory was last trained in is logged.
 
@@ -113,12 +114,16 @@ def describe(directory: epath.Path, about: Mapping[str, object], settings: Seque
       about: facts by name, JSON; 'experiment' is the experiment's full name.
       settings: 'path: value' each; see `config_file.write_config`.
     """
+    for process, name in failures_among(names_in(directory)).items():
+        # Nobody clears what another process of this start may have just written; fewer may have started than before.
+        if process % jax.process_count() == jax.process_index():
+            (directory / name).unlink(missing_ok=True)
     if jax.process_index():
         return
     directory.mkdir(parents=True, exist_ok=True)
     before = _record(directory)
     ended = {"status": "finished", "last_step": before["last_step"]} if "last_step" in before else {"status": "running"}
-    _write(directory, {**about, **ended})
+    _write(directory / RUN, {**about, **ended})
     config_file.write_config(directory, settings)
 
 
@@ -141,22 +146,29 @@ def report_directory(job_log_dir: epath.Path) -> epath.Path:
 def mark_begin_of_training(directory: epath.Path) -> None:
     """Clears that an earlier start of the run has ended. Process 0 does."""
     if jax.process_index() == 0 and (record := _record(directory)).pop("last_step", None) is not None:
-        _write(directory, {**record, "status": "running"})
+        record.pop("failure", None)
+        _write(directory / RUN, {**record, "status": "running"})
 
 
 def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) -> None:
     """Writes into a run's directory that training has left with the checkpoint of `step`. Process 0 does.
+
+    What another process has failed with in this start, e.g. in a tracker at the end, stays.
 
     Args:
       directory: the run's `job_log_dir`.
       step: the number of steps that it has taken.
       complete: whether training has ended. False: a signal has stopped it.
     """
-    if jax.process_index() == 0:
-        _write(
-            directory,
-            _record(directory) | ({"status": "finished", "last_step": step} if complete else {"status": "stopped"}),
-        )
+    if jax.process_index():
+        return
+    record = _record(directory)
+    if complete:
+        record.pop("failure", None)
+        record |= {"status": "finished", "last_step": step}
+    elif "failure" not in record:
+        record["status"] = "stopped"
+    _write(directory / RUN, record)
 
 
 def end_of_training(directory: epath.Path) -> int | None:
@@ -189,10 +201,14 @@ class Failure:
 def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None:
     """Leaves the reason of a failure in a run's directory, so that jobs that follow the run stop waiting for it."""
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    failure = Failure(step, jax.process_index(), reason)
+    failure = dataclasses.asdict(Failure(step, jax.process_index(), reason))
     try:
-        if has_run(directory):
-            _write(directory, {**_record(directory), "status": "failed", "failure": dataclasses.asdict(failure)})
+        if not has_run(directory):
+            return
+        if process := jax.process_index():
+            _write(directory / failure_file(process), failure)
+        else:
+            _write(directory / RUN, {**_record(directory), "status": "failed", "failure": failure})
     except Exception:  # the failure itself is what the run reports
         logging.exception("the reason of the failure could not be written to %s", directory)
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import jax
 import pytest
 from etils import epath
 from facts import assert_names, raises_naming
@@ -128,3 +129,61 @@ def test_an_unreadable_record_says_neither_end_nor_failure(directory, content):
     assert (run_directory.end_of_training(directory), run_directory.failure(directory)) == (None, None)
     run_directory.mark_end_of_training(directory, 8, complete=True)
     assert run_directory.end_of_training(directory) == 8
+
+
+@pytest.fixture
+def as_process(monkeypatch):
+    """A function that runs the rest of a test as one of two processes."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    return lambda index: monkeypatch.setattr(jax, "process_index", lambda: index)
+
+
+def fail_as(as_process, process, directory):
+    as_process(process)
+    run_directory.mark_failure(directory, 7, ValueError(f"of {process}"))
+    as_process(0)
+
+
+def test_another_processs_failure_is_kept_beside_what_process_0_writes(directory, as_process, monkeypatch):
+    read = run_directory.read_record
+
+    def read_then_process_1_fails(path):
+        found = read(path)
+        monkeypatch.setattr(run_directory, "read_record", read)
+        fail_as(as_process, 1, path)
+        return found
+
+    monkeypatch.setattr(run_directory, "read_record", read_then_process_1_fails)
+    run_directory.mark_end_of_training(directory, 7, complete=False)
+    assert run_directory.failure(directory) == run_directory.Failure(7, 1, "ValueError: of 1")
+    assert read(directory)["status"] == "failed"
+    fail_as(as_process, 0, directory)
+    assert run_directory.failure(directory).process == 0
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_stop_after_a_failure_keeps_what_failed(directory, as_process, process):
+    fail_as(as_process, process, directory)
+    run_directory.mark_end_of_training(directory, 8, complete=False)
+    assert status_in(directory) == "failed"
+    assert run_directory.failure(directory) == run_directory.Failure(7, process, f"ValueError: of {process}")
+
+
+def test_a_complete_end_has_no_older_failure_of_process_0(directory, as_process):
+    fail_as(as_process, 0, directory)
+    run_directory.mark_end_of_training(directory, 8, complete=True)
+    assert (status_in(directory), run_directory.failure(directory)) == ("finished", None)
+
+
+def test_a_start_has_no_older_failure(directory, as_process):
+    run_directory.mark_end_of_training(directory, 7, complete=True)
+    fail_as(as_process, 3, directory)  # of a larger job
+    fail_as(as_process, 2, directory)
+    describe(directory)
+    assert run_directory.failure(directory).process == 3  # that may be of process 1 of this start
+    as_process(1)
+    describe(directory)
+    assert run_directory.failure(directory) is None
+    fail_as(as_process, 0, directory)
+    run_directory.mark_begin_of_training(directory)
+    assert (status_in(directory), run_directory.failure(directory)) == ("running", None)
