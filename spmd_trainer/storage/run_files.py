@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from absl import logging
 from etils import epath
 
 # Whose the directory is, how the run stands, and the overrides, versions and devices of its newest start.
@@ -33,19 +34,22 @@ def read_record(directory: epath.Path) -> dict[str, Any]:
     Its keys: 'experiment'; 'status', which is 'running', 'stopped', 'finished' or 'failed'; 'last_step', only once training
     has ended; 'failure', only after one: step, process and reason; 'overrides', 'parameters', 'devices' and 'versions'.
 
+    A file beside `run.json` that can't be read is left out, with a warning; so is `run.json` itself if an older version's
+    files are there.
+
     Raises:
-      ValueError: it can't be read.
+      ValueError: `run.json` can't be read, and nothing stands in for it.
     """
     names = names_in(directory)
-    record = _object(directory / RUN)
-    if "status" not in record and (old := _object(directory / OLD_MARKER)):
-        record |= old
-        if end := _object(directory / _OLD_END):
+    record = (_readable if OLD_MARKER in names else _object)(directory / RUN)
+    if "status" not in record and OLD_MARKER in names:
+        record |= _readable(directory / OLD_MARKER)
+        if end := _readable(directory / _OLD_END):
             record |= {"status": "finished", "last_step": end.get("step")}
-        if failure := _object(directory / _OLD_FAILURE):
+        if failure := _readable(directory / _OLD_FAILURE):
             record |= {"status": "failed", "failure": failure}
     for name in failures_among(names).values():
-        if "failure" not in record and (failure := _object(directory / name)):
+        if "failure" not in record and (failure := _readable(directory / name)):
             record |= {"status": "failed", "failure": failure}
     return record
 
@@ -71,6 +75,15 @@ def names_in(directory: epath.Path) -> set[str]:
 def has_run(directory: epath.Path) -> bool:
     """Returns True if a training run has begun in a directory."""
     return any((directory / name).exists() for name in (RUN, OLD_MARKER))
+
+
+def _readable(path: epath.Path) -> dict[str, Any]:
+    """Returns the object in a file; {}, with a warning, if it can't be read."""
+    try:
+        return _object(path)
+    except ValueError as error:
+        logging.warning("in %s, %s; it is left out", path.parent, error)
+        return {}
 
 
 def _object(path: epath.Path) -> dict[str, Any]:

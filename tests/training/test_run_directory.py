@@ -118,6 +118,34 @@ def test_runs_of_earlier_versions_have_a_status(tmp_path):
     assert (run_directory.end_of_training(directory), run_directory.failure(directory)) == (None, None)
 
 
+OLD = {
+    "experiment.json": {"experiment": EXPERIMENT},
+    "run.json": {"experiment": EXPERIMENT, "parameters": 3},
+    "end_of_training.json": {"step": 8},
+    "failure.json": {"step": 9, "process": 1, "reason": "disk full"},
+}
+
+
+@pytest.mark.parametrize("damaged", OLD)
+def test_an_unreadable_file_of_an_earlier_version_hides_no_other(tmp_path, damaged, caplog):
+    for name, content in OLD.items():
+        (tmp_path / name).write_text("{" if name == damaged else json.dumps(content))
+    directory = epath.Path(tmp_path)
+    with raises_naming(UserError, f"run of {EXPERIMENT}"):
+        run_directory.check_directory(directory, "my.experiments.Other", trains=True)
+    assert run_directory.end_of_training(directory) == (None if damaged == "end_of_training.json" else 8)
+    failure = None if damaged == "failure.json" else run_directory.Failure(9, 1, "disk full")
+    assert run_directory.failure(directory) == failure
+    assert_names(caplog.text, directory, damaged)
+
+
+def test_an_unreadable_failure_hides_neither_the_record_nor_another(directory, as_process):
+    (directory / "failure_1.json").write_text("{")
+    assert run_directory.read_record(directory)["experiment"] == EXPERIMENT
+    fail_as(as_process, 2, directory)
+    assert run_directory.failure(directory).process == 2
+
+
 UNREADABLE = ["", '{"st', "{}", "[]", "null", '{"status": "failed", "last_step": "x", "failure": 5}']
 
 
