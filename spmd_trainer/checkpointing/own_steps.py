@@ -197,13 +197,18 @@ def open_step(directory: epath.Path, step: int) -> OwnStep:
         listed.append(found)
         return _share_problem(step_dir, _part(found, arrays=False))
 
-    def read_record() -> None:
-        record, unchecked = records.read(step_dir, step), _part(listed[0], arrays=True)
+    def read_record() -> str | None:
+        try:
+            record, unchecked = records.read(step_dir, step), _part(listed[0], arrays=True)
+        except DamagedCheckpointError as error:  # as one process sees it; all refuse the step
+            return str(error)
         saved, name = records.saved_variables(record), f"step {step} in {directory}"
         opened.append(OwnStep(name, step, saved, record["metadata"], step_dir, record, unchecked))
+        return None
 
     _require(check)
-    agreed_problem(read_record)
+    if problem := agreed_problem(read_record):
+        raise DamagedCheckpointError(problem)
     return opened[0]
 
 

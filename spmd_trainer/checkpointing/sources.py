@@ -142,12 +142,16 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
     """
     variables = frozen_base.trained_part(layout.variables, layout.variables)
     wanted = records.by_path(variables)
-    if message := mismatch.explain_adapters(source.saved, wanted, source.label):
-        raise CheckpointMismatchError(message)
-    source.require_fit(wanted, partial=partial)
     positions: list[dict[str, Any] | None] = []
-    # Each process reads a position of its own, and all end if one cannot.
-    agreed_problem(lambda: positions.append(source.input_state() if with_input else None))
+
+    def check() -> None:
+        if message := mismatch.explain_adapters(source.saved, wanted, source.label):
+            raise CheckpointMismatchError(message)
+        source.require_fit(wanted, partial=partial)
+        positions.append(source.input_state() if with_input else None)
+
+    # Each process has opened the source itself and reads a position of its own. All end if one cannot.
+    agreed_problem(check)
     arrays = source.read(wanted, layout.mesh, {path: path for path in wanted})
     state: TrainState = jax.tree.unflatten(jax.tree.structure(variables), [arrays[path] for path in wanted])
     return Restored(state, source.step, positions[0], source.record(state, wanted))
