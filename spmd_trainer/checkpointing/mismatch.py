@@ -97,6 +97,21 @@ def adapters_alone(checkpoint: str) -> str:
     )
 
 
+def adapters_without_base(checkpoint: str, saved: Iterable[str]) -> str:
+    """Returns the message for adapters, from another trainer, that a run with adapters is to continue from.
+
+    Args:
+      checkpoint: names the checkpoint in the message.
+      saved: the paths of its variables.
+    """
+    adapters = list(filter(is_adapter, saved))
+    return (
+        f"{checkpoint} holds {len(adapters)} variables of adapters, such as {adapters[0]}, but not the settings that they "
+        "were trained with and which base they belong to: only this trainer's checkpoints do. Fix: begin a new run whose "
+        "task.train.init_from_checkpoint_rules name that directory and the one of the base."
+    )
+
+
 def _nearest_extra(path: str, variable: SavedVariable, extra: list[str], saved: Mapping[str, SavedVariable]) -> str:
     """Returns which saved variable of the same shape that the model lacks a missing one may be, as the end of a line."""
     alike = [p for p in extra if saved[p].shape == variable.shape]

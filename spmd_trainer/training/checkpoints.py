@@ -17,7 +17,9 @@ from spmd_trainer.checkpointing import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     Restored,
+    frozen_base,
     iterate_checkpoints,
+    mismatch,
     records,
     restore,
     steps,
@@ -28,7 +30,7 @@ from spmd_trainer.hf import peft
 from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.storage.run_files import has_run
-from spmd_trainer.train_states import TrainState
+from spmd_trainer.train_states import TrainState, is_adapter
 from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, run_directory
 from spmd_trainer.training.adapter_checkpoints import FrozenBase
 from spmd_trainer.training.job import Job
@@ -102,7 +104,7 @@ def restore_from(
 
     Raises:
       UserError: the directory holds no checkpoint.
-      CheckpointError: see `checkpointing.restore`.
+      CheckpointError: see `checkpointing.restore`; or a run with adapters would continue from those of another trainer.
     """
     directory = job.config.checkpoint_dir
     with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
@@ -110,6 +112,8 @@ def restore_from(
         if isinstance(source, hf.HfSource):
             hf.require_model(directory, job.task)
         if source is not None:
+            if frozen_base.has_adapters(layout.variables) and any(map(is_adapter, source.saved)):
+                raise source.mismatch_error(mismatch.adapters_without_base(source.label, source.saved))
             restored = restore(source, layout, partial=partial, with_input=with_input)
         else:
             own = Checkpointer(directory, read_only=True)

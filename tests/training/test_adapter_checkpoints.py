@@ -22,15 +22,24 @@ from spmd_trainer.checkpointing import (
     CheckpointError,
     CheckpointLoadingRules,
     CheckpointMismatchError,
+    CheckpointSource,
     frozen_base,
 )
+from spmd_trainer.checkpointing.records import SavedVariable
 from spmd_trainer.decoder.lora import is_adapter
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.finetune import LoraFromFolder
 from spmd_trainer.experiments.lm.hf import FromFolder
 from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.training import adapter_checkpoints, checkpoints, initial_state, start_checks, train
+from spmd_trainer.training import (
+    adapter_checkpoints,
+    checkpoint_sources,
+    checkpoints,
+    initial_state,
+    start_checks,
+    train,
+)
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 
@@ -239,6 +248,33 @@ def test_a_run_with_adapters_says_that_the_checkpoint_is_a_whole_model(mode, who
         CheckpointMismatchError, "a whole model", "task.train.init_from_checkpoint_rules", "task.lora=None"
     ):
         first_state(job_of(whole)) if mode == "train" else restored(whole)
+
+
+class OtherTrainers(CheckpointSource):
+    """A checkpoint of another trainer, with an experiment's variables."""
+
+    def read(self, wanted, mesh, source):
+        return dict.fromkeys(wanted)
+
+
+@pytest.mark.parametrize("holds_base", [True, False])
+@pytest.mark.parametrize("partial", [True, False])
+def test_adapters_of_another_trainer_are_refused_with_what_is_there(holds_base, partial, tmp_path, monkeypatch):
+    """Evaluation took them without the base; training named each variable of the base as one that the model lacks."""
+    job = job_of(tmp_path / "run", mode="eval", restore_checkpoint_dir=tmp_path / "theirs")
+    layout = job.partitioner.layout.without_opt_states()
+    saved = {
+        spec.path: SavedVariable.from_spec(spec)
+        for spec in layout.records()
+        if holds_base or not frozen_base.is_base(spec.path)
+    }
+    label = f"Pax checkpoint {tmp_path / 'theirs'}"
+    theirs = OtherTrainers(label, 20, saved, {})
+    monkeypatch.setattr(checkpoint_sources, "open_whole_model", lambda *args: theirs)
+    first = next(filter(is_adapter, saved))
+    number = sum(map(is_adapter, saved))
+    with raises_naming(CheckpointMismatchError, label, f"{number} variables", first, "init_from_checkpoint_rules"):
+        checkpoints.restore_from(job, layout, step=None, partial=partial, with_input=False)
 
 
 @pytest.mark.full
