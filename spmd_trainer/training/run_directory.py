@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -143,6 +144,15 @@ def report_directory(job_log_dir: epath.Path) -> epath.Path:
     return directory
 
 
+@contextlib.contextmanager
+def _logging_errors(directory: epath.Path) -> Iterator[None]:
+    """Lets a run whose status can't be written end as it would: with its own failure, or with a saved step."""
+    try:
+        yield
+    except Exception:
+        logging.exception("the status of the run could not be written to %s", directory)
+
+
 def mark_begin_of_training(directory: epath.Path) -> None:
     """Clears that an earlier start of the run has ended. Process 0 does."""
     if jax.process_index() == 0 and (record := _record(directory)).pop("last_step", None) is not None:
@@ -153,7 +163,8 @@ def mark_begin_of_training(directory: epath.Path) -> None:
 def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) -> None:
     """Writes into a run's directory that training has left with the checkpoint of `step`. Process 0 does.
 
-    What another process has failed with in this start, e.g. in a tracker at the end, stays.
+    What another process has failed with in this start, e.g. in a tracker at the end, stays. If a stop can't be written, this is
+    logged. A complete end must be: the next start would train on.
 
     Args:
       directory: the run's `job_log_dir`.
@@ -162,13 +173,14 @@ def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) ->
     """
     if jax.process_index():
         return
-    record = _record(directory)
-    if complete:
-        record.pop("failure", None)
-        record |= {"status": "finished", "last_step": step}
-    elif "failure" not in record:
-        record["status"] = "stopped"
-    _write(directory / RUN, record)
+    with contextlib.nullcontext() if complete else _logging_errors(directory):
+        record = _record(directory)
+        if complete:
+            record.pop("failure", None)
+            record |= {"status": "finished", "last_step": step}
+        elif "failure" not in record:
+            record["status"] = "stopped"
+        _write(directory / RUN, record)
 
 
 def end_of_training(directory: epath.Path) -> int | None:
@@ -202,15 +214,13 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
     """Leaves the reason of a failure in a run's directory, so that jobs that follow the run stop waiting for it."""
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     failure = dataclasses.asdict(Failure(step, jax.process_index(), reason))
-    try:
+    with _logging_errors(directory):
         if not has_run(directory):
             return
         if process := jax.process_index():
             _write(directory / failure_file(process), failure)
         else:
             _write(directory / RUN, {**_record(directory), "status": "failed", "failure": failure})
-    except Exception:  # the failure itself is what the run reports
-        logging.exception("the reason of the failure could not be written to %s", directory)
 
 
 def failure(directory: epath.Path) -> Failure | None:

@@ -233,12 +233,7 @@ def _end(
         checkpoints.checkpointer.wait_until_finished()
         _report_saved(run, callbacks, checkpoints)
     # At once: trackers may take a minute, and a run that is killed meanwhile must not train on.
-    try:
-        run_directory.mark_end_of_training(run.job_log_dir, run.step, complete=complete)
-    except Exception:
-        if complete:
-            raise
-        logging.exception("the status of the run could not be written; its last step is saved")
+    run_directory.mark_end_of_training(run.job_log_dir, run.step, complete=complete)
     run.begin("the end of the run")
     callbacks.call("on_end", run)
     outcome, next_step = _outcome(run, work.interrupted, complete=complete)

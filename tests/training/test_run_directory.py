@@ -215,3 +215,15 @@ def test_a_start_has_no_older_failure(directory, as_process):
     fail_as(as_process, 0, directory)
     run_directory.mark_begin_of_training(directory)
     assert (status_in(directory), run_directory.failure(directory)) == ("running", None)
+
+
+def test_of_a_status_that_cannot_be_written_only_a_complete_end_fails(directory, caplog):
+    (directory / "run.json").unlink()
+    (directory / "run.json").mkdir()
+    run_directory.mark_end_of_training(directory, 7, complete=False)
+    assert_names(caplog.text, directory, "IsADirectoryError")
+    caplog.clear()
+    run_directory.mark_failure(directory, 7, ValueError("x"))
+    assert_names(caplog.text, directory, "IsADirectoryError")
+    with pytest.raises(IsADirectoryError):
+        run_directory.mark_end_of_training(directory, 7, complete=True)
