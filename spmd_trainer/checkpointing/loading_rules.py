@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer.checkpointing import frozen_base, mismatch, own_steps, records, rule_matching
+from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 from spmd_trainer.checkpointing.rule_matching import CheckpointLoadingRules, RulesByDirectory
 from spmd_trainer.checkpointing.sources import CheckpointSource, OpenForeign
@@ -157,29 +159,43 @@ def resolve_rules(
     """
     specs = records.by_path(variables)
     rows = {path: LoadRow(path, LEFT, "no rule matches" if path.startswith(_VARS) else "") for path in specs}
-    parts, warnings = [], []
+    parts: list[tuple[CheckpointSource, dict[str, str]]] = []
+    warnings: list[str] = []
     for directory, rule in rule_matching.built(rules).items():
         path = epath.Path(directory)
         foreign = open_foreign(path, rule.step, variables) if open_foreign is not None else None
         source = own_steps.find_step(path, rule.step, check_contents) if foreign is None else foreign
-        _check_kind(specs, source)
-        warnings += _check_rules(rule, specs, source)
-        open_paths = {path: spec for path, spec in specs.items() if rows[path].status != LOADED}
-        saved_paths = _resolve_variables(rule, open_paths, source, rows)
-        saved_paths |= _resolve_opt_states(rule, open_paths, source, rows)
-        if rule.load_step and _STEP in open_paths:
-            if _STEP not in source.saved:
-                raise CheckpointMismatchError(
-                    _explain(source, ["it has no step counter that load_step could load"], "set load_step=False")
-                )
-            saved_paths[_STEP] = _STEP
-        if not saved_paths:
-            raise CheckpointMismatchError(_nothing_loaded(source, rows))
-        for path, saved_path in saved_paths.items():
-            rows[path] = LoadRow(path, LOADED, _describe(source, saved_path, specs[path]))
-        parts.append((source, saved_paths))
+        # Each process has opened the source itself.
+        agreed_problem(functools.partial(_resolve, rule, specs, source, rows, parts, warnings))
     loaded_opt = any(row.status == LOADED for path, row in rows.items() if path.startswith(_OPT))
     return ResolvedRules(LoadReport(tuple(rows.values()), loaded_opt, tuple(warnings)), tuple(parts))
+
+
+def _resolve(
+    rule: CheckpointLoadingRules,
+    specs: Mapping[str, VariableSpec],
+    source: CheckpointSource,
+    rows: dict[str, LoadRow],
+    parts: list[tuple[CheckpointSource, dict[str, str]]],
+    warnings: list[str],
+) -> None:
+    """Adds what one checkpoint gives to the rows, parts and warnings of a warm start."""
+    _check_kind(specs, source)
+    warnings += _check_rules(rule, specs, source)
+    open_paths = {path: spec for path, spec in specs.items() if rows[path].status != LOADED}
+    saved_paths = _resolve_variables(rule, open_paths, source, rows)
+    saved_paths |= _resolve_opt_states(rule, open_paths, source, rows)
+    if rule.load_step and _STEP in open_paths:
+        if _STEP not in source.saved:
+            raise CheckpointMismatchError(
+                _explain(source, ["it has no step counter that load_step could load"], "set load_step=False")
+            )
+        saved_paths[_STEP] = _STEP
+    if not saved_paths:
+        raise CheckpointMismatchError(_nothing_loaded(source, rows))
+    for path, saved_path in saved_paths.items():
+        rows[path] = LoadRow(path, LOADED, _describe(source, saved_path, specs[path]))
+    parts.append((source, saved_paths))
 
 
 def _check_rules(

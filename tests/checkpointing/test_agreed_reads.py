@@ -14,12 +14,16 @@ from facts import assert_names
 
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing import (
+    LOAD_ALL,
     CheckpointError,
+    CheckpointLoadingRules,
     CheckpointMismatchError,
     DamagedCheckpointError,
     records,
     restore,
+    rule_matching,
 )
+from spmd_trainer.checkpointing.loading_rules import resolve_rules
 from spmd_trainer.checkpointing.own_steps import OwnStep, find_step, open_step
 
 Call = Callable[[], object]
@@ -90,4 +94,13 @@ def test_a_mismatch_that_one_process_finds_ends_the_restore_on_both(saved, as_tw
     first, second = as_two(lambda: restore(open_step(epath.Path(saved.directory), 10), layout))
     assert isinstance(first, CheckpointError)
     assert_names(str(first), "process 1", "w is reshaped")
+    assert isinstance(second, CheckpointMismatchError)
+
+
+def test_rules_that_one_process_finds_unfit_end_the_warm_start_on_both(saved, as_two, monkeypatch):
+    on_process_1(monkeypatch, rule_matching, "without_match", lambda *args: ["no variable"])
+    rules = {str(saved.directory): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
+    first, second = as_two(lambda: resolve_rules(saved.variables, rules, check_contents=False))
+    assert isinstance(first, CheckpointError)
+    assert_names(str(first), "process 1", "no variable")
     assert isinstance(second, CheckpointMismatchError)
