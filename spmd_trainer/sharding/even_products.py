@@ -38,9 +38,9 @@ def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
     return found
 
 
-def is_suspect(asked: Splits) -> bool:
+def is_suspect(asked: Splits, num_axes: int) -> bool:
     """Returns True if XLA may get a product wrong of which these splits are asked; it depends on its operands' splits."""
-    return any(_is_involved(axes) for axes in asked)
+    return any(num_axes > 3 or _is_involved(axes) for axes in asked)
 
 
 def _is_involved(axes: DimAxes) -> bool:
@@ -61,15 +61,18 @@ def safe_split(
       shape: of the product, with padding.
       sizes: {axis: size} of the mesh.
     """
-    num_axes = sum(size > 1 for size in sizes.values())
-    if not any(_is_wrong(axes, suggested, summed, num_axes) for axes in asked):
+    if not any(_is_wrong(axes, suggested, summed, num_real_axes(sizes)) for axes in asked):
         return None
     kept: list[tuple[str, ...]] = [()] * len(shape)
     for dim, over in enumerate(each_once(suggested)):
-        more = [*kept[:dim], over or (), *kept[dim + 1 :]]
-        if shape[dim] % math.prod(sizes[axis] for axis in over or ()) == 0 and not _is_involved(tuple(more)):
+        more = [*kept[:dim], (over or ())[:1], *kept[dim + 1 :]]
+        if shape[dim] % math.prod(sizes[axis] for axis in more[dim]) == 0 and not _is_involved(tuple(more)):
             kept = more
     return PartitionSpec(*(over or None for over in kept))
+
+
+def num_real_axes(sizes: Mapping[str, int]) -> int:
+    return sum(size > 1 for size in sizes.values())
 
 
 def product_axes(eqn: Any, x: Value, y: Value) -> tuple[DimAxes, frozenset[str]]:
@@ -95,19 +98,25 @@ def each_once(dims: DimAxes) -> DimAxes:
 def _is_wrong(asked: DimAxes, suggested: DimAxes, summed: frozenset[str], num_axes: int) -> bool:
     """Returns True for a split in which a summed axis takes the place of one that goes to another dimension.
 
-    Beside batch dimensions, two axes that change places are enough; on a mesh of four axes, any axis that goes elsewhere. XLA is
-    right if a dimension is split over several axes, all of which were summed over and split nothing else of the operands: so
-    are the gradients of weights over ('replica', 'data') and 'mdl'.
+    In a result of more than two dimensions, the summed axis may be anywhere, and two axes that change places are enough. On a
+    mesh of four axes, an axis that splits two dimensions of the operands is enough. XLA is right if a dimension is split over
+    several axes, all of which were summed over and split nothing else of the operands: so are the gradients of weights over
+    ('replica', 'data') and 'mdl'.
     """
     over = [frozenset(dim or ()) for dim in asked]
     of_operands = [frozenset(dim or ()) for dim in suggested]
+    free = frozenset[str]().union(*of_operands)
+    if num_axes > 3 and len(summed) + sum(map(len, of_operands)) > len(summed | free):
+        return True
 
     def others(dims: Sequence[frozenset[str]], at: int) -> frozenset[str]:
         return frozenset[str]().union(*dims[:at], *dims[at + 1 :])
 
     def is_wrong_at(at: int) -> bool:
-        arriving = over[at] & (summed if len(over) < 3 else summed | others(of_operands, at))
-        is_safe = len(over[at]) > 1 and over[at] <= summed - frozenset().union(*of_operands)
+        arriving = over[at] & summed
+        if len(over) > 2:
+            arriving |= over[at] & others(of_operands, at) | others(over, at) & summed
+        is_safe = len(over[at]) > 1 and over[at] <= summed - free
         is_moved = bool(of_operands[at] & others(over, at))
         return is_moved and (bool(arriving) or num_axes > 3) and not is_safe
 

@@ -111,7 +111,8 @@ class EvenProgram:
 
     def _changes(self, eqn: Any) -> bool:
         name, params = eqn.primitive.name, eqn.params
-        if _mark_of(eqn) or even_products.is_suspect(self.asked.get(id(eqn), frozenset())):
+        num_axes = 0 if self.pins.mesh is None else even_products.num_real_axes(mesh_shape_of(self.pins.mesh))
+        if _mark_of(eqn) or even_products.is_suspect(self.asked.get(id(eqn), frozenset()), num_axes):
             return True
         if name == "sharding_constraint":
             return bool(place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
