@@ -66,10 +66,9 @@ def test_baseline_and_trainer_agree_on_variables_loss_and_gradient():
     partitioner.setup(task, shapes)
     state = partitioner.initialize_train_state(jax.random.key(2))
     variables = baseline_variables(state.mdl_vars["params"])
-    hparams = partitioner.metadata.var_weight_hparams
 
     def of_trainer(state):
-        output, _, grads = step_fns.gradients(task, state.mdl_vars, jax.random.key(0), batch, hparams)
+        output, _, grads = step_fns.gradients(partitioner.layout, state.mdl_vars, jax.random.key(0), batch)
         accuracy, count = output.weighted_scalars["fraction_of_correct_next_step_preds"]
         return output.loss, accuracy, count, baseline_variables(grads["params"])
 

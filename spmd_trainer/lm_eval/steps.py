@@ -18,8 +18,8 @@ from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.step import step_fns
-from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedWeightHParams, TrainState
+from spmd_trainer.step.layout import Layout
+from spmd_trainer.train_states import TrainState
 
 # Most shapes for the requests of one kind.
 MAX_SHAPES = 8
@@ -135,17 +135,12 @@ _NEEDED = ("per_example_argmax", "per_sequence_xent")
 
 
 def score_step(
-    task: SingleTask,
-    state: TrainState,
-    key: jax.Array,
-    inputs: NestedMap,
-    var_weight_hparams: NestedWeightHParams,
-    *rest: Any,
+    layout: Layout, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
 ) -> tuple[None, tuple[jax.Array, jax.Array, jax.Array]]:
     """Scores the labels of a batch with nonzero weights. A step for `Partitioner.partition`.
 
     Args:
-      task, state, key, var_weight_hparams: as in `step_fns.eval_step`.
+      layout, state, key: as in `step_fns.eval_step`.
       inputs: the batch; `row_index` int32 [B] is returned unchanged.
       *rest: the partitioner's extra arguments; unused, so that the compiler splits the step.
 
@@ -157,12 +152,18 @@ def score_step(
       UserError: the model returns neither logits nor per-token scores.
     """
     del rest
-    if hasattr(task.model, "return_predictions"):
-        task = dataclasses.replace(task, model=task.model.clone(return_predictions=True))
-    output = step_fns.evaluate(task, state.mdl_vars, key, inputs, var_weight_hparams)
+    if hasattr(layout.task.model, "return_predictions"):
+        layout = _with_model(layout, return_predictions=True)
+    output = step_fns.evaluate(layout, state.mdl_vars, key, inputs)
     xent, argmax = _of_labels(output.per_example_out, inputs)
     is_greedy = jnp.all((argmax == inputs.labels) | (inputs.weights == 0), axis=-1)
     return None, (-xent.astype(jnp.float32), is_greedy, inputs.row_index)
+
+
+def _with_model(layout: Layout, **settings: Any) -> Layout:
+    """Returns the layout for a model with other settings and the same variables."""
+    task = dataclasses.replace(layout.task, model=layout.task.model.clone(**settings))
+    return dataclasses.replace(layout, task=task)
 
 
 def _of_labels(outputs: Any, inputs: NestedMap) -> tuple[jax.Array, jax.Array]:
@@ -182,11 +183,10 @@ def _of_labels(outputs: Any, inputs: NestedMap) -> tuple[jax.Array, jax.Array]:
 
 
 def generate_step(
-    task: SingleTask,
+    layout: Layout,
     state: TrainState,
     key: jax.Array,
     inputs: NestedMap,
-    var_weight_hparams: NestedWeightHParams,
     *rest: Any,
     settings: GenerationSettings,
     tokenizer: Tokenizer | None,
@@ -194,7 +194,7 @@ def generate_step(
     """Continues the prompts of a batch. A step for `Partitioner.partition`.
 
     Args:
-      task, state, key, inputs, var_weight_hparams, *rest: as in `score_step`.
+      layout, state, key, inputs, *rest: as in `score_step`.
       settings: how to continue them.
       tokenizer: for stop strings and end-of-text.
 
@@ -202,9 +202,9 @@ def generate_step(
       int32 [B, N], the generated tokens; int32 [B], their number; `row_index`.
     """
     del rest
-    task = dataclasses.replace(task, model=task.model.clone(generation=settings))
+    layout = _with_model(layout, generation=settings)
     with tokenizer_of_texts(tokenizer):
-        _, output = step_fns.decode_step(task, state, key, inputs, var_weight_hparams)
+        _, output = step_fns.decode_step(layout, state, key, inputs)
     found = output.per_example_out
     lengths = found.prefix_lengths
     index = lengths[:, None] + jnp.arange(settings.max_tokens)

@@ -7,6 +7,7 @@ training. It writes only the log and takes no lock, so the run may continue mean
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,8 @@ from spmd_trainer.planner.value_flags import Frame, run_with_flags
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.layout import Layout
+from spmd_trainer.step.step_fns import GradFn, Padded
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoint_sources, run_directory, start_up
 from spmd_trainer.training.adapter_checkpoints import FrozenBase
@@ -122,16 +125,23 @@ def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _named_step(
-    task: Any, state: TrainState, key: jax.Array, rows: PyTree, hparams: PyTree, grad_fn: Any = None, padded: Any = None
+    layout: Layout,
+    state: TrainState,
+    key: jax.Array,
+    rows: PyTree,
+    grad_fn: GradFn | None = None,
+    padded: Padded | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """`train_step`, with names on the gradients; returns the loss and the summaries by name."""
 
+    run = grad_fn or functools.partial(step_fns.gradients, layout)
+
     def named(*args: Any) -> tuple[Any, PyTree, PyTree]:
-        output, written, grads = (grad_fn or step_fns.gradients)(*args)
+        output, written, grads = run(*args)
         paths = iter([path for path, _ in named_leaves(grads)])
         return output, written, jax.tree.map(lambda x: checkpoint_name(x, _GRADIENT + next(paths)), grads)
 
-    new_state, output = step_fns.train_step(task, state, key, rows, hparams, named, padded)
+    new_state, output = step_fns.train_step(layout, state, key, rows, named, padded)
     summaries = {f"summary {name}": x for name, x in output.summary_tensors.items()}
     assert output.loss is not None  # only decoding has none
     return new_state, {"loss": output.loss, **summaries}

@@ -16,10 +16,10 @@ from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.step_fns import Padded
 from spmd_trainer.train_states import NestedJTensor, NestedPartitionSpec, NestedShapeDtypeStruct, TrainState
 
-# A pure step: (task, state, key, inputs, var_weight_hparams, ...) -> (new state or None, outputs). A partitioner may pass further
-# arguments (`step_fns.train_step`), so a step of your own takes `*rest` and passes it on.
+# A pure step: (layout, state, key, inputs, ...) -> (new state or None, outputs). A partitioner may pass further arguments
+# (`step_fns.train_step`), so a step of your own takes `*rest` and passes it on.
 StepFn: TypeAlias = Callable[..., tuple[TrainState | None, Any]]
-# Padded variables and inputs -> the arguments of a step function after `var_weight_hparams`.
+# Padded variables and inputs -> the arguments of a step function after `inputs`.
 ExtraArgs: TypeAlias = Callable[[Padded], tuple[Any, ...]]
 
 
@@ -102,7 +102,7 @@ def compile_step(
         rows = jax.tree.map(functools.partial(batch_padding.without_added, layout.mesh), inputs, inputs_shape_dtype)
         rows, logical = layout.reshard(rows), layout.slice(state)
         extra = extra_args(Padded(state.mdl_vars, inputs))
-        new_state, outputs = step_fn(layout.task, logical, prng_key, rows, layout.var_weight_hparams, *extra)
+        new_state, outputs = step_fn(layout, logical, prng_key, rows, *extra)
         return (None if new_state is None else layout.pad(new_state)), outputs
 
     padded = layout.pad_inputs_shape_dtype(inputs_shape_dtype)

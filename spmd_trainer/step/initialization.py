@@ -10,6 +10,7 @@ from praxis import base_layer, optimizers, py_utils
 
 from spmd_trainer.optim import masks
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import (
     NestedJTensor,
@@ -41,7 +42,7 @@ def variables_initialiser(
         inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
         # praxis logs a line for each variable here.
         with py_utils.logging_verbosity_level("WARNING"), base_layer.JaxContext.new_context(hparams=context):
-            _, inputs = step_fns.to_fprop_dtype(task, {}, inputs, {})
+            _, inputs = step_fns.to_fprop_dtype(LogicalLayout(task, {}), {}, inputs)
             mdl_vars = task.model_for_steps.init_variables(prng_key, inputs)
         # Axis names of Flax modules' parameters: metadata, not variables.
         mdl_vars.pop("params_axes", None)
@@ -62,19 +63,18 @@ def abstract_hparams(init_variables: Callable[[jax.Array], NestedJTensor]) -> Ne
     return hparams
 
 
-def create_train_state(
-    task: SingleTask, mdl_vars: NestedJTensor, var_weight_hparams: NestedWeightHParams, *, with_opt_states: bool = True
-) -> TrainState:
+def create_train_state(layout: LogicalLayout, mdl_vars: NestedJTensor, *, with_opt_states: bool = True) -> TrainState:
     """Returns the state before the first step, for variables of logical shapes; usable under `jax.eval_shape`."""
     if not with_opt_states:
         return TrainState.create(mdl_vars, [])
-    grad_tx, excluded = grad_transformation(task, var_weight_hparams)
+    grad_tx, excluded = grad_transformation(layout)
     return TrainState.create(mdl_vars, [grad_tx.init(masks.mask_out(mdl_vars, excluded))])
 
 
 def grad_transformation(
-    task: SingleTask, var_weight_hparams: NestedWeightHParams
+    layout: LogicalLayout,
 ) -> tuple[optimizers.ShardedGradientTransformation, PyTree]:
     """Returns the learner's gradient transformation, and a tree of bools: True for variables without an optimizer state."""
-    excluded = masks.get_excluded_var_mask_for_opt(var_weight_hparams, task.learner)
-    return task.learner.get_grad_tx(masks.mask_out(var_weight_hparams, excluded)), excluded
+    hparams, learner = layout.var_weight_hparams, layout.task.learner
+    excluded = masks.get_excluded_var_mask_for_opt(hparams, learner)
+    return learner.get_grad_tx(masks.mask_out(hparams, excluded)), excluded

@@ -32,13 +32,24 @@ RowPadding: TypeAlias = Literal["constant", "wrap"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """The layout of a task's train state and of its batches on a mesh.
+class LogicalLayout:
+    """What the maths of a step knows of a layout: no mesh and no padding.
 
     Attributes:
       task: the built task.
-      mesh: the device mesh.
       var_weight_hparams: praxis' WeightHParams of the model's variables.
+    """
+
+    task: SingleTask
+    var_weight_hparams: NestedWeightHParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout(LogicalLayout):
+    """The layout of a task's train state and of its batches on a mesh.
+
+    Attributes:
+      mesh: the device mesh.
       variables: a TrainState whose leaves are VariableSpecs.
       in_step: the VariableSpecs that the step computes with; same structure. They differ from `variables` where a step keeps
         padding and sees it as part of the logical shape (`vocabulary_padding.for_step`).
@@ -46,9 +57,7 @@ class Layout:
       row_padding: how missing rows of a batch are filled.
     """
 
-    task: SingleTask
     mesh: Mesh
-    var_weight_hparams: NestedWeightHParams
     variables: TrainState
     in_step: TrainState
     init_variables: Callable[[jax.Array], NestedJTensor]

@@ -23,23 +23,16 @@ from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import accumulation, step_fns
+from spmd_trainer.step.layout import Layout, LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput
-from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
+from spmd_trainer.train_states import NestedJTensor, PyTree
 
 # (sum of value * weight, sum of the weights)
 Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def accumulated_gradients(
-    task: SingleTask,
-    mdl_vars: NestedJTensor,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
-    *,
-    num_minibatches: int,
-    reshard: Callable[[NestedJTensor], NestedJTensor],
+    layout: Layout, num_minibatches: int, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
     """Runs the forward and backward pass over minibatches of the global batch.
 
@@ -49,24 +42,24 @@ def accumulated_gradients(
     dropout masks. Integers that the model writes are those of the whole batch (`advance_integers`).
 
     Args:
-      task, mdl_vars, prng_key, inputs, var_weight_hparams: as in `step_fns.gradients`.
+      layout: the layout of the state; splits each minibatch over the mesh.
       num_minibatches: number of minibatches; divides the rows of the batch.
-      reshard: splits a minibatch over the mesh.
+      mdl_vars, prng_key, inputs: as in `step_fns.gradients`.
 
     Returns:
       As `step_fns.gradients`.
     """
-    excluded = masks.get_excluded_var_mask_for_grad(var_weight_hparams, task.learner)
+    excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
     written = {name: mdl_vars[name] for name in step_fns.FORWARD_COLLECTIONS if name in mdl_vars}
     num_rows = jax.tree.leaves(inputs)[0].shape[0]
-    outputs = Outputs(str(task.learner.loss_name))
+    outputs = Outputs(str(layout.task.learner.loss_name))
 
     def loss_fn(
         params: NestedJTensor, written: NestedJTensor, rows: NestedJTensor, key: jax.Array, index: jax.Array
     ) -> accumulation.LossAndAux:
         del index
         merged = {**step_fns.merge(excluded, params, mdl_vars), **written}
-        output, new = step_fns.forward(task, merged, key, reshard(rows), var_weight_hparams, do_eval=False)
+        output, new = step_fns.forward(layout, merged, key, layout.reshard(rows), do_eval=False)
         written = {name: keep_integers(new.get(name, old), old) for name, old in written.items()}
         sums, by_row = outputs.take(output, jnp.ones(()), num_rows // num_minibatches)
         return output.loss * lax.stop_gradient(sums["loss"][1]), (written, sums, by_row)
@@ -83,7 +76,7 @@ def accumulated_gradients(
     by_row = [_transposed(x, (num_minibatches, -1)) for x in by_row]
     inverse = accumulation.weighted_mean(jnp.ones(()), sums["loss"][1])
     grads = jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
-    written = advance_integers(written, task, mdl_vars, prng_key, inputs, var_weight_hparams)
+    written = advance_integers(written, layout, mdl_vars, prng_key, inputs)
     return outputs.put_back(sums, by_row, 1, num_rows), written, grads
 
 
@@ -99,24 +92,23 @@ def keep_integers(new: PyTree, old: PyTree) -> PyTree:
 
 def advance_integers(
     written: NestedJTensor,
-    task: SingleTask,
+    layout: LogicalLayout,
     mdl_vars: NestedJTensor,
     prng_key: jax.Array,
     inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
 ) -> NestedJTensor:
     """Sets the integers among the written variables to what a forward pass over the whole batch writes.
 
     Args:
       written: the collections that the parts of the batch wrote, by name.
-      task, mdl_vars, prng_key, inputs, var_weight_hparams: as in `step_fns.gradients`.
+      layout, mdl_vars, prng_key, inputs: as in `step_fns.gradients`.
 
     Returns:
       A tree like `written`; `written` itself if it has no integers.
     """
     if not any(is_integer(x) for x in jax.tree.leaves(written)):
         return written
-    _, whole = step_fns.forward(task, mdl_vars, prng_key, inputs, var_weight_hparams, do_eval=False)
+    _, whole = step_fns.forward(layout, mdl_vars, prng_key, inputs, do_eval=False)
     return {
         name: jax.tree.map(lambda w, o: w.astype(o.dtype) if is_integer(o) else o, whole.get(name, tree), tree)
         for name, tree in written.items()
@@ -214,17 +206,17 @@ def check_count(num_minibatches: int, num_rows: int) -> None:
         )
 
 
-def check_no_overwritten(var_weight_hparams: NestedWeightHParams, what: str) -> None:
+def check_no_overwritten(layout: LogicalLayout, what: str) -> None:
     """Checks that no variable is overwritten with its gradient: such a gradient is not a mean over parts of a batch.
 
     Args:
-      var_weight_hparams: WeightHParams of the variables.
+      layout: the variables' layout.
       what: the setting or partitioner that computes gradients in parts, for the message.
 
     Raises:
       ValueError: a variable is; names it.
     """
-    overwritten = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
+    overwritten = jax.tree.map(base_layer.var_overwrite_with_gradient, layout.var_weight_hparams)
     for path, overwrites in named_leaves(overwritten):
         if overwrites:
             raise ValueError(

@@ -143,7 +143,7 @@ class Partitioner(abc.ABC):
                 logging.warning("%s", note)
         init_variables = initialization.variables_initialiser(task, inputs_shape_dtype)
         hparams, variables = state_layout.build(task, init_variables, mesh, plan)
-        return Layout(task, mesh, hparams, variables, variables, init_variables, row_padding)
+        return Layout(task, hparams, mesh, variables, variables, init_variables, row_padding)
 
     @property
     def metadata(self) -> Layout:
@@ -173,10 +173,7 @@ class Partitioner(abc.ABC):
 
         def init(prng_key: jax.Array) -> TrainState:
             mdl_vars = base_layer.maybe_unbox_value(layout.init_variables(prng_key))
-            state = initialization.create_train_state(
-                layout.task, mdl_vars, layout.var_weight_hparams, with_opt_states=with_opt_states
-            )
-            return layout.pad(state)
+            return layout.pad(initialization.create_train_state(layout, mdl_vars, with_opt_states=with_opt_states))
 
         # It runs once, so compiling it must be cheap: on CPU this level halves the compile time and gives the same values.
         on_cpu = layout.mesh.devices.flat[0].platform == "cpu"

@@ -51,8 +51,7 @@ class PjitPartitioner(Partitioner):
         self.layout = self.make_layout(task, inputs_shape_dtype, "constant")
         if self.num_minibatches > 1:
             minibatches.check_count(self.num_minibatches, jax.tree.leaves(inputs_shape_dtype)[0].shape[0])
-            name = f"num_minibatches={self.num_minibatches}"
-            minibatches.check_no_overwritten(self.layout.var_weight_hparams, name)
+            minibatches.check_no_overwritten(self.layout, f"num_minibatches={self.num_minibatches}")
 
     def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
         """See `Partitioner.partition`. A train step gets a `grad_fn` if there are several minibatches."""
@@ -60,9 +59,7 @@ class PjitPartitioner(Partitioner):
         layout = vocabulary_padding.for_step(layout, inputs_shape_dtype)
         if is_eval or self.num_minibatches == 1:
             return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=is_eval)
-        grad_fn = functools.partial(
-            minibatches.accumulated_gradients, num_minibatches=self.num_minibatches, reshard=layout.reshard
-        )
+        grad_fn = functools.partial(minibatches.accumulated_gradients, layout, self.num_minibatches)
         return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=False, extra_args=lambda padded: (grad_fn,))
 
     def rows_to_split(self, num_rows: int, num_devices: int) -> int:

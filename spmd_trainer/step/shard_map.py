@@ -47,11 +47,12 @@ from spmd_trainer.models.base import GatheredVariables, ModuleModel
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, named_leaves
 from spmd_trainer.step import collectives, minibatches, shard_map_passes
 from spmd_trainer.step.compiled_step import CompiledStep, StepFn, compile_step
+from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.partitioner import ElasticBatch, Partitioner
 from spmd_trainer.step.shard_map_passes import PassSettings
 from spmd_trainer.step.state_layout import NestedVariableSpec
 from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedShapeDtypeStruct, NestedWeightHParams
+from spmd_trainer.train_states import NestedShapeDtypeStruct
 
 
 class ShardMapPartitioner(Partitioner):
@@ -112,13 +113,13 @@ class ShardMapPartitioner(Partitioner):
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
         """See `Partitioner.setup`. `sharding` decides the layout of every variable."""
         # Added rows repeat rows of the batch and weigh nothing: on rows of zeros, a model's own means could be 0 / 0.
-        self.layout = self.make_layout(task, inputs_shape_dtype, "wrap", functools.partial(self._plan, task))
-        minibatches.check_no_overwritten(self.layout.var_weight_hparams, "ShardMapPartitioner")
+        self.layout = self.make_layout(task, inputs_shape_dtype, "wrap", self._plan)
+        minibatches.check_no_overwritten(self.layout, "ShardMapPartitioner")
 
-    def _plan(self, task: SingleTask, var_weight_hparams: NestedWeightHParams, mesh: Mesh) -> NestedVariableSpec:
+    def _plan(self, layout: LogicalLayout, mesh: Mesh) -> NestedVariableSpec:
         """Returns a VariableSpec for each variable of the model."""
-        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), var_weight_hparams)
-        sizes = dict(mesh.shape)
+        task, hparams, sizes = layout.task, layout.var_weight_hparams, dict(mesh.shape)
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams)
         if task.lora is not None and task.lora.rank_axis is not None:
             raise ValueError(
                 f"task.lora.rank_axis is {task.lora.rank_axis!r}, and ShardMapPartitioner splits a variable on one dimension "
@@ -146,7 +147,7 @@ class ShardMapPartitioner(Partitioner):
             self.axis_name or tuple(mesh.axis_names),
             mesh,
             min_weight_size=self.min_weight_size,
-            first_dim=jax.tree.map(first_dim, var_weight_hparams[base_layer.PARAMS]),
+            first_dim=jax.tree.map(first_dim, hparams[base_layer.PARAMS]),
         )
         if self.gather == "layer" and not read.where_read:
             shards = jax.tree.map(_gathered_before, shards)
@@ -168,8 +169,7 @@ class ShardMapPartitioner(Partitioner):
         # Each parameter's padding is sliced off where it is gathered, so the step sees logical shapes everywhere.
         layout = self.layout.without_opt_states() if is_eval else self.layout
         settings = PassSettings(
-            variables=layout.variables.mdl_vars,
-            mesh=self.mesh,
+            layout=layout,
             num_rows=num_rows,
             num_minibatches=self.num_minibatches,
             gather_on_use=self.gather == "layer",

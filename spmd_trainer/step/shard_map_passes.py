@@ -16,17 +16,17 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.step import accumulation, collectives, step_fns
 from spmd_trainer.step.gathered_on_use import gathered_on_use, without_keeping_gathered
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.minibatches import Outputs, advance_integers, is_integer, keep_integers
 from spmd_trainer.step.state_layout import NestedVariableSpec
 from spmd_trainer.step.step_fns import StepFnOutput
-from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
+from spmd_trainer.train_states import NestedJTensor, PyTree
 
 VarsFn: TypeAlias = Callable[[NestedJTensor], NestedJTensor]
 
@@ -36,15 +36,13 @@ class PassSettings:
     """How forward and backward passes run on the devices; fixed when a step is partitioned.
 
     Attributes:
-      variables: VariableSpecs of the model's variables.
-      mesh: the mesh; the batch is split over all of it.
+      layout: the layout of the state; the batch is split over the whole mesh.
       num_rows: rows of the global batch without padding.
       num_minibatches: number of parts that each device divides its rows into in training.
       gather_on_use: in training, True gathers parameters where a layer reads them, False all of them once per step.
     """
 
-    variables: NestedVariableSpec
-    mesh: Mesh
+    layout: Layout
     num_rows: int
     num_minibatches: int = 1
     gather_on_use: bool = True
@@ -52,34 +50,33 @@ class PassSettings:
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of all mesh axes."""
-        return tuple(self.mesh.axis_names)
+        return tuple(self.layout.mesh.axis_names)
+
+    @property
+    def variables(self) -> NestedVariableSpec:
+        """VariableSpecs of the model's variables."""
+        return self.layout.variables.mdl_vars
 
 
 def gradients(
-    settings: PassSettings,
-    task: SingleTask,
-    mdl_vars: NestedJTensor,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
+    settings: PassSettings, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
     """Runs the forward and backward pass.
 
     Args:
       settings: how.
-      task: the built task.
       mdl_vars: padded variables.
       prng_key: the step's key.
       inputs: the padded global batch.
-      var_weight_hparams: WeightHParams of `mdl_vars`, same structure.
 
     Returns:
       As `step_fns.gradients`; gradients have logical shapes and are split like their variables.
     """
-    excluded = masks.get_excluded_var_mask_for_grad(var_weight_hparams, task.learner)
+    layout = settings.layout
+    excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
     trainable = masks.mask_out(settings.variables, excluded)
     minibatches = _minibatches(settings, inputs, settings.num_minibatches)
-    outputs = Outputs(str(task.learner.loss_name))
+    outputs = Outputs(str(layout.task.learner.loss_name))
 
     def run(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         params, reduce_scatter, prepare = _gathered(settings, mdl_vars, excluded, trainable)
@@ -90,7 +87,7 @@ def gradients(
             params: NestedJTensor, written: NestedJTensor, rows: NestedJTensor, key: jax.Array, index: jax.Array
         ) -> accumulation.LossAndAux:
             merged = {**step_fns.merge(excluded, params, frozen), **written}
-            output, new = step_fns.forward(task, merged, key, rows, var_weight_hparams, do_eval=False, prepare=prepare)
+            output, new = step_fns.forward(layout, merged, key, rows, do_eval=False, prepare=prepare)
             real = minibatches.is_real(index)
             written = {name: _where(real, new.get(name, old), old) for name, old in written.items()}
             sums, by_row = outputs.take(output, real, minibatches.num_rows)
@@ -114,38 +111,31 @@ def gradients(
     with _no_ambient_mesh():
         written = advance_integers(
             written,
-            task,
+            layout,
             _without_padding(mdl_vars, settings.variables),
             prng_key,
             jax.tree.map(lambda x: slice_off(x, (settings.num_rows, *x.shape[1:])), inputs),
-            var_weight_hparams,
         )
-    return outputs.put_back(sums, by_row, settings.mesh.size, settings.num_rows), written, grads
+    return outputs.put_back(sums, by_row, settings.layout.mesh.size, settings.num_rows), written, grads
 
 
 def evaluate(
-    settings: PassSettings,
-    task: SingleTask,
-    mdl_vars: NestedJTensor,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
+    settings: PassSettings, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> StepFnOutput:
     """Runs the model in evaluation. Arguments as in `gradients`.
 
     Parameters are gathered where layers read them. There is one all-reduce, of the metrics.
     """
     minibatches = _minibatches(settings, inputs, 1)
-    outputs = Outputs(str(task.learner.loss_name))
+    outputs = Outputs(str(settings.layout.task.learner.loss_name))
 
     def run(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> tuple[PyTree, PyTree]:
         def measure(carry: None, rows: NestedJTensor, index: jax.Array) -> tuple[None, PyTree, PyTree]:
             output, _ = step_fns.forward(
-                task,
+                settings.layout,
                 mdl_vars,
                 jax.random.fold_in(key, index),
                 rows,
-                var_weight_hparams,
                 do_eval=True,
                 prepare=_gather_on_use(settings),
             )
@@ -155,7 +145,7 @@ def evaluate(
         return collectives.sync_gradients(sums, None, settings.axes), by_row
 
     sums, by_row = _on_each_device(settings, run, (PartitionSpec(),))(mdl_vars, inputs, prng_key)
-    return outputs.put_back(sums, by_row, settings.mesh.size, settings.num_rows)
+    return outputs.put_back(sums, by_row, settings.layout.mesh.size, settings.num_rows)
 
 
 def _on_each_device(settings: PassSettings, run: Callable[..., Any], out_specs: tuple[Any, ...]) -> Callable[..., Any]:
@@ -169,7 +159,7 @@ def _on_each_device(settings: PassSettings, run: Callable[..., Any], out_specs: 
     specs = jax.tree.map(lambda v: v.spec, settings.variables)
     return jax.shard_map(
         on_each_device,
-        mesh=settings.mesh,
+        mesh=settings.layout.mesh,
         in_specs=(specs, by_row, PartitionSpec()),
         out_specs=(*out_specs, by_row),
         check_vma=False,
@@ -243,7 +233,7 @@ def _minibatches(settings: PassSettings, inputs: NestedJTensor, requested: int) 
     Raises:
       ValueError: `requested` doesn't divide a device's rows.
     """
-    num_devices, num_rows = settings.mesh.size, settings.num_rows
+    num_devices, num_rows = settings.layout.mesh.size, settings.num_rows
     rows_per_device = jax.tree.leaves(inputs)[0].shape[0] // num_devices
     if rows_per_device % requested:
         raise ValueError(

@@ -21,13 +21,14 @@ from spmd_trainer.optim import masks, optax_bridge
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
 from spmd_trainer.step import initialization
+from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
 
 # VariableSpecs, in the structure of the variables or of the state.
 NestedVariableSpec: TypeAlias = PyTree
-# Decides the layout of every variable: (WeightHParams, mesh) -> VariableSpecs, same structure.
-Plan: TypeAlias = Callable[[NestedWeightHParams, Mesh], NestedVariableSpec]
+# Decides the layout of every variable: (the task and its variables, mesh) -> VariableSpecs, same structure.
+Plan: TypeAlias = Callable[[LogicalLayout, Mesh], NestedVariableSpec]
 DECLARED = "declared"
 NOT_DECLARED = "replicated: the layer declares no split mapping"
 # Where the train state, and so the sharding report, has the variables. Rules of a strategy are matched without it.
@@ -61,14 +62,14 @@ def build(
     # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
     with lora.traced_on(mesh):
         hparams = initialization.abstract_hparams(init_variables)
-    hparams, reasons = (
-        _planned(task, hparams, mesh, plan) if task.lora is None else _with_adapters(task, hparams, mesh, plan)
-    )
+    planned = _planned if task.lora is None else _with_adapters
+    hparams, reasons = planned(LogicalLayout(task, hparams), mesh, plan)
+    layout = LogicalLayout(task, hparams)
     logical = jax.eval_shape(
-        lambda mdl_vars: initialization.create_train_state(task, mdl_vars, hparams),
+        functools.partial(initialization.create_train_state, layout),
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
     )
-    grad_tx, excluded = initialization.grad_transformation(task, hparams)
+    grad_tx, excluded = initialization.grad_transformation(layout)
     opt_hparams = _unmask(grad_tx.init_partition_spec(masks.mask_out(hparams, excluded)))
     specs = TrainState(
         step=PartitionSpec(),
@@ -89,38 +90,36 @@ def build(
     return hparams, jax.tree_util.tree_map_with_path(record, logical, specs, why)
 
 
-def _planned(
-    task: SingleTask, hparams: NestedWeightHParams, mesh: Mesh, plan: Plan | None
-) -> tuple[NestedWeightHParams, PyTree]:
+def _planned(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[NestedWeightHParams, PyTree]:
     """Returns the WeightHParams with the split mappings that each variable gets, and the reason for each."""
+    hparams, strategy = layout.var_weight_hparams, layout.task.train.sharding_strategy
     reasons = jax.tree.map(_reason, hparams)
     if plan is not None:
-        return _apply_plan(plan(hparams, mesh), hparams, reasons, mesh, also_declared=True)
-    if task.train.sharding_strategy is None:
+        return _apply_plan(plan(layout, mesh), hparams, reasons, mesh, also_declared=True)
+    if strategy is None:
         return hparams, reasons
     # Rules see a repeated layer's variable as one layer has it. So the same rules serve with and without repetition, and the
     # dimension of the layers, which a loop runs over, is never split by accident.
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.shape), p.dtype), hparams)
-    planned = sharding.plan_sharding(shapes, task.train.sharding_strategy, mesh)
-    _check_rules(task.train.sharding_strategy, shapes)
+    planned = sharding.plan_sharding(shapes, strategy, mesh)
+    _check_rules(strategy, shapes)
     return _apply_plan(planned, hparams, reasons, mesh, also_declared=False)
 
 
-def _with_adapters(
-    task: SingleTask, hparams: NestedWeightHParams, mesh: Mesh, plan: Plan | None
-) -> tuple[NestedWeightHParams, PyTree]:
+def _with_adapters(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[NestedWeightHParams, PyTree]:
     """Plans the base as without adapters, and splits each adapter like its weight.
 
     Raises:
       ValueError: task.lora.rank_axis names no axis of the mesh.
     """
+    task, hparams = layout.task, layout.var_weight_hparams
     names = tuple(map(str, mesh.axis_names))
     for axis in task.lora.rank_axes:
         if axis not in names:
             raise ValueError(
                 f"task.lora.rank_axis is {axis!r}, and the mesh has the axes {names}{did_you_mean(axis, names)}"
             )
-    base, reasons = _planned(task, lora.base_only(hparams), mesh, plan)
+    base, reasons = _planned(LogicalLayout(task, lora.base_only(hparams)), mesh, plan)
     return lora.split_like_base(task, hparams, base, reasons)
 
 

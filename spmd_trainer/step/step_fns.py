@@ -8,6 +8,7 @@ step computes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -20,13 +21,9 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.optim import masks
 from spmd_trainer.step import update_ratios
+from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import (
-    NestedJTensor,
-    NestedWeightHParams,
-    PyTree,
-    TrainState,
-)
+from spmd_trainer.train_states import NestedJTensor, PyTree, TrainState
 
 Tree = TypeVar("Tree")
 
@@ -62,40 +59,34 @@ class Padded(NamedTuple):
     inputs: NestedJTensor
 
 
-# (task, mdl_vars, key, inputs, var_weight_hparams) -> (output, collections that the forward pass wrote, gradients)
+# (mdl_vars, key, inputs) -> (output, collections that the forward pass wrote, gradients)
 GradFn: TypeAlias = Callable[
-    [SingleTask, NestedJTensor, jax.Array, NestedJTensor, NestedWeightHParams],
-    tuple["StepFnOutput", NestedJTensor, NestedJTensor],
+    [NestedJTensor, jax.Array, NestedJTensor], tuple["StepFnOutput", NestedJTensor, NestedJTensor]
 ]
-# (task, mdl_vars, key, inputs, var_weight_hparams) -> output
-EvalFn: TypeAlias = Callable[[SingleTask, NestedJTensor, jax.Array, NestedJTensor, NestedWeightHParams], "StepFnOutput"]
+# (mdl_vars, key, inputs) -> output
+EvalFn: TypeAlias = Callable[[NestedJTensor, jax.Array, NestedJTensor], "StepFnOutput"]
 
 
 def gradients(
-    task: SingleTask,
-    mdl_vars: NestedJTensor,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
+    layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
     """Runs the forward and backward pass on the whole batch at once.
 
     Args:
-      task: the built task.
+      layout: the task and the WeightHParams of `mdl_vars`, same structure.
       mdl_vars: the variables, logical shapes.
       prng_key: the step's key.
       inputs: the global batch.
-      var_weight_hparams: WeightHParams of `mdl_vars`, same structure.
 
     Returns:
       The output of `forward`, the collections that the forward pass wrote, and the gradients. Variables that don't learn are
       masked out of the gradients (`masks.mask_out`).
     """
-    excluded = masks.get_excluded_var_mask_for_grad(var_weight_hparams, task.learner)
+    excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
 
     def loss_fn(trainable: NestedJTensor) -> tuple[jax.Array | None, tuple[StepFnOutput, NestedJTensor]]:
         merged = merge(excluded, trainable, mdl_vars)
-        output, forward_vars = forward(task, merged, prng_key, inputs, var_weight_hparams, do_eval=False)
+        output, forward_vars = forward(layout, merged, prng_key, inputs, do_eval=False)
         return output.loss, (output, forward_vars)
 
     trainable = masks.mask_out(mdl_vars, excluded)
@@ -104,81 +95,71 @@ def gradients(
 
 
 def evaluate(
-    task: SingleTask,
-    mdl_vars: NestedJTensor,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
+    layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> StepFnOutput:
     """Runs the model in evaluation on the whole batch at once. Arguments as in `gradients`."""
-    return forward(task, mdl_vars, prng_key, inputs, var_weight_hparams, do_eval=True)[0]
+    return forward(layout, mdl_vars, prng_key, inputs, do_eval=True)[0]
 
 
 def train_step(
-    task: SingleTask,
+    layout: LogicalLayout,
     state: TrainState,
     prng_key: jax.Array,
     inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
     grad_fn: GradFn | None = None,
     padded: Padded | None = None,
 ) -> tuple[TrainState, StepFnOutput]:
     """Takes one training step: forward, backward, learner.
 
     Args:
-      task: the built task.
+      layout: the task and the WeightHParams of `state.mdl_vars`, same structure.
       state: the state after n steps, logical shapes.
       prng_key: the run's key; the step number is folded in here, so the same key serves every step.
       inputs: the global batch.
-      var_weight_hparams: WeightHParams of `state.mdl_vars`, same structure.
-      grad_fn: the forward and backward pass; None for `gradients`. A partitioner may bring its own.
+      grad_fn: the forward and backward pass; None for `gradients` of the layout. A partitioner may bring its own.
       padded: the variables and inputs to call `grad_fn` with, for one that works on padded arrays; None for `state.mdl_vars`
         and `inputs`.
 
     Returns:
       The state after n + 1 steps, and the step's outputs.
     """
-    run = grad_fn or gradients
+    task, run = layout.task, grad_fn or functools.partial(gradients, layout)
     mdl_vars, rows = padded or Padded(state.mdl_vars, inputs)
-    output, forward_vars, grads = run(
-        task, mdl_vars, jax.random.fold_in(prng_key, state.step), rows, var_weight_hparams
-    )
+    output, forward_vars, grads = run(mdl_vars, jax.random.fold_in(prng_key, state.step), rows)
     output = _with_task_metrics(task, output)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=False)):
-        new_vars, opt_state = _learn(task, state, grads, forward_vars, var_weight_hparams)
+        new_vars, opt_state = _learn(layout, state, grads, forward_vars)
         summaries = {**output.summary_tensors, **base_layer.all_global_summaries()}
     new_state = state.new_state(new_vars, [opt_state], state.extra_state)
     return new_state, dataclasses.replace(output, summary_tensors=summaries)
 
 
 def eval_step(
-    task: SingleTask,
+    layout: LogicalLayout,
     state: TrainState,
     prng_key: jax.Array,
     inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
     eval_fn: EvalFn | None = None,
     padded: Padded | None = None,
 ) -> tuple[None, StepFnOutput]:
     """Evaluates the model on one global batch; returns no state.
 
     Args:
-      task, state, prng_key, inputs, var_weight_hparams: as in `train_step`.
-      eval_fn: the forward pass; None for `evaluate`. A partitioner may bring its own.
+      layout, state, prng_key, inputs: as in `train_step`.
+      eval_fn: the forward pass; None for `evaluate` of the layout. A partitioner may bring its own.
       padded: the variables and inputs to call `eval_fn` with; as in `train_step`.
     """
-    run = eval_fn or evaluate
+    run = eval_fn or functools.partial(evaluate, layout)
     mdl_vars, rows = padded or Padded(state.mdl_vars, inputs)
-    output = run(task, mdl_vars, jax.random.fold_in(prng_key, state.step), rows, var_weight_hparams)
-    return None, _floats_to_float32(_with_task_metrics(task, output))
+    output = run(mdl_vars, jax.random.fold_in(prng_key, state.step), rows)
+    return None, _floats_to_float32(_with_task_metrics(layout.task, output))
 
 
 def decode_step(
-    task: SingleTask,
+    layout: LogicalLayout,
     state: TrainState,
     prng_key: jax.Array,
     inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
     eval_fn: EvalFn | None = None,
     padded: Padded | None = None,
 ) -> tuple[None, StepFnOutput]:
@@ -187,11 +168,12 @@ def decode_step(
     Randomness depends on the key and the step only, so the same seed gives the same text on any mesh.
 
     Args:
-      task, state, prng_key, inputs, var_weight_hparams: as in `train_step`.
+      layout, state, prng_key, inputs: as in `train_step`.
       eval_fn, padded: not used. Partitioners pass them to every inference step, and decoding is always split by the compiler.
     """
     del eval_fn, padded
-    mdl_vars, inputs = to_fprop_dtype(task, state.mdl_vars, inputs, var_weight_hparams)
+    task = layout.task
+    mdl_vars, inputs = to_fprop_dtype(layout, state.mdl_vars, inputs)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=True)):
         key = jax.random.fold_in(prng_key, state.step)
         outputs, updated = task.model_for_steps.decode(mdl_vars, inputs, key, mutable=task.decode.apply_mutable_list)
@@ -217,11 +199,10 @@ def model_context(task: SingleTask, *, do_eval: bool) -> base_layer.JaxContext.H
 
 
 def forward(
-    task: SingleTask,
+    layout: LogicalLayout,
     mdl_vars: NestedJTensor,
     prng_key: jax.Array,
     inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
     *,
     do_eval: bool,
     prepare: Callable[[NestedJTensor], NestedJTensor] = lambda mdl_vars: mdl_vars,
@@ -229,11 +210,10 @@ def forward(
     """Runs the model and reads the loss from its outputs.
 
     Args:
-      task: the built task.
+      layout: the task and the WeightHParams of `mdl_vars`, same structure.
       mdl_vars: the variables.
       prng_key: the step's key.
       inputs: the rows to run on.
-      var_weight_hparams: WeightHParams of `mdl_vars`, same structure.
       do_eval: True in evaluation, False in training.
       prepare: called with the variables after they are cast to the dtype that the model computes in.
 
@@ -243,8 +223,9 @@ def forward(
     Raises:
       UserError: the model returns no metric named `task.train.learner.loss_name`.
     """
+    task = layout.task
     mutable = task.evaluate.apply_mutable_list if do_eval else task.train.apply_mutable_list
-    mdl_vars, inputs = to_fprop_dtype(task, mdl_vars, inputs, var_weight_hparams)
+    mdl_vars, inputs = to_fprop_dtype(layout, mdl_vars, inputs)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=do_eval)):
         (weighted_scalars, per_example_out, *rest), updated = task.model_for_steps.forward(
             prepare(mdl_vars), inputs, prng_key, do_eval=do_eval, mutable=mutable
@@ -275,16 +256,12 @@ def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
 
 
 def _learn(
-    task: SingleTask,
-    state: TrainState,
-    grads: NestedJTensor,
-    forward_vars: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
+    layout: LogicalLayout, state: TrainState, grads: NestedJTensor, forward_vars: NestedJTensor
 ) -> tuple[NestedJTensor, PyTree]:
     """Turns gradients into new variables and a new optimizer state."""
-    learner = task.learner
-    excluded_for_grad = masks.get_excluded_var_mask_for_grad(var_weight_hparams, learner)
-    excluded_for_opt = masks.get_excluded_var_mask_for_opt(var_weight_hparams, learner)
+    learner, train = layout.task.learner, layout.task.train
+    excluded_for_grad = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, learner)
+    excluded_for_opt = masks.get_excluded_var_mask_for_opt(layout.var_weight_hparams, learner)
     learner.plot_learning_rate(state.step)
     raw_grads = grads
     # Variables with an optimizer state but no gradient (EMA of batch-norm averages) get a gradient of zero.
@@ -299,27 +276,27 @@ def _learn(
     # A variable that its gradient overwrites (fp8 scales) has no optimizer state, but the learner does write it.
     left_alone = jax.tree.map(lambda no_opt, no_grad: no_opt and no_grad, excluded_for_opt, excluded_for_grad)
     mdl_vars = masks.mask_out(seen_by_learner, left_alone)
-    hparams = masks.mask_out(var_weight_hparams, left_alone)
+    hparams = masks.mask_out(layout.var_weight_hparams, left_alone)
     updates, opt_state = learner.update_states(grads, state.opt_states[0], mdl_vars, hparams)
     new_vars = learner.apply_gradient(mdl_vars, updates, hparams)
     new_vars = merge(excluded_for_grad, new_vars, seen_by_learner)
-    new_vars = merge(masks.explicitly_excluded(var_weight_hparams, learner), new_vars, state.mdl_vars)
-    if task.train.variable_norm_summary:
+    new_vars = merge(masks.explicitly_excluded(layout.var_weight_hparams, learner), new_vars, state.mdl_vars)
+    if train.variable_norm_summary:
         for path, value in jax.tree_util.tree_leaves_with_path(new_vars):
             name = "/".join(str(getattr(key, "key", key)) for key in path)
             base_layer.add_global_summary(f"vars/{name}", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))))
-    if task.train.update_ratio_summary:
-        found = update_ratios.norms(excluded_for_grad, var_weight_hparams, state.mdl_vars, new_vars, raw_grads)
+    if train.update_ratio_summary:
+        found = update_ratios.norms(excluded_for_grad, layout.var_weight_hparams, state.mdl_vars, new_vars, raw_grads)
         for name, norm in found:
             base_layer.add_global_summary(name, norm, base_layer.SummaryType.AGGREGATE_SCALAR)
     return new_vars, opt_state
 
 
 def to_fprop_dtype(
-    task: SingleTask, mdl_vars: NestedJTensor, inputs: NestedJTensor, var_weight_hparams: NestedWeightHParams
+    layout: LogicalLayout, mdl_vars: NestedJTensor, inputs: NestedJTensor
 ) -> tuple[NestedJTensor, NestedJTensor]:
     """Casts float32 variables and inputs to bfloat16 if the model computes in bfloat16."""
-    dtype = jnp.dtype(task.fprop_dtype)
+    dtype = jnp.dtype(layout.task.fprop_dtype)
     if dtype == jnp.float32:
         return mdl_vars, inputs
     if dtype != jnp.bfloat16:
@@ -332,8 +309,8 @@ def to_fprop_dtype(
         return x if base_layer.var_disallow_bfloat16_conversion(hparams) else cast(x)
 
     # Models of other libraries cast what they call their module with; their loss gets the batch as it is.
-    rows = inputs if isinstance(task.model, ModuleModel) else jax.tree.map(cast, inputs)
-    return jax.tree.map(cast_var, var_weight_hparams, mdl_vars), rows
+    rows = inputs if isinstance(layout.task.model, ModuleModel) else jax.tree.map(cast, inputs)
+    return jax.tree.map(cast_var, layout.var_weight_hparams, mdl_vars), rows
 
 
 def _floats_to_float32(tree: Tree) -> Tree:

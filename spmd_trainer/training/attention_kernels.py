@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import rooms
 from spmd_trainer.training.job import Job
@@ -36,11 +37,11 @@ def of_forward_pass(job: Job) -> list[str]:
     """
 
     def forward(
-        task: Any, state: TrainState, prng_key: Any, inputs: Any, hparams: Any, *own: Any
+        layout: Layout, state: TrainState, prng_key: Any, inputs: Any, *own: Any
     ) -> tuple[None, jax.Array | None]:
         if own:
-            return None, step_fns.eval_step(task, state, prng_key, inputs, hparams, *own)[1].loss
-        return None, step_fns.forward(task, state.mdl_vars, prng_key, inputs, hparams, do_eval=False)[0].loss
+            return None, step_fns.eval_step(layout, state, prng_key, inputs, *own)[1].loss
+        return None, step_fns.forward(layout, state.mdl_vars, prng_key, inputs, do_eval=False)[0].loss
 
     def trace() -> None:
         job.partitioner.partition(forward, job.inputs_shape_dtype, is_eval=True).lower(job.abstract_prng_key)

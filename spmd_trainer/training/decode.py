@@ -21,6 +21,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoints, decode_records, decoded_text
@@ -95,13 +96,13 @@ class DecodeDataset(FiniteDataset):
         self._fn = log_first_call(self._step, f"compiling the decode step for {self.name}")
 
     def _decode_step(
-        self, task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
+        self, layout: Layout, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
     ) -> tuple[None, tuple[Packed, PyTree, PyTree]]:
-        inputs = with_sampling_keys(task, inputs, jax.random.fold_in(key, state.step))
+        inputs = with_sampling_keys(layout.task, inputs, jax.random.fold_in(key, state.step))
         # praxis combines its own keys with the rows' keys, so both must be raw uint32 keys.
         key = jax.random.key_data(key)
         with tokenizer_of_texts(self._tokenizer):
-            _, output = step_fns.decode_step(task, state, key, inputs, *rest)
+            _, output = step_fns.decode_step(layout, state, key, inputs, *rest)
         returned = {name: inputs[name] for name in _RETURNED if name in inputs}
         return None, (self._packing.pack(output), output.per_example_out, returned)
 

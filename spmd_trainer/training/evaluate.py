@@ -20,8 +20,8 @@ from spmd_trainer.metrics.packing import Packed, ScalarPacking, Scalars, Weighte
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.storage.files import write_atomically
-from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoints
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
@@ -127,9 +127,9 @@ class EvalStep:
         self._packing = ScalarPacking()
 
         def step(
-            task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
+            layout: Layout, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
         ) -> tuple[None, tuple[Packed, PyTree]]:
-            _, output = step_fns.eval_step(task, state, key, inputs, *rest)
+            _, output = step_fns.eval_step(layout, state, key, inputs, *rest)
             rows = (output.per_example_out, inputs.get("eval_sample_weights")) if per_example else None
             return None, (self._packing.pack(output), rows)
 

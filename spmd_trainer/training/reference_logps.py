@@ -23,7 +23,7 @@ from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.models import config_lines
 from spmd_trainer.sharding.messages import count_text, short_hash
 from spmd_trainer.step import step_fns
-from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.train_states import NestedJTensor, TrainState
 from spmd_trainer.training.dataset_batches import FiniteDataset, no_op
 from spmd_trainer.training.job import Job
@@ -108,7 +108,7 @@ class _Dataset(FiniteDataset):
 
 
 def _logps_step(
-    task: SingleTask, state: TrainState, key: jax.Array, inputs: NestedJTensor, *rest: Any
+    layout: Layout, state: TrainState, key: jax.Array, inputs: NestedJTensor, *rest: Any
 ) -> tuple[None, tuple[jax.Array, jax.Array]]:
     """Evaluates the model on a batch. Arguments as for `step_fns.eval_step`.
 
@@ -116,7 +116,7 @@ def _logps_step(
       None, and (numbers of the pairs int32 [B], -1 for rows that fill up the batch; log-probabilities of their answers float32
       [B, 2]).
     """
-    _, output = step_fns.eval_step(task, state, key, inputs, *rest)
+    _, output = step_fns.eval_step(layout, state, key, inputs, *rest)
     pairs = jnp.where(inputs["eval_sample_weights"] > 0, inputs["pair_index"], -1)
     return None, (pairs, output.per_example_out["logps"])
 

@@ -333,15 +333,15 @@ def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
       job: the job.
       process_shapes: ShapeDtypeStructs of one process's batch.
     """
-    metadata = job.partitioner.layout.without_opt_states()
+    layout = job.partitioner.layout.without_opt_states()
 
     def metrics(state: Any, prng_key: Any, inputs: Any) -> Any:
-        _, output = step_fns.eval_step(job.task, state, prng_key, inputs, metadata.var_weight_hparams)
+        _, output = step_fns.eval_step(layout, state, prng_key, inputs)
         # A clu metric may compute a dict, whose keys are known on the host only.
         clu = output.clu_metrics or {}
         return {**output.weighted_scalars, **clu, **{f"{name}/": metric for name, metric in clu.items()}}
 
-    state = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.logical_shape, v.dtype), metadata.variables)
-    with jax.set_mesh(metadata.mesh):
+    state = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.logical_shape, v.dtype), layout.variables)
+    with jax.set_mesh(layout.mesh):
         found = jax.eval_shape(metrics, state, job.prng_key, job.global_shape_dtype(process_shapes))
     return sorted(found)

@@ -85,8 +85,9 @@ class FolderJob:
     def logits_and_loss(self, state: TrainState) -> tuple[np.ndarray, float]:
         """Runs the model, with its adapters, on the batch."""
 
-        def step(task, state, key, inputs, *rest):
+        def step(layout, state, key, inputs, *rest):
             del rest
+            task = layout.task
             model = _Predictions(task.model)
             if task.lora is not None:
                 model = LoraModel(model, task.lora, task.fprop_dtype, matrix_dims(task))

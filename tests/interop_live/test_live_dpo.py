@@ -98,8 +98,9 @@ def with_reference(job, folder):
     """The batch with the log-probabilities by the folder's own model."""
     state = restore(hf.open_source(epath.Path(folder), None), job.partitioner.layout.without_opt_states()).state
 
-    def step(task, state, key, inputs, *rest):
+    def step(layout, state, key, inputs, *rest):
         del key, rest
+        task = layout.task
         with base_layer.JaxContext.new_context():
             found, _ = task.model.apply(state.mdl_vars, inputs, method=task.model.with_reference, mutable=True)
         return None, found

@@ -20,6 +20,7 @@ from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.errors import UserError
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 from spmd_trainer.step import PjitPartitioner, initialization, step_fns
+from spmd_trainer.step.layout import LogicalLayout
 
 KINDS = ["function", "linen", "nnx"]
 
@@ -107,7 +108,7 @@ def dense_task(apply, params, **settings):
 
 def gradients(task, mdl_vars, inputs):
     hparams = base_layer.unbox_meta(task.model_for_steps.init_variables(KEY, inputs))
-    run = functools.partial(step_fns.gradients, task, var_weight_hparams=hparams)
+    run = functools.partial(step_fns.gradients, LogicalLayout(task, hparams))
     return jax.jit(lambda v, x: run(mdl_vars=v, prng_key=KEY, inputs=x)[::2])(mdl_vars, inputs)
 
 

@@ -15,6 +15,7 @@ from spmd_trainer.decoder import lora
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.optim import masks
 from spmd_trainer.step import PjitPartitioner, initialization, step_fns
+from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.training import experiment_config, verify
 
 KEY = jax.random.key(1)
@@ -117,7 +118,7 @@ def of_weights(jaxpr, weights):
 @pytest.mark.full
 def test_the_step_forms_no_merged_weight_and_no_gradient_of_one(dora):
     task, batch, mdl_vars, hparams = ready(dora=dora)
-    run = functools.partial(step_fns.gradients, task, var_weight_hparams=hparams)
+    run = functools.partial(step_fns.gradients, LogicalLayout(task, hparams))
     step = jax.make_jaxpr(lambda v, batch: run(v, KEY, batch)[::2])(mdl_vars, jax.tree.map(jnp.asarray, batch))
     named = dict(masks.with_paths(mdl_vars))
     weights = [named[path] for path in lora.matrix_dims(task)]
@@ -169,7 +170,7 @@ def test_the_policy_of_rematerialisation_keeps_no_more_than_without_adapters(pol
         init = initialization.variables_initialiser(task, shapes_of(batch))
         hparams = initialization.abstract_hparams(init)
         mdl_vars = jax.eval_shape(lambda key, init=init: base_layer.maybe_unbox_value(init(key)), KEY)
-        run = functools.partial(step_fns.gradients, task, var_weight_hparams=hparams)
+        run = functools.partial(step_fns.gradients, LogicalLayout(task, hparams))
         jaxpr = jax.make_jaxpr(lambda v, batch, run=run: run(v, KEY, batch)[::2])(mdl_vars, batch)
         forward = next(eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "scan")
         kept = forward.outvars[forward.params["num_carry"] :]

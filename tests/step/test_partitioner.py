@@ -49,12 +49,11 @@ class OnOneDevice(partitioning.Partitioner):
         layout = self.layout
 
         def gradients(*args):
-            output, forward_vars, grads = step_fns.gradients(*args)
+            output, forward_vars, grads = step_fns.gradients(layout, *args)
             return output, forward_vars, jax.tree.map(lambda g: 0 * g, grads)
 
         def step(state, key, inputs):
-            hparams = layout.var_weight_hparams
-            return step_fn(layout.task, state, key, inputs, hparams, *([] if is_eval else [gradients]))
+            return step_fn(layout, state, key, inputs, *([] if is_eval else [gradients]))
 
         return CompiledStep(jax.jit(step), layout, inputs_shape_dtype)
 

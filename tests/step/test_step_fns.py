@@ -16,16 +16,15 @@ PADDED = Padded("padded variables", "padded inputs")
 def trace(step_fn, pass_fn, *extra, with_opt_states=True):
     """Traces a step; returns the arguments (mdl_vars, inputs) of each call of `pass_fn`, and the logical ones."""
     partitioner = make_partitioner((1, 1, 1), rows=ROWS)
-    hparams = partitioner.metadata.var_weight_hparams
     calls, logical = [], []
 
     def step(state, key, inputs):
-        def recorded(task, mdl_vars, key, rows, hparams):
+        def recorded(mdl_vars, key, rows):
             calls.append((mdl_vars, rows))
-            return pass_fn(task, state.mdl_vars, key, inputs, hparams)
+            return pass_fn(layout, state.mdl_vars, key, inputs)
 
         logical.append((state.mdl_vars, inputs))
-        return step_fn(partitioner.task, state, key, inputs, hparams, recorded, *extra)
+        return step_fn(layout, state, key, inputs, recorded, *extra)
 
     layout = partitioner.layout if with_opt_states else partitioner.layout.without_opt_states()
     jax.eval_shape(step, layout.padded_shapes, KEY, SHAPES)
@@ -54,9 +53,8 @@ def test_decoding_does_not_call_the_forward_function(monkeypatch):
 
 
 def test_the_initial_state_for_evaluation_has_no_optimizer_states():
-    task = make_task()
-    boxed = jax.eval_shape(initialization.variables_initialiser(task, SHAPES), KEY)
-    hparams = make_partitioner((1, 1, 1), rows=ROWS).metadata.var_weight_hparams
-    state = initialization.create_train_state(task, boxed, hparams, with_opt_states=False)
+    layout = make_partitioner((1, 1, 1), rows=ROWS).layout
+    boxed = jax.eval_shape(layout.init_variables, KEY)
+    state = initialization.create_train_state(layout, boxed, with_opt_states=False)
     assert state.opt_states == []
     assert int(state.step) == 0

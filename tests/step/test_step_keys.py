@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_trainer.step import accumulation, step_fns
+from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import TrainState
 
 KEY = jax.random.key(0)
@@ -32,7 +33,7 @@ def key_of(step_fn, step, *args):
     )
     state = TrainState(step=jnp.uint32(step), mdl_vars={}, opt_states=[])
     with pytest.raises(Called) as called:
-        step_fn(task, state, KEY, {}, {}, *(arg or model for arg in args))
+        step_fn(LogicalLayout(task, {}), state, KEY, {}, *(arg or model for arg in args))
     return jax.random.key_data(called.value.args[0]).tolist()
 
 

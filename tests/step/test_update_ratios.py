@@ -33,14 +33,13 @@ def summaries_and_states(mesh, *fields):
 def plain_gradients():
     """{variable: gradient} of the same batch on one device, without any mesh."""
     job = make_job("/nowhere", mesh=(1, 1, 1))
-    metadata = job.partitioner.metadata
     state = job.partitioner.initialize_train_state(job.prng_key)
     batch = job.build_train_input().get_next_padded()
     key = jax.random.fold_in(job.prng_key, 0)
     with jax.set_mesh(job.partitioner.mesh):
-        _, _, grads = jax.jit(
-            lambda v, b: step_fns.gradients(job.task, v, key, b, metadata.var_weight_hparams),
-        )(state.mdl_vars, jax.tree.map(np.asarray, batch))
+        _, _, grads = jax.jit(lambda v, b: step_fns.gradients(job.partitioner.layout, v, key, b))(
+            state.mdl_vars, jax.tree.map(np.asarray, batch)
+        )
     return {name: np.asarray(x) for name, x in named_leaves(grads)}
 
 

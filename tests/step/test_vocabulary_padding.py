@@ -80,7 +80,7 @@ def test_nothing_changes_if_nothing_is_padded():
 def test_padding_is_zero_after_a_step_that_wrote_to_it():
     it = partitioner(structures.TinyLm().task())
 
-    def spoil(task, state, key, inputs, hparams):
+    def spoil(layout, state, key, inputs):
         return jax.tree.map(lambda x: jnp.full_like(x, 7), state), {}
 
     step = it.partition(spoil, SHAPES, is_eval=False)

@@ -221,13 +221,13 @@ def test_a_step_in_bfloat16_keeps_all_digits_of_the_reference():
     task, batch = task_of({"beta": 1.0}, fprop_dtype=jnp.bfloat16), pair_batch()
     batch.chosen.reference_logps = np.full(6, -300.7, np.float32).view(np.int32)
     variables, key = variables_of(task, batch), jax.random.key(0)
-    hparams = partitioner_on(task, (1, 1, 1), batch).metadata.var_weight_hparams
-    output, _ = step_fns.forward(task, variables, key, batch, hparams, do_eval=True)
+    layout = partitioner_on(task, (1, 1, 1), batch).layout
+    output, _ = step_fns.forward(layout, variables, key, batch, do_eval=True)
     rows = output.per_example_out
     np.testing.assert_allclose(rows.rewards[:, 0], rows.logps[:, 0] + np.float32(300.7), rtol=1e-6)
     batch.chosen.reference_logps = np.full(6, -300.7, np.float32)
     with pytest.raises(UserError, match=r"reference_logps is bfloat16: .*view\(np.int32\)"):
-        step_fns.forward(task, variables, key, batch, hparams, do_eval=True)
+        step_fns.forward(layout, variables, key, batch, do_eval=True)
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ For a loop on a mesh, see `partitioning.partition_spmd_model`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
 from spmd_trainer.step import accumulation, initialization, minibatches, step_fns
+from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
 from spmd_trainer.tasks_lib import EarlyStoppingFn, RunningMode, SingleTask
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
@@ -113,8 +115,8 @@ def initialize_model_state(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), inputs_shape_dtype)
     boxed = initialization.variables_initialiser(jax_task, shapes)(prng_key)
     mdl_vars = base_layer.maybe_unbox_value(boxed)
-    hparams = base_layer.unbox_meta(boxed)
-    state = initialization.create_train_state(jax_task, mdl_vars, hparams, with_opt_states=not discard_opt_states)
+    layout = LogicalLayout(jax_task, base_layer.unbox_meta(boxed))
+    state = initialization.create_train_state(layout, mdl_vars, with_opt_states=not discard_opt_states)
     return state, None
 
 
@@ -175,9 +177,9 @@ def train_step_single_learner(
             "train_step_single_learner takes no grad_fn, no apply_fn and no expose_updated_nontrainables_to_learner=False; "
             "pass a grad_fn to step.step_fns.train_step"
         )
-    hparams = _hparams(jax_task, inputs, var_weight_hparams)
-    own = _pmap_gradients if base_layer.is_running_under_pmap() else None
-    return step_fns.train_step(jax_task, states, prng_key, inputs, hparams, own)
+    layout = _layout(jax_task, inputs, var_weight_hparams)
+    own = functools.partial(_pmap_gradients, layout) if base_layer.is_running_under_pmap() else None
+    return step_fns.train_step(layout, states, prng_key, inputs, own)
 
 
 def eval_step_single_learner(
@@ -191,9 +193,9 @@ def eval_step_single_learner(
 ) -> tuple[None, StepFnOutput]:
     """Evaluates one batch. Arguments as in `train_step_single_learner`; returns None and the outputs."""
     del fprop_dtype, static_args
-    hparams = _hparams(jax_task, inputs, var_weight_hparams)
-    own = _pmap_evaluate if base_layer.is_running_under_pmap() else None
-    return step_fns.eval_step(jax_task, states, prng_key, inputs, hparams, own)
+    layout = _layout(jax_task, inputs, var_weight_hparams)
+    own = functools.partial(_pmap_evaluate, layout) if base_layer.is_running_under_pmap() else None
+    return step_fns.eval_step(layout, states, prng_key, inputs, own)
 
 
 def decode_step(
@@ -209,43 +211,35 @@ def decode_step(
     del fprop_dtype
     if not prng_key_fold_with_global_step:
         raise UserError("decode_step always folds the step into the key; give another key for other random numbers")
-    return step_fns.decode_step(jax_task, states, prng_key, inputs, _hparams(jax_task, inputs, var_weight_hparams))
+    return step_fns.decode_step(_layout(jax_task, inputs, var_weight_hparams), states, prng_key, inputs)
 
 
-def _hparams(task: SingleTask, inputs: NestedJTensor, given: NestedWeightHParams | None) -> NestedWeightHParams:
-    if given is not None:
-        return given
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    return initialization.abstract_hparams(initialization.variables_initialiser(task, shapes))
+def _layout(task: SingleTask, inputs: NestedJTensor, given: NestedWeightHParams | None) -> LogicalLayout:
+    if given is None:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+        given = initialization.abstract_hparams(initialization.variables_initialiser(task, shapes))
+    return LogicalLayout(task, given)
 
 
 def _pmap_gradients(
-    task: SingleTask,
-    mdl_vars: NestedJTensor,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
+    layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
     """Runs the forward and backward pass of one device's rows; the results are those of all devices' rows together."""
-    output, written, grads = step_fns.gradients(task, mdl_vars, prng_key, inputs, var_weight_hparams)
-    weight = _loss_weight(task, output)
+    output, written, grads = step_fns.gradients(layout, mdl_vars, prng_key, inputs)
+    weight = _loss_weight(layout.task, output)
     # The loss is a mean over this device's rows: its part of the mean over all rows.
     share = accumulation.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
     grads = jax.tree.map(lambda g: (g * share).astype(g.dtype), grads)
     written = jax.tree.map(
         lambda x: x if minibatches.is_integer(x) else jax.lax.pmean(x, PMAP_PARALLEL_AXIS_NAME), written
     )
-    return _over_devices(task, output), written, jax.lax.psum(grads, PMAP_PARALLEL_AXIS_NAME)
+    return _over_devices(layout.task, output), written, jax.lax.psum(grads, PMAP_PARALLEL_AXIS_NAME)
 
 
 def _pmap_evaluate(
-    task: SingleTask,
-    mdl_vars: NestedJTensor,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    var_weight_hparams: NestedWeightHParams,
+    layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> StepFnOutput:
-    return _over_devices(task, step_fns.evaluate(task, mdl_vars, prng_key, inputs, var_weight_hparams))
+    return _over_devices(layout.task, step_fns.evaluate(layout, mdl_vars, prng_key, inputs))
 
 
 def _loss_weight(task: SingleTask, output: StepFnOutput) -> jax.Array:
