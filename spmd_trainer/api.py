@@ -144,7 +144,7 @@ def export(
     Raises:
       UserError: as `train`; there is no checkpoint, the folder is not empty, or transformers has no architecture for the model.
     """
-    from spmd_trainer.training import export as program
+    from spmd_trainer.hf import export_mode as program
 
     with _job("export", exp, job_log_dir, overrides, settings, directory=export_dir) as job:
         return program.export(job)

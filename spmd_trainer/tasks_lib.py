@@ -10,19 +10,21 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 import jax.numpy as jnp
 import lazy_loader
 from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 
-from spmd_trainer.decoder.lora import Lora, LoraModel
 from spmd_trainer.models.base import Model, as_model
 from spmd_trainer.optim import learner as learner_lib
 from spmd_trainer.optim import optax_bridge, pax_fields
 from spmd_trainer.optim.learner import Learner
 from spmd_trainer.train_states import TrainState
+
+if TYPE_CHECKING:
+    from spmd_trainer.decoder.lora import LoraModel
 
 # By name, because checkpointing is built on this module.
 __getattr__, _, _ = lazy_loader.attach(
@@ -335,10 +337,14 @@ class SingleTask(BaseTask):
             self.metrics = pax_fiddle.build(self.metrics)
         if isinstance(self.lora, fdl.Buildable):
             self.lora = pax_fiddle.build(self.lora)
-        if self.lora is not None and not isinstance(self.lora, Lora):
-            raise ValueError(
-                f"task.lora must be the config of a spmd_trainer.decoder.lora.Lora, not {type(self.lora).__name__}"
-            )
+        if self.lora is not None:
+            # Imported here, so that models without adapters train without that room.
+            from spmd_trainer.decoder.lora import Lora
+
+            if not isinstance(self.lora, Lora):
+                raise ValueError(
+                    f"task.lora must be the config of a spmd_trainer.decoder.lora.Lora, not {type(self.lora).__name__}"
+                )
 
     @property
     def learner(self) -> Learner:
@@ -353,13 +359,18 @@ class SingleTask(BaseTask):
     @property
     def model_for_steps(self) -> Model:
         """The model that steps run: `model`, or `model` with the adapters of `lora`."""
-        if self.lora is None:
-            return as_model(self.model)
+        return as_model(self.model) if self.lora is None else self.lora_model
+
+    @property
+    def lora_model(self) -> LoraModel:
+        """`model` with the adapters of `lora`, which is set."""
+        from spmd_trainer.decoder.lora import LoraModel
+
         # Kept, because it knows the dimensions of its targets once it has been traced.
         if self._lora_model is None or self._lora_model[0] is not self.model:
-            wrapped = LoraModel(as_model(self.model), self.lora, self.fprop_dtype)
-            self._lora_model = (self.model, wrapped)
-        return self._lora_model[1]
+            self._lora_model = (self.model, LoraModel(as_model(self.model), self.lora, self.fprop_dtype))
+        wrapped: LoraModel = self._lora_model[1]
+        return wrapped
 
     @property
     def has_ema_decay(self) -> bool:

@@ -27,7 +27,7 @@ LAYERS = [
     ["training"],
     [
         *("watch", "tracking", "lm_eval", "planner"),
-        *("pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "pax/import_names"),
+        *("pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "pax/import_names", "hf/export_mode"),
     ],
     ["main", "cli", "api", "__init__"],
 ]

@@ -32,8 +32,8 @@ CORE = {
         "__init__",
     ),
 }
-# The core's steps and its sources of checkpoints still name these.
-NEEDED = {"decoder", "hf", "kernels", "pax", "tasks"}
+# praxis needs its bridge, which lies in pax/.
+NEEDED = {"pax"}
 OTHERS = sorted(
     {path.stem for path in ROOT.iterdir() if path.is_dir() or path.suffix == ".py"} - CORE - NEEDED - {"__pycache__"}
 )

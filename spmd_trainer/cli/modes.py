@@ -106,7 +106,7 @@ MODES = {
     ),
     "export": Mode(
         "Write one checkpoint, the newest or --restore_checkpoint_step, as a Hugging Face folder (--export_dir).",
-        "training.export",
+        "hf.export_mode",
         "export",
     ),
     "lm_eval": Mode(

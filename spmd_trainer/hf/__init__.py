@@ -11,6 +11,7 @@ folder.py            opens a folder and checks its tensors
 placing.py           reads tensors onto a mesh
 source.py            HfSource: a folder as a source of `checkpointing.restore` and `init_from_checkpoint_rules`
 export_folder.py     writes a folder
+export_mode.py       --mode=export: writes a checkpoint as a folder
 writing.py           how files and folders are written
 experiment.py        `experiment_from_folder` and `load`
 errors.py            the errors

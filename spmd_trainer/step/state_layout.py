@@ -15,7 +15,6 @@ from jax.sharding import Mesh, PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer import sharding
-from spmd_trainer.decoder import lora
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.optim import masks, optax_bridge
 from spmd_trainer.sharding.path_rules import Strategy
@@ -59,11 +58,12 @@ def build(
     Raises:
       ValueError: a declared mapping doesn't fit its variable or the mesh, or the strategy is invalid.
     """
-    # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
-    with lora.traced_on(mesh):
-        hparams = initialization.abstract_hparams(init_variables)
-    planned = _planned if task.lora is None else _with_adapters
-    hparams, reasons = planned(LogicalLayout(task, hparams), mesh, plan)
+    if task.lora is None:
+        # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
+        layout = LogicalLayout(task, initialization.abstract_hparams(init_variables))
+        hparams, reasons = _planned(layout, mesh, plan)
+    else:
+        hparams, reasons = _with_adapters(task, init_variables, mesh, plan)
     layout = LogicalLayout(task, hparams)
     logical = jax.eval_shape(
         functools.partial(initialization.create_train_state, layout),
@@ -106,13 +106,18 @@ def _planned(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[Nest
     return _apply_plan(planned, hparams, reasons, mesh, also_declared=False)
 
 
-def _with_adapters(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[NestedWeightHParams, PyTree]:
+def _with_adapters(
+    task: SingleTask, init_variables: Callable[[jax.Array], NestedJTensor], mesh: Mesh, plan: Plan | None
+) -> tuple[NestedWeightHParams, PyTree]:
     """Plans the base as without adapters, and splits each adapter like its weight.
 
     Raises:
       ValueError: task.lora.rank_axis names no axis of the mesh.
     """
-    task, hparams = layout.task, layout.var_weight_hparams
+    from spmd_trainer.decoder import lora  # here, so that models without adapters train without that room
+
+    with lora.traced_on(mesh):
+        hparams = initialization.abstract_hparams(init_variables)
     names = tuple(map(str, mesh.axis_names))
     for axis in task.lora.rank_axes:
         if axis not in names:

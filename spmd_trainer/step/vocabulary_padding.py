@@ -20,23 +20,16 @@ from jax import lax
 from praxis import layers, optimizers, pax_fiddle
 from praxis.layers import embedding_softmax, linears
 
-from spmd_trainer.decoder import lora
 from spmd_trainer.optim.learner import Learner
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.tasks.lm import attention, cheaper_layers
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct
 
 # Optimizers that update each element from its own gradient and moments alone, and keep zeros at zero.
 _ELEMENTWISE = (optimizers.Adam, optimizers.Lion, optimizers.Sgd, optimizers.ShardedSgd)
-# Language models and softmaxes of which this is known.
-_LMS = (layers.TransformerLm, attention.SegmentedTransformerLm)
-_SOFTMAXES = (
-    embedding_softmax.FullSoftmax,
-    embedding_softmax.SharedEmbeddingSoftmax,
-    cheaper_layers.SharedEmbeddingSoftmax,
-)
+# praxis' language models and softmaxes of which this is known. Others set `harmless_vocabulary_padding`; not their subclasses.
+_LAYERS = (layers.TransformerLm, embedding_softmax.FullSoftmax, embedding_softmax.SharedEmbeddingSoftmax)
 # The variables of TransformerLm that have a row or a column per token id, and the number of that dimension.
 _VOCAB_DIMENSION = {
     "softmax/logits_ffn/linear/w": 1,
@@ -73,7 +66,7 @@ def for_step(layout: Layout, inputs_shape_dtype: NestedShapeDtypeStruct) -> Layo
         return layout
     vocab_size = task.model.lm_tpl.vocab_size
     vocab_variables = _vocab_variables(layout, vocab_size)
-    if task.lora is not None and vocab_variables.keys() & lora.matrix_dims(task).keys():
+    if task.lora is not None and vocab_variables.keys() & task.lora_model.matrix_dims().keys():
         return layout  # the adapters of these variables have the size of the vocabulary too
     sizes = {variable.padded_shape[dim] for variable, dim in vocab_variables.values()}
     if len(sizes) != 1 or sizes == {vocab_size}:
@@ -127,11 +120,11 @@ def _is_safe(task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> bo
     if type(task.model) is not layers.LanguageModel or "class_probabilities" in inputs_shape_dtype:
         return False
     lm_p = task.model.lm_tpl
-    if lm_p.cls not in _LMS or lm_p.ngrammer_tpl is not None:
+    if not _is_known(lm_p.cls) or lm_p.ngrammer_tpl is not None:
         return False
     softmax_p = lm_p.softmax_tpl
     plain_softmax = (
-        softmax_p.cls in _SOFTMAXES
+        _is_known(softmax_p.cls)
         and softmax_p.feed_forward_tpl is not None
         and softmax_p.feed_forward_tpl.cls is linears.FeedForward
         # These take probability from all classes, or undo the mask.
@@ -142,6 +135,10 @@ def _is_safe(task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> bo
     separate_p = lm_p.separate_embedding_tpl
     plain_embedding = separate_p is None or separate_p.cls is embedding_softmax.Embedding
     return plain_softmax and plain_embedding and _is_elementwise(task.learner)
+
+
+def _is_known(layer: type) -> bool:
+    return layer in _LAYERS or "harmless_vocabulary_padding" in vars(layer)
 
 
 def _is_elementwise(learner: Learner) -> bool:

@@ -15,7 +15,6 @@ import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer import hf
 from spmd_trainer.checkpointing import (
     LOAD_ALL,
     CheckpointLoadingRules,
@@ -30,13 +29,11 @@ from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.checkpointing.frozen_base import BASE_KEY, SETTINGS_KEY, BaseRecord, is_base
 from spmd_trainer.checkpointing.loading_rules import ResolvedRules
 from spmd_trainer.checkpointing.own_steps import OwnStep
-from spmd_trainer.decoder.lora import LoraModel, is_adapter
 from spmd_trainer.errors import UserError
-from spmd_trainer.hf import peft
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import checkpoint_sources
+from spmd_trainer.train_states import TrainState, is_adapter
+from spmd_trainer.training import checkpoint_sources, rooms
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 
@@ -114,10 +111,10 @@ def begins_with(job: Job, directory: epath.Path) -> bool:
     Raises:
       HfMismatchError: it holds adapters of PEFT, and the task has none.
     """
-    has_adapters = peft.find_agreed(directory)
+    has_adapters = checkpoint_sources.is_peft_folder_agreed(directory)
     if has_adapters and job.task.lora is None:
         checkpoint_sources.open_source(directory, None, job.partitioner.metadata.variables, task=job.task)
-    return job.task.lora is not None and (has_adapters or hf.find_agreed(directory))
+    return job.task.lora is not None and (has_adapters or checkpoint_sources.is_hf_folder_agreed(directory))
 
 
 def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | None]:
@@ -134,18 +131,18 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
     Raises:
       UserError: the folder holds another model, or it is not known where the base is.
     """
-    if hf.find_agreed(directory):
-        hf.require_model(directory, job.task)
+    if checkpoint_sources.is_hf_folder_agreed(directory):
+        rooms.need("hf").require_model(directory, job.task)
         return {directory: _ALL}, str(directory)
     if rules := job.task.train.init_from_checkpoint_rules:
         return {directory: _ALL, **loading_rules.for_base(job.partitioner.metadata.variables, rules)}, None
-    folder = decided_by_process_0(lambda: str(peft.base_of(directory) or ""))
+    folder = decided_by_process_0(lambda: str(rooms.need("hf.peft").base_of(directory) or ""))
     if not folder:
         raise UserError(
             f"{directory} holds adapters, and the folder of their base is not known: its adapter_config.json names none that is "
             "here. Name it in task.train.init_from_checkpoint_rules"
         )
-    hf.require_model(epath.Path(folder), job.task)
+    rooms.need("hf").require_model(epath.Path(folder), job.task)
     return {directory: _ALL, folder: _ALL}, folder
 
 
@@ -199,8 +196,10 @@ def _resolve(job: Job, variables: TrainState, rules: Mapping[Any, Any]) -> Resol
     resolved = loading_rules.resolve_rules(
         variables, rules, check_contents=True, open_foreign=checkpoint_sources.opener(job.task)
     )
+    hf = rooms.find("hf")
     for source, saved_paths in resolved.parts:
-        hf.warn_of_differences(source, job.task)
+        if hf is not None:
+            hf.warn_of_differences(source, job.task)
         if isinstance(source, OwnStep) and any(map(is_adapter, saved_paths)):
             frozen_base.require_settings(source.metadata.get(SETTINGS_KEY, {}), job.task.lora, source.name)
     return resolved
@@ -216,7 +215,7 @@ def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[d
     """
     rules: Mapping[Any, Any] = job.task.train.init_from_checkpoint_rules or {}
     restored_from = recorded.restored_from
-    if restored_from is not None and hf.find_agreed(epath.Path(restored_from)):
+    if restored_from is not None and checkpoint_sources.is_hf_folder_agreed(epath.Path(restored_from)):
         rules = {restored_from: _ALL}
     elif restored_from is not None and not rules:
         raise CheckpointMismatchError(
@@ -282,8 +281,8 @@ def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -
       state: the state, with its base loaded.
       loaded: paths of adapters that were loaded, and so are not returned.
     """
-    model = job.task.model_for_steps
-    if not isinstance(model, LoraModel) or not model.settings.dora:
+    model = job.task.lora_model
+    if not model.settings.dora:
         return {}
     layout = metadata.without_opt_states()
     specs = records.by_path(layout.variables)

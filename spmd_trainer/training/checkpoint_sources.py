@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
-from spmd_trainer import hf, pax
+from spmd_trainer import pax
 from spmd_trainer.checkpointing import CheckpointSource, flax
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.checkpointing.sources import OpenForeign
-from spmd_trainer.hf import peft
+from spmd_trainer.training import rooms
 
 if TYPE_CHECKING:
     from spmd_trainer.tasks_lib import SingleTask
     from spmd_trainer.train_states import TrainState
 
-# What `--restore_checkpoint_dir` can name: it holds all variables of a model. Of the others rules say which to take.
-_WHOLE_MODELS: tuple[OpenForeign, ...] = (hf.open_source, pax.open_source)
-
 
 def open_whole_model(directory: epath.Path, step: int | None, variables: TrainState) -> CheckpointSource | None:
-    """Opens what `--restore_checkpoint_dir` names; the arguments are those of `open_source`. None if it is of this trainer."""
-    return next((source for opener in _WHOLE_MODELS if (source := opener(directory, step, variables))), None)
+    """Opens what `--restore_checkpoint_dir` can name: a Hugging Face folder or Pax' checkpoints, with all variables of a model.
+
+    The arguments are those of `open_source`. None if it is of this trainer.
+    """
+    hf = rooms.find("hf")
+    source: CheckpointSource | None = None if hf is None else hf.open_source(directory, step, variables)
+    return source or pax.open_source(directory, step, variables)
 
 
 def open_source(
@@ -43,7 +46,9 @@ def open_source(
       CheckpointError: there is one, and it can't be opened.
     """
     source = open_whole_model(directory, step, variables) or flax.open_source(directory, step, variables)
-    return source or peft.open_source(directory, step, variables, task)
+    if source is None and (peft := rooms.find("hf.peft")) is not None:
+        source = peft.open_source(directory, step, variables, task)
+    return source
 
 
 def opener(task: SingleTask) -> OpenForeign:
@@ -53,4 +58,26 @@ def opener(task: SingleTask) -> OpenForeign:
 
 def is_foreign(directory: epath.Path) -> bool:
     """Returns True for what `open_whole_model` opens, without opening it. Called by every process."""
-    return hf.find_agreed(directory) or pax.find_agreed(directory) is not None
+    return is_hf_folder_agreed(directory) or pax.find_agreed(directory) is not None
+
+
+def is_hf_folder(directory: epath.PathLike) -> bool:
+    """Returns True for a Hugging Face folder. False without the room that reads them."""
+    hf = rooms.find("hf")
+    return hf is not None and bool(hf.is_folder(directory))
+
+
+def is_peft_folder(directory: epath.PathLike) -> bool:
+    """Returns True for adapters of PEFT, or directories that hold some. False without the room that reads them."""
+    peft = rooms.find("hf.peft")
+    return peft is not None and bool(peft.is_folder(directory))
+
+
+def is_hf_folder_agreed(directory: epath.PathLike) -> bool:
+    """Returns `is_hf_folder` as process 0 sees it. Called by every process."""
+    return decided_by_process_0(lambda: is_hf_folder(directory))
+
+
+def is_peft_folder_agreed(directory: epath.PathLike) -> bool:
+    """Returns `is_peft_folder` as process 0 sees it. Called by every process."""
+    return decided_by_process_0(lambda: is_peft_folder(directory))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from absl import logging
 from etils import epath
 
-from spmd_trainer import hf, pax
+from spmd_trainer import pax
 from spmd_trainer.checkpointing import (
     Checkpointer,
     CheckpointNotFoundError,
@@ -26,13 +26,12 @@ from spmd_trainer.checkpointing import (
 )
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
-from spmd_trainer.hf import peft
 from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.storage.run_files import has_run
 from spmd_trainer.train_states import TrainState, is_adapter
-from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, run_directory
-from spmd_trainer.training.adapter_checkpoints import FrozenBase
+from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, rooms, run_directory
+from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import RunConfig
@@ -109,9 +108,9 @@ def restore_from(
     directory = job.config.checkpoint_dir
     with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
         source = checkpoint_sources.open_whole_model(directory, step, layout.variables)
-        if isinstance(source, hf.HfSource):
-            hf.require_model(directory, job.task)
         if source is not None:
+            if FOLDER_KEY in source.metadata:
+                rooms.need("hf").require_model(directory, job.task)
             if frozen_base.has_adapters(layout.variables) and any(map(is_adapter, source.saved)):
                 raise source.mismatch_error(mismatch.adapters_without_base(source.label, source.saved))
             restored = restore(source, layout, partial=partial, with_input=with_input)
@@ -152,12 +151,38 @@ def present_in_source(config: RunConfig) -> list[int] | None:
     begins_anew = config.mode == "train" and config.restore_checkpoint_dir is None
     if begins_anew or (config.mode == "train" and _has_own(config)):
         return None
-    if hf.is_folder(config.checkpoint_dir) or peft.is_folder(config.checkpoint_dir):
+    if checkpoint_sources.is_hf_folder(config.checkpoint_dir) or checkpoint_sources.is_peft_folder(
+        config.checkpoint_dir
+    ):
         return [0]
     found = pax.find(config.checkpoint_dir)
     if found is not None:
         return pax.finished_steps(found, config.restore_checkpoint_step)
     return steps.present(config.checkpoint_dir)
+
+
+def prefers_own(config: RunConfig) -> bool:
+    """Returns True if the run's own checkpoints are exported although `--restore_checkpoint_dir` is given.
+
+    That flag is then a Hugging Face folder, as in the command that trained the run. Says what this process sees.
+
+    Raises:
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    folder = config.restore_checkpoint_dir
+    if folder is None or not checkpoint_sources.is_hf_folder(folder):
+        return False
+    return _has_own(config)
+
+
+def config_of_source(config: RunConfig, *, own: bool) -> RunConfig:
+    """Returns the config with the directory of checkpoints to export.
+
+    Args:
+      config: the config.
+      own: take the run's own checkpoints; see `prefers_own`.
+    """
+    return dataclasses.replace(config, restore_checkpoint_dir=None) if own else config
 
 
 def resumes(config: RunConfig) -> bool:
@@ -184,7 +209,7 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
         yield restore_for_inference(job, use_ema=use_ema)
         return
     directory = job.config.checkpoint_dir
-    if checkpoint_sources.is_foreign(directory) or peft.find_agreed(directory):
+    if checkpoint_sources.is_foreign(directory) or checkpoint_sources.is_peft_folder_agreed(directory):
         logging.info(
             "%s is of another trainer, and nothing there tells whether its run goes on: only the newest checkpoint is used",
             directory,
@@ -235,8 +260,8 @@ def require_run(directory: epath.Path) -> None:
       UserError: there is neither a checkpoint nor a run that has begun.
     """
     if (
-        hf.is_folder(directory)
-        or peft.is_folder(directory)
+        checkpoint_sources.is_hf_folder(directory)
+        or checkpoint_sources.is_peft_folder(directory)
         or pax.find(directory) is not None
         or any(directory.glob("[0-9]*"))
         or has_run(directory.parent)

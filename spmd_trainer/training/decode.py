@@ -16,7 +16,6 @@ from praxis import decoder_hparams
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
-from spmd_trainer.decoder.generation.decode import text_before_stops, tokenizer_of_texts
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
@@ -24,7 +23,7 @@ from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import checkpoints, decode_records, decoded_text
+from spmd_trainer.training import checkpoints, decode_records, decoded_text, rooms
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
 from spmd_trainer.training.decode_output import DecodeOutput
 from spmd_trainer.training.ending import say_results
@@ -89,7 +88,10 @@ class DecodeDataset(FiniteDataset):
         self._directory = job.config.job_log_dir / "decode_out" / self.name
         self._packing = ScalarPacking()
         self._tokenizer = getattr(self._input, "tokenizer", None)
-        self._text_of = text_before_stops(task.model, self._tokenizer)
+        self._generation = rooms.find("decoder.generation.decode")
+        self._text_of: Callable[[np.ndarray], str] | None = None
+        if self._generation is not None:
+            self._text_of = self._generation.text_before_stops(task.model, self._tokenizer)
         self._key = jax.random.key(task.infer.random_seed if infers else task.decode.random_seed)
         self._may_be_too_long = decode_records.may_be_too_long(task, self.name, self.shapes)
         self._step = job.partitioner.partition(self._decode_step, self.shapes, is_eval=True)
@@ -101,7 +103,8 @@ class DecodeDataset(FiniteDataset):
         inputs = with_sampling_keys(layout.task, inputs, jax.random.fold_in(key, state.step))
         # praxis combines its own keys with the rows' keys, so both must be raw uint32 keys.
         key = jax.random.key_data(key)
-        with tokenizer_of_texts(self._tokenizer):
+        generation = self._generation
+        with generation.tokenizer_of_texts(self._tokenizer) if generation else contextlib.nullcontext():
             _, output = step_fns.decode_step(layout, state, key, inputs, *rest)
         returned = {name: inputs[name] for name in _RETURNED if name in inputs}
         return None, (self._packing.pack(output), output.per_example_out, returned)

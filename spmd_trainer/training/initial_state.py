@@ -9,13 +9,12 @@ import jax
 from absl import logging
 from etils import epath
 
-from spmd_trainer import hf
 from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, frozen_base
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.optim.learner import has_ema, reset_ema
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import adapter_checkpoints
+from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, rooms
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
 from spmd_trainer.training.checkpoints import restore_from
 from spmd_trainer.training.job import Job
@@ -88,9 +87,9 @@ def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstSta
     if adapter_checkpoints.begins_with(job, directory):
         rules, restored_from = adapter_checkpoints.rules_of(job, directory)
         return _fresh(job, rules, restored_from=restored_from)
-    if hf.find_agreed(directory):
+    if checkpoint_sources.is_hf_folder_agreed(directory):
         with Phase(f"reading the Hugging Face folder {directory}") as phase:
-            state = _with_averages(job, hf.load(directory, job))
+            state = _with_averages(job, rooms.need("hf").load(directory, job))
             phase.done = f"read the variables of {directory}; the optimizer states are fresh"
         return FirstState(state, None, {FOLDER_KEY: {"path": str(directory)}})
     with_input = bool(job.task.train.enable_input_checkpointing)

@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_registry, hf, multihost
+from spmd_trainer import experiment_registry, multihost
 from spmd_trainer.checkpointing import loading_rules
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs.batches import dataset_input_specs
@@ -26,7 +26,7 @@ from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.optim.learner import MultiOptimizerLearner, has_ema
 from spmd_trainer.step import step_fns
 from spmd_trainer.storage import access
-from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, export, rooms, run_directory
+from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, rooms, run_directory
 from spmd_trainer.training.ending import TIMING
 from spmd_trainer.training.run_config import ExportConfig, TrainConfig
 
@@ -155,8 +155,8 @@ def check_directories(config: RunConfig) -> None:
     if isinstance(config, ExportConfig):
         # Process 0 writes.
         if multihost.joined()[1] == 0:
-            hf.check_directory("--export_dir", config.directory)
-        config = export.config_of_source(config, own=export.prefers_own(config))
+            rooms.need("hf").check_directory("--export_dir", config.directory)
+        config = checkpoints.config_of_source(config, own=checkpoints.prefers_own(config))
     there = checkpoints.present_in_source(config)
     if there is not None:
         _check_source(config, there)
@@ -174,7 +174,7 @@ def _check_source(config: RunConfig, there: Sequence[int]) -> None:
         raise UserError(f"no step {step} in {directory}; there are {', '.join(map(str, there))}")
     task_p = config.experiment.task_p
     # A run with adapters loads its frozen base by them.
-    uses_rules = task_p.lora is not None and not hf.is_folder(directory)
+    uses_rules = task_p.lora is not None and not checkpoint_sources.is_hf_folder(directory)
     if config.mode == "train" and task_p.train.init_from_checkpoint_rules and not uses_rules:
         logging.warning(
             "task.train.init_from_checkpoint_rules is not used: the run begins with the whole checkpoint of "

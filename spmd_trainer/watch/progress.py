@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from absl import logging
 
 from spmd_trainer.callbacks.base import Callback, Run
-from spmd_trainer.kernels import chips
 from spmd_trainer.metrics.live_status import Memory, TrainingStatus, live
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.progress import Progress
 from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.training import rooms
 
 
 class ProgressLines(Callback):
@@ -84,7 +84,7 @@ def _make_progress(run: Run) -> Progress:
     items, unit = _items_per_step(run)
     train_p = run.task.train
     metadata, flops = run.partitioner.metadata, None
-    if unit == "tokens":
+    if unit == "tokens" and (chips := rooms.find("kernels.chips")) is not None:
         flops = chips.model_flops(metadata.num_params(), 1, num_frozen=metadata.num_frozen_params())
     return Progress(
         num_steps=run.num_steps,
@@ -98,8 +98,8 @@ def _make_progress(run: Run) -> Progress:
 
 def _peak_flops(run: Run) -> float | None:
     """Returns the FLOP/s of the mesh's devices, or None where they aren't known."""
-    devices = run.mesh.devices
-    return chips.peak_flops(devices.flat[0].device_kind, devices.size)
+    devices, chips = run.mesh.devices, rooms.find("kernels.chips")
+    return None if chips is None else chips.peak_flops(devices.flat[0].device_kind, devices.size)
 
 
 def _memory(run: Run) -> Memory | None:

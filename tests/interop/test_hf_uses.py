@@ -18,7 +18,8 @@ from spmd_trainer import main as _main  # noqa: F401  (defines the flags)
 from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, CheckpointMismatchError, loading_rules, restore
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
-from spmd_trainer.training import checkpoint_sources, export, initial_state, start_checks
+from spmd_trainer.hf import export_mode
+from spmd_trainer.training import checkpoint_sources, initial_state, start_checks
 from spmd_trainer.training.job import Job
 
 LLAMA = DATA / "llama_biases"
@@ -113,12 +114,12 @@ def test_the_folder_of_another_vocabulary_is_not_copied_into_an_export(job, monk
     untied = epath.Path(DATA / "llama_untied")
     of_run = types.SimpleNamespace(task=job.task, config=types.SimpleNamespace(restore_checkpoint_dir=untied))
     # The rules of the experiment name the folder that the model came from.
-    assert export._imported_from(of_run, {}) == epath.Path(LLAMA)
+    assert export_mode._imported_from(of_run, {}) == epath.Path(LLAMA)
     # The folder that the checkpoint names comes before them.
     noted = {"hugging_face_folder": {"path": str(DATA / "llama_linear_rope")}}
-    monkeypatch.setattr(export, "_fits", lambda *_: True)
+    monkeypatch.setattr(export_mode, "_fits", lambda *_: True)
     of_run.config.restore_checkpoint_dir = None
-    assert export._imported_from(of_run, noted) == epath.Path(DATA / "llama_linear_rope")
+    assert export_mode._imported_from(of_run, noted) == epath.Path(DATA / "llama_linear_rope")
 
 
 @pytest.mark.parametrize(("directory", "is_opened"), [("out", True), ("s3://bkt/out", False)])
@@ -126,10 +127,10 @@ def test_how_to_open_an_export_is_logged_for_local_ones(job, tmp_path, monkeypat
     directory = directory if "://" in directory else str(tmp_path / directory)
     config = command("--mode=export", f"--export_dir={directory}", f"--job_log_dir={tmp_path / 'run'}")
     restored = types.SimpleNamespace(step=3, state=None, metadata={"metadata": {}})
-    monkeypatch.setattr(export.checkpoints, "restore_with_record", lambda *_, **__: restored)
-    monkeypatch.setattr(export.hf, "export", lambda *_, **__: None)
+    monkeypatch.setattr(export_mode.checkpoints, "restore_with_record", lambda *_, **__: restored)
+    monkeypatch.setattr(export_mode.hf, "export", lambda *_, **__: None)
     with caplog.at_level("INFO", logger="absl"):
-        assert export.export(Job(config, job.task, job.partitioner, None)) == 3
+        assert export_mode.export(Job(config, job.task, job.partitioner, None)) == 3
     assert f"exporting step 3 of {tmp_path / 'run' / 'checkpoints'}" in caplog.text
     assert ("from_pretrained" in caplog.text) == is_opened
 

@@ -1,5 +1,6 @@
 """A vocabulary's padding kept inside the step: where it is safe, and that it has no effect there."""
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.synthetic import structures
 from spmd_trainer.inputs import batches
 from spmd_trainer.step import pjit, vocabulary_padding
+from spmd_trainer.tasks.lm import cheaper_layers
 from spmd_trainer.training import verify
 
 SHAPES = batches.lm_input_specs(6, 12)
@@ -68,6 +70,19 @@ def test_padding_is_sliced_off_for_models_and_learners_that_it_could_affect(chan
 
 def test_padding_is_sliced_off_for_an_optimizer_that_sums_over_a_variable():
     assert seen_shapes(structures.TinyAdafactor().task())[W] == (16, VOCAB_SIZE)
+
+
+class Derived(cheaper_layers.SharedEmbeddingSoftmax):
+    """May do with its vocabulary what the class that it is derived from does not."""
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"), [(cheaper_layers.SharedEmbeddingSoftmax, PADDED_VOCAB_SIZE), (Derived, VOCAB_SIZE)]
+)
+def test_a_layer_says_that_padding_is_harmless_for_itself_alone(layer, size):
+    task_p = structures.TinyLm().task()
+    fdl.update_callable(task_p.model.lm_tpl.softmax_tpl, layer)
+    assert seen_shapes(task_p)[W] == (16, size)
 
 
 def test_nothing_changes_if_nothing_is_padded():

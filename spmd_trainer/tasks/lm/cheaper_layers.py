@@ -64,6 +64,8 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     would round for each token in bfloat16, and has no fixed order on GPUs.
     """
 
+    harmless_vocabulary_padding = True
+
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
         """Returns the embeddings [..., input_dims] of integers `ids` [...]; zeros for ids that are not in the table."""
         if self.lookup_style != "matmul" or fdl.get_callable(self.einsum_tpl) is not base_ops.EinsumOp:

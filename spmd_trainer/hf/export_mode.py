@@ -13,7 +13,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import hf, storage
-from spmd_trainer.checkpointing import records, steps
+from spmd_trainer.checkpointing import records
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.decoder import lora
 from spmd_trainer.errors import UserError
@@ -25,7 +25,7 @@ from spmd_trainer.training import checkpoints
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
-from spmd_trainer.training.run_config import ExportConfig, RunConfig
+from spmd_trainer.training.run_config import ExportConfig
 
 
 def export(job: Job) -> int:
@@ -48,8 +48,8 @@ def export(job: Job) -> int:
     if settings.adapter and job.task.lora is None:
         raise UserError("--export_adapter: the experiment has no adapters (task.lora is None); leave the flag out")
     # The processes do what the first one sees.
-    own = decided_by_process_0(lambda: prefers_own(job.config))
-    source = dataclasses.replace(job, config=config_of_source(job.config, own=own))
+    own = decided_by_process_0(lambda: checkpoints.prefers_own(job.config))
+    source = dataclasses.replace(job, config=checkpoints.config_of_source(job.config, own=own))
     restored = checkpoints.restore_with_record(source, use_ema=settings.use_ema)
     imported_from = _imported_from(job, restored.metadata["metadata"])
     logging.info("exporting step %d of %s", restored.step, source.config.checkpoint_dir)
@@ -86,30 +86,6 @@ def _merged(state: TrainState, job: Job) -> TrainState:
 
     result: TrainState = jax.jit(merge, out_shardings=without.shardings, donate_argnums=0)(leaves, adapters)
     return result
-
-
-def prefers_own(config: RunConfig) -> bool:
-    """Returns True if the run's own checkpoints are exported although `--restore_checkpoint_dir` is given.
-
-    That flag is then a Hugging Face folder, as in the command that trained the run. Says what this process sees.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
-    folder = config.restore_checkpoint_dir
-    if folder is None or not hf.is_folder(folder):
-        return False
-    return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
-
-
-def config_of_source(config: RunConfig, *, own: bool) -> RunConfig:
-    """Returns the config with the directory of checkpoints to export.
-
-    Args:
-      config: the config.
-      own: take the run's own checkpoints; see `prefers_own`.
-    """
-    return dataclasses.replace(config, restore_checkpoint_dir=None) if own else config
 
 
 def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
