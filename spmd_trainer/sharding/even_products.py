@@ -21,8 +21,8 @@ from spmd_trainer.sharding.even_values import DimAxes, Shape, Value
 
 # The splits that a program asks of an array.
 Splits: TypeAlias = frozenset[DimAxes]
-# Operations that an array passes with its dimensions: what is asked of the result is asked of the operands of its shape.
-_PASSING = frozenset({*ELEMENTWISE, "optimization_barrier", "pad", "slice"})
+# Operations that keep the dimensions: what is asked of the result is asked of the operands of its rank.
+_PASSING = ELEMENTWISE | {"concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice", "split"}
 
 
 def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
@@ -145,22 +145,14 @@ def _of_operands(eqn: Any, results: list[Splits], found: dict[int, Splits]) -> l
         return nothing
     if name == "sharding_constraint" and isinstance(params["sharding"], NamedSharding):
         return [frozenset({split_axes(params["sharding"].spec, eqn.invars[0].aval.ndim)})]
+    if name == "optimization_barrier":
+        return results
     if name in _PASSING:
         rank, together = eqn.outvars[0].aval.ndim, frozenset[DimAxes]().union(*results)
-        if name == "optimization_barrier":
-            return results
         return [together if var.aval.ndim == rank else frozenset() for var in eqn.invars]
-    if name == "transpose":
-        order = params["permutation"]
-        return [frozenset(tuple(axes[order.index(dim)] for dim in range(len(order))) for axes in results[0])]
-    if name == "reshape" and params["dimensions"] is None:
-        old = eqn.invars[0].aval.shape
-        new_of = {dim: new for new, dim in unchanged_dims(old, params["new_sizes"]).items()}
-        return [
-            frozenset(
-                tuple(axes[new_of[dim]] if dim in new_of else () for dim in range(len(old))) for axes in results[0]
-            )
-        ]
+    if (new_of := _new_dims(eqn)) is not None:
+        dims = range(eqn.invars[0].aval.ndim)
+        return [frozenset(tuple(axes[new_of[dim]] if dim in new_of else () for dim in dims) for axes in results[0])]
     if name == "scan":
         return _of_scan(params, results, found)
     if name == "while":
@@ -169,6 +161,29 @@ def _of_operands(eqn: Any, results: list[Splits], found: dict[int, Splits]) -> l
         branches = [_ask(branch.jaxpr, results, found) for branch in params["branches"]]
         return [frozenset(), *(frozenset[DimAxes]().union(*splits) for splits in zip(*branches, strict=True))]
     return _of_call(eqn, results, found, nothing)
+
+
+def _new_dims(eqn: Any) -> dict[int, int] | None:
+    """Returns {dimension of the operand: the same one of the result}; None for other operations."""
+    params = eqn.params
+    match eqn.primitive.name:
+        case "transpose":
+            return {old: new for new, old in enumerate(params["permutation"])}
+        case "reshape" if params["dimensions"] is None:
+            return {old: new for new, old in unchanged_dims(eqn.invars[0].aval.shape, params["new_sizes"]).items()}
+        case "broadcast_in_dim":
+            x, y = eqn.invars[0].aval.shape, params["shape"]
+            return {old: new for old, new in enumerate(params["broadcast_dimensions"]) if x[old] == y[new]}
+        case "squeeze":
+            return _left(eqn, params["dimensions"])
+        case "reduce_sum":
+            return _left(eqn, params["axes"])
+    return None
+
+
+def _left(eqn: Any, gone: Sequence[int]) -> dict[int, int]:
+    left = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
+    return {old: new for new, old in enumerate(left)}
 
 
 def _of_scan(params: Mapping[str, Any], results: list[Splits], found: dict[int, Splits]) -> list[Splits]:
