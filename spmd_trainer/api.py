@@ -144,10 +144,9 @@ def export(
     Raises:
       UserError: as `train`; there is no checkpoint, the folder is not empty, or transformers has no architecture for the model.
     """
-    from spmd_trainer.hf import export_mode as program
-
+    program = rooms.need("hf.export_mode")
     with _job("export", exp, job_log_dir, overrides, settings, directory=export_dir) as job:
-        return program.export(job)
+        return int(program.export(job))
 
 
 def inspect(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> sharding.ShardingReport:
@@ -215,5 +214,6 @@ def _named_as_in_python(mode: str) -> Iterator[None]:
     try:
         yield
     except (UserError, CheckpointError) as error:
-        error.args = (re.sub(r"--([\w.]+)", lambda flag: names.get(flag[1], flag[0]), str(error)),)
+        text = re.sub(r"--fdl\.set=('[^']*')", r"overrides=[\1]", str(error))
+        error.args = (re.sub(r"--([\w.]+)", lambda flag: names.get(flag[1], flag[0]), text),)
         raise

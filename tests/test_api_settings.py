@@ -84,6 +84,7 @@ def test_python_sets_whatever_the_command_line_sets(config_of, tmp_path):
         ({"callbacks": 5}, ["callbacks=5", "list"]),
         ({"restore_checkpoint_dir": 5}, ["restore_checkpoint_dir=5", "text", "Path"]),
         ({"jax_cache_dir": 5}, ["jax_cache_dir=5", "text"]),
+        ({"decode_during_train": True}, ["overrides=['task.train.decode_interval_steps=1000']"]),
     ],
 )
 def test_a_wrong_keyword_is_refused_as_a_flag_is(settings, says, tmp_path):

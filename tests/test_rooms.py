@@ -52,7 +52,10 @@ import optax
 from praxis import pax_fiddle
 
 from spmd_trainer import base_experiment, models, tasks_lib
+from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ArrayInput
+from spmd_trainer.training import checkpoint_sources
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 from spmd_trainer.training.train import train
@@ -85,6 +88,22 @@ assert result.step == 3 and np.isfinite(result.metrics["loss"])
 assert (pathlib.Path(directory) / "checkpoints" / "3").is_dir()
 # From its own checkpoint, and no step more.
 assert train(Job.build(make_run_config(Tiny, directory))).step == 3
+
+class Warm(Tiny):
+    def task(self):
+        task_p = super().task()
+        task_p.train.init_from_checkpoint_rules = {directory: CheckpointLoadingRules(load_rules=[LOAD_ALL])}
+        return task_p
+
+assert train(Job.build(make_run_config(Warm, directory + "_warm"))).step == 3
+(folder := pathlib.Path(directory + "_folder")).mkdir()
+(folder / "config.json").write_text("{}")
+absent = sorted({"decoder", "hf"} & set(absent))
+try:
+    found = checkpoint_sources.is_hf_folder(folder)
+    assert not absent and found
+except UserError as error:
+    assert f"spmd_trainer/{absent[-1]}/" in str(error) and str(folder) in str(error)
 """
 
 

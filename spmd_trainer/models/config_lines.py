@@ -59,12 +59,17 @@ def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:
     return compare(settings(before), settings(now))
 
 
+def is_flag_of_some(path: str, all_settings: Sequence[Mapping[str, str]]) -> bool:
+    """Returns True for a flag ('--flag') that some of these settings lack."""
+    return path.startswith("--") and any(path not in settings for settings in all_settings)
+
+
 def compare(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
     """Returns the changes between two results of `settings`, sorted by path.
 
     A flag ('--flag') that only one of them has is no change: a version without it wrote the other one.
     """
-    paths = sorted(path for path in {**old, **new} if not path.startswith("--") or (path in old and path in new))
+    paths = sorted(path for path in {**old, **new} if not is_flag_of_some(path, (old, new)))
     return [Change(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)]
 
 

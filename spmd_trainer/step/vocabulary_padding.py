@@ -138,7 +138,7 @@ def _is_safe(task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> bo
 
 
 def _is_known(layer: type) -> bool:
-    return layer in _LAYERS or "harmless_vocabulary_padding" in vars(layer)
+    return layer in _LAYERS or bool(vars(layer).get("harmless_vocabulary_padding"))
 
 
 def _is_elementwise(learner: Learner) -> bool:

@@ -8,6 +8,7 @@ the rest from the checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from spmd_trainer.checkpointing import (
     loading_rules,
     records,
 )
-from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.checkpointing.frozen_base import BASE_KEY, SETTINGS_KEY, BaseRecord, is_base
 from spmd_trainer.checkpointing.loading_rules import ResolvedRules
 from spmd_trainer.checkpointing.own_steps import OwnStep
@@ -94,6 +95,10 @@ def begin(
     if folder := restored_from or next(iter(folders), None):
         origin[FOLDER_KEY] = {"path": folder}
     if frozen_base.has_adapters(variables):
+        if job.task.lora is None:
+            raise UserError(
+                "the model has variables below params/lora/, which are adapters of task.lora; rename that module"
+            )
         adapters = set() if resolved is None else {p for _, paths in resolved.parts for p in paths if is_adapter(p)}
         leaves.update(_prepared(job, metadata, jax.tree.unflatten(structure, leaves.values()), adapters))
         base = {path: leaf for path, leaf in leaves.items() if is_base(path)}
@@ -171,15 +176,19 @@ class FrozenBase:
             return restored
         noted = restored.metadata["metadata"]
         name = f"step {restored.step} in {directory}"
-        if BASE_KEY not in noted:
-            raise CheckpointMismatchError(f"{name} does not say which base its adapters were trained on")
-        frozen_base.require_settings(noted[SETTINGS_KEY], self._job.task.lora, name)
+
+        def check() -> None:
+            if BASE_KEY not in noted:
+                raise CheckpointMismatchError(f"{name} does not say which base its adapters were trained on")
+            frozen_base.require_settings(noted[SETTINGS_KEY], self._job.task.lora, name)
+
+        agreed_problem(check)
         recorded = BaseRecord.from_json(noted[BASE_KEY])
         if self._loaded is None:
             with Phase("loading the frozen base"):
                 self._loaded = _load_base(self._job, variables, recorded)
         arrays, record = self._loaded
-        recorded.require_same(record, name)
+        agreed_problem(functools.partial(recorded.require_same, record, name))
         state = frozen_base.joined(restored.state, arrays, variables)
         metadata = restored.metadata.copy()
         metadata["metadata"] = {**noted, BASE_KEY: record.to_json()}
@@ -196,12 +205,16 @@ def _resolve(job: Job, variables: TrainState, rules: Mapping[Any, Any]) -> Resol
     resolved = loading_rules.resolve_rules(
         variables, rules, check_contents=True, open_foreign=checkpoint_sources.opener(job.task)
     )
-    hf = rooms.find("hf")
-    for source, saved_paths in resolved.parts:
-        if hf is not None:
+    if (hf := rooms.find("hf")) is not None:
+        for source, _ in resolved.parts:
             hf.warn_of_differences(source, job.task)
-        if isinstance(source, OwnStep) and any(map(is_adapter, saved_paths)):
-            frozen_base.require_settings(source.metadata.get(SETTINGS_KEY, {}), job.task.lora, source.name)
+
+    def check() -> None:
+        for source, saved_paths in resolved.parts:
+            if isinstance(source, OwnStep) and any(map(is_adapter, saved_paths)):
+                frozen_base.require_settings(source.metadata.get(SETTINGS_KEY, {}), job.task.lora, source.name)
+
+    agreed_problem(check)
     return resolved
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from etils import epath
@@ -23,7 +24,7 @@ def open_whole_model(directory: epath.Path, step: int | None, variables: TrainSt
 
     The arguments are those of `open_source`. None if it is of this trainer.
     """
-    hf = rooms.find("hf")
+    hf = _room("hf", directory)
     source: CheckpointSource | None = None if hf is None else hf.open_source(directory, step, variables)
     return source or pax.open_source(directory, step, variables)
 
@@ -46,7 +47,7 @@ def open_source(
       CheckpointError: there is one, and it can't be opened.
     """
     source = open_whole_model(directory, step, variables) or flax.open_source(directory, step, variables)
-    if source is None and (peft := rooms.find("hf.peft")) is not None:
+    if source is None and (peft := _room("hf.peft", directory)) is not None:
         source = peft.open_source(directory, step, variables, task)
     return source
 
@@ -61,15 +62,26 @@ def is_foreign(directory: epath.Path) -> bool:
     return is_hf_folder_agreed(directory) or pax.find_agreed(directory) is not None
 
 
+def _room(module: str, directory: epath.PathLike) -> ModuleType | None:
+    """Imports a module that reads folders of Hugging Face; None if it is absent and the directory is not such a folder.
+
+    Raises:
+      UserError: it is absent, and the directory has a file of such a folder.
+    """
+    if any((epath.Path(directory) / name).exists() for name in ("config.json", "adapter_config.json")):
+        return rooms.need(module, str(directory))
+    return rooms.find(module)
+
+
 def is_hf_folder(directory: epath.PathLike) -> bool:
-    """Returns True for a Hugging Face folder. False without the room that reads them."""
-    hf = rooms.find("hf")
+    """Returns True for a Hugging Face folder."""
+    hf = _room("hf", directory)
     return hf is not None and bool(hf.is_folder(directory))
 
 
 def is_peft_folder(directory: epath.PathLike) -> bool:
-    """Returns True for adapters of PEFT, or directories that hold some. False without the room that reads them."""
-    peft = rooms.find("hf.peft")
+    """Returns True for adapters of PEFT, or directories that hold some."""
+    peft = _room("hf.peft", directory)
     return peft is not None and bool(peft.is_folder(directory))
 
 

@@ -6,6 +6,7 @@ They are of this trainer, of Pax, or folders of Hugging Face and PEFT.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from absl import logging
@@ -15,6 +16,7 @@ from spmd_trainer import pax
 from spmd_trainer.checkpointing import (
     Checkpointer,
     CheckpointNotFoundError,
+    CheckpointSource,
     DamagedCheckpointError,
     Restored,
     frozen_base,
@@ -24,7 +26,7 @@ from spmd_trainer.checkpointing import (
     restore,
     steps,
 )
-from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.errors import UserError
 from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.step.layout import Layout
@@ -111,8 +113,7 @@ def restore_from(
         if source is not None:
             if FOLDER_KEY in source.metadata:
                 rooms.need("hf").require_model(directory, job.task)
-            if frozen_base.has_adapters(layout.variables) and any(map(is_adapter, source.saved)):
-                raise source.mismatch_error(mismatch.adapters_without_base(source.label, source.saved))
+            agreed_problem(functools.partial(_refuse_foreign_adapters, source, layout))
             restored = restore(source, layout, partial=partial, with_input=with_input)
         else:
             own = Checkpointer(directory, read_only=True)
@@ -122,6 +123,11 @@ def restore_from(
             restored = (base or FrozenBase(job)).joined(restored, layout.variables, directory)
         phase.done = f"restored step {restored.step} from {directory}"
     return restored
+
+
+def _refuse_foreign_adapters(source: CheckpointSource, layout: Layout) -> None:
+    if frozen_base.has_adapters(layout.variables) and any(map(is_adapter, source.saved)):
+        raise source.mismatch_error(mismatch.adapters_without_base(source.label, source.saved))
 
 
 def _of_folder(job: Job, directory: epath.Path, *, use_ema: bool, step: int | None) -> Restored:

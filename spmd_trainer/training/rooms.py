@@ -9,13 +9,17 @@ from types import ModuleType
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import Settings, settings_of
 
+# Rooms that a room can't be imported without.
+_NEEDED_BY = {"hf": ("decoder",)}
+
 
 def missing(module: str, what: str = "this") -> str:
-    """Returns a message if the whole room of a module, e.g. 'watch.run', is absent; '' if not."""
+    """Returns a message if the whole room of a module, e.g. 'watch.run', or one that it needs, is absent; '' if not."""
     room, *_ = module.split(".")
-    if importlib.util.find_spec(f"spmd_trainer.{room}") is not None:
-        return ""
-    return f"{what} needs spmd_trainer/{room}/, which is not installed: install all of spmd-trainer"
+    for needed in (room, *_NEEDED_BY.get(room, ())):
+        if importlib.util.find_spec(f"spmd_trainer.{needed}") is None:
+            return f"{what} needs spmd_trainer/{needed}/, which is not installed: install all of spmd-trainer"
+    return ""
 
 
 def find(module: str) -> ModuleType | None:
@@ -36,11 +40,11 @@ def check_settings(config: Settings) -> None:
             check(about.room, f"--{about.flag}")
 
 
-def need(module: str) -> ModuleType:
-    """Imports a module of a room that was asked for.
+def need(module: str, what: str = "this") -> ModuleType:
+    """Imports a module of a room that `what` needs.
 
     Raises:
       UserError: its room is absent.
     """
-    check(module)
+    check(module, what)
     return importlib.import_module(f"spmd_trainer.{module}")

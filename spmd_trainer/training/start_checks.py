@@ -271,7 +271,7 @@ def _check_decode_during_train(resolved: ResolvedExperiment) -> None:
     if not interval:
         raise UserError(
             f"--decode_during_train: task.train.decode_interval_steps is {interval!r}, so nothing would be decoded; set "
-            "e.g. --fdl.set='task.train.decode_interval_steps=1000', or leave the flag out"
+            "e.g. --fdl.set='task.train.decode_interval_steps=1000', or leave it out"
         )
     _require_decode_datasets(resolved, "--decode_during_train")
 

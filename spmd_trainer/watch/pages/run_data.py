@@ -66,6 +66,6 @@ def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
             "values": [config_lines.around_difference(one.get(path), known[0].get(path)) for one in settings],
         }
         for path in paths
-        if len({one.get(path) for one in known}) > 1
+        if len({one.get(path) for one in known}) > 1 and not config_lines.is_flag_of_some(path, known)
     ]
     return {"rows": rows[:_MOST_DIFFERENCES], "left_out": max(0, len(rows) - _MOST_DIFFERENCES)}
