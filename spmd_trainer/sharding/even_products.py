@@ -8,6 +8,7 @@ that was summed over splits one dimension, and the axis that the operands sugges
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,11 +17,14 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer.sharding.constraints import split_axes
-from spmd_trainer.sharding.even_rules import ELEMENTWISE, unchanged_dims
+from spmd_trainer.sharding.even_rules import ELEMENTWISE, dim_groups
 from spmd_trainer.sharding.even_values import DimAxes, Shape, Value
 
 # The splits that a program asks of an array.
 Splits: TypeAlias = frozenset[DimAxes]
+# Programs that an operation runs on its own arguments.
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+_REMAT = frozenset({"checkpoint", "remat", "remat2"})
 # Operations that keep the dimensions: what is asked of the result is asked of the operands of its rank.
 _PASSING = ELEMENTWISE | {"concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice", "split"}
 
@@ -38,36 +42,74 @@ def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
     return found
 
 
-def is_suspect(asked: Splits, num_axes: int) -> bool:
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """How the operands of a product are split.
+
+    Attributes:
+      suggested: the axes that they suggest for each dimension of the product; one may be in several.
+      summed: the axes that are summed over.
+      num_batch: the number of batch dimensions, which come first.
+    """
+
+    suggested: DimAxes
+    summed: frozenset[str]
+    num_batch: int
+
+    @classmethod
+    def of(cls, eqn: Any, x: Value, y: Value) -> Operands:
+        (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
+        summed = {axis for v, dims in ((x, x_contract), (y, y_contract)) for dim in dims for axis in v.axes[dim] or ()}
+        dims = [x.axes[i] or y.axes[j] for i, j in zip(x_batch, y_batch, strict=True)]
+        for v, used in ((x, {*x_contract, *x_batch}), (y, {*y_contract, *y_batch})):
+            dims += [axes for dim, axes in enumerate(v.axes) if dim not in used]
+        return cls(tuple(dims), frozenset(summed), len(x_batch))
+
+    @property
+    def axes(self) -> DimAxes:
+        """The axes of each dimension, without those that split an earlier one."""
+        taken: set[str] = set()
+        found: list[tuple[str, ...] | None] = []
+        for over in self.suggested:
+            found.append(None if over is None else tuple(axis for axis in over if axis not in taken))
+            taken.update(over or ())
+        return tuple(found)
+
+
+def is_suspect(eqn: Any, asked: Splits, num_axes: int) -> bool:
     """Returns True if XLA may get a product wrong of which these splits are asked; it depends on its operands' splits."""
-    return any(num_axes > 3 or _is_involved(axes) for axes in asked)
+    fewest = 2 if eqn.params["dimension_numbers"][1][0] else 3
+    return any(num_axes > 3 or len({axis for dim in axes for axis in dim or ()}) >= fewest for axes in asked)
 
 
-def _is_involved(axes: DimAxes) -> bool:
-    """Returns True for a split over three axes, or over two of more than two dimensions: XLA is right with all others."""
-    return len({axis for dim in axes for axis in dim or ()}) >= (3 if len(axes) < 3 else 2)
-
-
-def safe_split(
-    asked: Splits, suggested: DimAxes, summed: frozenset[str], shape: Shape, sizes: Mapping[str, int]
-) -> PartitionSpec | None:
+def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """Returns how to split a product that XLA would get wrong: as its operands suggest, over so few axes that XLA is right.
 
     For all other products it returns None.
 
     Args:
       asked: the splits that the program asks of the product.
-      suggested, summed: see `product_axes`.
+      operands: how its operands are split.
       shape: of the product, with padding.
       sizes: {axis: size} of the mesh.
     """
-    if not any(_is_wrong(axes, suggested, summed, num_real_axes(sizes)) for axes in asked):
+    num_axes, num_batch = num_real_axes(sizes), operands.num_batch
+    if not any(_is_wrong(axes, operands, num_axes) for axes in asked):
         return None
+
+    def is_right(split: list[tuple[str, ...]]) -> bool:
+        if num_axes > 3:
+            return max(map(len, split)) < 2 and sum(map(len, split)) <= (2 if len(shape) == 2 else 1)
+        free = split[num_batch:]
+        return sum(map(bool, free)) < 2 or sum(map(len, free)) < 3
+
     kept: list[tuple[str, ...]] = [()] * len(shape)
-    for dim, over in enumerate(each_once(suggested)):
-        more = [*kept[:dim], (over or ())[:1], *kept[dim + 1 :]]
-        if shape[dim] % math.prod(sizes[axis] for axis in more[dim]) == 0 and not _is_involved(tuple(more)):
-            kept = more
+    for dim, over in enumerate(operands.axes):
+        for count in range(len(over or ()), 0, -1):
+            more = [*kept[:dim], (over or ())[:count], *kept[dim + 1 :]]
+            if shape[dim] % math.prod(sizes[axis] for axis in more[dim]) == 0 and is_right(more):
+                kept = more
+                break
     return PartitionSpec(*(over or None for over in kept))
 
 
@@ -75,39 +117,25 @@ def num_real_axes(sizes: Mapping[str, int]) -> int:
     return sum(size > 1 for size in sizes.values())
 
 
-def product_axes(eqn: Any, x: Value, y: Value) -> tuple[DimAxes, frozenset[str]]:
-    """Returns the axes that the operands suggest for each dimension (one may be in several), and the axes summed over."""
-    (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
-    summed = {axis for v, dims in ((x, x_contract), (y, y_contract)) for dim in dims for axis in v.axes[dim] or ()}
-    dims = [x.axes[i] or y.axes[j] for i, j in zip(x_batch, y_batch, strict=True)]
-    for v, used in ((x, {*x_contract, *x_batch}), (y, {*y_contract, *y_batch})):
-        dims += [axes for dim, axes in enumerate(v.axes) if dim not in used]
-    return tuple(dims), frozenset(summed)
-
-
-def each_once(dims: DimAxes) -> DimAxes:
-    """Returns the axes of each dimension without those that split an earlier one."""
-    taken: set[str] = set()
-    found: list[tuple[str, ...] | None] = []
-    for axes in dims:
-        found.append(None if axes is None else tuple(axis for axis in axes if axis not in taken))
-        taken.update(axes or ())
-    return tuple(found)
-
-
-def _is_wrong(asked: DimAxes, suggested: DimAxes, summed: frozenset[str], num_axes: int) -> bool:
+def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
     """Returns True for a split in which a summed axis takes the place of one that goes to another dimension.
 
-    In a result of more than two dimensions, the summed axis may be anywhere, and two axes that change places are enough. On a
-    mesh of four axes, an axis that splits two dimensions of the operands is enough. XLA is right if a dimension is split over
-    several axes, all of which were summed over and split nothing else of the operands: so are the gradients of weights over
-    ('replica', 'data') and 'mdl'.
+    In a product of more than two dimensions, the summed axis may be anywhere, and two axes that change places are enough. On a
+    mesh of four axes, an axis that splits two dimensions of the operands is enough.
+
+    XLA is right with less than three axes, or two beside a batch dimension whose own split changes. It is also right if a
+    dimension is split over several axes, all of which were summed over and split nothing else of the operands: so are the
+    gradients of weights over ('replica', 'data') and 'mdl'.
     """
     over = [frozenset(dim or ()) for dim in asked]
-    of_operands = [frozenset(dim or ()) for dim in suggested]
-    free = frozenset[str]().union(*of_operands)
-    if num_axes > 3 and len(summed) + sum(map(len, of_operands)) > len(summed | free):
+    suggested = [frozenset(dim or ()) for dim in operands.suggested]
+    summed, free = operands.summed, frozenset[str]().union(*suggested)
+    if num_axes > 3 and len(summed) + sum(map(len, suggested)) > len(summed | free):
         return True
+    changed = [dim for dim in range(len(over)) if dim >= operands.num_batch or over[dim] != suggested[dim]]
+    fewest = 3 if not changed or changed[0] >= operands.num_batch else 2
+    if len(frozenset[str]().union(*(over[dim] for dim in changed))) < fewest:
+        return False
 
     def others(dims: Sequence[frozenset[str]], at: int) -> frozenset[str]:
         return frozenset[str]().union(*dims[:at], *dims[at + 1 :])
@@ -115,12 +143,12 @@ def _is_wrong(asked: DimAxes, suggested: DimAxes, summed: frozenset[str], num_ax
     def is_wrong_at(at: int) -> bool:
         arriving = over[at] & summed
         if len(over) > 2:
-            arriving |= over[at] & others(of_operands, at) | others(over, at) & summed
+            arriving |= over[at] & others(suggested, at) | others(over, at) & summed
         is_safe = len(over[at]) > 1 and over[at] <= summed - free
-        is_moved = bool(of_operands[at] & others(over, at))
+        is_moved = bool(suggested[at] & others(over, at))
         return is_moved and (bool(arriving) or num_axes > 3) and not is_safe
 
-    return _is_involved(asked) and any(is_wrong_at(at) for at in range(len(over)))
+    return any(is_wrong_at(at) for at in range(len(over)))
 
 
 def _ask(jaxpr: Any, results: Sequence[Splits], found: dict[int, Splits]) -> list[Splits]:
@@ -150,9 +178,8 @@ def _of_operands(eqn: Any, results: list[Splits], found: dict[int, Splits]) -> l
     if name in _PASSING:
         rank, together = eqn.outvars[0].aval.ndim, frozenset[DimAxes]().union(*results)
         return [together if var.aval.ndim == rank else frozenset() for var in eqn.invars]
-    if (new_of := _new_dims(eqn)) is not None:
-        dims = range(eqn.invars[0].aval.ndim)
-        return [frozenset(tuple(axes[new_of[dim]] if dim in new_of else () for dim in dims) for axes in results[0])]
+    if (sources := _sources(eqn)) is not None:
+        return [frozenset(tuple(sum((axes[new] or () for new in dims), ()) for dims in sources) for axes in results[0])]
     if name == "scan":
         return _of_scan(params, results, found)
     if name == "while":
@@ -163,27 +190,27 @@ def _of_operands(eqn: Any, results: list[Splits], found: dict[int, Splits]) -> l
     return _of_call(eqn, results, found, nothing)
 
 
-def _new_dims(eqn: Any) -> dict[int, int] | None:
-    """Returns {dimension of the operand: the same one of the result}; None for other operations."""
+def _sources(eqn: Any) -> list[list[int]] | None:
+    """Returns, for each dimension of the operand, the dimensions of the result that it becomes; None for other operations."""
     params = eqn.params
+    x, out = eqn.invars[0].aval.shape if eqn.invars else (), eqn.outvars[0].aval.shape if eqn.outvars else ()
     match eqn.primitive.name:
         case "transpose":
-            return {old: new for new, old in enumerate(params["permutation"])}
+            return [[params["permutation"].index(dim)] for dim in range(len(x))]
         case "reshape" if params["dimensions"] is None:
-            return {old: new for new, old in unchanged_dims(eqn.invars[0].aval.shape, params["new_sizes"]).items()}
+            new_of: list[list[int]] = [[] for _ in x]
+            for old_dims, new_dims in dim_groups(x, out):
+                lead = next((dim for dim in old_dims if x[dim] != 1), None)
+                if lead is not None:
+                    new_of[lead] = new_dims
+            return new_of
         case "broadcast_in_dim":
-            x, y = eqn.invars[0].aval.shape, params["shape"]
-            return {old: new for old, new in enumerate(params["broadcast_dimensions"]) if x[old] == y[new]}
-        case "squeeze":
-            return _left(eqn, params["dimensions"])
-        case "reduce_sum":
-            return _left(eqn, params["axes"])
+            return [[new] if x[old] == out[new] else [] for old, new in enumerate(params["broadcast_dimensions"])]
+        case "squeeze" | "reduce_sum":
+            gone = params["dimensions" if eqn.primitive.name == "squeeze" else "axes"]
+            left = [dim for dim in range(len(x)) if dim not in gone]
+            return [[left.index(dim)] if dim in left else [] for dim in range(len(x))]
     return None
-
-
-def _left(eqn: Any, gone: Sequence[int]) -> dict[int, int]:
-    left = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
-    return {old: new for new, old in enumerate(left)}
 
 
 def _of_scan(params: Mapping[str, Any], results: list[Splits], found: dict[int, Splits]) -> list[Splits]:
@@ -208,9 +235,8 @@ def _of_while(
 
 
 def _of_call(eqn: Any, results: list[Splits], found: dict[int, Splits], nothing: list[Splits]) -> list[Splits]:
-    """Follows calls, except those of `shard_map`, which XLA does not divide."""
-    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-    jaxpr = getattr(inner, "jaxpr", inner)
-    if eqn.primitive.name == "shard_map" or jaxpr is None or len(jaxpr.invars) != len(eqn.invars):
+    """Follows calls of the same arguments; not those of `shard_map`, which XLA does not divide."""
+    if eqn.primitive.name not in CALLS | _REMAT:
         return nothing
-    return _ask(jaxpr, results, found)
+    inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    return _ask(getattr(inner, "jaxpr", inner), results, found)

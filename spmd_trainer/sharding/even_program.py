@@ -40,11 +40,11 @@ from spmd_trainer.sharding.constraints import (
     uneven,
     unsplit,
 )
+from spmd_trainer.sharding.even_products import CALLS
 from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
 from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, Pins, Shape, Value, padded_sizes
 from spmd_trainer.sharding.specs import PyTree, mesh_shape_of
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
 _RULES: dict[str, Rule] = {**even_rules.RULES, **even_indexing.RULES}
 
 
@@ -111,9 +111,10 @@ class EvenProgram:
 
     def _changes(self, eqn: Any) -> bool:
         name, params = eqn.primitive.name, eqn.params
-        num_axes = 0 if self.pins.mesh is None else even_products.num_real_axes(mesh_shape_of(self.pins.mesh))
-        if _mark_of(eqn) or even_products.is_suspect(self.asked.get(id(eqn), frozenset()), num_axes):
+        if _mark_of(eqn):
             return True
+        if self.pins.mesh is not None and (asked := self.asked.get(id(eqn))):
+            return even_products.is_suspect(eqn, asked, even_products.num_real_axes(mesh_shape_of(self.pins.mesh)))
         if name == "sharding_constraint":
             return bool(place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
         if self.pins.mesh is not None and self.pins.mesh.size > 1 and _is_unsafe(name, params):
@@ -145,7 +146,7 @@ class EvenProgram:
 
     def _one(self, eqn: Any, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
-        if _has_keys(eqn) and name not in _CALLS and name not in _CONTROL and name != "random_bits":
+        if _has_keys(eqn) and name not in CALLS and name not in _CONTROL and name != "random_bits":
             return without_padding(self.pins, eqn, values)
         mark = _mark_of(eqn)
         if mark == SLICE_OFF:
@@ -159,7 +160,7 @@ class EvenProgram:
             return [self._like(x, v) for x, v in zip(bind(eqn, [v.array for v in values]), values, strict=True)]
         if name == "dot_general":
             return [self._product(eqn, *values)]
-        if name in _CALLS:
+        if name in CALLS:
             return self._call(eqn, values)
         if name in _CONTROL and (any(v.is_padded or not v.is_held for v in values) or self._changes(eqn)):
             return _CONTROL[name](self, eqn, values)
@@ -189,12 +190,11 @@ class EvenProgram:
 
     def _product(self, eqn: Any, x: Value, y: Value) -> Value:
         (found,) = even_rules.dot_general(self.pins, eqn, [x, y])
-        array, mesh = found.array, self.pins.mesh
-        suggested, summed = even_products.product_axes(eqn, x, y)
+        array, mesh, operands = found.array, self.pins.mesh, even_products.Operands.of(eqn, x, y)
         if mesh is not None and (asked := self.asked.get(id(eqn))):
-            spec = even_products.safe_split(asked, suggested, summed, array.shape, mesh_shape_of(mesh))
+            spec = even_products.safe_split(asked, operands, array.shape, mesh_shape_of(mesh))
             array = array if spec is None else lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
-        return self.pins.value(array, found.shape, even_products.each_once(suggested))
+        return self.pins.value(array, found.shape, operands.axes)
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
         physical: list[Value] = []

@@ -152,7 +152,7 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         order = eqn.params["dimensions"]
         x = pins.value(lax.transpose(x.array, order), tuple(x.shape[dim] for dim in order))
     kept, physical = list(x.physical), list(new)
-    for old_dims, new_dims in _groups(x.shape, new):
+    for old_dims, new_dims in dim_groups(x.shape, new):
         padded = [dim for dim in old_dims if x.physical[dim] != x.shape[dim]]
         held = math.prod(x.physical[dim] for dim in old_dims)
         lead = next((dim for dim in new_dims if new[dim] != 1), None)
@@ -164,22 +164,22 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
             for dim in padded:
                 kept[dim] = x.shape[dim]
     (found,) = results(pins, eqn, [lax.reshape(x.at(tuple(kept)), tuple(physical))])
-    same = unchanged_dims(x.shape, new)
+    same = _unchanged_dims(x.shape, new)
     found.axes = tuple(x.axes[same[dim]] if dim in same else None for dim in range(len(new)))
     return [found]
 
 
-def unchanged_dims(old: Shape, new: Shape) -> dict[int, int]:
+def _unchanged_dims(old: Shape, new: Shape) -> dict[int, int]:
     """Returns {dimension: old dimension} of the dimensions that a reshape keeps, ignoring those of size 1."""
     same = {}
-    for old_dims, new_dims in _groups(old, new):
+    for old_dims, new_dims in dim_groups(old, new):
         was, becomes = ([dim for dim in dims if shape[dim] != 1] for dims, shape in ((old_dims, old), (new_dims, new)))
         if len(was) == len(becomes) == 1:
             same[becomes[0]] = was[0]
     return same
 
 
-def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
+def dim_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
     """Returns the smallest runs of dimensions of both shapes with equally many elements."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding.even_products import asked_splits, safe_split
+from spmd_trainer.sharding.even_products import Operands, asked_splits, safe_split
 from spmd_trainer.sharding.even_program import evenly
 
 MESHES = [(2, 2), (4, 2), (2, 4), *[(2, 2, 2)] * 4]
@@ -113,23 +113,27 @@ def test_a_weights_own_split_makes_its_gradient_no_other(way):
 
 SIZES = {"replica": 2, "data": 2, "mdl": 2}
 ALL = ("replica", "data")
-LAYOUTS = {  # split of the gradient, what its operands suggest, what is summed over
-    "fully sharded": (((), ALL), ((), ()), ALL),
-    "Megatron, wide": (((), ("mdl",)), ((), ("mdl",)), ALL),
-    "Megatron, narrow": ((("mdl",), ()), (("mdl",), ()), ALL),
-    "data and mdl": ((("data",), ("mdl",)), (("mdl",), ("mdl",)), ALL),
-    "mdl and data": ((("mdl",), ("data",)), (("mdl",), ("mdl",)), ALL),
-    "all and mdl": ((ALL, ("mdl",)), (("mdl",), ("mdl",)), ALL),
-    "mdl and all": ((("mdl",), ALL), (("mdl",), ("mdl",)), ALL),
-    "experts": ((("mdl",), ("data",), ()), (("mdl",), (), ()), ("data",)),
+DATA, MDL = ("data",), ("mdl",)
+LAYOUTS = {  # split of the product, what its operands suggest, what is summed over, number of batch dimensions
+    "gradient, fully sharded": (((), ALL), ((), ()), ALL, 0),
+    "gradient, Megatron, wide": (((), MDL), ((), MDL), ALL, 0),
+    "gradient, Megatron, narrow": ((MDL, ()), (MDL, ()), ALL, 0),
+    "gradient, data and mdl": ((DATA, MDL), (MDL, MDL), ALL, 0),
+    "gradient, mdl and data": ((MDL, DATA), (MDL, MDL), ALL, 0),
+    "gradient, all and mdl": ((ALL, MDL), (MDL, MDL), ALL, 0),
+    "gradient, mdl and all": ((MDL, ALL), (MDL, MDL), ALL, 0),
+    "gradient of q, k and v": ((DATA, MDL, ()), (MDL, MDL, ()), DATA, 0),
+    "activations, features over mdl": ((DATA, (), MDL), (DATA, (), ()), MDL, 0),
+    "gradient of experts": ((MDL, DATA, ()), (MDL, (), ()), DATA, 1),
+    "gradient of experts, features split": ((("replica",), DATA, MDL), (("replica",), MDL, MDL), DATA, 1),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_usual_layouts_are_left_to_xla(name):
-    asked, suggested, summed = LAYOUTS[name]
+    asked, suggested, summed, num_batch = LAYOUTS[name]
     shape = (8,) * len(asked)
-    assert safe_split(frozenset({asked}), suggested, frozenset(summed), shape, SIZES) is None
+    assert safe_split(frozenset({asked}), Operands(suggested, frozenset(summed), num_batch), shape, SIZES) is None
 
 
 def test_what_is_asked_of_products_is_found_through_the_program():
@@ -147,10 +151,36 @@ def test_what_is_asked_of_products_is_found_through_the_program():
         assert splits <= {axes[1:], axes, tuple(reversed(axes[1:]))}
 
 
+def test_a_weight_that_is_reshaped_has_the_right_gradient():
+    mesh = probe.mesh_of((2, 2, 2))
+    x, outer = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+
+    def step(w, x, outer):
+        x, outer = split(x, mesh, ("axis1", "axis0")), split(outer, mesh, OUTER)
+        return w - jax.grad(lambda w: (x @ w.reshape(8, 8) * outer).sum())(w)
+
+    for shape in ((1, 8, 8), (8, 8, 1), (8, 4, 2), (2, 4, 8)):
+        w = np.zeros(shape, np.float32)
+        spec = PartitionSpec(*([WEIGHT[0], WEIGHT[1]] if shape[0] != 1 else [None, *WEIGHT]))
+        spec = PartitionSpec("axis1", None, ("axis2", "axis0")) if shape[0] == 2 else spec
+        run = jax.jit(
+            evenly(step, mesh, specs=[spec], returns_variables=True),
+            in_shardings=(NamedSharding(mesh, spec), None, None),
+            out_shardings=NamedSharding(mesh, spec),
+        )
+        np.testing.assert_allclose(run(w, x, outer), -(x.T @ outer).reshape(shape), atol=1e-3, err_msg=str(shape))
+
+
+def test_a_reduction_by_a_function_of_ones_own_is_no_call():
+    x = jnp.ones((4, 4, 4))
+    fn = lambda x: lax.reduce(jnp.transpose(x @ x, (1, 0, 2)), 0.0, lambda a, b: a + b * 1.0, (0,))  # noqa: E731
+    assert asked_splits(jax.make_jaxpr(fn)(x).jaxpr, [(("a",), ("b",))])
+
+
 def test_a_safe_split_divides():
     asked, suggested, summed = ((("a",), ("c", "b")), (("b",), ()), frozenset("a"))
     sizes = dict.fromkeys("abc", 2)
     for size in (8, 6, 3):
-        spec = safe_split(frozenset({asked}), suggested, summed, (size, 8), sizes)
+        spec = safe_split(frozenset({asked}), Operands(suggested, summed, 0), (size, 8), sizes)
         assert spec == PartitionSpec(("b",) if size % 2 == 0 else None, None)
         assert math.prod(sizes[axis] for axis in spec[0] or ()) in (1, 2)

@@ -187,7 +187,9 @@ def test_loss_spikes_are_marked_where_they_were_counted(tmp_path):
 
 def test_several_runs_share_curves_and_show_what_differs(tmp_path):
     one = make_run(tmp_path / "one")
-    other = make_run(tmp_path / "other", shift=1.0, rate="0.01", extra_setting="task.train.new: 'yes'\n--hang_seconds: None")
+    other = make_run(
+        tmp_path / "other", shift=1.0, rate="0.01", extra_setting="task.train.new: 'yes'\n--hang_seconds: None"
+    )
     (other / "run_times.jsonl").unlink()
     data = read(one, other)
     assert [run["name"] for run in data["runs"]] == ["one", "other"]
