@@ -50,20 +50,26 @@ class Operands:
       suggested: the axes that they suggest for each dimension of the product; one may be in several.
       summed: the axes that are summed over.
       num_batch: the number of batch dimensions, which come first.
+      is_crossed: True if each operand sums over axes that the other one does not sum over.
     """
 
     suggested: DimAxes
     summed: frozenset[str]
     num_batch: int
+    is_crossed: bool = False
 
     @classmethod
     def of(cls, eqn: Any, x: Value, y: Value) -> Operands:
         (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
-        summed = {axis for v, dims in ((x, x_contract), (y, y_contract)) for dim in dims for axis in v.axes[dim] or ()}
+        x_summed, y_summed = (
+            frozenset(axis for dim in dims for axis in v.axes[dim] or ())
+            for v, dims in ((x, x_contract), (y, y_contract))
+        )
         dims = [x.axes[i] or y.axes[j] for i, j in zip(x_batch, y_batch, strict=True)]
         for v, used in ((x, {*x_contract, *x_batch}), (y, {*y_contract, *y_batch})):
             dims += [axes for dim, axes in enumerate(v.axes) if dim not in used]
-        return cls(tuple(dims), frozenset(summed), len(x_batch))
+        is_crossed = bool(x_summed - y_summed and y_summed - x_summed)
+        return cls(tuple(dims), x_summed | y_summed, len(x_batch), is_crossed)
 
     @property
     def axes(self) -> DimAxes:
@@ -121,7 +127,8 @@ def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
     """Returns True for a split in which a summed axis takes the place of one that goes to another dimension.
 
     In a product of more than two dimensions, the summed axis may be anywhere, and two axes that change places are enough. On a
-    mesh of four axes, an axis that splits two dimensions of the operands is enough.
+    mesh of four axes, an axis that splits two dimensions of the operands is enough. If the operands sum over different axes,
+    any of these in a new place is enough.
 
     XLA is right with less than three axes, or two beside a batch dimension whose own split changes. It is also right if a
     dimension is split over several axes, all of which were summed over and split nothing else of the operands: so are the
@@ -136,6 +143,11 @@ def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
     fewest = 3 if not changed or changed[0] >= operands.num_batch else 2
     if len(frozenset[str]().union(*(over[dim] for dim in changed))) < fewest:
         return False
+
+    if operands.is_crossed and any(
+        summed & now - frozenset(old or ()) for now, old in zip(over, operands.axes, strict=True)
+    ):
+        return True
 
     def others(dims: Sequence[frozenset[str]], at: int) -> frozenset[str]:
         return frozenset[str]().union(*dims[:at], *dims[at + 1 :])
