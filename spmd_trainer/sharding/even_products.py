@@ -82,10 +82,12 @@ class Operands:
         return tuple(found)
 
 
-def is_suspect(eqn: Any, asked: Splits, num_axes: int) -> bool:
+def is_suspect(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
     """Returns True if XLA may get a product wrong of which these splits are asked; it depends on its operands' splits."""
     fewest = 2 if eqn.params["dimension_numbers"][1][0] else 3
-    return any(num_axes > 3 or len({axis for dim in axes for axis in dim or ()}) >= fewest for axes in asked)
+    if _num_real_axes(sizes) > 3:
+        return True
+    return any(len({axis for dim in _real(axes, sizes) for axis in dim or ()}) >= fewest for axes in asked)
 
 
 def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec | None:
@@ -99,8 +101,10 @@ def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[s
       shape: of the product, with padding.
       sizes: {axis: size} of the mesh.
     """
-    num_axes, num_batch = num_real_axes(sizes), operands.num_batch
-    if not any(_is_wrong(axes, operands, num_axes) for axes in asked):
+    num_axes, num_batch = _num_real_axes(sizes), operands.num_batch
+    summed = frozenset(axis for axis in operands.summed if sizes[axis] > 1)
+    operands = dataclasses.replace(operands, suggested=_real(operands.suggested, sizes), summed=summed)
+    if not any(_is_wrong(_real(axes, sizes), operands, num_axes) for axes in asked):
         return None
 
     def is_right(split: list[tuple[str, ...]]) -> bool:
@@ -119,8 +123,13 @@ def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[s
     return PartitionSpec(*(over or None for over in kept))
 
 
-def num_real_axes(sizes: Mapping[str, int]) -> int:
+def _num_real_axes(sizes: Mapping[str, int]) -> int:
     return sum(size > 1 for size in sizes.values())
+
+
+def _real(dims: DimAxes, sizes: Mapping[str, int]) -> DimAxes:
+    """Returns the axes of each dimension without those of size 1, which split nothing."""
+    return tuple(None if over is None else tuple(axis for axis in over if sizes.get(axis, 1) > 1) for over in dims)
 
 
 def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:

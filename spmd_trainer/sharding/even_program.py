@@ -114,7 +114,7 @@ class EvenProgram:
         if _mark_of(eqn):
             return True
         if self.pins.mesh is not None and (asked := self.asked.get(id(eqn))):
-            return even_products.is_suspect(eqn, asked, even_products.num_real_axes(mesh_shape_of(self.pins.mesh)))
+            return even_products.is_suspect(eqn, asked, mesh_shape_of(self.pins.mesh))
         if name == "sharding_constraint":
             return bool(place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
         if self.pins.mesh is not None and self.pins.mesh.size > 1 and _is_unsafe(name, params):
