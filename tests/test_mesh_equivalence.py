@@ -108,7 +108,10 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, sizes):
         assert step.passed, (name, sizes, step)
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + 5) for first in range(0, NETS, 5)], ids=str)
+# The last two have products whose operands or results XLA splits in ways that nothing in the program states.
+@pytest.mark.parametrize(
+    "seeds", [*(range(first, first + 5) for first in range(0, NETS, 5)), (1795566942, 1795567097)], ids=str
+)
 def test_random_nets_train_as_in_plain_jax(seeds):
     assert not [net.text for net in map(random_nets.draw, seeds) if not random_nets.agrees(net)]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_trainer.sharding.even_rules import HIGHEST, LOWEST, Rule, bind, common_shape, neutral, results
+from spmd_trainer.sharding.even_rules import HIGHEST, LOWEST, Rule, bind, common_shape, neutral, results, whole_in
 from spmd_trainer.sharding.even_values import Pins, Shape, Value
 
 _NEUTRAL: dict[str, Any] = {"scatter-add": 0, "scatter-mul": 1, "scatter-max": LOWEST, "scatter-min": HIGHEST}
@@ -40,7 +40,9 @@ def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     taken = [x_held[dim] if dim in window and dim not in indexed else size for dim, size in enumerate(sizes)]
     at = _kept_outside(indices.at(tuple(at_held)), x.shape, x_held, numbers.start_index_map, eqn.params["mode"])
     (found,) = bind(eqn, [x.at(tuple(x_held)), at], slice_sizes=tuple(taken))
-    return [pins.value(found, eqn.outvars[0].aval.shape)]
+    rows, features = iter(indices.axes), iter([() if dim in indexed else x.axes[dim] for dim in window])
+    axes = tuple(next(features if dim in numbers.offset_dims else rows) for dim in range(found.ndim))
+    return [pins.value(found, eqn.outvars[0].aval.shape, axes)]
 
 
 def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -164,7 +166,11 @@ def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         kernel_array = pins.whole(kernel_array, range(kernel_array.ndim))
     (found,) = bind(eqn, [x_array, kernel_array])
     whole = range(found.ndim) if row_groups else numbers.out_spec[1 if grouped else 2 :]
-    return results(pins, eqn, [pins.whole(found, whole)])
+    axes: list[tuple[str, ...] | None] = [()] * found.ndim
+    if not row_groups:
+        axes[numbers.out_spec[0]] = x.axes[rows]
+        axes[numbers.out_spec[1]] = () if grouped else kernel.axes[outputs]
+    return results(pins, eqn, [pins.whole(found, whole)], tuple(axes))
 
 
 def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -180,7 +186,7 @@ def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         tuple(common[dim] if trivial[dim] else v.shape[dim] for dim in range(rank)) if v.shape else () for v in values
     ]
     taken = [pins.whole(v.at(shape), dims) if v.shape else v.array for v, shape in zip(values, held, strict=True)]
-    return results(pins, eqn, [pins.whole(x, dims) for x in bind(eqn, taken)])
+    return results(pins, eqn, [pins.whole(x, dims) for x in bind(eqn, taken)], whole_in(arrays[0].axes, dims))
 
 
 _SCATTERS = ("scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter")

@@ -17,8 +17,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer.sharding.constraints import split_axes
-from spmd_trainer.sharding.even_rules import ELEMENTWISE, dim_groups
-from spmd_trainer.sharding.even_values import DimAxes, Shape, Value
+from spmd_trainer.sharding.even_rules import ELEMENTWISE, bind, dim_groups
+from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value, once_each
+from spmd_trainer.sharding.specs import mesh_shape_of
 
 # The splits that a program asks of an array.
 Splits: TypeAlias = frozenset[DimAxes]
@@ -74,20 +75,44 @@ class Operands:
     @property
     def axes(self) -> DimAxes:
         """The axes of each dimension, without those that split an earlier one."""
-        taken: set[str] = set()
-        found: list[tuple[str, ...] | None] = []
-        for over in self.suggested:
-            found.append(None if over is None else tuple(axis for axis in over if axis not in taken))
-            taken.update(over or ())
-        return tuple(found)
+        return once_each(self.suggested)
 
 
 def is_suspect(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
-    """Returns True if XLA may get a product wrong of which these splits are asked; it depends on its operands' splits."""
-    fewest = 2 if eqn.params["dimension_numbers"][1][0] else 3
-    if _num_real_axes(sizes) > 3:
-        return True
-    return any(len({axis for dim in _real(axes, sizes) for axis in dim or ()}) >= fewest for axes in asked)
+    """Returns True if a product of which these splits are asked must not be left to XLA unchanged."""
+    return _num_real_axes(sizes) > 2 or _may_be_wrong(eqn, asked, sizes)
+
+
+def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
+    """Multiplies; the padding of contracted dimensions is masked in both operands, because 0 * NaN is NaN.
+
+    On a mesh of more than two axes, the operands are split as they are known to be, and so is a result of which nothing is asked.
+    XLA might split them in other ways, for the sake of arrays that they are added to, and get the product wrong. It would also
+    choose slower ways.
+    """
+    (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
+    x_held, y_held = list(x.physical), list(y.physical)
+    for i, j in zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True):
+        x_held[i] = y_held[j] = max(x_held[i], y_held[j])
+    left, right = x.masked(x_contract, 0, tuple(x_held)), y.masked(y_contract, 0, tuple(y_held))
+    operands, shape = Operands.of(eqn, x, y), eqn.outvars[0].aval.shape
+    if pins.mesh is None:
+        return pins.value(bind(eqn, [left, right])[0], shape, operands.axes)
+    sizes = mesh_shape_of(pins.mesh)
+    is_pinned = _num_real_axes(sizes) > 2
+    if is_pinned:  # what is unknown of operands is left to XLA only if it can't make the product wrong
+        is_free = not _may_be_wrong(eqn, asked, sizes) and operands.suggested.count(None) < 2
+        left, right = (
+            pins.split(array, tuple(() if over is None and not is_free else over for over in v.axes))
+            for array, v in ((left, x), (right, y))
+        )
+    (found,) = bind(eqn, [left, right])
+    wanted = asked or frozenset({operands.axes} if is_pinned else ())
+    if (spec := safe_split(wanted, operands, found.shape, sizes)) is not None:
+        found = pins.split(found, split_axes(spec, found.ndim))
+    elif is_pinned and not asked:
+        found = pins.split(found, operands.axes)
+    return pins.value(found, shape, operands.axes)
 
 
 def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec | None:
@@ -121,6 +146,14 @@ def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[s
                 kept = more
                 break
     return PartitionSpec(*(over or None for over in kept))
+
+
+def _may_be_wrong(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
+    """Returns True if XLA gets such a product wrong for some splits of its operands."""
+    fewest = 2 if eqn.params["dimension_numbers"][1][0] else 3
+    if _num_real_axes(sizes) > 3:
+        return True
+    return any(len({axis for dim in _real(axes, sizes) for axis in dim or ()}) >= fewest for axes in asked)
 
 
 def _num_real_axes(sizes: Mapping[str, int]) -> int:

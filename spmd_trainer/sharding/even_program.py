@@ -113,8 +113,9 @@ class EvenProgram:
         name, params = eqn.primitive.name, eqn.params
         if _mark_of(eqn):
             return True
-        if self.pins.mesh is not None and (asked := self.asked.get(id(eqn))):
-            return even_products.is_suspect(eqn, asked, mesh_shape_of(self.pins.mesh))
+        if self.pins.mesh is not None and name == "dot_general":
+            sizes, asked = mesh_shape_of(self.pins.mesh), self.asked.get(id(eqn), frozenset())
+            return even_products.is_suspect(eqn, asked, sizes)
         if name == "sharding_constraint":
             return bool(place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
         if self.pins.mesh is not None and self.pins.mesh.size > 1 and _is_unsafe(name, params):
@@ -159,7 +160,8 @@ class EvenProgram:
         if name == "optimization_barrier":
             return [self._like(x, v) for x, v in zip(bind(eqn, [v.array for v in values]), values, strict=True)]
         if name == "dot_general":
-            return [self._product(eqn, *values)]
+            x, y = values
+            return [even_products.product(self.pins, eqn, x, y, self.asked.get(id(eqn), frozenset()))]
         if name in CALLS:
             return self._call(eqn, values)
         if name in _CONTROL and (any(v.is_padded or not v.is_held for v in values) or self._changes(eqn)):
@@ -187,14 +189,6 @@ class EvenProgram:
         kept = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
         array = lax.with_sharding_constraint(value.at(physical), kept)
         return self.pins.value(array, value.shape, tuple(None if d in free else a for d, a in enumerate(axes)))
-
-    def _product(self, eqn: Any, x: Value, y: Value) -> Value:
-        (found,) = even_rules.dot_general(self.pins, eqn, [x, y])
-        array, mesh, operands = found.array, self.pins.mesh, even_products.Operands.of(eqn, x, y)
-        if mesh is not None and (asked := self.asked.get(id(eqn))):
-            spec = even_products.safe_split(asked, operands, array.shape, mesh_shape_of(mesh))
-            array = array if spec is None else lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
-        return self.pins.value(array, found.shape, operands.axes)
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
         physical: list[Value] = []
@@ -239,7 +233,7 @@ class EvenProgram:
         parts: list[Value] = []
 
         def step(arrays: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            given = [pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
+            given = [self._like(x, v) for x, v in zip(arrays, carry, strict=True)]
             found = inside(given, slices)
             new = [v.at(shape) for v, shape in zip(found[:num_carry], held, strict=True)]
             parts[:] = found[num_carry:]
@@ -248,9 +242,12 @@ class EvenProgram:
         arrays = [v.at(shape) for v, shape in zip(carry, held, strict=True)]
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         arrays, ys = lax.scan(step, arrays, xs, **options)
-        new_carry = [pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
+        new_carry = [self._like(x, v) for x, v in zip(arrays, carry, strict=True)]
         length = params["length"]
-        return [*new_carry, *(pins.value(y, (length, *v.shape)) for y, v in zip(ys, parts, strict=True))]
+        return [
+            *new_carry,
+            *(pins.value(y, (length, *v.shape), (None, *v.axes)) for y, v in zip(ys, parts, strict=True)),
+        ]
 
     def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, pins = eqn.params, self.pins
@@ -268,7 +265,7 @@ class EvenProgram:
         held = self._settled(carry, values, lambda given, _: inside("body_jaxpr", body_consts, given), [])
 
         def values_of(arrays: Sequence[Any]) -> list[Value]:
-            return [pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
+            return [self._like(x, v) for x, v in zip(arrays, carry, strict=True)]
 
         def cond(arrays: Sequence[Any]) -> Any:
             return inside("cond_jaxpr", cond_consts, values_of(arrays))[0].array
@@ -316,7 +313,7 @@ class EvenProgram:
         while True:
 
             def probe(arrays: list[Any], others: list[Any]) -> list[Any]:
-                given = [self.pins.value(x, v.shape) for x, v in zip(arrays, carry, strict=True)]
+                given = [self._like(x, v) for x, v in zip(arrays, carry, strict=True)]
                 return [v.array for v in step(given, others)]
 
             arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(held, dtypes, strict=True)]

@@ -50,6 +50,12 @@ def without_padding(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     return [pins.value(x) for x in bind(eqn, [v.at(v.shape) for v in values])]
 
 
+def whole_in(axes: DimAxes, dims: Iterable[int]) -> DimAxes:
+    """Returns the axes of each dimension of an array if some dimensions are whole on each device."""
+    whole = set(dims)
+    return tuple(() if dim in whole else over for dim, over in enumerate(axes))
+
+
 def results(pins: Pins, eqn: Any, arrays: Sequence[Any], axes: DimAxes | None = None) -> list[Value]:
     return [pins.value(x, var.aval.shape, axes) for x, var in zip(arrays, eqn.outvars, strict=True)]
 
@@ -76,7 +82,7 @@ def elementwise(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
         return bind(eqn, [v.at(taken(v)) if v.shape else v.array for v in values])
 
-    axes = _agreed_axes([v for v in arrays if v.shape == shape], len(shape))
+    axes = _agreed_axes(arrays, shape)
     depth = 1 + max(v.depth for v in arrays)
     if any(v.is_held for v in arrays) or depth > _DEEPEST:
         return results(pins, eqn, run(physical), axes)
@@ -88,9 +94,12 @@ def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape],
     return lambda physical: run(physical)[number]
 
 
-def _agreed_axes(values: Sequence[Value], rank: int) -> DimAxes:
-    """Returns the axes of each dimension on which all values with known axes agree."""
-    known = [[v.axes[dim] for v in values if v.axes[dim] is not None] for dim in range(rank)]
+def _agreed_axes(values: Sequence[Value], shape: Shape) -> DimAxes:
+    """Returns the axes of each dimension on which all values with known axes agree, but for those that repeat the dimension."""
+    known = [
+        [v.axes[dim] for v in values if v.axes[dim] is not None and (v.shape[dim] != 1 or size == 1)]
+        for dim, size in enumerate(shape)
+    ]
     return tuple(dim[0] if dim and all(axes == dim[0] for axes in dim) else None for dim in known)
 
 
@@ -133,6 +142,16 @@ def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     return [Value(shape, shape, make, (None,) * len(shape), is_held=False)]
 
 
+def bitcast(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Takes the bits of each number as another number, or as several, along a new last dimension; or the reverse."""
+    (x,), rank = values, len(eqn.outvars[0].aval.shape)
+    if rank == len(x.shape):
+        return elementwise(pins, eqn, values)
+    last = [len(x.shape) - 1] if rank < len(x.shape) else []
+    axes = (*x.axes, ()) if rank > len(x.shape) else x.axes[:rank]
+    return results(pins, eqn, bind(eqn, [x.at(x.without_padding_of(last))]), axes)
+
+
 def transpose(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     (x,), order = values, eqn.params["permutation"]
     return results(pins, eqn, bind(eqn, [x.array]), tuple(x.axes[dim] for dim in order))
@@ -163,20 +182,18 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         else:
             for dim in padded:
                 kept[dim] = x.shape[dim]
-    (found,) = results(pins, eqn, [lax.reshape(x.at(tuple(kept)), tuple(physical))])
-    same = _unchanged_dims(x.shape, new)
-    found.axes = tuple(x.axes[same[dim]] if dim in same else None for dim in range(len(new)))
-    return [found]
+    array = lax.reshape(x.at(tuple(kept)), tuple(physical))
+    return results(pins, eqn, [array], _reshaped_axes(x.axes, x.shape, new))
 
 
-def _unchanged_dims(old: Shape, new: Shape) -> dict[int, int]:
-    """Returns {dimension: old dimension} of the dimensions that a reshape keeps, ignoring those of size 1."""
-    same = {}
+def _reshaped_axes(axes: DimAxes, old: Shape, new: Shape) -> DimAxes:
+    """Returns the axes of each dimension after a reshape: the outermost of merged dimensions keeps its own."""
+    found: list[tuple[str, ...] | None] = [()] * len(new)
     for old_dims, new_dims in dim_groups(old, new):
         was, becomes = ([dim for dim in dims if shape[dim] != 1] for dims, shape in ((old_dims, old), (new_dims, new)))
-        if len(was) == len(becomes) == 1:
-            same[becomes[0]] = was[0]
-    return same
+        if was and becomes:
+            found[becomes[0]] = None if any(axes[dim] for dim in was[1:]) else axes[was[0]]
+    return tuple(found)
 
 
 def dim_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
@@ -245,7 +262,8 @@ def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     dim, common = eqn.params["dimension"], list(common_shape(values))
     held = [tuple(v.shape[dim] if at == dim else size for at, size in enumerate(common)) for v in values]
     arrays = [v.at(shape) for v, shape in zip(values, held, strict=True)]
-    return results(pins, eqn, pins.resizing(arrays, [dim], lambda arrays: bind(eqn, arrays)))
+    axes = whole_in(_agreed_axes(values, tuple(common)), [dim])
+    return results(pins, eqn, pins.resizing(arrays, [dim], lambda arrays: bind(eqn, arrays)), axes)
 
 
 def along_one(param: str) -> Rule:
@@ -258,7 +276,8 @@ def along_one(param: str) -> Rule:
         for v in values:
             common[dim] = v.shape[dim]
             arrays.append(pins.whole(v.at(tuple(common)), [dim]))
-        return results(pins, eqn, [pins.whole(x, [dim]) for x in bind(eqn, arrays)])
+        axes = whole_in(_agreed_axes(values, tuple(common)), [dim])
+        return results(pins, eqn, [pins.whole(x, [dim]) for x in bind(eqn, arrays)], axes)
 
     return rule
 
@@ -268,7 +287,8 @@ def losing(param: str) -> Rule:
 
     def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         (x,), dims = values, eqn.params[param]
-        return results(pins, eqn, bind(eqn, [x.at(x.without_padding_of([dims] if isinstance(dims, int) else dims))]))
+        dims = [dims] if isinstance(dims, int) else dims
+        return results(pins, eqn, bind(eqn, [x.at(x.without_padding_of(dims))]), whole_in(x.axes, dims))
 
     return rule
 
@@ -280,7 +300,7 @@ def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     array = x.at(x.without_padding_of(changed))
     dilated = any(interior for _, _, interior in eqn.params["padding_config"])
     run = lambda arrays: bind(eqn, [*arrays, fill.array])  # noqa: E731
-    return results(pins, eqn, pins.resizing([array], changed, run, always=dilated))
+    return results(pins, eqn, pins.resizing([array], changed, run, always=dilated), whole_in(x.axes, changed))
 
 
 def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -294,16 +314,18 @@ def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     ends = tuple(limit if dim in parts else physical[dim] for dim, limit in enumerate(limits))
     cut = lambda arrays: [lax.slice(arrays[0], starts, ends, strides)]  # noqa: E731
     strided = any(stride != 1 for stride in strides)
-    return results(pins, eqn, pins.resizing([x.at(physical)], parts, cut, always=strided))
+    return results(pins, eqn, pins.resizing([x.at(physical)], parts, cut, always=strided), whole_in(x.axes, parts))
 
 
 def dynamic_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     """Takes a slice. Dimensions that are taken whole keep their padding."""
     x, *starts = values
     sizes = eqn.params["slice_sizes"]
-    physical = x.without_padding_of(dim for dim, size in enumerate(sizes) if size != x.shape[dim])
+    parts = [dim for dim, size in enumerate(sizes) if size != x.shape[dim]]
+    physical = x.without_padding_of(parts)
     taken = tuple(held if size == whole else size for size, whole, held in zip(sizes, x.shape, physical, strict=True))
-    return results(pins, eqn, bind(eqn, [x.at(physical), *(s.array for s in starts)], slice_sizes=taken))
+    found = bind(eqn, [x.at(physical), *(s.array for s in starts)], slice_sizes=taken)
+    return results(pins, eqn, found, whole_in(x.axes, parts))
 
 
 def dynamic_update_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -315,27 +337,17 @@ def dynamic_update_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Valu
         common = zip(whole, v.shape, x.physical, update.physical, strict=True)
         return tuple(max(a, b) if is_whole else size for is_whole, size, a, b in common)
 
-    return results(pins, eqn, bind(eqn, [x.at(held(x)), update.at(held(update)), *(s.array for s in starts)]))
-
-
-def dot_general(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Multiplies; the padding of contracted dimensions is masked in both operands, because 0 * NaN is NaN."""
-    x, y = values
-    (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
-    x_held, y_held = list(x.physical), list(y.physical)
-    for i, j in zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True):
-        x_held[i] = y_held[j] = max(x_held[i], y_held[j])
-    arrays = [x.masked(x_contract, 0, tuple(x_held)), y.masked(y_contract, 0, tuple(y_held))]
-    return results(pins, eqn, bind(eqn, arrays))
+    written = bind(eqn, [x.at(held(x)), update.at(held(update)), *(s.array for s in starts)])
+    return results(pins, eqn, written, x.axes)
 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(_REDUCTIONS, reduction),
     **{name: along_one("axis") for name in _CUMULATIVE},
+    "bitcast_convert_type": bitcast,
     "broadcast_in_dim": broadcast_in_dim,
     "concatenate": concatenate,
-    "dot_general": dot_general,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     "iota": iota,

@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd_trainer.sharding.specs import mesh_shape_of
+
 Shape: TypeAlias = tuple[int, ...]
 # Names of the functions that mark padding in a program.
 SLICE_OFF, PUT_BACK = "slice_off_padding", "put_padding_back"
@@ -32,7 +34,7 @@ class Value:
       shape: logical shape.
       physical: shape in memory; for a deferred array, its smallest possible one.
       make: physical shape -> the array in this shape.
-      axes: the axes that split each dimension.
+      axes: the axes that split each dimension; those that split an earlier one are left out.
       is_held: True if the array exists. A deferred one is computed by `make` in any shape from `physical` on: e.g. a mask of
         positions gets the padding of the array that it masks.
       depth: length of the chain of deferred operations.
@@ -45,6 +47,9 @@ class Value:
     is_held: bool = True
     depth: int = 0
     _made: dict[Any, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.axes = once_each(self.axes)
 
     @property
     def is_padded(self) -> bool:
@@ -78,6 +83,16 @@ class Value:
         if key not in self._made:
             self._made[key] = _filled(self.at(physical), self.shape, padded, fill)
         return self._made[key]
+
+
+def once_each(dims: DimAxes) -> DimAxes:
+    """Returns the axes of each dimension, without those that split an earlier one."""
+    taken: set[str] = set()
+    found: list[tuple[str, ...] | None] = []
+    for over in dims:
+        found.append(None if over is None else tuple(axis for axis in over if axis not in taken))
+        taken.update(over or ())
+    return tuple(found)
 
 
 def _filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Array:
@@ -123,6 +138,21 @@ class Pins:
         entries = [None if dim in unsplit else PartitionSpec.UNCONSTRAINED for dim in range(x.ndim)]
         pinned: jax.Array = lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
         return pinned
+
+    def split(self, x: jax.Array, axes: DimAxes) -> jax.Array:
+        """Returns `x` split over these axes; the compiler may split dimensions whose axes are unknown (None).
+
+        A dimension that its axes don't divide is whole.
+        """
+        if self.mesh is None:
+            return x
+        sizes = mesh_shape_of(self.mesh)
+        entries: list[Any] = []
+        for over, size in zip(axes, x.shape, strict=True):
+            divides = over is None or size % math.prod(sizes[axis] for axis in over) == 0
+            entries.append(PartitionSpec.UNCONSTRAINED if over is None else over if divides else None)
+        found: jax.Array = lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
+        return found
 
     def resizing(
         self,

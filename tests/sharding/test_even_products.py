@@ -54,16 +54,20 @@ def product_is_right(seed):
     specs = [draw_spec(rng, sizes, rank) for rank in (x.ndim, y.ndim, len(result))]
     mesh = probe.mesh_of(sizes)
 
-    def step(x, y):
+    # What splits the result: a constraint, or an array of known split that is added.
+    other, is_stated = values.normal(size=(8,) * len(result)).astype(np.float32), rng.random() < 0.5
+
+    def step(x, y, other):
         product = jnp.einsum(equation, split(x, mesh, specs[0]), split(y, mesh, specs[1]))
-        return split(jnp.sin(product), mesh, specs[2])
+        return split(jnp.sin(product), mesh, specs[2]) if is_stated else jnp.sin(product) + split(other, mesh, specs[2])
 
-    found = jax.jit(evenly(step, mesh), out_shardings=NamedSharding(mesh, PartitionSpec()))(x, y)
-    text = f"seed {seed}: {equation} on {sizes}, {specs}"
-    np.testing.assert_allclose(found, np.sin(np.einsum(equation, x, y)), atol=1e-3, err_msg=text)
+    found = jax.jit(evenly(step, mesh), out_shardings=NamedSharding(mesh, PartitionSpec()))(x, y, other)
+    text = f"seed {seed}: {equation} on {sizes}, {specs}, {is_stated=}"
+    wanted = np.sin(np.einsum(equation, x, y)) + (0 if is_stated else other)
+    np.testing.assert_allclose(found, wanted, atol=1e-3, err_msg=text)
 
 
-@pytest.mark.parametrize("seed", [7, 71])
+@pytest.mark.parametrize("seed", [7, 71, 1200230])
 def test_a_product_is_right_for_splits_drawn_at_random(seed):
     product_is_right(seed)
 
