@@ -112,10 +112,7 @@ class RecordFiles:
           BrokenRecord: the record doesn't match its checksum; names the file and the record.
           UserError: the file can't be read, or has changed since it was found; names it.
         """
-        index, number = self.shards.locate(record)
-        begin, end = self._bounds[index][number : number + 2].tolist()
-        (frame,) = self._read(index, [(begin, end - begin)])
-        return self._data(frame, end - begin, record)
+        return self.read_many(np.array([record]))[0]
 
     def read_many(self, records: np.ndarray) -> list[bytes]:
         """Returns the data of records int64 [n], in any order. Faster than n calls of `read`.
@@ -123,17 +120,13 @@ class RecordFiles:
         Raises:
           BrokenRecord, UserError: as `read`.
         """
-        frames: list[bytes] = [b""] * len(records)
-        sizes = np.zeros(len(records), np.int64)
+        found: list[bytes] = [b""] * len(records)
         for index, rows, numbers in self.shards.split(records):
-            begins, ends = self._bounds[index][numbers], self._bounds[index][numbers + 1]
-            sizes[rows] = ends - begins
-            spans = list(zip(begins.tolist(), sizes[rows].tolist(), strict=True))
-            for row, frame in zip(rows.tolist(), self._read(index, spans), strict=True):
-                frames[row] = frame
-        found = _data_of_whole(frames, sizes)
-        if found is None:
-            found = [self._data(*one) for one in zip(frames, sizes.tolist(), records.tolist(), strict=True)]
+            begins = self._bounds[index][numbers]
+            sizes = (self._bounds[index][numbers + 1] - begins).tolist()
+            frames = self._read(index, list(zip(begins.tolist(), sizes, strict=True)))
+            for row, frame, size in zip(rows.tolist(), frames, sizes, strict=True):
+                found[row] = self._data(frame, size, int(records[row]))
         return found
 
     def _data(self, frame: bytes, size: int, record: int) -> bytes:
@@ -175,27 +168,6 @@ def masked_crc(data: bytes) -> int:
     """The format's checksum: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _data_of_whole(frames: list[bytes], sizes: np.ndarray) -> list[bytes] | None:
-    """Checks all records at once, which is faster, and returns their data; None if one is broken."""
-    if not frames or list(map(len, frames)) != sizes.tolist():
-        return None
-    together = b"".join(frames)
-    ends = np.cumsum(sizes)
-    begins = ends - sizes
-    lengths, stored = _at(together, begins, "<u8"), _at(together, ends - _FOOTER.size, "<u4")
-    firsts, lasts = (begins + _HEADER.size).tolist(), (ends - _FOOTER.size).tolist()
-    data = [together[first:last] for first, last in zip(firsts, lasts, strict=True)]
-    crcs = np.fromiter(map(google_crc32c.value, data), np.uint32, len(data))
-    masked = (crcs >> np.uint32(15) | crcs << np.uint32(17)) + np.uint32(0xA282EAD8)
-    return data if (lengths == sizes - _FRAME).all() and (stored == masked).all() else None
-
-
-def _at(content: bytes, places: np.ndarray, dtype: str) -> np.ndarray:
-    """Reads the numbers at these byte offsets of `content`."""
-    size = len(content) - np.dtype(dtype).itemsize + 1
-    return np.ndarray((size,), dtype, content, strides=(1,))[places]
 
 
 def begins_with_record(head: bytes) -> bool:

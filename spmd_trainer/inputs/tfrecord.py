@@ -14,7 +14,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import examples as examples_lib
-from spmd_trainer.inputs import record_files, wire_format
+from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed, import_tensorflow
 
 ENCODINGS = ("numbers", "raw", "image")
@@ -109,11 +109,11 @@ class TfRecordInput(examples_lib.ExamplesInput):
 
 
 class ExampleParser:
-    """Parses batches of serialized tf.train.Examples: by a known byte layout if possible, otherwise with TensorFlow."""
+    """Parses batches of serialized tf.train.Examples with TensorFlow."""
 
     def __init__(self, features: Mapping[str, Feature], describe: Callable[[int], str]):
         """`features` is {name in the batch: Feature}; `describe` names row i of a batch in errors."""
-        # A shape may be a list, which can't be hashed.
+        # A shape may be a list, which doesn't equal an image's.
         self._features = {name: dataclasses.replace(x, shape=tuple(x.shape)) for name, x in features.items()}
         self._describe = describe
 
@@ -124,12 +124,6 @@ class ExampleParser:
           UserError: a record is not an Example, or a feature is missing or has another type, size or range; names the file
             and the record.
         """
-        layouts = _layouts(tuple(self._features.items()))
-        if layouts is not None and (alike := layouts.parse(serialized)) is not None:
-            return {
-                name: self._cast(name, alike[name]) if feature.encoding == "numbers" else alike[name]
-                for name, feature in self._features.items()
-            }
         tf = _tensorflow()
         wanted = {feature.key or name: _parsed_as(tf, feature) for name, feature in self._features.items()}
         try:
@@ -180,24 +174,6 @@ class ExampleParser:
 
 # Cached: each import hides the GPUs again, which takes as long as parsing a small batch.
 _tensorflow = functools.cache(import_tensorflow)
-
-
-@functools.lru_cache(maxsize=16)
-def _layouts(features: tuple[tuple[str, Feature], ...]) -> wire_format.Layouts | None:
-    """Layouts of Examples with these features; None if one is an image, whose size varies."""
-    keys = [feature.key or name for name, feature in features]
-    if any(feature.encoding == "image" or 0 in feature.shape for _, feature in features) or len(set(keys)) < len(keys):
-        return None
-    wanted = {}
-    for name, feature in features:
-        if feature.encoding == "raw":
-            kind, dtype = wire_format.BYTES_LIST, feature.dtype
-        elif _is_float(feature):
-            kind, dtype = wire_format.FLOAT_LIST, "float32"
-        else:
-            kind, dtype = wire_format.INT64_LIST, "int64"
-        wanted[feature.key or name] = wire_format.Wanted(name, kind, tuple(feature.shape), dtype)
-    return wire_format.Layouts(wanted)
 
 
 @functools.lru_cache(maxsize=16)
