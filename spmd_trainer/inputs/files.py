@@ -81,13 +81,7 @@ def find_files(files: FileSource | None) -> TextFiles:
       UserError: there are no paths; a pattern matches no file, or a file that another entry gives too; a path is
         missing, a directory or unreadable; or all files are empty.
     """
-    given = files() if callable(files) else files
-    if isinstance(given, str | bytes | os.PathLike):
-        given = [given]
-    entries = [_path(entry) for entry in _entries(given)]
-    if not entries:
-        name = f"{getattr(files, '__name__', files)}() returned" if callable(files) else "`files` has"
-        raise UserError(f"{name} no paths; give at least one file")
+    entries = entries_of(files)
     paths = _expand(entries)
     sizes = reading.for_each(paths, _size)
     if not any(sizes):
@@ -134,12 +128,26 @@ def listed(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown or "nothing"
 
 
-def _entries(given: object) -> Iterable[object]:
-    if given is None:
-        return ()
-    if isinstance(given, Iterable):
-        return given
-    raise UserError(f"files={given!r}; give paths, a glob such as 'corpus/*.txt', or a function that returns paths")
+def entries_of(files: object) -> list[str]:
+    """Returns the paths, patterns and folders of a `files` field: of a list, of one entry, or of a function.
+
+    Raises:
+      UserError: there are none, or one is not a path.
+    """
+    given = files() if callable(files) else files
+    if isinstance(given, str | bytes | os.PathLike):
+        given = [given]
+    if given is not None and not isinstance(given, Iterable):
+        raise UserError(f"files={given!r}; give paths, a glob such as 'corpus/*.txt', or a function that returns paths")
+    entries = [_path(entry) for entry in given or ()]
+    if not entries:
+        name = (
+            f"the function of `files`, {getattr(files, '__name__', files)}(), returned"
+            if callable(files)
+            else "`files` has"
+        )
+        raise UserError(f"{name} no paths; give at least one file")
+    return entries
 
 
 def _path(entry: object) -> str:

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs import files, templated_files
-from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, parse_tools, shown, text_of_content
+from spmd_trainer.inputs import files
+from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, parse_tools, rows, shown, text_of_content
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -64,7 +64,7 @@ def read(content: bytes, path: str, other_roles: Sequence[str] = ()) -> Iterator
     Raises:
       UserError: the file can't be read, or a row is not a usable pair; names the file and the line.
     """
-    return (parse(row, where, other_roles) for row, where in templated_files.rows(content, path, _ENTRIES))
+    return (parse(row, where, other_roles) for row, where in rows(content, path, _ENTRIES))
 
 
 def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:

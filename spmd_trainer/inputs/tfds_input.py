@@ -92,10 +92,8 @@ class TfdsInput(examples_lib.ExamplesInput):
     @functools.cached_property
     def example_specs(self) -> NestedMap:
         if self.example_fn is not None:
-            try:
+            with self.naming("the result of example_fn is not an example: "):
                 return examples_lib.specs_of(examples_lib.from_nested_dict(self.example_fn(self._read[1](0))))
-            except UserError as error:
-                raise self.error(f"the result of example_fn is not an example: {error}") from error
         specs = {name: _spec(feature) for name, feature in self.builder.info.features.items()}
         for feature in self._taken.values():
             if specs.get(feature) is None:

@@ -58,10 +58,8 @@ class TfRecordInput(examples_lib.ExamplesInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
+        with self.naming():
             check_tensorflow_installed()
-        except UserError as error:
-            raise self.error(str(error)) from error
         if not isinstance(self.features, Mapping) or not self.features:
             raise self.error(f"features={self.features!r}; give e.g. features={{'label': Feature((), 'int32')}}")
         for name, feature in self.features.items():
@@ -70,10 +68,8 @@ class TfRecordInput(examples_lib.ExamplesInput):
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
         """The files' records. Raises UserError if a file can't be read or is broken, or all are empty."""
-        try:
+        with self.naming():
             return record_files.RecordFiles(self.files)
-        except UserError as error:
-            raise self.error(str(error)) from error
 
     @property
     def num_examples(self) -> int:

@@ -11,7 +11,7 @@ from facts import assert_names, raises_naming
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import record_files, tfrecord
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document
-from spmd_trainer.inputs.corpus.tfrecord_documents import TfRecordDocuments
+from spmd_trainer.inputs.corpus.record_documents import TfRecordDocuments
 from spmd_trainer.storage import local_copies
 
 
