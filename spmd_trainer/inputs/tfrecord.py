@@ -120,7 +120,7 @@ class ExampleParser:
           UserError: a record is not an Example, or a feature is missing or has another type, size or range; names the file
             and the record.
         """
-        tf = _tensorflow()
+        tf = import_tensorflow()
         wanted = {feature.key or name: _parsed_as(tf, feature) for name, feature in self._features.items()}
         try:
             parsed = _compiled_parser(tuple(wanted.items()))(tf.constant(serialized, tf.string))
@@ -168,14 +168,10 @@ class ExampleParser:
         raise AssertionError("a batch of records failed to parse, and none of them did by itself")
 
 
-# Cached: each import hides the GPUs again, which takes as long as parsing a small batch.
-_tensorflow = functools.cache(import_tensorflow)
-
-
 @functools.lru_cache(maxsize=16)
 def _compiled_parser(wanted: tuple[tuple[str, Any], ...]) -> Any:
     """Compiles `tf.io.parse_example` for these features, which saves a third of its time."""
-    tf = _tensorflow()
+    tf = import_tensorflow()
     signature = [tf.TensorSpec([None], tf.string)]
     parser = tf.function(lambda records: tf.io.parse_example(records, dict(wanted)), input_signature=signature)
     return parser.get_concrete_function()

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.columns import damage, documents_of, no_column
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles, damage, documents_of, no_column
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.local_copies import local_copy

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.columns import damage, documents_of, no_column
 from spmd_trainer.inputs.corpus.documents import Record
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.file_source import FileSource, damage, documents_of, no_column
 from spmd_trainer.inputs.shards import ShardIndex
 
 

@@ -18,10 +18,9 @@ import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, record_files
-from spmd_trainer.inputs.corpus.columns import document_of
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, changed
+from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, changed, document_of
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.local_copies import cached_index
 

@@ -17,10 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs.corpus.columns import damage
 from spmd_trainer.inputs.corpus.documents import BadRecord
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles, damage
 from spmd_trainer.inputs.corpus.parquet_files import ParquetFiles, first_line, leaves_of
 from spmd_trainer.inputs.corpus.tar_files import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
 from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
