@@ -7,7 +7,7 @@ import collections
 import functools
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -270,30 +270,25 @@ def _kind_of(value: Any) -> str:
     return f"{value!r}" if isinstance(value, bool | int | float) else type(value).__name__
 
 
-def documents_of(batch: Any, column: str, where: Callable[[int], str]) -> Iterator[Record]:
+def documents_of(batch: Any, column: str, wheres: Sequence[str]) -> Iterator[Record]:
     """Yields the documents of a pyarrow.RecordBatch.
 
     Args:
       batch: the rows.
       column: as in `Documents`.
-      where: maps a row number of the batch to its file and row, for messages.
+      wheres: file and row of each row, for messages.
     """
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:
         if len(batch) == 1:
-            yield BadRecord(where(0), "is not UTF-8")
+            yield BadRecord(wheres[0], "is not UTF-8")
             return
-        for number in range(len(batch)):
-            yield from documents_of(batch.slice(number, 1), column, functools.partial(_same, where(number)))
+        for number, where in enumerate(wheres):
+            yield from documents_of(batch.slice(number, 1), column, [where])
         return
-    for number, row in enumerate(rows):
-        yield document_of(row, column, where(number))
-
-
-def _same(where: str, row: int) -> str:
-    del row
-    return where
+    for row, where in zip(rows, wheres, strict=True):
+        yield document_of(row, column, where)
 
 
 def no_column(path: str, column: str, names: Sequence[str]) -> UserError:
