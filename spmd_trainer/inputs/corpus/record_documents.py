@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles
+from spmd_trainer.inputs.corpus.file_source import IndexedFiles, NumberedFiles
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage.local_copies import local_copy
 
@@ -79,13 +79,19 @@ class ArrayRecordDocuments(NumberedFiles):
         return _open(self.paths[index])
 
 
-def _open(path: str) -> Any:
+def array_record_library(needed_by: str) -> Any:
+    """Imports the package array_record. Raises UserError if it isn't installed."""
     try:
         from array_record.python import array_record_module
     except ImportError as error:
-        raise UserError(f"{path}: ArrayRecord files need array_record: pip install 'spmd-trainer[data]'") from error
+        raise UserError(f"{needed_by} need array_record: pip install 'spmd-trainer[data]'") from error
+    return array_record_module
+
+
+def _open(path: str) -> Any:
+    library = array_record_library(f"{path}: ArrayRecord files")
     try:
-        reader = array_record_module.ArrayRecordReader(local_copy(path), _OPTIONS)
+        reader = library.ArrayRecordReader(local_copy(path), _OPTIONS)
         if not reader.ok():  # else it silently yields no records
             reader.read_all()
             raise RuntimeError("its end is damaged or missing")
@@ -100,11 +106,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].partition("; ")[0]
 
 
-# Most open TFRecord files per source; a mixture has many sources.
-_MAX_OPEN_TFRECORD = 8
-
-
-class TfRecordDocuments(NumberedFiles):
+class TfRecordDocuments(IndexedFiles):
     """Examples of TFRecord files. A chunk is a file."""
 
     kind: ClassVar[str] = "tfrecord"
@@ -119,35 +121,18 @@ class TfRecordDocuments(NumberedFiles):
         Raises:
           UserError: a file can't be read, is compressed or is broken; names the file, the record and its byte.
         """
-        super().__init__(paths)
         self._column = column
-        self._records = record_files.RecordFiles(list(paths), max_open=_MAX_OPEN_TFRECORD)
-        self.shards = self._records.shards
+        super().__init__(paths)
 
-    def read(self, numbers: np.ndarray) -> list[Record]:
-        numbers = np.asarray(numbers)
+    def find_records(self, index: int) -> np.ndarray:
+        return record_files.bounds_of(self.paths[index])
+
+    def record(self, index: int, number: int, content: bytes) -> Record:
+        where = record_files.describe(self.paths[index], number, int(self._starts[index][number]))
         try:
-            found = self._records.read_many(numbers)
-        except record_files.BrokenRecord:
-            return [self._read_one(number) for number in numbers.tolist()]
-        return [self._document(number, data) for number, data in zip(numbers.tolist(), found, strict=True)]
-
-    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        begin, end = self.shards.span(chunk)
-        for first in range(begin + start, end, _BLOCK):
-            yield from self.read(np.arange(first, min(first + _BLOCK, end)))
-
-    def _read_one(self, number: int) -> Record:
-        try:
-            return self._document(number, self._records.read(number))
+            features = example_bytes(record_files.data_of(content, len(content), where))
         except record_files.BrokenRecord as error:
-            where = self._records.describe(number)
             return BadRecord(where, str(error).removeprefix(where).strip())
-
-    def _document(self, number: int, data: bytes) -> Record:
-        where = self._records.describe(number)
-        try:
-            features = example_bytes(data)
         except DecodeError as error:
             return BadRecord(where, f"is not a tf.train.Example: {error}")
         if self._column not in features:
