@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import glob
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from etils import epath
 
@@ -55,10 +56,8 @@ class TextFiles:
           UserError: the file can no longer be read, or its size has changed since it was found.
         """
         path, size = self.paths[index], self.sizes[index]
-        try:
+        with readable(path, fix=f". {_FIX}"):
             data = reading.read(path, 0, size + 1 if limit is None else limit)
-        except OSError as error:
-            raise UserError(f"{path} can't be read: {reading.problem(path, error)}. {_FIX}") from error
         if len(data) != (size if limit is None else min(size, limit)):
             raise UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
         return data
@@ -67,6 +66,15 @@ class TextFiles:
 _FIX = "Make it readable, or leave it out of `files`"
 # Most names in an error.
 _MAX_NAMES = 8
+
+
+@contextlib.contextmanager
+def readable(path: str, *, name: str = "", fix: str = "") -> Iterator[None]:
+    """Turns an OSError of the code inside into a UserError that names the file and ends with `fix`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{name or path} can't be read: {reading.problem(path, error)}{fix}") from error
 
 
 def find_files(files: FileSource | None) -> TextFiles:
@@ -174,12 +182,10 @@ def _expand(entries: list[str]) -> tuple[str, ...]:
 
 
 def _matches(pattern: str) -> list[str]:
-    try:
+    with readable(pattern, fix=f". {_FIX}"):
         matched = reading.glob(pattern)
         # A broken link is kept here, so that it is an error instead of being left out.
         found = [path for path in matched if not reading.is_dir(path)]
-    except OSError as error:
-        raise UserError(f"{pattern} can't be read: {reading.problem(pattern, error)}. {_FIX}") from error
     if found:
         return found
     if matched:

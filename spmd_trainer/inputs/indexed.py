@@ -20,7 +20,7 @@ import numpy as np
 from praxis import base_input
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.inputs import batches, permutations
 
 
@@ -80,7 +80,7 @@ class CheckpointedInput(base_input.BaseInput):
         except UnicodeEncodeError as error:
             raise self.error(f"{where}the text has half of a surrogate pair: {error}") from error
         except UserError as error:
-            raise self.error(f"{where}{error}") from error
+            raise self.error(f"{where}{first_paragraph(error)}") from error
 
     def get_next_padded(self) -> NestedMap:
         """Returns `get_next()` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""

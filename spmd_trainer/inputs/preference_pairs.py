@@ -159,8 +159,7 @@ def _is_written(message: dict[str, Any]) -> bool:
 
 def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
     """Splits two answers into their common beginning and the rest of each. A space before a text belongs to the text."""
-    same = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
-    size = sum(1 for _ in same)
+    size = common_length(chosen, rejected)
     if isinstance(chosen, str) and size < min(len(chosen), len(rejected)) and chosen[size - 1 : size] == " ":
         size -= 1
     if size == 0:
@@ -174,3 +173,9 @@ def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[A
                 f"`{side}`; give a prompt"
             )
     return chosen[:size], chosen[size:], rejected[size:]
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the common beginning."""
+    same = itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
+    return sum(1 for _ in same)

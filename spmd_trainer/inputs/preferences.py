@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.inputs import indexed, preference_pairs
 from spmd_trainer.inputs.chat_template import clock_of
 from spmd_trainer.inputs.messages import TemplatedFiles, readable_messages
-from spmd_trainer.inputs.preference_pairs import Messages, Pair
+from spmd_trainer.inputs.preference_pairs import Messages, Pair, common_length
 
 _SIDES = ("chosen", "rejected")
 _REFERENCE = "reference_logps"
@@ -216,7 +215,7 @@ class PreferenceInput(TemplatedFiles):
         after = [self.tokenizer.eos_id] if pair.is_text else []
         alone = self._tokens(prompt, pair.where)
         sides = [self._tokens(text, pair.where) for text in answered]
-        start = min(_common(alone, side) for side in sides)
+        start = min(common_length(alone, side) for side in sides)
         if start + len(before) == 0:
             raise self.error(
                 f"{pair.where}: the prompt has no token, so that nothing comes before the answer's first token"
@@ -292,9 +291,3 @@ class _Encoded(NamedTuple):
     sides: list[list[int]]
     start: int
     diverges: bool
-
-
-def _common(tokens: list[int], other: list[int]) -> int:
-    """Length of the common prefix."""
-    same = itertools.takewhile(lambda both: both[0] == both[1], zip(tokens, other, strict=False))
-    return sum(1 for _ in same)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from etils import epath
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs import file_formats, record_files
+from spmd_trainer.inputs import file_formats, files, record_files
 from spmd_trainer.storage import is_remote, reading
 
 SUFFIXES = {
@@ -93,10 +93,8 @@ def read_head(path: str) -> bytes:
     Raises:
       UserError: it can't be read.
     """
-    try:
+    with files.readable(path):
         return reading.read(path, 0, file_formats.HEAD_BYTES)
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
 
 
 def _kind(path: str) -> str | None:

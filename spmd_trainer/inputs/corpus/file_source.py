@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs import files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, Source
 from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
 from spmd_trainer.sharding.messages import count_text
@@ -174,10 +175,8 @@ class NumberedFiles(FileSource):
 
 
 def _size(path: str) -> int:
-    try:
+    with files.readable(path):
         return reading.size(path)
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
 
 
 # Bytes per read when records are read in order; more if one record is larger.

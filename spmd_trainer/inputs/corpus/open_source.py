@@ -155,14 +155,12 @@ def _files_of_directory(directory: str) -> list[str]:
             f"{directory} holds a dataset of several splits: {input_files.listed(splits)}; give the folder of one, e.g. "
             f"{os.path.join(directory, splits[0] if splits else 'train')}"
         )
-    try:
+    with input_files.readable(directory):
         below = files_below(epath.Path(directory))
         inside = [name for name, info in below.items() if not _is_hidden(name, info.size)]
         if inside:
             return [os.path.join(directory, name) for name in inside]
         held = input_files.listed(reading.names(directory))
-    except OSError as error:
-        raise UserError(f"{directory} can't be read: {reading.problem(directory, error)}") from error
     raise UserError(f"{directory} has no files that are not hidden; it holds {held}")
 
 
@@ -172,7 +170,5 @@ def _is_hidden(name: str, size: int) -> bool:
 
 
 def _is_dir(path: str) -> bool:
-    try:
+    with input_files.readable(path):
         return reading.is_dir(path)
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import file_formats, record_files
+from spmd_trainer.inputs import file_formats, files, record_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, changed, document_of
@@ -106,10 +106,8 @@ class JsonLines(IndexedFiles):
 
     def find_records(self, index: int) -> np.ndarray:
         path = self.paths[index]
-        try:
+        with files.readable(path):
             self._lines[index] = index_lines(path, self.sizes[index])
-        except OSError as error:
-            raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
         starts = self._lines[index].starts
         if starts[-1] != self.sizes[index]:
             raise changed(path, self.sizes[index])
