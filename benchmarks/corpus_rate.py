@@ -32,7 +32,7 @@ from praxis import base_hyperparams, pax_fiddle
 
 from benchmarks import reporting
 from spmd_trainer.inputs import packed_text, stdlib_text
-from spmd_trainer.inputs.corpus import rows
+from spmd_trainer.inputs.corpus import windows
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.documents import Document, Documents, Record, Source
 from spmd_trainer.inputs.corpus.mixture import Mixture
@@ -218,7 +218,7 @@ def _together(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _pack(window: list[np.ndarray]) -> int:
     """Makes the batches of a window of documents; returns the number of tokens."""
-    table = rows.pack_documents(window, LENGTH, EOS, rows.BEST_FIT)
+    table = windows.pack_documents(window, LENGTH, EOS, windows.BEST_FIT)
     count, num_rows = 0, len(table.labels) - 1
     for start in range(0, num_rows, BATCH):
         batch = packed_text.batch_of_rows(table, np.arange(start, min(start + BATCH, num_rows)))

@@ -11,6 +11,7 @@ from praxis import base_hyperparams, base_input, pax_fiddle
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, first_paragraph
+from spmd_trainer.sharding.variables import path_str
 
 # Leaves that weight a row or a token. A batch needs at least one to tell padding from data.
 WEIGHT_NAMES = ("weights", "eval_sample_weights", "weight")
@@ -33,7 +34,7 @@ def pad_batch(batch: Any, to_size: int) -> Any:
       ValueError: the leaves have different B, B is 0, `to_size` is below B, or no leaf is a weight, so that padding
         could not be told from data.
     """
-    leaves = [(_path(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    leaves = [(path_str(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]]
     size = _batch_size(leaves)
     if size == to_size:
         return batch
@@ -61,17 +62,13 @@ def blank_rows(batch: NestedMap, real: np.ndarray) -> NestedMap:
         return batch
 
     def blank(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
-        name = _path(path).rpartition("/")[2]
+        name = path_str(path).rpartition("/")[2]
         if name not in _FILL:
             return leaf
         mask = real.reshape(-1, *[1] * (np.ndim(leaf) - 1))
         return np.where(mask, leaf, np.asarray(_FILL[name], np.asarray(leaf).dtype))
 
     return jax.tree_util.tree_map_with_path(blank, batch)
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def _batch_size(leaves: list[tuple[str, np.ndarray]]) -> int:

@@ -16,7 +16,6 @@ import numpy as np
 from praxis import pax_fiddle
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import indexed, packed_text, record_files
 from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed
 from spmd_trainer.inputs.tfrecord import ExampleParser, Feature
@@ -105,10 +104,8 @@ class TFRecordBertInput(indexed.CheckpointedInput):
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
         """Raises UserError if there are no records, or a file can't be read or is broken."""
-        try:
+        with self.naming():
             return record_files.RecordFiles(self.input_file)
-        except UserError as error:
-            raise self.error(str(error)) from error
 
     @property
     def num_batches(self) -> int | None:
@@ -229,10 +226,8 @@ class TFRecordBertInput(indexed.CheckpointedInput):
             },
             lambda row: self.records.describe(int(numbers[row])),
         )
-        try:
+        with self.naming():
             parsed = parser.parse([self.records.read(int(number)) for number in numbers])
-        except UserError as error:
-            raise self.error(str(error)) from error
         examples = [
             self._example({name: values[row] for name, values in parsed.items()}, int(numbers[row]), int(indices[row]))
             for row in range(len(numbers))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import messages, text
 from spmd_trainer.inputs.messages import readable_messages
 
@@ -50,13 +49,13 @@ class ChatPromptInput(messages.ConversationFiles, text.PromptRows):
           UserError: a line is not a conversation, or the template fails; names the file and the line.
         """
         found = self._conversations[index]
-        try:
+        with self.naming(f"{found.where}: "):
             variables = self.variables(found, add_generation_prompt=self.add_generation_prompt)
             template = self.template(has_tools=bool(found.tools))
             messages = readable_messages(found.messages, template, **variables)
-            return template.render(messages, **variables)
-        except UserError as error:
-            raise self.error(f"{found.where}: {error}") from error
+            text = template.render(messages, **variables)
+            text.encode()  # refuses half of a surrogate pair
+            return text
 
     @functools.cached_property
     def _conversations(self) -> list[messages.Conversation]:
@@ -68,10 +67,7 @@ class ChatPromptInput(messages.ConversationFiles, text.PromptRows):
 
     def _encode(self, index: int) -> np.ndarray:
         where = self._conversations[index].where
-        try:
-            text = self.text_of_prompt(index).encode()
-        except UnicodeEncodeError as error:
-            raise self.error(f"{where}: the text has half of a surrogate pair: {error}") from error
+        text = self.text_of_prompt(index).encode()
         tokens = self.tokenizer.encode(text, where)
         self.refuse_unknown_ids(tokens, where)
         if not 1 <= len(tokens) <= self.prefix_len:

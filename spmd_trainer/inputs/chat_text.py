@@ -93,10 +93,8 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
             )
         if "add_generation_prompt" in (self.template_variables or {}):
             raise self.error("template_variables has add_generation_prompt, which is for prompts, not for training")
-        try:
+        with self.naming():
             self._clock = clock_of(self.date)
-        except UserError as error:
-            raise self.error(str(error)) from error
 
     def encoded(self) -> Iterator[Encoded]:
         """Yields every conversation of the files as tokens, of any length.
@@ -142,7 +140,7 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
 
     def _render(self, found: Conversation) -> Rendering:
         """Checks a conversation and renders it."""
-        try:
+        with self.naming(f"{found.where}: "):
             self._check(found)
             turns = self.turns if found.turns is None else found.turns
             template = self.template(has_tools=bool(found.tools))
@@ -158,10 +156,6 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
 
             text = assistant_masks.assistant_text(messages, render, has_marks=template.has_marks, turns=turns)
             text.text.encode()
-        except UnicodeEncodeError as error:
-            raise self.error(f"{found.where}: the text has half of a surrogate pair: {error}") from error
-        except UserError as error:
-            raise self.error(f"{found.where}: {error}") from error
         if not text.generated:
             raise self.error(
                 f"{found.where}: no label would count: {template.name} writes nothing"

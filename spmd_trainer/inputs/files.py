@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import glob
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from etils import epath
 
@@ -55,10 +56,8 @@ class TextFiles:
           UserError: the file can no longer be read, or its size has changed since it was found.
         """
         path, size = self.paths[index], self.sizes[index]
-        try:
+        with readable(path, fix=f". {_FIX}"):
             data = reading.read(path, 0, size + 1 if limit is None else limit)
-        except OSError as error:
-            raise UserError(f"{path} can't be read: {reading.problem(path, error)}. {_FIX}") from error
         if len(data) != (size if limit is None else min(size, limit)):
             raise UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
         return data
@@ -67,6 +66,15 @@ class TextFiles:
 _FIX = "Make it readable, or leave it out of `files`"
 # Most names in an error.
 _MAX_NAMES = 8
+
+
+@contextlib.contextmanager
+def readable(path: str, *, name: str = "", fix: str = "") -> Iterator[None]:
+    """Turns an OSError of the code inside into a UserError that names the file and ends with `fix`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{name or path} can't be read: {reading.problem(path, error)}{fix}") from error
 
 
 def find_files(files: FileSource | None) -> TextFiles:
@@ -81,13 +89,7 @@ def find_files(files: FileSource | None) -> TextFiles:
       UserError: there are no paths; a pattern matches no file, or a file that another entry gives too; a path is
         missing, a directory or unreadable; or all files are empty.
     """
-    given = files() if callable(files) else files
-    if isinstance(given, str | bytes | os.PathLike):
-        given = [given]
-    entries = [_path(entry) for entry in _entries(given)]
-    if not entries:
-        name = f"{getattr(files, '__name__', files)}() returned" if callable(files) else "`files` has"
-        raise UserError(f"{name} no paths; give at least one file")
+    entries = entries_of(files)
     paths = _expand(entries)
     sizes = reading.for_each(paths, _size)
     if not any(sizes):
@@ -134,12 +136,26 @@ def listed(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown or "nothing"
 
 
-def _entries(given: object) -> Iterable[object]:
-    if given is None:
-        return ()
-    if isinstance(given, Iterable):
-        return given
-    raise UserError(f"files={given!r}; give paths, a glob such as 'corpus/*.txt', or a function that returns paths")
+def entries_of(files: object) -> list[str]:
+    """Returns the paths, patterns and folders of a `files` field: of a list, of one entry, or of a function.
+
+    Raises:
+      UserError: there are none, or one is not a path.
+    """
+    given = files() if callable(files) else files
+    if isinstance(given, str | bytes | os.PathLike):
+        given = [given]
+    if given is not None and not isinstance(given, Iterable):
+        raise UserError(f"files={given!r}; give paths, a glob such as 'corpus/*.txt', or a function that returns paths")
+    entries = [_path(entry) for entry in given or ()]
+    if not entries:
+        name = (
+            f"the function of `files`, {getattr(files, '__name__', files)}(), returned"
+            if callable(files)
+            else "`files` has"
+        )
+        raise UserError(f"{name} no paths; give at least one file")
+    return entries
 
 
 def _path(entry: object) -> str:
@@ -166,12 +182,10 @@ def _expand(entries: list[str]) -> tuple[str, ...]:
 
 
 def _matches(pattern: str) -> list[str]:
-    try:
+    with readable(pattern, fix=f". {_FIX}"):
         matched = reading.glob(pattern)
         # A broken link is kept here, so that it is an error instead of being left out.
         found = [path for path in matched if not reading.is_dir(path)]
-    except OSError as error:
-        raise UserError(f"{pattern} can't be read: {reading.problem(pattern, error)}. {_FIX}") from error
     if found:
         return found
     if matched:

@@ -90,10 +90,8 @@ class GrainInput(indexed.IndexedInput):
 
     @functools.cached_property
     def _example_specs(self) -> NestedMap:
-        try:
+        with self.naming("element 0 of the dataset is not an example: "):
             return examples.specs_of(examples.from_nested_dict(self.source[0]))
-        except UserError as error:
-            raise self.error(f"element 0 of the dataset is not an example: {error}") from error
 
     def batch_at(self, position: int) -> NestedMap:
         return self._batch(position, map(self._element, self._indices(position).tolist()))
@@ -135,11 +133,9 @@ class GrainInput(indexed.IndexedInput):
                 "GrainStreamInput"
             )
         real = np.ones(len(indices), bool) if self.is_training else indices < self.num_examples
-        try:
+        with self.naming():
             stacked = examples.stack(taken, self._example_specs, lambda row: f"element {indices[row]}")
             return batches.blank_rows(examples.for_devices(stacked), real)
-        except UserError as error:
-            raise self.error(str(error)) from error
 
     def _fingerprint(self) -> dict[str, Any]:
         shapes = {path: [list(x.shape), str(x.dtype)] for path, x in self._example_specs.FlattenItems()}
@@ -205,11 +201,9 @@ class GrainStreamInput(indexed.CheckpointedInput):
         rows = list(itertools.islice(self._iterator, self.batch_size))
         if not rows or (self.is_training and len(rows) < self.batch_size):
             raise StopIteration
-        try:
+        with self.naming():
             batch = examples.stack(rows, specs, lambda row: f"element {self._taken + row}")
             batch = batches.blank_rows(examples.for_devices(batch), np.ones(len(rows), bool))
-        except UserError as error:
-            raise self.error(str(error)) from error
         self._taken += len(rows)
         return batches.pad_batch(batch, self.batch_size)
 

@@ -49,12 +49,9 @@ def read_source(source: Any) -> Source:
 
 def is_huggingface(value: Any) -> bool:
     """True for a `tokenizers.Tokenizer` or a fast tokenizer of transformers. Imports neither."""
-    return _is_library_tokenizer(getattr(value, "backend_tokenizer", value))
-
-
-def _is_library_tokenizer(value: Any) -> bool:
     # Duck-typed, to accept the wrappers in `tokenizers.implementations` too.
-    return not isinstance(value, type) and all(hasattr(value, name) for name in ("to_str", "get_vocab", "token_to_id"))
+    found = getattr(value, "backend_tokenizer", value)
+    return not isinstance(found, type) and all(hasattr(found, name) for name in ("to_str", "get_vocab", "token_to_id"))
 
 
 def _read(path: str) -> Source:

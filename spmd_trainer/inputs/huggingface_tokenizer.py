@@ -57,6 +57,11 @@ class HuggingFaceTokenizer:
     truncation stored with the tokenizer are ignored. As in the library, text that spells a special token
     ('<|endoftext|>') becomes that token, unless `encode_special_tokens` is set. A character without a symbol in a
     BPE's vocabulary is an error; the library drops it.
+
+    Attributes:
+      eos_id: end-of-text.
+      bos_id: beginning-of-text, or None.
+      pad_id: padding, or None.
     """
 
     def __init__(
@@ -93,9 +98,9 @@ class HuggingFaceTokenizer:
         eos_id = self._special("eos", eos, stated)
         if eos_id is None:
             raise UserError(self._no_end())
-        self._eos_id = eos_id
-        self._bos_id = self._special("bos", bos, stated)
-        self._pad_id = self._special("pad", pad, stated)
+        self.eos_id = eos_id
+        self.bos_id = self._special("bos", bos, stated)
+        self.pad_id = self._special("pad", pad, stated)
 
     @functools.cached_property
     def _tokenizer(self) -> huggingface.Tokenizer:
@@ -116,7 +121,7 @@ class HuggingFaceTokenizer:
         return {name: value for name, value in self.__dict__.items() if name not in ("_tokenizer", "_exact_tokenizer")}
 
     def __repr__(self) -> str:
-        return f"HuggingFaceTokenizer({self.name}, vocab_size={self.vocab_size}, eos_id={self._eos_id})"
+        return f"HuggingFaceTokenizer({self.name}, vocab_size={self.vocab_size}, eos_id={self.eos_id})"
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -132,22 +137,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         in_text = {index for index, token in added.items() if not token.special}
         own = self._tokenizer.get_vocab(with_added_tokens=False).values()
-        return max(self._eos_id, *own, *in_text) + 1
-
-    @property
-    def eos_id(self) -> int:
-        """End-of-text."""
-        return self._eos_id
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning-of-text, or None."""
-        return self._bos_id
-
-    @property
-    def pad_id(self) -> int | None:
-        """Padding, or None."""
-        return self._pad_id
+        return max(self.eos_id, *own, *in_text) + 1
 
     @functools.cached_property
     def adds_bos(self) -> bool:
@@ -155,7 +145,7 @@ class HuggingFaceTokenizer:
 
         As in transformers 5, add_bos_token in tokenizer_config.json has no effect beside a tokenizer.json.
         """
-        return self._bos_id is not None and self._tokenizer.encode("").ids[:1] == [self._bos_id]
+        return self.bos_id is not None and self._tokenizer.encode("").ids[:1] == [self.bos_id]
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
@@ -291,13 +281,13 @@ class HuggingFaceTokenizer:
         texts = []
         for row, length in zip(ids, lengths, strict=True):
             kept = np.asarray(row)[: int(length)]
-            kept = kept[(kept >= 0) & (kept < self.vocab_size) & (kept != self._eos_id)]
+            kept = kept[(kept >= 0) & (kept < self.vocab_size) & (kept != self.eos_id)]
             texts.append(self._tokenizer.decode(kept.tolist(), skip_special_tokens=True))
         return texts
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns a checksum of the tokenizer's content and its end-of-text."""
-        return {"huggingface_tokenizer": self._checksum, "eos_id": self._eos_id}
+        return {"huggingface_tokenizer": self._checksum, "eos_id": self.eos_id}
 
     @functools.cached_property
     def _checksum(self) -> int:

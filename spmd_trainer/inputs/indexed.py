@@ -9,6 +9,7 @@ index of the order, so an input with another G continues with the next example: 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,7 +20,7 @@ import numpy as np
 from praxis import base_input
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.inputs import batches, permutations
 
 
@@ -70,6 +71,16 @@ class CheckpointedInput(base_input.BaseInput):
     def error(self, message: str) -> UserError:
         """Makes a UserError that names this input."""
         return UserError(f"{type(self).__name__} {self.name!r}: {message}")
+
+    @contextlib.contextmanager
+    def naming(self, where: str = "") -> Iterator[None]:
+        """Adds this input's name, and `where`, to the UserErrors of the code inside. A text that can't be encoded is one."""
+        try:
+            yield
+        except UnicodeEncodeError as error:
+            raise self.error(f"{where}the text has half of a surrogate pair: {error}") from error
+        except UserError as error:
+            raise self.error(f"{where}{first_paragraph(error)}") from error
 
     def get_next_padded(self) -> NestedMap:
         """Returns `get_next()` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""

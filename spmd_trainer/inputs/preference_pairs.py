@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs import files, templated_files
-from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, parse_tools, shown, text_of_content
+from spmd_trainer.inputs import files
+from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, parse_tools, rows, shown, text_of_content
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -64,7 +64,7 @@ def read(content: bytes, path: str, other_roles: Sequence[str] = ()) -> Iterator
     Raises:
       UserError: the file can't be read, or a row is not a usable pair; names the file and the line.
     """
-    return (parse(row, where, other_roles) for row, where in templated_files.rows(content, path, _ENTRIES))
+    return (parse(row, where, other_roles) for row, where in rows(content, path, _ENTRIES))
 
 
 def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
@@ -159,8 +159,7 @@ def _is_written(message: dict[str, Any]) -> bool:
 
 def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
     """Splits two answers into their common beginning and the rest of each. A space before a text belongs to the text."""
-    same = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
-    size = sum(1 for _ in same)
+    size = common_length(chosen, rejected)
     if isinstance(chosen, str) and size < min(len(chosen), len(rejected)) and chosen[size - 1 : size] == " ":
         size -= 1
     if size == 0:
@@ -174,3 +173,9 @@ def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[A
                 f"`{side}`; give a prompt"
             )
     return chosen[:size], chosen[size:], rejected[size:]
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the common beginning."""
+    same = itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
+    return sum(1 for _ in same)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +13,10 @@ import numpy as np
 from absl import logging
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import indexed, preference_pairs
 from spmd_trainer.inputs.chat_template import clock_of
-from spmd_trainer.inputs.messages import readable_messages
-from spmd_trainer.inputs.preference_pairs import Messages, Pair
-from spmd_trainer.inputs.templated_files import TemplatedFiles
+from spmd_trainer.inputs.messages import TemplatedFiles, readable_messages
+from spmd_trainer.inputs.preference_pairs import Messages, Pair, common_length
 
 _SIDES = ("chosen", "rejected")
 _REFERENCE = "reference_logps"
@@ -46,7 +43,7 @@ class PreferenceInput(TemplatedFiles):
     Attributes:
       files, tokenizer, eos_id, start: see `text_base.TokenizedFiles`. `start` is for texts only.
       seq_len: tokens per row, T.
-      chat_template, template_variables: see `templated_files.TemplatedFiles`.
+      chat_template, template_variables: see `messages.TemplatedFiles`.
       other_roles: roles that the template knows besides `messages.ROLES`.
       date: the template's current date, e.g. '2024-07-26'. Required if the template writes the date: today's date
         would change the tokens of a run resumed tomorrow.
@@ -72,10 +69,8 @@ class PreferenceInput(TemplatedFiles):
             raise self.error(f"too_long={self.too_long!r}; set it to {_ERROR!r} or {_DROP!r}")
         if self.reference not in (None, _FILE):
             raise self.error(f"reference={self.reference!r}; set it to {_FILE!r} or None")
-        try:
+        with self.naming():
             self._clock = clock_of(self.date)
-        except UserError as error:
-            raise self.error(str(error)) from error
 
     @property
     def num_pairs(self) -> int:
@@ -210,10 +205,8 @@ class PreferenceInput(TemplatedFiles):
         )
 
     def _pairs(self, index: int, path: str) -> Iterator[Pair]:
-        try:
+        with self.naming():
             yield from preference_pairs.read(self.found.read(index), path, self.other_roles)
-        except UserError as error:
-            raise self.error(str(error)) from error
 
     def _encode(self, pair: Pair) -> _Encoded:
         """Encodes both conversations, with the token before the first label."""
@@ -222,7 +215,7 @@ class PreferenceInput(TemplatedFiles):
         after = [self.tokenizer.eos_id] if pair.is_text else []
         alone = self._tokens(prompt, pair.where)
         sides = [self._tokens(text, pair.where) for text in answered]
-        start = min(_common(alone, side) for side in sides)
+        start = min(common_length(alone, side) for side in sides)
         if start + len(before) == 0:
             raise self.error(
                 f"{pair.where}: the prompt has no token, so that nothing comes before the answer's first token"
@@ -257,20 +250,17 @@ class PreferenceInput(TemplatedFiles):
         return prompt, answered[0], answered[1]
 
     def _render(self, pair: Pair, messages: Messages, *, add_generation_prompt: bool) -> str:
-        try:
+        with self.naming(f"{pair.where}: "):
             self.check_tokenizer()
             variables = self.variables_of(pair.variables, strftime_now=self._clock)
             variables |= {"tools": pair.tools, "add_generation_prompt": add_generation_prompt}
             template = self.template(has_tools=bool(pair.tools))
             return template.render(readable_messages(messages, template, **variables), **variables)
-        except UserError as error:
-            raise self.error(f"{pair.where}: {error}") from error
 
     def _tokens(self, text: str, where: str) -> list[int]:
-        try:
-            tokens = self.tokenizer.encode(text.encode(), where)
-        except UnicodeEncodeError as error:
-            raise self.error(f"{where}: the text has half of a surrogate pair: {error}") from error
+        with self.naming(f"{where}: "):
+            content = text.encode()
+        tokens = self.tokenizer.encode(content, where)
         self.refuse_unknown_ids(tokens, where)
         found: list[int] = tokens.tolist()
         return found
@@ -301,9 +291,3 @@ class _Encoded(NamedTuple):
     sides: list[list[int]]
     start: int
     diverges: bool
-
-
-def _common(tokens: list[int], other: list[int]) -> int:
-    """Length of the common prefix."""
-    same = itertools.takewhile(lambda both: both[0] == both[1], zip(tokens, other, strict=False))
-    return sum(1 for _ in same)

@@ -55,12 +55,11 @@ class RecordFiles:
       shards: records of each file.
     """
 
-    def __init__(self, source: files.FileSource | None, *, max_open: int | None = None):
+    def __init__(self, source: files.FileSource | None):
         """Finds the records of all files.
 
         Args:
           source: paths and glob patterns, one of them, or a function without arguments that returns them.
-          max_open: most files open at a time; None is 64.
 
         Raises:
           UserError: there are no files or no records, or a file can't be read, is compressed or is broken (names the
@@ -68,9 +67,9 @@ class RecordFiles:
         """
         self._files = files.find_files(source)
         # For each file: the first byte of each record, and the end of the last.
-        self._bounds = [_bounds_of(path) for path in self._files.paths]
+        self._bounds = [bounds_of(path) for path in self._files.paths]
         self.shards = ShardIndex([len(bounds) - 1 for bounds in self._bounds])
-        self._open: LRUCache[OpenFile | mmap.mmap] = LRUCache(max_open or _MAX_OPEN)
+        self._open: LRUCache[OpenFile | mmap.mmap] = LRUCache(_MAX_OPEN)
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -103,7 +102,7 @@ class RecordFiles:
     def describe(self, record: int) -> str:
         """Formats a record's place for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
         index, number = self.shards.locate(record)
-        return _describe(self.paths[index], number, int(self._bounds[index][number]))
+        return describe(self.paths[index], number, int(self._bounds[index][number]))
 
     def read(self, record: int) -> bytes:
         """Returns the data of a record.
@@ -112,10 +111,7 @@ class RecordFiles:
           BrokenRecord: the record doesn't match its checksum; names the file and the record.
           UserError: the file can't be read, or has changed since it was found; names it.
         """
-        index, number = self.shards.locate(record)
-        begin, end = self._bounds[index][number : number + 2].tolist()
-        (frame,) = self._read(index, [(begin, end - begin)])
-        return self._data(frame, end - begin, record)
+        return self.read_many(np.array([record]))[0]
 
     def read_many(self, records: np.ndarray) -> list[bytes]:
         """Returns the data of records int64 [n], in any order. Faster than n calls of `read`.
@@ -123,27 +119,14 @@ class RecordFiles:
         Raises:
           BrokenRecord, UserError: as `read`.
         """
-        frames: list[bytes] = [b""] * len(records)
-        sizes = np.zeros(len(records), np.int64)
+        found: list[bytes] = [b""] * len(records)
         for index, rows, numbers in self.shards.split(records):
-            begins, ends = self._bounds[index][numbers], self._bounds[index][numbers + 1]
-            sizes[rows] = ends - begins
-            spans = list(zip(begins.tolist(), sizes[rows].tolist(), strict=True))
-            for row, frame in zip(rows.tolist(), self._read(index, spans), strict=True):
-                frames[row] = frame
-        found = _data_of_whole(frames, sizes)
-        if found is None:
-            found = [self._data(*one) for one in zip(frames, sizes.tolist(), records.tolist(), strict=True)]
+            begins = self._bounds[index][numbers]
+            sizes = (self._bounds[index][numbers + 1] - begins).tolist()
+            frames = self._read(index, list(zip(begins.tolist(), sizes, strict=True)))
+            for row, frame, size in zip(rows.tolist(), frames, sizes, strict=True):
+                found[row] = data_of(frame, size, self.describe(int(records[row])))
         return found
-
-    def _data(self, frame: bytes, size: int, record: int) -> bytes:
-        """Checks the frame of a record of `size` bytes, and returns its data."""
-        if len(frame) != size or int.from_bytes(frame[:_LENGTH_BYTES], "little") != size - _FRAME:
-            raise UserError(f"{self.describe(record)} is no longer where this run found it; start the run again")
-        data = frame[_HEADER.size : -_FOOTER.size]
-        if int.from_bytes(frame[-_FOOTER.size :], "little") != masked_crc(data):
-            raise BrokenRecord(f"{self.describe(record)} is broken: its data don't match their checksum. {_FIX}")
-        return data
 
     def _read(self, index: int, spans: list[tuple[int, int]]) -> list[bytes]:
         """Reads spans (first byte, number of bytes) of a file."""
@@ -171,31 +154,25 @@ class RecordFiles:
         return mmap.mmap(file.number, 0, prot=mmap.PROT_READ)
 
 
+def data_of(frame: bytes, size: int, where: str) -> bytes:
+    """Checks the frame of a record of `size` bytes, and returns its data. `where` names the record in errors.
+
+    Raises:
+      BrokenRecord: the data don't match their checksum.
+      UserError: the frame isn't one, or is shorter: the file has changed.
+    """
+    if len(frame) != size or int.from_bytes(frame[:_LENGTH_BYTES], "little") != size - _FRAME:
+        raise UserError(f"{where} is no longer where this run found it; start the run again")
+    data = frame[_HEADER.size : -_FOOTER.size]
+    if int.from_bytes(frame[-_FOOTER.size :], "little") != masked_crc(data):
+        raise BrokenRecord(f"{where} is broken: its data don't match their checksum. {_FIX}")
+    return data
+
+
 def masked_crc(data: bytes) -> int:
     """The format's checksum: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _data_of_whole(frames: list[bytes], sizes: np.ndarray) -> list[bytes] | None:
-    """Checks all records at once, which is faster, and returns their data; None if one is broken."""
-    if not frames or list(map(len, frames)) != sizes.tolist():
-        return None
-    together = b"".join(frames)
-    ends = np.cumsum(sizes)
-    begins = ends - sizes
-    lengths, stored = _at(together, begins, "<u8"), _at(together, ends - _FOOTER.size, "<u4")
-    firsts, lasts = (begins + _HEADER.size).tolist(), (ends - _FOOTER.size).tolist()
-    data = [together[first:last] for first, last in zip(firsts, lasts, strict=True)]
-    crcs = np.fromiter(map(google_crc32c.value, data), np.uint32, len(data))
-    masked = (crcs >> np.uint32(15) | crcs << np.uint32(17)) + np.uint32(0xA282EAD8)
-    return data if (lengths == sizes - _FRAME).all() and (stored == masked).all() else None
-
-
-def _at(content: bytes, places: np.ndarray, dtype: str) -> np.ndarray:
-    """Reads the numbers at these byte offsets of `content`."""
-    size = len(content) - np.dtype(dtype).itemsize + 1
-    return np.ndarray((size,), dtype, content, strides=(1,))[places]
 
 
 def begins_with_record(head: bytes) -> bool:
@@ -214,7 +191,7 @@ def _length_crc(length: int) -> int:
     return masked_crc(length.to_bytes(_LENGTH_BYTES, "little"))
 
 
-def _bounds_of(path: str) -> np.ndarray:
+def bounds_of(path: str) -> np.ndarray:
     """Returns the first byte of each record of a file, and the end of the last: int64 [records + 1]."""
     total = reading.size(path)
     if total < _CACHED_BYTES:
@@ -262,7 +239,7 @@ def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
     """Error for the record that begins at the last of `bounds`."""
     whole = len(bounds) - 1
     return UserError(
-        f"{_describe(path, whole, bounds[-1])} is broken: {wrong}. The {whole} records before it are whole. {_FIX}"
+        f"{describe(path, whole, bounds[-1])} is broken: {wrong}. The {whole} records before it are whole. {_FIX}"
     )
 
 
@@ -272,5 +249,6 @@ def _refuse_other_format(path: str, head: bytes) -> None:
         raise UserError(f"{path} is {kind.name}, not TFRecord. {kind.instead}")
 
 
-def _describe(path: str, number: int, offset: int) -> str:
+def describe(path: str, number: int, offset: int) -> str:
+    """Formats a record's place for messages."""
     return f"{path}, record {number} (at byte {offset})"

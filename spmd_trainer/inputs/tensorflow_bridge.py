@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
@@ -36,6 +37,7 @@ def check_tensorflow_installed() -> None:
         )
 
 
+@functools.cache  # hiding the GPUs again would take as long as parsing a small batch
 def import_tensorflow() -> Any:
     """Imports TensorFlow without its log messages, and hides the GPUs from it, because JAX uses them.
 

@@ -14,7 +14,7 @@ Example, T = 4, one file holding b"hello", so that the stream is h e l l o EOS:
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -176,36 +176,32 @@ class TextInput(text_base.TokenizedFiles):
     def _windows_of_stream(self) -> int:
         return -(-self._stream_len // self.seq_len)
 
-    def _load_stream(self) -> np.ndarray:
-        """Returns the stream as `token_dtype` [windows + 1, T], zero-padded, with an extra row of 0."""
-        stream = np.zeros((self._windows_of_stream + 1) * self.seq_len, self.token_dtype)
-        start = 0
-        for tokens in self._tokens_of_files:
-            stream[start : start + len(tokens)] = tokens
-            start += len(tokens)
-        del self._tokens_of_files  # the stream has a copy
-        return stream.reshape(-1, self.seq_len)
+    def _numbers(self, windows: np.ndarray) -> np.ndarray:
+        """Returns the numbers in the stream of the windows used; the one after them is after the stream's last."""
+        return windows * self._windows_of_stream // self.num_windows
 
     @functools.cached_property
-    def _table(self) -> WindowTable:
-        labels = self._load_stream()
-        before = np.append(np.array(self.tokenizer.eos_id, labels.dtype), labels[:-1, -1])
-        chosen = np.arange(self.num_windows, dtype=np.int64) * self._windows_of_stream // self.num_windows
-        rows = np.append(chosen, self._windows_of_stream)
-        lengths = np.clip(self._stream_len - rows * self.seq_len, 0, self.seq_len)
-        return WindowTable(labels[rows], before[rows], lengths)
+    def _windows(self) -> np.ndarray:
+        """The windows used, and an empty one: each the token before it and its tokens, `token_dtype` [windows + 1, T + 1]."""
+        stream = np.zeros((self._windows_of_stream + 1) * self.seq_len + 1, self.token_dtype)
+        stream[0] = self.tokenizer.eos_id
+        np.concatenate(self._tokens_of_files, out=stream[1 : self._stream_len + 1])
+        del self._tokens_of_files  # the stream has a copy
+        windows = np.lib.stride_tricks.sliding_window_view(stream, self.seq_len + 1)[:: self.seq_len]
+        # All of them are a view of the stream.
+        all_used = self.num_windows == self._windows_of_stream
+        return windows if all_used else windows[self._numbers(np.arange(self.num_windows + 1))]
 
     def batch_at(self, position: int) -> NestedMap:
         windows = self.examples_at(position)
-        lengths = self._table.lengths[windows]
+        lengths = np.clip(self._stream_len - self._numbers(windows) * self.seq_len, 0, self.seq_len)
         columns = np.arange(self.seq_len)
         mask = (columns < lengths[:, None]).astype(np.int32)
-        labels = self._table.labels[windows].astype(np.int32)
-        first = self._table.before[windows].astype(np.int32)
+        tokens = self._windows[windows].astype(np.int32)
         weights = mask.astype(np.float32)
         return NestedMap(
-            ids=np.concatenate([first[:, None], labels[:, :-1]], axis=1) * mask,
-            labels=labels,
+            ids=tokens[:, :-1] * mask,
+            labels=tokens[:, 1:] * mask,
             paddings=1.0 - weights,
             weights=weights,
             segment_ids=mask,
@@ -216,20 +212,6 @@ class TextInput(text_base.TokenizedFiles):
 
 class ByteTextInput(TextInput):
     """The older name of `TextInput`."""
-
-
-class WindowTable(NamedTuple):
-    """All windows of an input. The last row is empty and fills up the last batch.
-
-    Attributes:
-      labels: uint16 or uint32 [windows + 1, T].
-      before: the token before each window, uint16 or uint32 [windows + 1].
-      lengths: tokens in each window, int64 [windows + 1].
-    """
-
-    labels: np.ndarray
-    before: np.ndarray
-    lengths: np.ndarray
 
 
 class PromptInput(PromptRows):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_trainer.errors import UserError, first_paragraph
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, indexed, record_files, tokenizer_field, tokenizers
 from spmd_trainer.inputs import files as text_files
 
@@ -81,14 +81,12 @@ class TokenizedFiles(TokenizedInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
+        with self.naming():
             self.make_tokenizer()
             self.found: text_files.TextFiles = text_files.find_files(self.files)
             if not self.allow_binary:
                 for index in range(len(self.found.paths)):
                     self._refuse_unless_text(index)
-        except UserError as error:
-            raise self.error(first_paragraph(error)) from error
         self.settle_reset_for_eval()
 
     @property

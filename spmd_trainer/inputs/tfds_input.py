@@ -83,7 +83,7 @@ class TfdsInput(examples_lib.ExamplesInput):
                 f"the dataset is prepared as {file_format}; prepare it as tfrecord or array_record, e.g. with "
                 "`tfds build --file_format=array_record`"
             )
-        return size, TfRecordExamples(split.file_instructions, self.builder.info.features).read
+        return size, _tfrecord_reader(split.file_instructions, self.builder.info.features)
 
     @property
     def num_examples(self) -> int:
@@ -92,10 +92,8 @@ class TfdsInput(examples_lib.ExamplesInput):
     @functools.cached_property
     def example_specs(self) -> NestedMap:
         if self.example_fn is not None:
-            try:
+            with self.naming("the result of example_fn is not an example: "):
                 return examples_lib.specs_of(examples_lib.from_nested_dict(self.example_fn(self._read[1](0))))
-            except UserError as error:
-                raise self.error(f"the result of example_fn is not an example: {error}") from error
         specs = {name: _spec(feature) for name, feature in self.builder.info.features.items()}
         for feature in self._taken.values():
             if specs.get(feature) is None:
@@ -133,36 +131,29 @@ class TfdsInput(examples_lib.ExamplesInput):
         return {**super()._fingerprint(), "dataset": name, "split": self.split, "features": repr(self.features)}
 
 
-class TfRecordExamples:
-    """Examples of a split prepared as TFRecord."""
+def _tfrecord_reader(instructions: list[Any], features: Any) -> Callable[[int], dict[str, Any]]:
+    """Returns a function that reads an example of a split prepared as TFRecord.
 
-    def __init__(self, instructions: list[Any], features: Any):
-        """Finds the records.
+    Args:
+      instructions: the split's file instructions (tfds).
+      features: the dataset's features, which decode an example.
 
-        Args:
-          instructions: the split's file instructions (tfds).
-          features: the dataset's features, which decode an example.
-
-        Raises:
-          UserError: a file is missing or broken, or its number of records differs from the dataset's metadata.
-        """
-        self._features = features
-        self._records = record_files.RecordFiles([os.fspath(part.filename) for part in instructions])
-        firsts = np.cumsum([0, *self._records.counts])
-        records = []
-        for part, first, count in zip(instructions, firsts, self._records.counts, strict=False):
-            if count != part.examples_in_shard:
-                raise UserError(
-                    f"{part.filename} has {count} records, and its dataset's metadata say {part.examples_in_shard}; "
-                    "prepare the dataset again"
-                )
-            taken = part.take if part.take != -1 else count - part.skip
-            records.append(np.arange(part.skip, part.skip + taken) + first)
-        self._record_of_example = np.concatenate(records)
-
-    def read(self, example: int) -> dict[str, Any]:
-        """Returns an example of the split as a dict of numpy arrays. Raises UserError if its record is broken."""
-        return self._features.deserialize_example_np(self._records.read(int(self._record_of_example[example])))
+    Raises:
+      UserError: a file is missing or broken, or its number of records differs from the dataset's metadata.
+    """
+    records = record_files.RecordFiles([os.fspath(part.filename) for part in instructions])
+    firsts = np.cumsum([0, *records.counts])
+    numbers = []
+    for part, first, count in zip(instructions, firsts, records.counts, strict=False):
+        if count != part.examples_in_shard:
+            raise UserError(
+                f"{part.filename} has {count} records, and its dataset's metadata say {part.examples_in_shard}; "
+                "prepare the dataset again"
+            )
+        taken = part.take if part.take != -1 else count - part.skip
+        numbers.append(np.arange(part.skip, part.skip + taken) + first)
+    record_of_example = np.concatenate(numbers)
+    return lambda example: features.deserialize_example_np(records.read(int(record_of_example[example])))
 
 
 def _read_from(source: Any, example: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import examples as examples_lib
-from spmd_trainer.inputs import record_files, wire_format
+from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed, import_tensorflow
 
 ENCODINGS = ("numbers", "raw", "image")
@@ -58,10 +58,8 @@ class TfRecordInput(examples_lib.ExamplesInput):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
+        with self.naming():
             check_tensorflow_installed()
-        except UserError as error:
-            raise self.error(str(error)) from error
         if not isinstance(self.features, Mapping) or not self.features:
             raise self.error(f"features={self.features!r}; give e.g. features={{'label': Feature((), 'int32')}}")
         for name, feature in self.features.items():
@@ -70,10 +68,8 @@ class TfRecordInput(examples_lib.ExamplesInput):
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
         """The files' records. Raises UserError if a file can't be read or is broken, or all are empty."""
-        try:
+        with self.naming():
             return record_files.RecordFiles(self.files)
-        except UserError as error:
-            raise self.error(str(error)) from error
 
     @property
     def num_examples(self) -> int:
@@ -109,11 +105,11 @@ class TfRecordInput(examples_lib.ExamplesInput):
 
 
 class ExampleParser:
-    """Parses batches of serialized tf.train.Examples: by a known byte layout if possible, otherwise with TensorFlow."""
+    """Parses batches of serialized tf.train.Examples with TensorFlow."""
 
     def __init__(self, features: Mapping[str, Feature], describe: Callable[[int], str]):
         """`features` is {name in the batch: Feature}; `describe` names row i of a batch in errors."""
-        # A shape may be a list, which can't be hashed.
+        # A shape may be a list, which doesn't equal an image's.
         self._features = {name: dataclasses.replace(x, shape=tuple(x.shape)) for name, x in features.items()}
         self._describe = describe
 
@@ -124,13 +120,7 @@ class ExampleParser:
           UserError: a record is not an Example, or a feature is missing or has another type, size or range; names the file
             and the record.
         """
-        layouts = _layouts(tuple(self._features.items()))
-        if layouts is not None and (alike := layouts.parse(serialized)) is not None:
-            return {
-                name: self._cast(name, alike[name]) if feature.encoding == "numbers" else alike[name]
-                for name, feature in self._features.items()
-            }
-        tf = _tensorflow()
+        tf = import_tensorflow()
         wanted = {feature.key or name: _parsed_as(tf, feature) for name, feature in self._features.items()}
         try:
             parsed = _compiled_parser(tuple(wanted.items()))(tf.constant(serialized, tf.string))
@@ -178,32 +168,10 @@ class ExampleParser:
         raise AssertionError("a batch of records failed to parse, and none of them did by itself")
 
 
-# Cached: each import hides the GPUs again, which takes as long as parsing a small batch.
-_tensorflow = functools.cache(import_tensorflow)
-
-
-@functools.lru_cache(maxsize=16)
-def _layouts(features: tuple[tuple[str, Feature], ...]) -> wire_format.Layouts | None:
-    """Layouts of Examples with these features; None if one is an image, whose size varies."""
-    keys = [feature.key or name for name, feature in features]
-    if any(feature.encoding == "image" or 0 in feature.shape for _, feature in features) or len(set(keys)) < len(keys):
-        return None
-    wanted = {}
-    for name, feature in features:
-        if feature.encoding == "raw":
-            kind, dtype = wire_format.BYTES_LIST, feature.dtype
-        elif _is_float(feature):
-            kind, dtype = wire_format.FLOAT_LIST, "float32"
-        else:
-            kind, dtype = wire_format.INT64_LIST, "int64"
-        wanted[feature.key or name] = wire_format.Wanted(name, kind, tuple(feature.shape), dtype)
-    return wire_format.Layouts(wanted)
-
-
 @functools.lru_cache(maxsize=16)
 def _compiled_parser(wanted: tuple[tuple[str, Any], ...]) -> Any:
     """Compiles `tf.io.parse_example` for these features, which saves a third of its time."""
-    tf = _tensorflow()
+    tf = import_tensorflow()
     signature = [tf.TensorSpec([None], tf.string)]
     parser = tf.function(lambda records: tf.io.parse_example(records, dict(wanted)), input_signature=signature)
     return parser.get_concrete_function()

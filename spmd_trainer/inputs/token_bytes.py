@@ -6,6 +6,7 @@ tokens out, and some tokenizers drop a space at the beginning of the text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 
 _BYTE_LEVEL, _BYTE_FALLBACK, _FUSE = "ByteLevel", "ByteFallback", "Fuse"
+_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
@@ -66,9 +68,8 @@ def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mappi
             if all(symbol in alphabet for symbol in spelling):
                 return bytes(alphabet[symbol] for symbol in spelling)
         elif kind == _BYTE_FALLBACK and not fused:
-            byte = _fallback_byte(spelling)
-            if byte is not None:
-                return byte
+            if byte := _FALLBACK.fullmatch(spelling):
+                return bytes.fromhex(byte[1])
         elif kind == "Metaspace" and not fused:
             spelling = spelling.replace(step.get("replacement", tokenizers.SPACE_MARK), " ")
         elif kind == "Replace" and "String" in pattern and not fused:
@@ -81,15 +82,6 @@ def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mappi
                 "can't be found in it; use eos_ids, or a tokenizer with a ByteLevel, Metaspace or ByteFallback decoder"
             )
     return spelling.encode()
-
-
-def _fallback_byte(spelling: str) -> bytes | None:
-    if len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
-        try:
-            return bytes.fromhex(spelling[3:5])
-        except ValueError:
-            return None
-    return None
 
 
 def _byte_of_symbol() -> dict[str, int]:

@@ -105,10 +105,8 @@ def _is_sentencepiece(path: str) -> bool:
         )
     if reading.is_dir(path):
         return False
-    try:
+    with files.readable(path, name=f"tokenizer={path!r}"):
         return not reading.read(path, 0, 64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
-    except OSError as error:
-        raise UserError(f"tokenizer={path!r} can't be read: {reading.problem(path, error)}") from error
 
 
 def _shown(value: Any) -> str:

@@ -206,3 +206,40 @@ def test_files_that_hold_no_records(files, tmp_path):
         make([str(text)]).get_next()
     with pytest.raises(ValueError, match="all 1 files are empty"):
         make(files[1:2]).get_next()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": [1.0] * 5}, "row 5 does not match `features`: Key: x"),
+        ({"label": [1.0]}, "row 5 .*`features`: .*Data types"),
+        ({"label": []}, "row 5 does not match `features`: .*label"),
+        ({"label": [2**31]}, "row 5: feature 'label' holds 2147483648, which int32 can't hold"),
+        ({"raw": [b"12"]}, r"row 5: feature 'raw' has 2 bytes; \(2,\) of int16 are 4"),
+        ({"raw": [b"1234", b"5678"]}, "row 5 does not match `features`: .*raw"),
+    ],
+)
+def test_an_example_that_does_not_fit_is_named_among_others(wrong, message):
+    import tensorflow as tf
+
+    def example(values):
+        def list_of(values):
+            if values and isinstance(values[0], bytes):
+                return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
+            if values and isinstance(values[0], float):
+                return tf.train.Feature(float_list=tf.train.FloatList(value=values))
+            return tf.train.Feature(int64_list=tf.train.Int64List(value=values))
+
+        feature = {key: list_of(value) for key, value in values.items()}
+        return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+
+    right = {"x": [0.5] * 6, "label": [-(2**31)], "raw": [b"abcd"]}
+    features = {"x": Feature((2, 3)), "label": Feature((), "int32"), "raw": Feature([2], "int16", "raw")}
+    parser = tfrecord.ExampleParser(features, lambda row: f"row {row}")
+    examples = [example(right)] * 10
+    assert {name: x.shape for name, x in parser.parse(examples).items()} == {
+        "x": (10, 2, 3), "label": (10,), "raw": (10, 2)
+    }  # fmt: skip
+    examples[5] = example({**right, **wrong})
+    with pytest.raises(UserError, match=message):
+        parser.parse(examples)

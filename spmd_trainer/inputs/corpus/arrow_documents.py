@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.columns import damage, documents_of, no_column
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles, damage, documents_of, no_column
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.local_copies import local_copy
@@ -44,6 +44,13 @@ def files_of_folder(folder: str) -> list[str]:
         raise UserError(f"{path} is not the state.json of a saved dataset: {error}") from error
 
 
+class _Batches(NamedTuple):
+    """Record batches of a file: how many, and a function that reads one."""
+
+    size: int
+    get: Callable[[int], Any]
+
+
 class ArrowDocuments(NumberedFiles):
     """Rows of memory-mapped Arrow files, read by number. A chunk is a record batch.
 
@@ -60,7 +67,7 @@ class ArrowDocuments(NumberedFiles):
         """
         super().__init__(paths)
         self._column = column
-        self._open: LRUCache[Sequence[Any]] = LRUCache(_MAX_OPEN)
+        self._open: LRUCache[_Batches] = LRUCache(_MAX_OPEN)
         self._chunks: list[tuple[int, int]] = []
         counts: list[int] = []
         for index in range(len(self.paths)):
@@ -88,9 +95,9 @@ class ArrowDocuments(NumberedFiles):
         index, number = self._chunks[chunk]
         where = f"{self.paths[index]} record batch {number + 1}, row {row + 1}"
         try:
-            batch = self._batches(index)[number].slice(row, 1)
+            batch = self._batches(index).get(number).slice(row, 1)
             batch.validate(full=True)  # reading damaged offsets would crash the process
-            (record,) = documents_of(batch, self._column, lambda _: where)
+            (record,) = documents_of(batch, self._column, [where])
             return record
         except damage() as error:
             return BadRecord(where, f"can't be read: {error}")
@@ -98,17 +105,17 @@ class ArrowDocuments(NumberedFiles):
     def _batch_sizes(self, index: int) -> list[int]:
         try:
             batches = self._batches(index)
-            return [len(batches[number]) for number in range(len(batches))]
+            return [len(batches.get(number)) for number in range(batches.size)]
         except damage() as error:
             raise _unreadable(self.paths[index], error) from error
 
-    def _batches(self, index: int) -> Sequence[Any]:
+    def _batches(self, index: int) -> _Batches:
         # Local files are mapped: reading one that was truncated since would kill the process by SIGBUS.
         if index not in self._open.kept or not is_remote(self.paths[index]):
             self.refuse_changed(index)
         return self._open.get(index, lambda index: self._read(self.paths[index]))
 
-    def _read(self, path: str) -> Sequence[Any]:
+    def _read(self, path: str) -> _Batches:
         try:
             import pyarrow
         except ImportError as error:
@@ -124,27 +131,14 @@ class ArrowDocuments(NumberedFiles):
             column = self._column if self._column in names else self._column.partition(".")[0]
             if column not in names:
                 raise no_column(path, self._column, names)
-            return _FileBatches(reader, column) if is_file else [batch.select([column]) for batch in reader]
+            if not is_file:
+                batches = [batch.select([column]) for batch in reader]
+                return _Batches(len(batches), batches.__getitem__)
+            # One at a time, because compressed ones are not mapped.
+            last = functools.lru_cache(maxsize=1)(lambda number: reader.get_batch(number).select([column]))
+            return _Batches(reader.num_record_batches, last)
         except damage() as error:
             raise _unreadable(path, error) from error
-
-
-class _FileBatches(Sequence[Any]):
-    """Record batches of the file format, held one at a time because compressed ones are not mapped."""
-
-    def __init__(self, reader: Any, column: str):
-        self._reader = reader
-        self._column = column
-        self._last: tuple[int, Any] = (-1, None)
-
-    def __len__(self) -> int:
-        count: int = self._reader.num_record_batches
-        return count
-
-    def __getitem__(self, number: Any) -> Any:
-        if number != self._last[0]:
-            self._last = (number, self._reader.get_batch(number).select([self._column]))
-        return self._last[1]
 
 
 def _unreadable(path: str, error: Exception) -> UserError:

@@ -23,7 +23,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs import batches, packed_text, text_base
-from spmd_trainer.inputs.corpus import cursors, encoding, mixture, rows, windows
+from spmd_trainer.inputs.corpus import cursors, encoding, mixture, windows
 
 # Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
 _MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
@@ -56,15 +56,17 @@ class CorpusInput(text_base.TokenizedInput):
 
     source: Any = None
     seq_len: int = 0
-    packing: str = rows.BEST_FIT
+    packing: str = windows.BEST_FIT
     shuffle: bool | None = None
     window_rows: int | None = None
     bad_records: str = encoding.RAISE
     sources: Any = dataclasses.field(default=None, init=False, repr=False)
     _at: Any = dataclasses.field(default=None, init=False, repr=False)
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
-    _thread: Any = dataclasses.field(default=None, init=False, repr=False)
-    _closed_thread: Any = dataclasses.field(default=None, init=False, repr=False)
+    _maker: Any = dataclasses.field(default=None, init=False, repr=False)
+    # The next window of `_maker`, and the last one of the maker before it.
+    _ahead: Any = dataclasses.field(default=None, init=False, repr=False)
+    _abandoned: Any = dataclasses.field(default=None, init=False, repr=False)
     _ended_at: Any = dataclasses.field(default=None, init=False, repr=False)
     _rows_read: int = dataclasses.field(default=0, init=False, repr=False)
     _tokens_read: int = dataclasses.field(default=0, init=False, repr=False)
@@ -78,7 +80,7 @@ class CorpusInput(text_base.TokenizedInput):
             raise self.error(
                 f"shuffle={self.shuffle!r}; set it to True, False or None. Windows are set in Documents(shuffle=...)"
             )
-        for field, allowed in (("packing", rows.PACKINGS), ("bad_records", (encoding.RAISE, encoding.SKIP))):
+        for field, allowed in (("packing", windows.PACKINGS), ("bad_records", (encoding.RAISE, encoding.SKIP))):
             value = getattr(self, field)
             if value not in allowed:
                 near = did_you_mean(str(value), allowed)
@@ -191,14 +193,18 @@ class CorpusInput(text_base.TokenizedInput):
 
     def _next_window(self, at: cursors.InputPosition) -> windows.Window | None:
         """Returns the window at a position; None after the last."""
-        if self._thread is None:
-            # No reference to this input: it could otherwise not be collected while the thread runs.
+        if self._maker is None:
+            # No reference to this input: it could otherwise not be collected while a window is made.
             prefix = str(self.error(""))
-            maker = windows.WindowMaker(self.sources, self._settings, at.cursor, lambda text: UserError(prefix + text))
-            self._thread = windows.WindowThread(maker, self.name, after=self._closed_thread)
-            self._closed_thread = None
+            self._maker = windows.WindowMaker(
+                self.sources, self._settings, at.cursor, lambda text: UserError(prefix + text)
+            )
+            self._ahead = windows.make_ahead(self._maker, self.name, after=self._abandoned)
+            self._abandoned = None
         try:
-            window = self._thread.next_window()
+            window = self._ahead.result()
+            if not isinstance(window, windows.Ended):
+                self._ahead = windows.make_ahead(self._maker, self.name)
         except BaseException:
             self._stop()  # the next call tries again
             raise
@@ -244,9 +250,9 @@ class CorpusInput(text_base.TokenizedInput):
         return json.dumps(self._data, sort_keys=True)
 
     def _stop(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
-            self._closed_thread, self._thread = self._thread, None
+        if self._maker is not None:
+            self._maker.cancel()
+            self._maker, self._ahead, self._abandoned = None, None, self._ahead
 
     def _go_to(self, at: cursors.InputPosition) -> None:
         self._stop()

@@ -37,17 +37,14 @@ class Encoder:
     def encode(self, records: Sequence[Record]) -> list[np.ndarray | BadRecord]:
         """Returns each record's tokens without end-of-text, `tokenizers.token_dtype` [n], or a BadRecord."""
         dtype = tokenizers.token_dtype(self.tokenizer.vocab_size)
-        return [
-            tokens if isinstance(tokens, BadRecord) else self._checked(tokens, record.where, dtype)
-            for tokens, record in zip(self._encode(records), records, strict=True)
-        ]
-
-    def _encode(self, records: Sequence[Record]) -> list[np.ndarray | BadRecord]:
-        found: list[np.ndarray | BadRecord | None] = [_without_text(record) for record in records]
-        texts = [(i, record) for i, record in enumerate(records) if found[i] is None and isinstance(record, Document)]
-        for (i, _), tokens in zip(texts, self._encode_texts([record for _, record in texts]), strict=True):
-            found[i] = tokens
-        return [one for one in found if one is not None]
+        texts = [one for one in records if isinstance(one, Document) and isinstance(one.content, bytes)]
+        encoded = iter(self._encode_texts(texts))
+        found: list[np.ndarray | BadRecord] = []
+        for record in records:
+            one = record if isinstance(record, BadRecord) else record.content
+            one = next(encoded) if isinstance(one, bytes) else one
+            found.append(one if isinstance(one, BadRecord) else self._checked(one, record.where, dtype))
+        return found
 
     def _encode_texts(self, documents: Sequence[Document]) -> Sequence[np.ndarray | BadRecord]:
         encode_batch = getattr(self.tokenizer, "encode_batch", None)
@@ -72,13 +69,6 @@ class Encoder:
         if len(tokens) and (highest := tokens.max()) >= self.limit:
             return BadRecord(where, f"gives token {highest}, and the vocabulary is 0 to {self.limit - 1}")
         return tokens.astype(dtype, copy=False)
-
-
-def _without_text(record: Record) -> np.ndarray | BadRecord | None:
-    """Returns a BadRecord or a document's existing tokens unchanged; None for text."""
-    if isinstance(record, BadRecord):
-        return record
-    return record.content if isinstance(record.content, np.ndarray) else None
 
 
 class Encoded(NamedTuple):

@@ -1,4 +1,4 @@
-"""Base classes of the sources over files."""
+"""Base classes of the sources over files, and the text of a record with named fields."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.documents import Record, Source
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs import files
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, Source
 from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote, reading
@@ -174,10 +175,8 @@ class NumberedFiles(FileSource):
 
 
 def _size(path: str) -> int:
-    try:
+    with files.readable(path):
         return reading.size(path)
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
 
 
 # Bytes per read when records are read in order; more if one record is larger.
@@ -225,3 +224,82 @@ class IndexedFiles(NumberedFiles):
                 begin, end = (bounds[number - start + i] - bounds[0] for i in (0, 1))
                 yield self.record(chunk, number, content[begin:end])
             start = stop
+
+
+def document_of(record: Any, column: str, where: str) -> Record:
+    """Makes a document of a record.
+
+    Args:
+      record: a mapping; any other value gives a BadRecord.
+      column: key of the text; 'a.b' is key b of the object in a. Keys that contain dots are tried first.
+      where: file and record, for messages.
+    """
+    if isinstance(record, dict | Mapping) and column in record:
+        return text_document(record[column], column, where)
+    if not isinstance(record, Mapping):
+        return BadRecord(where, f"is {_kind_of(record)}, not an object with the key {column!r}")
+    value: Any = record
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            keys = [key for key in value if isinstance(key, str)] if isinstance(value, Mapping) else []
+            return BadRecord(where, f"has no key {column!r}{did_you_mean(name, keys)}")
+        value = value[name]
+    return text_document(value, column, where)
+
+
+def text_document(value: Any, column: str, where: str) -> Record:
+    """Makes a document of a string or UTF-8 bytes; any other value gives a BadRecord."""
+    if isinstance(value, bytes):
+        return Document(value, where)
+    if not isinstance(value, str):
+        return BadRecord(where, f"has a {column!r} that is {_kind_of(value)}, not a string")
+    try:
+        return Document(value.encode(), where)
+    except UnicodeEncodeError as error:
+        return BadRecord(where, f"has a {column!r} with half a surrogate pair, at character {error.start}")
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, list | Mapping):
+        return "a list" if isinstance(value, list) else "an object"
+    return f"{value!r}" if isinstance(value, bool | int | float) else type(value).__name__
+
+
+def documents_of(batch: Any, column: str, wheres: Sequence[str]) -> Iterator[Record]:
+    """Yields the documents of a pyarrow.RecordBatch.
+
+    Args:
+      batch: the rows.
+      column: as in `Documents`.
+      wheres: file and row of each row, for messages.
+    """
+    try:
+        rows = batch.to_pylist()
+    except UnicodeDecodeError:
+        if len(batch) == 1:
+            yield BadRecord(wheres[0], "is not UTF-8")
+            return
+        for number, where in enumerate(wheres):
+            yield from documents_of(batch.slice(number, 1), column, [where])
+        return
+    for row, where in zip(rows, wheres, strict=True):
+        yield document_of(row, column, where)
+
+
+def no_column(path: str, column: str, names: Sequence[str]) -> UserError:
+    """Error for a file without `column`; lists the columns it has."""
+    listed = ", ".join(map(repr, names))
+    return UserError(f"{path} has no column {column!r}{did_you_mean(column, names)}; its columns are {listed}")
+
+
+def damage() -> tuple[type[Exception], ...]:
+    """Exceptions that pyarrow raises for files it can't read."""
+    try:
+        import pyarrow
+    except ImportError:
+        return (OSError,)
+    return (pyarrow.ArrowException, OSError, UnicodeDecodeError)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from etils import epath
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus import file_kinds
+from spmd_trainer.inputs.corpus.arrow_documents import STATE_FILE, ArrowDocuments, files_of_folder
 from spmd_trainer.inputs.corpus.documents import Documents, Source
 from spmd_trainer.inputs.corpus.file_kinds import KINDS, TOKENS
+from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
+from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, PreparedDocuments
+from spmd_trainer.inputs.corpus.record_documents import ArrayRecordDocuments, TfRecordDocuments
+from spmd_trainer.inputs.corpus.tar_files import TarDocuments
+from spmd_trainer.inputs.corpus.text_files import JsonLines, StreamedJsonLines, TextDocuments
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.files import files_below
-from spmd_trainer.storage.paths import file_or_pattern
 
-# Marker files of folders that are a whole data set.
-_SAVED_DATASET, _PREPARED, _DATASET_DICT = "state.json", "corpus.json", "dataset_dict.json"
+# Marker file of a folder of several data sets.
+_DATASET_DICT = "dataset_dict.json"
 # Files of a prepared corpus.
 _PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrayrecord|json)")
 
@@ -37,15 +42,13 @@ def open_documents(documents: Documents) -> Source:
         raise UserError(f"kind={documents.kind!r}; set it to one of {', '.join(map(repr, KINDS))}{near}")
     if not (isinstance(documents.column, str) and documents.column):
         raise UserError(f"column={documents.column!r}; set it to the name of the column with the text, e.g. 'text'")
-    entries = _entries(documents.files)
+    entries = input_files.entries_of(documents.files)
     if documents.kind in (None, TOKENS) and (prepared := _prepared_folder(entries)):
-        from spmd_trainer.inputs.corpus.prepared import PreparedDocuments
-
         return PreparedDocuments(prepared)
     if documents.kind == TOKENS:
         raise UserError(
-            f"kind='tokens' needs `files` to be a folder with a {_PREPARED}, which tools/prepare_text.py writes when it has "
-            f"finished; `files` has {input_files.listed(entries)}"
+            f"kind='tokens' needs `files` to be a folder with a {DESCRIPTION_FILE}, which tools/prepare_text.py writes when it "
+            f"has finished; `files` has {input_files.listed(entries)}"
         )
     paths = _paths(entries)
     if documents.kind in (None, "arrayrecord"):
@@ -53,7 +56,7 @@ def open_documents(documents: Documents) -> Source:
     kind = documents.kind or file_kinds.kind_of_all(paths)
     if documents.separator is not None and kind != "text":
         raise UserError(f"separator={documents.separator!r} is for text files; these are of the kind {kind!r}")
-    return _open_json_lines(paths, documents.column) if kind == "jsonl" else _source(kind, paths, documents)
+    return _source(kind, paths, documents)
 
 
 def paths_of(files: object) -> list[str]:
@@ -62,39 +65,23 @@ def paths_of(files: object) -> list[str]:
     Raises:
       UserError: an entry matches no file, a directory and another entry give the same file, or all files are empty.
     """
-    return _paths(_entries(files))
+    return _paths(input_files.entries_of(files))
 
 
 def _source(kind: str, paths: Sequence[str], documents: Documents) -> Source:
-    # Lazy imports: most kinds need an optional package.
-    if kind == "parquet":
-        from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
-
-        return ParquetDocuments(paths, documents.column)
-    if kind == "arrow":
-        from spmd_trainer.inputs.corpus.arrow_documents import ArrowDocuments
-
-        return ArrowDocuments(paths, documents.column)
+    if kind == "jsonl":
+        return _open_json_lines(paths, documents.column)
     if kind == "arrayrecord":
-        from spmd_trainer.inputs.corpus.array_record_documents import ArrayRecordDocuments
-
         return ArrayRecordDocuments(paths)
-    if kind == "tfrecord":
-        from spmd_trainer.inputs.corpus.tfrecord_documents import TfRecordDocuments
-
-        return TfRecordDocuments(paths, documents.column)
-    if kind == "tar":
-        from spmd_trainer.inputs.corpus.tar_files import TarDocuments
-
-        return TarDocuments(paths, documents.column)
-    from spmd_trainer.inputs.corpus.text_documents import TextDocuments
-
-    return TextDocuments(paths, documents.separator)
+    if kind == "text":
+        return TextDocuments(paths, documents.separator)
+    with_column: dict[str, Callable[[Sequence[str], str], Source]] = {
+        "parquet": ParquetDocuments, "arrow": ArrowDocuments, "tfrecord": TfRecordDocuments, "tar": TarDocuments
+    }  # fmt: skip
+    return with_column[kind](paths, documents.column)
 
 
 def _open_json_lines(paths: Sequence[str], column: str) -> Source:
-    from spmd_trainer.inputs.corpus.json_lines import JsonLines, StreamedJsonLines
-
     if any(map(is_remote, paths)):
         return StreamedJsonLines(paths, column)
     compressed = [path for path in paths if file_kinds.is_compressed(path)]
@@ -115,29 +102,9 @@ def _open_json_lines(paths: Sequence[str], column: str) -> Source:
     return JsonLines(paths, column)
 
 
-def _entries(files: object) -> list[str]:
-    """Returns the paths, patterns and directories of a `files` field."""
-    given = files() if callable(files) else files
-    if isinstance(given, str | bytes | os.PathLike):
-        given = [given]
-    if given is not None and not isinstance(given, Iterable):
-        raise UserError(f"files={given!r}; give paths, a glob such as 'corpus/*.jsonl', a directory, or a function")
-    entries = list(given or ())
-    for entry in entries:
-        if not isinstance(entry, str | bytes | os.PathLike):
-            raise UserError(
-                f"`files` has {entry!r}, which is not a path; give paths, or globs such as 'corpus/*.jsonl'"
-            )
-    if not entries:
-        raise UserError(
-            f"{'the function of `files` returned' if callable(files) else '`files` has'} no paths; give one"
-        )
-    return [file_or_pattern("files", os.fsdecode(entry)) for entry in entries]
-
-
 def _prepared_folder(entries: Sequence[str]) -> str | None:
     """Returns the folder of a prepared corpus if `files` is one. Raises UserError if there are other entries too."""
-    found = [entry for entry in entries if _is_dir(entry) and reading.exists(os.path.join(entry, _PREPARED))]
+    found = [entry for entry in entries if _is_dir(entry) and reading.exists(os.path.join(entry, DESCRIPTION_FILE))]
     if found and len(entries) > 1:
         raise UserError(
             f"{found[0]} is a prepared corpus, and `files` has other entries too; make a Documents of each, and a Mixture of them"
@@ -174,15 +141,13 @@ def _refuse_prepared_parts(paths: Sequence[str]) -> None:
             folder = os.path.dirname(path) or "."
             raise UserError(
                 f"{path} is a part of a prepared corpus, and holds tokens, not text; give its folder: files={folder!r}. If the "
-                f"folder has no {_PREPARED}, tools/prepare_text.py has not finished; run it again"
+                f"folder has no {DESCRIPTION_FILE}, tools/prepare_text.py has not finished; run it again"
             )
 
 
 def _files_of_directory(directory: str) -> list[str]:
     """Returns all files below a directory, sorted, without hidden files and empty marker files ('_SUCCESS')."""
-    if reading.exists(os.path.join(directory, _SAVED_DATASET)):
-        from spmd_trainer.inputs.corpus.arrow_documents import files_of_folder
-
+    if reading.exists(os.path.join(directory, STATE_FILE)):
         return files_of_folder(directory)
     if reading.exists(os.path.join(directory, _DATASET_DICT)):
         splits = [name for name in reading.names(directory) if name != _DATASET_DICT]
@@ -190,14 +155,12 @@ def _files_of_directory(directory: str) -> list[str]:
             f"{directory} holds a dataset of several splits: {input_files.listed(splits)}; give the folder of one, e.g. "
             f"{os.path.join(directory, splits[0] if splits else 'train')}"
         )
-    try:
+    with input_files.readable(directory):
         below = files_below(epath.Path(directory))
         inside = [name for name, info in below.items() if not _is_hidden(name, info.size)]
         if inside:
             return [os.path.join(directory, name) for name in inside]
         held = input_files.listed(reading.names(directory))
-    except OSError as error:
-        raise UserError(f"{directory} can't be read: {reading.problem(directory, error)}") from error
     raise UserError(f"{directory} has no files that are not hidden; it holds {held}")
 
 
@@ -207,7 +170,5 @@ def _is_hidden(name: str, size: int) -> bool:
 
 
 def _is_dir(path: str) -> bool:
-    try:
+    with input_files.readable(path):
         return reading.is_dir(path)
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.columns import damage, documents_of, no_column
-from spmd_trainer.inputs.corpus.compression import open_bytes
 from spmd_trainer.inputs.corpus.documents import Record
-from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.file_kinds import open_bytes
+from spmd_trainer.inputs.corpus.file_source import FileSource, damage, documents_of, no_column
 from spmd_trainer.inputs.shards import ShardIndex
 
 
@@ -130,7 +128,8 @@ class ParquetDocuments(ParquetFiles):
                         continue
                     wanted = batch.slice(max(0, start - number))
                     first, number = number + len(batch) - len(wanted), number + len(batch)
-                    yield from documents_of(wanted, self._column, functools.partial(_row, where, first + 1))
+                    wheres = [f"{where}{row}" for row in range(first + 1, number + 1)]
+                    yield from documents_of(wanted, self._column, wheres)
         except damage() as error:
             raise UserError(
                 f"{where}{number + 1} can't be read: {first_line(error)}. Write the file again, or leave it out"
@@ -139,7 +138,3 @@ class ParquetDocuments(ParquetFiles):
             raise UserError(
                 f"{path} row group {group + 1} has {number} rows instead of {self.shards.counts[chunk]}; write the file again"
             )
-
-
-def _row(where: str, first: int, row: int) -> str:
-    return f"{where}{first + row}"

@@ -29,6 +29,7 @@ from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, S
 from spmd_trainer.inputs.corpus.encoding import RAISE, SKIP, Encoder
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, FORMAT, Description
+from spmd_trainer.inputs.corpus.record_documents import array_record_library
 from spmd_trainer.sharding.messages import count_text, format_seconds, short_hash
 from spmd_trainer.storage import files, is_remote, reading
 from spmd_trainer.storage.paths import directory
@@ -106,7 +107,7 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
     parts = parts_of(source, preparation.documents_per_part)
     if not parts:
         raise UserError(f"{source.size_text} hold no document; give at least one")
-    _writer_of_array_records()
+    array_record_library("prepared corpora")
     folder = _output_folder(preparation)
     key = _key(preparation, source, tokenizer)
     total = len(parts)
@@ -168,15 +169,6 @@ def _output_folder(preparation: Preparation) -> epath.Path:
     return folder
 
 
-def _writer_of_array_records() -> Any:
-    """Imports array_record's writer. Raises UserError if it isn't installed."""
-    try:
-        from array_record.python import array_record_module
-    except ImportError as error:
-        raise UserError("prepared corpora need array_record: pip install 'spmd-trainer[data]'") from error
-    return array_record_module.ArrayRecordWriter
-
-
 @functools.lru_cache(maxsize=1)
 def _opened(preparation: Preparation, key: str) -> tuple[Source, tokenizers.Tokenizer]:
     """Opens the corpus and the tokenizer once per process. `key` changes with the files."""
@@ -204,7 +196,7 @@ def _prepare_part(preparation: Preparation, key: str, total: int, number: int, p
     records = itertools.islice(source.read_chunk(part.chunk, part.start), count)
     with tempfile.TemporaryDirectory(dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
         path = os.path.join(scratch, "part")
-        writer = _writer_of_array_records()(path, _WRITER_OPTIONS)
+        writer = array_record_library("prepared corpora").ArrayRecordWriter(path, _WRITER_OPTIONS)
         while block := list(itertools.islice(records, _BLOCK)):
             for one, tokens in zip(block, encoder.encode(block), strict=True):
                 tokens = _counted(record, lengths, one, tokens, preparation.bad_records)

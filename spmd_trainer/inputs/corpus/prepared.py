@@ -16,8 +16,8 @@ import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files as input_files
-from spmd_trainer.inputs.corpus.array_record_documents import ArrayRecordDocuments
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
+from spmd_trainer.inputs.corpus.record_documents import ArrayRecordDocuments
 from spmd_trainer.inputs.shards import ShardIndex
 from spmd_trainer.storage import reading
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs.corpus.compression import DAMAGE, decompressed, open_bytes
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
+from spmd_trainer.inputs.corpus.file_kinds import DAMAGE, decompressed, open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.storage import reading
 

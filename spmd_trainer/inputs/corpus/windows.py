@@ -6,22 +6,24 @@ same windows again, for any batch size and number of processes.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-import queue
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import encoding, order, rows
+from spmd_trainer.inputs import packed_text, tokenizers
+from spmd_trainer.inputs.corpus import encoding, order
 from spmd_trainer.inputs.corpus.cursors import Cursor, SourceCursor
 from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, OpenSource, Schedule
-from spmd_trainer.inputs.packed_text import RowTable
+from spmd_trainer.inputs.packed_text import Fit, RowTable
 
+BEST_FIT, PAD, SPLIT = "best_fit", "pad", "split"
+PACKINGS = (BEST_FIT, PAD, SPLIT)
 # Bytes of text that all sources together keep in memory, each an equal part: to shuffle documents ('auto'), and to encode
 # them ahead.
 _AUTO_WINDOW_BYTES, _BYTES_AHEAD = order.AUTO_WINDOW_BYTES, 2**25
@@ -89,6 +91,10 @@ class Ended(NamedTuple):
     """
 
     end: Cursor
+
+
+# The next window, or the end.
+Ahead: TypeAlias = "concurrent.futures.Future[Window | Ended]"
 
 
 class Cancelled(Exception):
@@ -162,7 +168,7 @@ class WindowMaker:
             if self._begin.window == 0:
                 raise self._error("the sources have no document with text; give at least one")
             return Ended(self._begin._replace(sources=tuple(self._cursors)))
-        table, end = self._split(pending, ended) if self._settings.packing == rows.SPLIT else self._pack(pending)
+        table, end = self._split(pending, ended) if self._settings.packing == SPLIT else self._pack(pending)
         num_rows = len(table.labels) - 1
         in_order = np.arange(num_rows + 1)
         if self._settings.shuffle:
@@ -192,7 +198,7 @@ class WindowMaker:
     def _size(self, one: _PendingDocument) -> int:
         """Returns the positions of rows that a document fills."""
         seq_len, size = self._settings.seq_len, len(one.tokens)
-        return -(-size // seq_len) * seq_len if self._settings.packing == rows.PAD else size
+        return -(-size // seq_len) * seq_len if self._settings.packing == PAD else size
 
     def _next_document(self) -> _PendingDocument | None:
         while (index := self._schedule.source) is not None:
@@ -214,7 +220,7 @@ class WindowMaker:
 
     def _surround(self, tokens: np.ndarray) -> np.ndarray:
         settings = self._settings
-        starts = settings.packing == rows.SPLIT and settings.start_id not in (None, settings.eos_id)
+        starts = settings.packing == SPLIT and settings.start_id not in (None, settings.eos_id)
         return np.concatenate(
             [np.array(ids, tokens.dtype) for ids in ([settings.start_id] if starts else [], tokens, [settings.eos_id])]
         )
@@ -222,7 +228,7 @@ class WindowMaker:
     def _pack(self, pending: list[_PendingDocument]) -> tuple[RowTable, Cursor]:
         settings = self._settings
         first = settings.eos_id if settings.start_id is None else settings.start_id
-        table = rows.pack_documents([one.tokens for one in pending], settings.seq_len, first, settings.packing)
+        table = pack_documents([one.tokens for one in pending], settings.seq_len, first, settings.packing)
         return table, Cursor(self._begin.window + 1, 0, tuple(self._cursors))
 
     def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowTable, Cursor]:
@@ -232,7 +238,7 @@ class WindowMaker:
         before = int(stream[offset - 1]) if offset else self._settings.eos_id
         stream = stream[offset:]
         used = len(stream) if ended else len(stream) // seq_len * seq_len
-        table = rows.cut_stream(stream[:used], seq_len, before)
+        table = cut_stream(stream[:used], seq_len, before)
         if used == len(stream):
             return table, Cursor(number, 0, tuple(self._cursors))
         starts = np.cumsum([0, *(len(one.tokens) for one in pending[:-1])]) - offset
@@ -241,61 +247,92 @@ class WindowMaker:
         return table, Cursor(number, used - int(starts[cut]), pending[cut].before)
 
 
-class WindowThread:
-    """A thread that makes the next window while the current one is used. Ends when this object is closed or collected."""
+def make_ahead(maker: WindowMaker, name: str, *, after: Ahead | None = None) -> Ahead:
+    """Makes the next window in a thread, which ends with it.
 
-    def __init__(self, maker: WindowMaker, name: str, *, after: WindowThread | None = None):
-        """Starts the thread, which owns `maker` from now on.
+    Args:
+      maker: makes the window. Nobody else may use it, nor its sources, before the result is there.
+      name: the input's name.
+      after: the last result of another maker on the same sources; the thread waits for it.
+    """
+    found: Ahead = concurrent.futures.Future()
 
-        Args:
-          maker: makes the windows.
-          name: the input's name.
-          after: a closed WindowThread on the same sources; the new thread waits for it to end.
-        """
-        before = None if after is None else after._thread
-        self._results: queue.SimpleQueue[Window | Ended | BaseException] = queue.SimpleQueue()
-        self._room = threading.Semaphore(1)
-        # The thread must not hold this object, or neither could be collected.
-        self._thread: threading.Thread = threading.Thread(
-            target=_run, args=(maker, before, self._room, self._results), name=f"windows-{name}", daemon=True
-        )
-        self._cancel = weakref.finalize(self, _cancel, maker, self._room)
-        self._thread.start()
+    def run() -> None:
+        try:
+            if after is not None:
+                concurrent.futures.wait([after])
+            found.set_result(maker.next_window())
+        except BaseException as error:  # else the consumer would wait forever
+            found.set_exception(error)
 
-    def next_window(self) -> Window | Ended:
-        """Returns the next window or `Ended`, or raises the maker's error. Either ends the thread."""
-        result = self._results.get()
-        if isinstance(result, BaseException):
-            raise result
-        self._room.release()
-        return result
-
-    def close(self) -> None:
-        """Tells the thread to end. Does not wait for it, because it may be waiting for a disk."""
-        self._cancel()
+    # Not an executor's: Python waits for those at its end, and this one may be waiting for a disk.
+    threading.Thread(target=run, name=f"windows-{name}", daemon=True).start()
+    return found
 
 
-def _run(
-    maker: WindowMaker,
-    before: threading.Thread | None,
-    room: threading.Semaphore,
-    results: queue.SimpleQueue[Window | Ended | BaseException],
-) -> None:
-    try:
-        if before is not None:
-            before.join()
-        while True:
-            room.acquire()
-            window = maker.next_window()
-            results.put(window)
-            if isinstance(window, Ended):
-                return
-    except Cancelled:
-        return
-    except BaseException as error:  # else the consumer would wait forever
-        results.put(error)
+def best_fit_decreasing(sizes: list[int], room: int) -> Fit:
+    """Packs pieces by best fit, largest first, which wastes less room than packing them in order.
+
+    Rows are ordered by their first pieces; pieces keep their order within a row.
+
+    Args:
+      sizes: size of each piece, 1 to `room`.
+      room: size of a row.
+    """
+    lengths = np.asarray(sizes, np.int64)
+    decreasing = np.argsort(-lengths, kind="stable")
+    rows = np.empty(len(sizes), np.int64)
+    rows[decreasing] = packed_text.best_fit(lengths[decreasing].tolist(), room).rows
+    _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
+    rows = np.argsort(np.argsort(first))[rows]
+    by_row = np.argsort(rows, kind="stable")
+    counts = np.bincount(rows)
+    starts = np.cumsum(lengths[by_row]) - lengths[by_row]
+    firsts = np.cumsum(counts) - counts
+    columns, segments = np.empty_like(rows), np.empty_like(rows)
+    columns[by_row] = starts - np.repeat(starts[firsts], counts)
+    segments[by_row] = np.arange(len(rows)) - np.repeat(firsts, counts) + 1
+    return Fit(rows, columns, segments, len(counts))
 
 
-def _cancel(maker: WindowMaker, room: threading.Semaphore) -> None:
-    maker.cancel()
-    room.release()
+def one_each(sizes: list[int], room: int) -> Fit:
+    """Gives every piece its own row; same signature as `best_fit_decreasing`."""
+    del room
+    count = len(sizes)
+    return Fit(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64), count)
+
+
+def pack_documents(documents: Sequence[np.ndarray], seq_len: int, first: int, packing: str) -> RowTable:
+    """Packs documents into rows.
+
+    Args:
+      documents: tokens of each document with its end-of-text, unsigned [n]; at least one document.
+      seq_len: tokens per row, T.
+      first: the id before the first token of each document.
+      packing: 'best_fit' or 'pad'.
+    """
+    fit = best_fit_decreasing if packing == BEST_FIT else one_each
+    return packed_text.pack(np.concatenate(documents), [len(one) for one in documents], seq_len, first, fit=fit)
+
+
+def cut_stream(stream: np.ndarray, seq_len: int, before: int) -> RowTable:
+    """Cuts a stream of tokens into rows of one segment each.
+
+    Args:
+      stream: tokens, unsigned [n], n >= 1.
+      seq_len: tokens per row, T.
+      before: the token before the first.
+
+    Returns:
+      The rows, then an empty row; the last row before it may hold fewer than T tokens.
+    """
+    num_rows = -(-len(stream) // seq_len)
+    small = tokenizers.token_dtype(seq_len + 1)
+    inside = np.arange((num_rows + 1) * seq_len) < len(stream)
+    labels = np.zeros(len(inside), stream.dtype)
+    labels[: len(stream)] = stream
+    ids = np.roll(labels, 1) * inside
+    ids[0] = before
+    positions = np.tile(np.arange(seq_len, dtype=small), num_rows + 1) * inside
+    tables = (ids, labels, inside.astype(small), positions)
+    return RowTable(*(table.reshape(-1, seq_len) for table in tables))

@@ -39,7 +39,7 @@ class Decoder:
           UserError: it isn't an image, is damaged, or has another shape; the message is a clause, 'is not a whole
             image: ...'.
         """
-        tf = _tensorflow()
+        tf = import_tensorflow()
         try:
             found = _compiled(self.shape, self.resize)(tf.constant(content)).numpy()
         except (tf.errors.OpError, UnicodeDecodeError) as error:  # TensorFlow can't always decode its own message
@@ -52,7 +52,7 @@ class Decoder:
 @functools.lru_cache(maxsize=16)
 def _compiled(shape: tuple[int, int, int], resize: str) -> Any:
     """Compiles the decoder to one graph, which saves a third of the time of eager calls."""
-    tf = _tensorflow()
+    tf = import_tensorflow()
     height, width, channels = shape
 
     def decode(content: Any) -> Any:
@@ -87,10 +87,6 @@ def _why(tf: Any, content: bytes, channels: int) -> str:
     except UnicodeDecodeError:
         return ""
     return ": it can't be scaled"
-
-
-# Cached: each import hides the GPUs again, which takes as long as decoding a small image.
-_tensorflow = functools.cache(import_tensorflow)
 
 
 def _plain(error: Any) -> str:

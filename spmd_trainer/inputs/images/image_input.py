@@ -27,10 +27,9 @@ from spmd_trainer.inputs.corpus import file_kinds, mixture, open_source
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
 from spmd_trainer.inputs.grain_input import import_grain
 from spmd_trainer.inputs.images.decode import CROP, RESIZES, Decoder
+from spmd_trainer.inputs.images.image_files import ParquetImages, TarImages
 from spmd_trainer.inputs.images.image_order import ImageOrder
 from spmd_trainer.inputs.images.images import Image, ImageRecord, Images, ImageSource
-from spmd_trainer.inputs.images.parquet_images import ParquetImages
-from spmd_trainer.inputs.images.tar_images import TarImages
 
 _KINDS = ("parquet", "tar")
 RAISE, SKIP = "raise", "skip"
@@ -119,12 +118,10 @@ class ImageInput(examples.ExamplesInput):
     @functools.cached_property
     def sources(self) -> list[mixture.OpenSource]:
         """The opened sources. Raises UserError if one (named) can't be opened."""
-        try:
+        with self.naming():
             found = mixture.open_mixture(
                 self._mixture, is_training=self.is_training, shuffle=self._shuffles, open_one=open_images
             )
-        except UserError as error:
-            raise self.error(str(error)) from error
         if len({_images_of(one).label is None for one in found}) > 1:
             raise self.error("some sources of the mixture have a label and others have none; give all one, or none")
         return found

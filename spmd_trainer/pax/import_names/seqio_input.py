@@ -1,11 +1,20 @@
-"""Pax's `seqio_input`: SeqIO tasks and mixtures as inputs. The code is in `inputs/seqio_*.py`."""
+"""Pax's `seqio_input`: SeqIO tasks and mixtures as inputs. Most code is in `inputs/seqio_*.py`."""
 
-from spmd_trainer.inputs.seqio_evaluation import get_eval_hparams_for_seqio, select_split
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from absl import logging
+from praxis import pax_fiddle
+
 from spmd_trainer.inputs.seqio_input import (
     MetricType,
     SeqIOInput,
     configure_deterministic_input,
     feature_converter_class,
+    import_seqio,
     is_packing_on,
 )
 
@@ -20,3 +29,90 @@ __all__ = [
 
 # LanguageModelFeatures and the like derive from seqio's classes, so they are made when they are first used.
 __getattr__ = feature_converter_class
+
+
+def select_split(task: str, split_name: str | Callable[[str], str]) -> str:
+    """Returns `split_name`, or its result for a task's name if it is a function."""
+    return split_name(task) if callable(split_name) else split_name
+
+
+def get_eval_hparams_for_seqio(
+    task_or_mixture_name: Any,
+    batch_size: int,
+    feature_lengths: Mapping[str, int],
+    seed: int,
+    metric_type: MetricType,
+    split_name: str | Callable[[str], str] = "validation",
+    feature_converter: Any = None,
+    num_infeed_hosts: int = 0,
+    use_cached: bool = False,
+    shuffle: bool | None = None,
+    require_metric_fns: bool = True,
+    eval_metrics_retain_task_features: bool = False,
+    check_split_exists: bool = False,
+    eval_loop_num_batches: int | None = None,
+    repeat: bool | None = None,
+    reset_for_eval: bool = True,
+    pass_entire_feature_lengths: bool = False,
+) -> list[pax_fiddle.Config[SeqIOInput]]:
+    """Returns an input's config for each task of a mixture, for evaluation or decode.
+
+    Args:
+      task_or_mixture_name: a task, a mixture, or the name of one.
+      batch_size: rows per process.
+      feature_lengths: {'inputs': tokens, 'targets': tokens}.
+      seed: seed of the tasks' preprocessing.
+      metric_type: SCORE for `datasets()`; PREDICT for `decode_datasets()`, whose rows hold the inputs alone.
+      split_name: the split, or a function from a task's name to one.
+      feature_converter: converter or config of one; None: `LanguageModelFeatures` without packing.
+      num_infeed_hosts: number of processes; 0: set by the trainer.
+      use_cached, shuffle, eval_loop_num_batches, repeat, reset_for_eval: see `SeqIOInput`.
+      require_metric_fns: leave out tasks that declare no metrics of this type.
+      eval_metrics_retain_task_features: with SCORE, use all of `feature_lengths`.
+      check_split_exists: leave out tasks without this split.
+      pass_entire_feature_lengths: also pass the lengths of other features.
+    """
+    seqio = import_seqio("get_eval_hparams_for_seqio")
+    whole = task_or_mixture_name
+    whole = seqio.get_mixture_or_task(whole) if isinstance(whole, str) else whole
+    lengths = {name: feature_lengths[name] for name in ("inputs", "targets")}
+    if metric_type is MetricType.PREDICT:
+        lengths["targets"] = 1  # only the end of the row
+    elif eval_metrics_retain_task_features:
+        lengths = dict(feature_lengths)
+    if pass_entire_feature_lengths:
+        lengths |= {name: length for name, length in feature_lengths.items() if name not in lengths}
+    configs = []
+    for task in seqio.get_subtasks(whole):
+        split = select_split(task.name, split_name)
+        declared = task.predict_metric_fns if metric_type is MetricType.PREDICT else task.score_metric_fns
+        if (check_split_exists and split not in task.splits) or (require_metric_fns and not declared):
+            logging.warning(
+                "task %s is left out: it lacks split %r or metrics of type %s", task.name, split, metric_type
+            )
+            continue
+        converter = copy.deepcopy(feature_converter) or pax_fiddle.Config(
+            feature_converter_class("LanguageModelFeatures"),
+            pack=False,
+            weights_on_targets_only=metric_type is MetricType.SCORE,
+        )
+        configs.append(
+            pax_fiddle.Config(
+                SeqIOInput,
+                name=task.name,
+                mixture_or_task=task,
+                split_name=split,
+                task_feature_lengths=dict(lengths),
+                feature_converter=converter,
+                is_training=False,
+                reset_for_eval=reset_for_eval,
+                shuffle=shuffle,
+                batch_size=batch_size,
+                num_infeed_hosts=num_infeed_hosts,
+                input_random_seed=seed,
+                eval_loop_num_batches=eval_loop_num_batches,
+                repeat=repeat,
+                use_cached=use_cached,
+            )
+        )
+    return configs

@@ -21,7 +21,7 @@ from corpus_files import (
 from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import json_lines
+from spmd_trainer.inputs.corpus import text_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents
 from spmd_trainer.inputs.corpus.open_source import open_documents
 
@@ -237,7 +237,7 @@ def test_the_index_of_a_large_file_is_kept(tmp_path, monkeypatch):
     first = opened(path, "jsonl")
     assert contents(first.read(np.array([5999])))[0].startswith("5999 ")
 
-    monkeypatch.setattr(json_lines, "_find_lines", lambda path: pytest.fail("the index is made again"))
+    monkeypatch.setattr(text_files, "_find_lines", lambda path: pytest.fail("the index is made again"))
     again = opened(path, "jsonl")
     assert contents(again.read(np.array([17])))[0].startswith("17 ")
     monkeypatch.undo()

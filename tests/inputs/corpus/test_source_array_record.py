@@ -8,14 +8,14 @@ from corpus_files import TEXTS, write_array_record
 from facts import raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import array_record_documents
-from spmd_trainer.inputs.corpus.array_record_documents import ArrayRecordDocuments
+from spmd_trainer.inputs.corpus import record_documents
+from spmd_trainer.inputs.corpus.record_documents import ArrayRecordDocuments
 
 pytest.importorskip("array_record.python.array_record_module")
 
 
 def test_more_files_than_may_be_open(tmp_path):
-    many = array_record_documents._MAX_OPEN + 3
+    many = record_documents._MAX_OPEN + 3
     paths = [str(write_array_record(tmp_path, [f"{n} {i}" for i in range(3)], f"{n:02d}")) for n in range(many)]
     source = ArrayRecordDocuments(paths)
     assert source.chunk_sizes().tolist() == [3] * many
@@ -23,7 +23,7 @@ def test_more_files_than_may_be_open(tmp_path):
     records = source.read(numbers)
     assert [record.content.decode() for record in records] == [f"{n // 3} {n % 3}" for n in numbers]
     assert [record.where for record in source.read(np.array([4]))] == [f"{paths[1]} record 1"]
-    assert len(source._open.kept) == array_record_documents._MAX_OPEN
+    assert len(source._open.kept) == record_documents._MAX_OPEN
 
 
 def test_an_empty_file_among_others(tmp_path):
@@ -56,8 +56,8 @@ def test_damaged_records_are_named(tmp_path):
 
 
 def counted_opens(monkeypatch):
-    opened, open_one = [], array_record_documents._open
-    monkeypatch.setattr(array_record_documents, "_open", lambda path: opened.append(path) or open_one(path))
+    opened, open_one = [], record_documents._open
+    monkeypatch.setattr(record_documents, "_open", lambda path: opened.append(path) or open_one(path))
     return opened
 
 
@@ -72,7 +72,7 @@ def test_files_stay_open_in_a_global_shuffle(tmp_path, monkeypatch):
 
 
 def test_files_of_many_records_are_closed_earlier(tmp_path, monkeypatch):
-    monkeypatch.setattr(array_record_documents, "_MAX_OPEN_RECORDS", 7)
+    monkeypatch.setattr(record_documents, "_MAX_OPEN_RECORDS", 7)
     paths = [str(write_array_record(tmp_path, ["a", "b", "c"], f"{n}")) for n in range(4)]
     paths.append(str(write_array_record(tmp_path, list("0123456789"), "large")))
     source = ArrayRecordDocuments(paths)
@@ -84,7 +84,7 @@ def test_files_of_many_records_are_closed_earlier(tmp_path, monkeypatch):
 
 
 def test_a_file_that_changed_before_it_is_opened_again_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(array_record_documents, "_MAX_OPEN", 1)
+    monkeypatch.setattr(record_documents, "_MAX_OPEN", 1)
     paths = [str(write_array_record(tmp_path, ["a"], name)) for name in "ab"]
     source = ArrayRecordDocuments(paths)
     size = os.path.getsize(paths[0])

@@ -12,7 +12,7 @@ from corpus_files import TEXTS, cache_in, damage, write_jsonl
 from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import json_lines
+from spmd_trainer.inputs.corpus import text_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.storage import local_copies
@@ -59,7 +59,7 @@ LINES = {
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 2**22])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_lines(tmp_path, monkeypatch, content, block, suffix):
-    monkeypatch.setattr(json_lines, "_BLOCK", block)
+    monkeypatch.setattr(text_files, "_BLOCK", block)
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(gzip.compress(content) if suffix else content)
     source = opened(path)
@@ -76,7 +76,7 @@ def test_blocks_of_any_size_give_the_same_index(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     for _ in range(100):
         path.write_bytes(random.choice(np.frombuffer(b"\n\n\r{ x", np.uint8), 60).tobytes())
-        whole = json_lines.index_lines(str(path), 60)
+        whole = text_files.index_lines(str(path), 60)
         lines = path.read_bytes().split(b"\n")
         kept = [number for number, line in enumerate(lines, 1) if line not in (b"", b"\r")]
         if lines[-1] == b"\r":
@@ -84,8 +84,8 @@ def test_blocks_of_any_size_give_the_same_index(tmp_path, monkeypatch):
         assert [whole.line_number(n) for n in range(len(whole.starts) - 1)] == kept
         for block in (1, 2, 5, 31):
             with monkeypatch.context() as patch:
-                patch.setattr(json_lines, "_BLOCK", block)
-                for one, other in zip(json_lines.index_lines(str(path), 60), whole, strict=True):
+                patch.setattr(text_files, "_BLOCK", block)
+                for one, other in zip(text_files.index_lines(str(path), 60), whole, strict=True):
                     np.testing.assert_array_equal(one, other)
 
 
@@ -267,7 +267,7 @@ def test_files_of_one_json_value_are_refused(tmp_path):
 
 def test_the_streamed_source_reads_plain_files_too(tmp_path):
     path = write_jsonl(tmp_path, TEXTS)
-    streamed = json_lines.StreamedJsonLines([str(path)])
+    streamed = text_files.StreamedJsonLines([str(path)])
     assert all_records(streamed) == all_records(opened(path))
     assert not streamed.random_access
     assert streamed.chunk_sizes() is None

@@ -8,7 +8,7 @@ from corpus_files import cache_in, write_parquet, write_tfrecord
 from facts import raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import text_documents
+from spmd_trainer.inputs.corpus import text_files
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.open_source import open_documents
 
@@ -41,7 +41,7 @@ def test_each_file_is_a_document(tmp_path):
 @pytest.mark.parametrize("separator", ["\n\n", "<END>", "aa", "ä"])
 @pytest.mark.parametrize("block", [1, 2, 3, 10, 2**22])
 def test_separators(tmp_path, monkeypatch, separator, block):
-    monkeypatch.setattr(text_documents, "_BLOCK", block)
+    monkeypatch.setattr(text_files, "_BLOCK", block)
     path = tmp_path / "a.txt"
     random = np.random.default_rng(1)
     for size in (1, 20, 200):

@@ -11,7 +11,7 @@ from facts import assert_names, raises_naming
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import record_files, tfrecord
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document
-from spmd_trainer.inputs.corpus.tfrecord_documents import TfRecordDocuments
+from spmd_trainer.inputs.corpus.record_documents import TfRecordDocuments
 from spmd_trainer.storage import local_copies
 
 
@@ -45,9 +45,10 @@ def three_files(folder):
     return paths, [record for part in parts for record in part]
 
 
-def test_many_records_in_any_order(tmp_path, way):
+def test_many_records_in_any_order(tmp_path, way, monkeypatch):
+    monkeypatch.setattr(record_files, "_MAX_OPEN", 1)
     paths, records = three_files(tmp_path)
-    found = record_files.RecordFiles(paths, max_open=1)
+    found = record_files.RecordFiles(paths)
     numbers = np.array([11, 0, 4, 4, 5, 10, 1])
     assert found.read_many(numbers) == [records[number] for number in numbers]
     assert [found.read(number) for number in range(12)] == records
@@ -170,5 +171,5 @@ def test_a_file_that_changed_is_no_bad_record(tmp_path):
     path = write_tfrecord(tmp_path, TEXTS)
     source = TfRecordDocuments([str(path)])
     os.truncate(path, path.stat().st_size - 20)
-    with raises_naming(UserError, path, "record 7", "no longer where"):
+    with raises_naming(UserError, path, "has changed", "start the run again"):
         source.read(np.array([0, 7]))

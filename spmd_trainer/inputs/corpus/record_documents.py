@@ -1,0 +1,180 @@
+"""Text records of ArrayRecord and TFRecord files, read by number.
+
+ArrayRecord needs the package array_record: extra `data`. TFRecord files hold tf.train.Examples with a text feature, and
+are read without TensorFlow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.inputs import record_files
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
+from spmd_trainer.inputs.corpus.file_source import IndexedFiles, NumberedFiles
+from spmd_trainer.inputs.shards import LRUCache, ShardIndex
+from spmd_trainer.storage.local_copies import local_copy
+
+# The library's recommended settings for random access; they start no threads.
+_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+# Most ArrayRecord files open at a time: a global shuffle jumps between all files, and opening one costs much more than
+# reading a record. A reader holds its file's index in memory, so the records of all open files are bounded too.
+_MAX_OPEN = 64
+_MAX_OPEN_RECORDS = 2**22
+# Records per read when documents are read in order.
+_BLOCK = 256
+
+
+class ArrayRecordDocuments(NumberedFiles):
+    """Records of ArrayRecord files. A chunk is a file. Remote files are copied to the cache folder first."""
+
+    kind: ClassVar[str] = "arrayrecord"
+
+    def __init__(self, paths: Sequence[str]):
+        """Opens each file once.
+
+        Raises:
+          UserError: array_record isn't installed, or a file (named) is empty, damaged or of another format.
+        """
+        super().__init__(paths)
+        self._open: LRUCache[Any] = LRUCache(
+            _MAX_OPEN, size_of=lambda reader: reader.num_records(), most_size=_MAX_OPEN_RECORDS
+        )
+        self.shards = ShardIndex([self._reader(index).num_records() for index in range(len(self.paths))])
+
+    def read(self, numbers: np.ndarray) -> list[Record]:
+        found: list[Record | None] = [None] * len(numbers)
+        for index, places, inside in self.shards.split(numbers):
+            for place, record in zip(places.tolist(), self._records(index, inside.tolist()), strict=True):
+                found[place] = record
+        return [record for record in found if record is not None]
+
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        count = int(self.shards.counts[chunk])
+        for begin in range(start, count, _BLOCK):
+            yield from self._records(chunk, list(range(begin, min(begin + _BLOCK, count))))
+
+    def _records(self, index: int, numbers: list[int]) -> list[Record]:
+        path = self.paths[index]
+        try:
+            contents = self._reader(index).read(numbers)
+        except Exception as error:  # the library raises plain exceptions of several kinds
+            raise UserError(
+                f"{path} is damaged at one of the records {min(numbers)} to {max(numbers)}: {_first_line(error)}. Write the file "
+                "again, or leave it out"
+            ) from error
+        return [Document(content, f"{path} record {n}") for n, content in zip(numbers, contents, strict=True)]
+
+    def _reader(self, index: int) -> Any:
+        return self._open.get(index, self._open_file)
+
+    def _open_file(self, index: int) -> Any:
+        self.refuse_changed(index)
+        return _open(self.paths[index])
+
+
+def array_record_library(needed_by: str) -> Any:
+    """Imports the package array_record. Raises UserError if it isn't installed."""
+    try:
+        from array_record.python import array_record_module
+    except ImportError as error:
+        raise UserError(f"{needed_by} need array_record: pip install 'spmd-trainer[data]'") from error
+    return array_record_module
+
+
+def _open(path: str) -> Any:
+    library = array_record_library(f"{path}: ArrayRecord files")
+    try:
+        reader = library.ArrayRecordReader(local_copy(path), _OPTIONS)
+        if not reader.ok():  # else it silently yields no records
+            reader.read_all()
+            raise RuntimeError("its end is damaged or missing")
+    except Exception as error:  # the library raises plain exceptions of several kinds
+        raise UserError(
+            f"{path} can't be read as ArrayRecord: {_first_line(error)}. Write the file again, or leave it out"
+        ) from error
+    return reader
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition("; ")[0]
+
+
+class TfRecordDocuments(IndexedFiles):
+    """Examples of TFRecord files. A chunk is a file."""
+
+    kind: ClassVar[str] = "tfrecord"
+
+    def __init__(self, paths: Sequence[str], column: str = "text"):
+        """Finds the records.
+
+        Args:
+          paths: uncompressed files.
+          column: key of a bytes feature with one value, the text.
+
+        Raises:
+          UserError: a file can't be read, is compressed or is broken; names the file, the record and its byte.
+        """
+        self._column = column
+        super().__init__(paths)
+
+    def find_records(self, index: int) -> np.ndarray:
+        return record_files.bounds_of(self.paths[index])
+
+    def record(self, index: int, number: int, content: bytes) -> Record:
+        where = record_files.describe(self.paths[index], number, int(self._starts[index][number]))
+        try:
+            features = example_bytes(record_files.data_of(content, len(content), where))
+        except record_files.BrokenRecord as error:
+            return BadRecord(where, str(error).removeprefix(where).strip())
+        except DecodeError as error:
+            return BadRecord(where, f"is not a tf.train.Example: {error}")
+        if self._column not in features:
+            return BadRecord(where, f"has no feature {self._column!r}{did_you_mean(self._column, list(features))}")
+        values = features[self._column]
+        if values is None or len(values) != 1:
+            found = "numbers" if values is None else f"{len(values)} values"
+            return BadRecord(where, f"has {found} in the feature {self._column!r} instead of one text")
+        return Document(values[0], where)
+
+
+# tf.train.Example with its lists of numbers left unread. TensorFlow's own class takes seconds to import.
+_SCHEMA = """
+name: "spmd_trainer_example.proto" syntax: "proto3"
+message_type { name: "Texts" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "Feature"
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "Texts" }
+  field { name: "float_list" number: 2 type: TYPE_BYTES }
+  field { name: "int64_list" number: 3 type: TYPE_BYTES } }
+message_type { name: "Entry"
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Entry" } }
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+"""
+
+
+@functools.cache
+def _example_class() -> Any:
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Example"))
+
+
+def example_bytes(data: bytes) -> dict[str, list[bytes] | None]:
+    """Returns the bytes features of a serialized tf.train.Example by name; None for numeric features.
+
+    Raises:
+      DecodeError: it is not a tf.train.Example.
+    """
+    return {
+        entry.key: list(entry.value.bytes_list.value) if entry.value.HasField("bytes_list") else None
+        for entry in _example_class().FromString(data).features.feature
+    }
