@@ -149,6 +149,7 @@ def plan(job: Job) -> Plan:
         raise UserError(f"the compiler can't compile the train step for {chips_text}: {first_line(error)}") from error
     compiled = step.fn
     text = compiled.as_text()
+    schedule = hlo_liveness.schedule(text)
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
     chips = job.partitioner.mesh.size
     shapes = job.inputs_shape_dtype
@@ -169,8 +170,8 @@ def plan(job: Job) -> Plan:
         attention=list(step.attention),
         xla_flags=dict(step.xla_flags),
         least_chips=_least_chips(job),
-        largest=_largest(text),
-        memory_over_time=plan_memory.memory_over_time(text),
+        largest=_largest(schedule),
+        memory_over_time=plan_memory.memory_over_time(schedule),
         seconds=time.monotonic() - started,
     )
 
@@ -210,10 +211,10 @@ def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def _largest(text: str) -> list[dict[str, Any]]:
+def _largest(schedule: hlo_liveness.Schedule | None) -> list[dict[str, Any]]:
     """Returns the largest non-argument arrays live at the peak; equal arrays of one operation of the model share a row."""
     rows = []
-    for array, _, count in hlo_liveness.largest((array, "") for array in hlo_liveness.live_at_peak(text)):
+    for array, _, count in hlo_liveness.largest((array, "") for array in (schedule.live_at_peak() if schedule else ())):
         first = hlo_liveness.first_operation(array.made_by)
         made_by = first if first == array.made_by else f"{first} and others"
         rows.append({"bytes": array.num_bytes * count, "count": count, "array": array.array, "made_by": made_by})

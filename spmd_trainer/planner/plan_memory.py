@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from spmd_trainer.planner import hlo_liveness, hlo_memory_over_time
-from spmd_trainer.planner.hlo_memory_over_time import LiveRange, Schedule
+from spmd_trainer.planner import hlo_liveness
+from spmd_trainer.planner.hlo_liveness import LiveRange, Schedule
 
 Path = tuple[str, ...]
 Kind = Literal["variables", "optimizer", "batch", "saved", "gradients", "layer", "rest"]
@@ -119,25 +119,15 @@ class MemoryOverTime:
     loops: list[ChartLoop]
     largest: list[PeakArray]
 
-    @property
-    def peak_bytes(self) -> int:
-        """Live bytes at the peak."""
-        return sum(group.num_bytes[self.peak] for group in self.groups)
 
-
-def memory_over_time(hlo: str) -> MemoryOverTime | None:
-    """Returns the chart of a compiled program. `hlo`: the program's text (`jax.stages.Compiled.as_text()`).
-
-    Returns:
-      The chart; None if the program's instructions are not in execution order.
-    """
-    schedule = hlo_memory_over_time.schedule(hlo)
+def memory_over_time(schedule: Schedule | None) -> MemoryOverTime | None:
+    """Returns the chart of a compiled program; None if it has no `hlo_liveness.schedule`, or no arrays."""
     if schedule is None or not schedule.ranges:
         return None
     positions = schedule.thinned(_MOST_POINTS)
     named = _named_ranges(schedule)
     groups = [
-        Group(kind, name, hlo_memory_over_time.live_bytes(ranges, len(schedule.made_by))[positions].tolist())
+        Group(kind, name, hlo_liveness.live_bytes(ranges, len(schedule.made_by))[positions].tolist())
         for kind, name, ranges in named
     ]
     peak = int(np.sum([group.num_bytes for group in groups], axis=0).argmax())
@@ -281,7 +271,7 @@ def _divided(
 
 
 def _most(ranges: Sequence[LiveRange], length: int) -> int:
-    return int(hlo_memory_over_time.live_bytes(ranges, length).max(initial=0))
+    return int(hlo_liveness.live_bytes(ranges, length).max(initial=0))
 
 
 def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:

@@ -11,7 +11,7 @@ from browser_helpers import chromium, needs_chromium
 from etils import epath
 from facts import assert_names
 
-from spmd_trainer.planner import plan_memory, plan_page
+from spmd_trainer.planner import hlo_liveness, plan_memory, plan_page
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_memory import ChartLoop, Group, MemoryOverTime, PeakArray
 from spmd_trainer.planner.plan_report import Outcome
@@ -236,7 +236,7 @@ def job(tmp_path_factory):
 
 @pytest.mark.full
 def test_arguments_of_a_real_step_are_its_variables_and_its_optimizer_state(job):
-    found = plan_memory.memory_over_time(start_up.compile_train_step(job).fn.as_text())
+    found = plan_memory.memory_over_time(hlo_liveness.schedule(start_up.compile_train_step(job).fn.as_text()))
     mesh = job.partitioner.mesh_shape()
     sizes = {"mdl_vars": 0, "opt_states": 0}
     for variable in job.partitioner.metadata.records():
