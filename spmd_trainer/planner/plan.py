@@ -19,7 +19,6 @@ from spmd_trainer.errors import UserError, first_line
 from spmd_trainer.kernels.chips import BY_TOPOLOGY, GIB, chip, model_flops
 from spmd_trainer.planner import hlo_collectives, hlo_liveness, plan_memory, roofline
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
-from spmd_trainer.step.layout import Layout
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import ChipsConfig
 
@@ -151,7 +150,7 @@ def plan(job: Job) -> Plan:
     text = compiled.as_text()
     schedule = hlo_liveness.schedule(text)
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
-    chips = job.partitioner.mesh.size
+    chips, trained, frozen = job.partitioner.mesh.size, metadata.num_params(), metadata.num_frozen_params()
     shapes = job.inputs_shape_dtype
     tokens = shapes.ids.size if "ids" in shapes else None
     cost = compiled.cost_analysis() or {}
@@ -162,8 +161,8 @@ def plan(job: Job) -> Plan:
         mesh=dict(mesh),
         padding=sum(variable.padding_per_device(mesh) for variable in metadata.records()),
         memory=_memory(topology),
-        num_params=metadata.num_params() + metadata.num_frozen_params(),
-        model_flops=_model_flops(metadata, tokens) / chips if tokens else None,
+        num_params=trained + frozen,
+        model_flops=model_flops(trained, tokens, num_frozen=frozen) / chips if tokens else None,
         compiler_flops=cost.get("flops"),
         collectives=_collectives(text, mesh),
         estimate=roofline.estimate(text, job.partitioner.mesh.devices.flatten().tolist(), mesh),
@@ -193,10 +192,6 @@ def _least_text(least: int) -> str:
     return (
         f"the state alone fills the memory of {count_text(least, 'chip')} of this kind: the step needs more than that"
     )
-
-
-def _model_flops(metadata: Layout, tokens: int) -> float:
-    return model_flops(metadata.num_params(), tokens, num_frozen=metadata.num_frozen_params())
 
 
 def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:

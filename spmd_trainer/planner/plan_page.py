@@ -64,7 +64,6 @@ def write_plan_page(job: Job, plan: Plan, memory: MemoryOverTime | None) -> None
 def write_search_page(
     job: Job,
     outcomes: Sequence[Outcome],
-    plans: Mapping[Candidate, Record],
     *,
     chip_memory: int | None,
     flags: Callable[[Candidate], str],
@@ -74,11 +73,10 @@ def write_search_page(
     Args:
       job: the search's job.
       outcomes: all candidates.
-      plans: `plan_record`s of the candidates that are shown in full; see `worth_showing`.
       chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
       flags: returns the command line's flags that run a candidate.
     """
-    record = search_record(outcomes, plans, chip_memory=chip_memory, flags=flags)
+    record = search_record(outcomes, chip_memory=chip_memory, flags=flags)
     _write(job, search_page({**_about(job), "searched": ", ".join(job.config.of(PlanConfig).search)}, record))
 
 
@@ -285,7 +283,6 @@ def _table(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def search_record(
     outcomes: Sequence[Outcome],
-    plans: Mapping[Candidate, Record],
     *,
     chip_memory: int | None,
     flags: Callable[[Candidate], str],
@@ -294,7 +291,6 @@ def search_record(
 
     Args:
       outcomes: all candidates.
-      plans: `plan_record`s of the candidates from `worth_showing`, or of some of them.
       chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
       flags: returns the command line's flags that run a candidate.
     """
@@ -313,10 +309,7 @@ def search_record(
         # The rows of a candidate that can't be built are unknown.
         "per_row": len({point["rows"] for point in points if point["seconds"] is not None}) > 1,
         "chip_memory": chip_memory,
-        "counts": {
-            status: sum(p["status"] == status for p in points)
-            for status in ("fits", "too large", "failed", "out", "waiting")
-        },
+        "counts": {status: sum(p["status"] == status for p in points) for status in _STATUS},
         "shown": [
             {
                 "name": str(outcome.candidate),
@@ -329,7 +322,7 @@ def search_record(
                 "dominant": outcome.dominant,
                 "reason": outcome.reason,
                 "flags": flags(outcome.candidate),
-                "plan": plans.get(outcome.candidate),
+                "plan": outcome.details,
             }
             for outcome in _table(outcomes)
         ],

@@ -24,7 +24,6 @@ from spmd_trainer.kernels.chips import chip
 from spmd_trainer.planner import (
     links,
     plan,
-    plan_calibration,
     plan_candidates,
     plan_page,
     plan_prediction,
@@ -69,7 +68,6 @@ def search(job: Job) -> None:
     plan_page.write_search_page(
         job,
         outcomes,
-        {outcome.candidate: outcome.details for outcome in outcomes if outcome.details},
         chip_memory=found.memory,
         flags=functools.partial(plan_report.run_flags, job),
     )
@@ -264,7 +262,7 @@ class Search:
                 f"its matrix products or its state alone take {o.bound:.3g} s, longer than the {_BEST} fastest steps"
             ),
         )
-        seconds = plan_calibration.optimistic([o for o in self.outcomes if o.predicted])
+        seconds = plan_prediction.optimistic([o for o in self.outcomes if o.predicted])
         waiting = [o for o in self.outcomes if o.predicted and not o.is_known]
         promising = min(waiting, key=lambda o: seconds[id(o)] / o.rows, default=None)
         if promising is not None and seconds[id(promising)] / promising.rows <= limit:

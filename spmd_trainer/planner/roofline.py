@@ -4,7 +4,7 @@ Three parts take time on a chip: computation (matrix products, and operations of
 At best, every part runs at the rate of the data sheet, all collectives and asynchronous copies run while the chip computes, and
 each instruction takes as long as the slowest of its products, operations and bytes. At worst, nothing overlaps: the times of
 all parts are added up, with the latency of each collective. Products, main memory, and ICI or NVLink then run at rates that
-were measured separately (`measured_rates.py`). The vector units and the network between slices or NVLink domains run at the
+were measured separately (`links.py`). The vector units and the network between slices or NVLink domains run at the
 rates of the data sheet at this end too: no measurement of them was found.
 
 Two limits of the hardware count at both ends: a TPU's matrix units are partly idle if the heads of an attention kernel don't
@@ -56,7 +56,7 @@ class Estimate:
       matrix_flops: FLOPs of the matrix products, with those of rematerialisation and attention.
       memory_bytes: bytes read and written in main memory.
       matrix_seconds: of the matrix products at the chip's peak.
-      achieved_matrix_seconds: of the matrix products at measured rates; see `measured_rates.py`, also for the next ones.
+      achieved_matrix_seconds: of the matrix products at measured rates; see `links.py`, also for the next ones.
       vector_seconds: of element-wise operations and reductions at the rate of the data sheet.
       memory_seconds: of `memory_bytes` at the memory's bandwidth.
       achieved_memory_seconds: of `memory_bytes` at a bandwidth that was measured.

@@ -105,10 +105,11 @@ def flags(found: Candidate) -> str:
 
 def search_record(outcomes=OUTCOMES, **settings):
     plans = {
-        outcome.candidate: plan_page.plan_record(make_plan(), chart(scale))
+        id(outcome): plan_page.plan_record(make_plan(), chart(scale))
         for outcome, scale in zip(plan_page.worth_showing(outcomes), (1.0, 0.5), strict=False)
     }
-    return plan_page.search_record(outcomes, plans, **{"chip_memory": 16 * GIB, "flags": flags, **settings})
+    outcomes = [dataclasses.replace(outcome, details=plans.get(id(outcome))) for outcome in outcomes]
+    return plan_page.search_record(outcomes, **{"chip_memory": 16 * GIB, "flags": flags, **settings})
 
 
 def data_of(page: str) -> dict:
@@ -260,7 +261,7 @@ def test_pages_are_written_beside_the_other_reports(job):
         assert html.escape(text) in page, text
     searched = PlanConfig(job.config.experiment, job.config.job_log_dir)
     job = dataclasses.replace(job, config=searched)
-    plan_page.write_search_page(job, OUTCOMES, {}, chip_memory=None, flags=flags)
+    plan_page.write_search_page(job, OUTCOMES, chip_memory=None, flags=flags)
     assert data_of(path.read_text())["search"]["counts"] == {
         "fits": 3,
         "too large": 1,

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_trainer.experiments.lm import llama
 from spmd_trainer.kernels.chips import chip
-from spmd_trainer.planner import links, plan_calibration, plan_prediction
+from spmd_trainer.planner import links, plan_prediction
 from spmd_trainer.planner.jaxpr_costs import DotCosts
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_prediction import Work
@@ -106,39 +106,39 @@ def outcome(mdl, predicted, seconds=None, **settings):
 
 def test_without_results_the_standard_deviation_is_a_factor_of_2():
     found = outcome(1, 3.0)
-    assert plan_calibration.optimistic([found]) == {id(found): pytest.approx(3.0 / 2**2)}
+    assert plan_prediction.optimistic([found]) == {id(found): pytest.approx(3.0 / 2**2)}
 
 
 def test_results_correct_similar_candidates_more_than_others():
     known = [outcome(1, 1.0, 1.0), outcome(2, 1.0, 1.0), outcome(64, 1.0, 4.0)]
     near, far = outcome(32, 1.0), outcome(4, 1.0)
-    found = plan_calibration.optimistic([*known, near, far])
+    found = plan_prediction.optimistic([*known, near, far])
     assert set(found) == {id(near), id(far)}
     assert found[id(near)] > 1.5 * found[id(far)]
 
 
 def test_results_make_predictions_of_their_neighbours_certain():
     alone = outcome(8, 1.0)
-    unsure = plan_calibration.optimistic([alone])[id(alone)]
+    unsure = plan_prediction.optimistic([alone])[id(alone)]
     known = [outcome(mdl, 1.0, 1.0) for mdl in (1, 2, 4, 16, 32, 64)]
-    sure = plan_calibration.optimistic([*known, alone])[id(alone)]
+    sure = plan_prediction.optimistic([*known, alone])[id(alone)]
     assert unsure < sure < 1.0
     # Another policy is another program: less certain.
     other = outcome(8, 1.0, remat="save_nothing")
-    assert plan_calibration.optimistic([*known, other])[id(other)] < sure
+    assert plan_prediction.optimistic([*known, other])[id(other)] < sure
 
 
 def test_a_result_that_does_not_fit_counts():
     """Its time is known, although its `seconds` are not, because it can't be run."""
     too_large = dataclasses.replace(outcome(1, 1.0, 5.0), seconds=None, reason="too large")
     near = outcome(2, 1.0)
-    assert plan_calibration.optimistic([too_large, near])[id(near)] > 1.0
+    assert plan_prediction.optimistic([too_large, near])[id(near)] > 1.0
 
 
 def test_equal_results_are_no_division_by_zero():
     known = [outcome(mdl, 2.0, 4.0) for mdl, _ in itertools.product((1, 2), range(2))]
     found = outcome(4, 2.0)
-    assert math.isfinite(plan_calibration.optimistic([*known, found])[id(found)])
+    assert math.isfinite(plan_prediction.optimistic([*known, found])[id(found)])
 
 
 def test_the_bound_does_not_write_frozen_variables(tmp_path):
@@ -163,15 +163,15 @@ def test_results_with_each_setting_alone_predict_one_with_both():
     factors = {1: 1.0, 2: 1.2, 4: 1.1, 8: 1.4, 64: 2.0}
     known = [outcome(mdl, 1.0, factor, remat="save_everything") for mdl, factor in factors.items()]
     known += [outcome(mdl, 1.0, 3.0 * factors[mdl], remat="save_nothing") for mdl in (1, 2, 4, 8)]
-    mean, deviation = plan_calibration._correction(known, [outcome(64, 1.0, remat="save_nothing")])
+    mean, deviation = plan_prediction._correction(known, [outcome(64, 1.0, remat="save_nothing")])
     assert math.exp(mean[0]) == pytest.approx(6.0, rel=0.2)  # its nearest results are 2 and 4.2
-    assert deviation[0] < plan_calibration._correction(known, [outcome(64, 1.0, remat="save_context")])[1][0]
+    assert deviation[0] < plan_prediction._correction(known, [outcome(64, 1.0, remat="save_context")])[1][0]
 
 
 def test_a_setting_that_all_share_changes_nothing():
     def found(**settings):
         known = [outcome(1, 1.0, 1.0, **settings), outcome(8, 1.0, 3.0, **settings)]
         waiting = outcome(64, 1.0, **settings)
-        return plan_calibration.optimistic([*known, waiting])[id(waiting)]
+        return plan_prediction.optimistic([*known, waiting])[id(waiting)]
 
     assert found() == pytest.approx(found(remat="save_nothing", minibatches=4, rows=512))

@@ -8,10 +8,10 @@ import pytest
 from facts import assert_names
 
 from spmd_trainer.kernels.chips import chip
-from spmd_trainer.planner import hlo_costs, hlo_kernels, links, measured_rates, roofline
+from spmd_trainer.planner import hlo_costs, hlo_kernels, links, roofline
 
 V5E_FLOPS, V5E_MEMORY, V5E_LINK = 197e12, 819e9, 50e9
-V5E = measured_rates.TPU_V5E
+V5E = links.TPU_V5E
 # A product, a sum, an asynchronous copy, an all-gather over 'data' and an all-reduce over 'mdl', all in a loop of 3.
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
