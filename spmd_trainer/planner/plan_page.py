@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from spmd_trainer.errors.plan_versions import library_versions
+from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.planner import plan_report
 from spmd_trainer.planner.plan import Plan, usable_memory
 from spmd_trainer.planner.plan_candidates import Candidate
