@@ -26,7 +26,7 @@ from spmd_trainer.storage import files
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
 from spmd_trainer.training.run_directory import report_directory
-from spmd_trainer.watch.pages import shared
+from spmd_trainer.watch.pages import fact, shared
 
 FILE = "plan.html"
 # A JSON object.
@@ -84,7 +84,7 @@ def plan_page(about: Mapping[str, str], plan: Record) -> str:
     """Returns the HTML page of one plan. `about`: facts for the head; 'experiment' is the title. `plan`: a `plan_record`."""
     facts = [_fits_fact(plan), _step_fact(plan["seconds"])]
     facts.append(("Padding of the state", bytes_text(plan["padding"]), "per chip", ""))
-    return _page("Plan", about, [fact for fact in facts if fact], {"plan": plan, "search": None}, "")
+    return _page("Plan", about, [one for one in facts if one], {"plan": plan, "search": None}, "")
 
 
 def search_page(about: Mapping[str, str], search: Record) -> str:
@@ -137,7 +137,7 @@ def _page(
             for name, value in about.items()
             if name != "experiment"
         ),
-        "FACTS": "".join(_fact(*fact) for fact in facts),
+        "FACTS": "".join(fact(*one) for one in facts),
         "FRONT": table,
     }
     return page.document(
@@ -146,13 +146,6 @@ def _page(
         styles=(shared("page.css"), _asset("plan_page.css")),
         data=data,
         scripts=(shared("page.js"), _asset("plan_page_charts.js"), _asset("plan_page.js")),
-    )
-
-
-def _fact(name: str, value: str, note: str, tone: str) -> str:
-    return (
-        f'<div class="fact {tone}"><span>{html.escape(name)}</span><b>{html.escape(value)}</b>'
-        f"<small>{html.escape(note)}</small></div>"
     )
 
 

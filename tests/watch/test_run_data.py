@@ -11,8 +11,7 @@ from made_up_run import EVIL, make_run, report, times_line, train_line, write_li
 from spmd_trainer.metrics.run_times import RunTimesFile
 from spmd_trainer.sharding.page import fill, script_json
 from spmd_trainer.watch.pages import run_logs, run_samples
-from spmd_trainer.watch.pages.run_data import PageData, names_of
-from spmd_trainer.watch.pages.run_page import page_text, write_page
+from spmd_trainer.watch.pages.run_page import PageData, names_of, page_text, write_page
 
 
 def read(*directories):

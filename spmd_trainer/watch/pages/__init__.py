@@ -11,9 +11,19 @@ show_data.py                `--mode=data`: rows of each dataset; corpus_summary.
 vendor/                     uPlot, which draws the curves
 """
 
+import html
+
 from spmd_trainer.sharding import page
 
 
 def shared(name: str) -> str:
     """Returns the text of a file of this package, e.g. 'page.css', the look that the pages share."""
     return page.asset(__package__, name)
+
+
+def fact(name: str, value: str, note: str, tone: str = "") -> str:
+    """Returns the HTML of a number at the head of a page: its name, its text, a note; tone: 'good', 'bad' or ''."""
+    return (
+        f'<div class="fact {tone}"><span>{html.escape(name)}</span><b>{html.escape(value)}</b>'
+        f"<small>{html.escape(note)}</small></div>"
+    )
