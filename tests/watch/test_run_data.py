@@ -10,7 +10,7 @@ from made_up_run import EVIL, make_run, report, times_line, train_line, write_li
 
 from spmd_trainer.metrics.run_times import RunTimesFile
 from spmd_trainer.sharding.page import fill, script_json
-from spmd_trainer.watch.pages import run_logs, run_samples
+from spmd_trainer.watch.pages import run_texts
 from spmd_trainer.watch.pages.run_page import PageData, names_of, page_text, write_page
 
 
@@ -243,7 +243,7 @@ def test_warnings_that_differ_in_numbers_are_one_kind(tmp_path):
 
 def test_a_long_log_is_read_from_its_end(tmp_path, monkeypatch):
     directory = make_run(tmp_path / "mine")
-    monkeypatch.setattr(run_logs, "_READ", 120)
+    monkeypatch.setattr(run_texts, "_LOG_BYTES", 120)
     (run,) = read(directory)["runs"]
     assert_names(run["notes"], "logs/train.log", "only its end", "warnings")
 
@@ -257,9 +257,9 @@ def test_many_steps_of_samples_are_spread_and_long_texts_are_marked(tmp_path):
     write_lines(directory / "eval_out" / "heldout" / "step_5.jsonl", [{"index": 3, "scores": [1.0, 2.0]}])
     samples = read(directory)["runs"][0]["samples"]
     steps = samples["decode_out/prompts"]["steps"]
-    assert len(steps) == run_samples.MOST_STEPS
+    assert len(steps) == run_texts.MOST_STEPS
     assert (steps[0]["step"], steps[-1]["step"]) == (1, 100)
-    assert samples["decode_out/prompts"]["left_out"] == 100 - run_samples.MOST_STEPS
+    assert samples["decode_out/prompts"]["left_out"] == 100 - run_texts.MOST_STEPS
     output = steps[0]["examples"][0]["output"]
     assert output.startswith("x" * 3000)
     assert_names(output[3000:], "2,000 more characters")
@@ -282,7 +282,7 @@ def test_a_second_reading_looks_only_at_what_has_changed(tmp_path, monkeypatch):
     directory = make_run(tmp_path / "mine")
     data = PageData([epath.Path(directory)])
     before = data.read()
-    monkeypatch.setattr(run_samples, "read_examples", lambda path: pytest.fail(f"{path} was read again"))
+    monkeypatch.setattr(run_texts, "read_examples", lambda path: pytest.fail(f"{path} was read again"))
     with (directory / "summaries" / "train" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(train_line(110)) + "\n")
     after = data.read()

@@ -2,12 +2,11 @@
 
 page.css, page.js           what all pages share: the look, elements and numbers
 run_page.py                 the page of runs; its parts are run_page.html, run_page.css, run_curves.js, run_parts.js, run_page.js
-run_data.py                 what that page shows of some runs; run_reader.py, of one run, and run_facts.py, at its head
+run_reader.py               what that page shows of one run, and run_facts.py, at its head
 run_scalars.py              reads a run's scalars, also while it writes, and thins them; run_charts.py chooses the curves
-run_samples.py, run_logs.py read what was decoded, and the warnings of the logs
-follow.py                   serves the page of a run that goes on
-page_mode.py                `--mode=page`: writes or serves the page of runs
-show_data.py                `--mode=data`: rows of each dataset; corpus_summary.py measures corpora, data_page.py is their page
+run_texts.py                reads what was decoded, and the warnings of the logs
+page_mode.py                `--mode=page`: writes the page of runs, or serves it while a run goes on
+show_data.py                `--mode=data`: rows of each dataset; corpus_summary.py measures corpora, and writes their page
 vendor/                     uPlot, which draws the curves
 """
 

@@ -13,7 +13,7 @@ from etils import epath
 from spmd_trainer.metrics.run_times import TIMES_FILE, StartTimes, goodput, read_run_times
 from spmd_trainer.models import config_lines
 from spmd_trainer.storage import is_remote, run_files
-from spmd_trainer.watch.pages import run_charts, run_facts, run_logs, run_samples
+from spmd_trainer.watch.pages import run_charts, run_facts, run_texts
 from spmd_trainer.watch.pages.run_charts import Record
 from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars
 
@@ -77,7 +77,7 @@ class RunReader:
             "state": run_facts.state(found),
             "facts": run_facts.facts(found),
             "about": self._about(found),
-            "overrides": [str(override) for override in _list(about.get("overrides"))],
+            "overrides": [str(one) for one in texts] if isinstance(texts := about.get("overrides"), list) else [],
             "restarts": sorted(set(restarts or back)),
             "invalid": run_charts.invalid_steps(self.scalars, begins),
             "spikes": run_charts.loss_spikes(self.scalars, begins),
@@ -113,26 +113,26 @@ class RunReader:
         return {"rows": rows[:_MOST_CHANGES], "left_out": max(0, len(rows) - _MOST_CHANGES)}
 
     def _warnings(self) -> Record:
-        kinds: dict[tuple[str, ...], run_logs.Warned] = {}
+        kinds: dict[tuple[str, ...], Record] = {}
         for path in self._entries(run_files.LOGS, ".log"):
             with self._noting(f"{run_files.LOGS}/{path.name}"):
-                found, is_cut = self._of_file(path, _warnings_in, path)
-                run_logs.add(found, kinds)
+                found, is_cut = self._of_file(path, run_texts.read_warnings)
+                run_texts.add(found, kinds)
                 if is_cut:
                     self.notes.append(f"{run_files.LOGS}/{path.name} is long; only its end was read for warnings")
         ordered = sorted(kinds.values(), key=lambda kind: kind["last"], reverse=True)
-        return {"rows": ordered[: run_logs.MOST_KINDS], "left_out": max(0, len(ordered) - run_logs.MOST_KINDS)}
+        return {"rows": ordered[: run_texts.MOST_KINDS], "left_out": max(0, len(ordered) - run_texts.MOST_KINDS)}
 
     def _samples(self) -> Record:
         groups: Record = {}
         with self._noting("decode_out"):
-            for group, steps in run_samples.groups_below(self.path).items():
+            for group, steps in run_texts.sample_files(self.path).items():
                 shown = []
-                for step in run_samples.chosen_steps(list(steps)):
+                for step in run_texts.chosen_steps(list(steps)):
                     path = steps[step]
                     with self._noting(f"{group}/{path.name}"):
-                        examples = self._of_file(path, run_samples.read_examples, path)
-                        shown.append(run_samples.StepSamples(step=step, examples=examples))
+                        examples = self._of_file(path, run_texts.read_examples)
+                        shown.append({"step": step, "examples": examples})
                 groups[group] = {"steps": shown, "left_out": len(steps) - len(shown)}
         return groups
 
@@ -149,20 +149,20 @@ class RunReader:
         path = self.path / name
         with self._noting(name):
             try:
-                return self._of_file(path, lambda: parse(path.read_text(encoding="utf-8")))
+                return self._of_file(path, lambda path: parse(path.read_text(encoding="utf-8")))
             except FileNotFoundError:
                 pass
         return None
 
-    def _of_file(self, path: epath.Path, read: Callable[..., _T], *args: object) -> _T:
+    def _of_file(self, path: epath.Path, read: Callable[[epath.Path], _T]) -> _T:
         """Returns what `read` returns, or what it has returned before if the file has not changed since."""
         if is_remote(path):
-            return read(*args)
+            return read(path)
         stat = path.stat()
         version = (stat.length, stat.mtime)
         kept = self._kept.get(str(path))
         if kept is None or kept[0] != version:
-            kept = self._kept[str(path)] = (version, read(*args))
+            kept = self._kept[str(path)] = (version, read(path))
         found: _T = kept[1]
         return found
 
@@ -175,17 +175,8 @@ class RunReader:
             self.notes.append(f"{name} can't be read: {type(error).__name__}: {error}"[:400])
 
 
-def _list(found: object) -> list[object]:
-    return found if isinstance(found, list) else []
-
-
 def _settings(text: str) -> Mapping[str, str]:
     return config_lines.settings(text.splitlines())
-
-
-def _warnings_in(path: epath.Path) -> tuple[list[tuple[str, str, str, str]], bool]:
-    text, is_cut = run_logs.read_text(path)
-    return list(run_logs.warnings_of(text)), is_cut
 
 
 def _report(text: str) -> Record:
