@@ -18,9 +18,8 @@ from typing import Any
 from absl import logging
 
 from spmd_trainer.watch import stuck
-from spmd_trainer.watch.beats import Beat, not_yet
 from spmd_trainer.watch.slow import SlowProcesses
-from spmd_trainer.watch.stuck import Seen
+from spmd_trainer.watch.stuck import Beat, Seen, not_yet
 
 _PREFIX = "spmd_trainer/health"
 # A job may train several times, in a notebook. Every process counts alike.
