@@ -17,11 +17,10 @@ from spmd_trainer import storage
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import access
-from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.storage.run_files import COMPARISON, PAGE
 from spmd_trainer.training.run_config import PageConfig
 from spmd_trainer.watch.pages.run_charts import Record
-from spmd_trainer.watch.pages.run_page import PageData, page_text
+from spmd_trainer.watch.pages.run_page import PageData, page_text, write_page
 from spmd_trainer.watch.pages.run_reader import RunReader
 
 ADDRESS = "127.0.0.1"
@@ -39,19 +38,18 @@ def show(request: PageConfig) -> None:
       UserError: a directory holds no run, the page can't be written, or the port can't be used.
     """
     directories = _directories(request)
-    data = PageData(directories)
     if request.follow:
         with contextlib.suppress(KeyboardInterrupt):
             remote = any(storage.is_remote(directory) for directory in directories)
             seconds = _SECONDS_BETWEEN_REMOTE_READS if remote else SECONDS_BETWEEN_READS
-            server = PageServer(data.read, request.port, seconds_between_reads=seconds)
+            server = PageServer(PageData(directories).read, request.port, seconds_between_reads=seconds)
             sys.stdout.write(f"{server.url}\nCtrl-C ends it.\n")
             sys.stdout.flush()
             server.serve()
         return
     file = _file(request, directories)
     try:
-        write_atomically(file, page_text(data.read()).split("\n"))
+        write_page(directories, file)
     except OSError as error:
         raise UserError(
             f"{file} can't be written: {error.strerror or error}; --page_file=FILE writes another"

@@ -80,12 +80,8 @@ def _silence(last: StartTimes) -> str:
     return f"nothing was written for {format_duration(silent)}" if silent > _SILENT_SECONDS else ""
 
 
-def facts(found: Found) -> list[list[str]]:
-    """Returns [title, value, note, tone] of the numbers at the head of the page."""
-    return [list(fact) for fact in _facts(found)]
-
-
-def _facts(found: Found) -> Iterator[tuple[str, str, str, str]]:
+def facts(found: Found) -> Iterator[tuple[str, str, str, str]]:
+    """Yields (title, value, note, tone) of the numbers at the head of the page."""
     of = f"of {found.num_steps:,}" if found.num_steps is not None else ""
     yield "Step", f"{found.step:,}", of, str(state(found)["tone"])
     loss = found.last(TRAIN, "loss")

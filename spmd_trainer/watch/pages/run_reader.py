@@ -15,7 +15,7 @@ from spmd_trainer.models import config_lines
 from spmd_trainer.storage import is_remote, run_files
 from spmd_trainer.watch.pages import run_charts, run_facts, run_texts
 from spmd_trainer.watch.pages.run_charts import Record
-from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars
+from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars, entries
 
 _T = TypeVar("_T")
 # What reading a file that is cut short, or no file of ours, raises.
@@ -75,7 +75,7 @@ class RunReader:
             "path": str(self.path),
             "experiment": str(about.get("experiment") or "unknown experiment"),
             "state": run_facts.state(found),
-            "facts": run_facts.facts(found),
+            "facts": list(run_facts.facts(found)),
             "about": self._about(found),
             "overrides": [str(one) for one in texts] if isinstance(texts := about.get("overrides"), list) else [],
             "restarts": sorted(set(restarts or back)),
@@ -138,11 +138,9 @@ class RunReader:
 
     def _entries(self, folder: str, ending: str) -> list[epath.Path]:
         """Returns the files of a folder, also of one in an object store, where growing files are in parts."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            names = {path.name for path in (self.path / folder).iterdir()}
-            whole = {name.partition(f"{ending}.part-")[0] + ending if ".part-" in name else name for name in names}
-            return [self.path / folder / name for name in sorted(whole) if name.endswith(ending)]
-        return []
+        names = [path.name for path in entries(self.path / folder)]
+        whole = {name.partition(f"{ending}.part-")[0] + ending if ".part-" in name else name for name in names}
+        return [self.path / folder / name for name in sorted(whole) if name.endswith(ending)]
 
     def _read(self, name: str, parse: Callable[[str], _T]) -> _T | None:
         """Returns what `parse` makes of a file's text; None if it is missing, or, with a note, can't be read."""

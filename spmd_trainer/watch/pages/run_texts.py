@@ -12,6 +12,7 @@ from etils import epath
 from spmd_trainer.sharding.messages import shortened
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import read_joined
+from spmd_trainer.watch.pages.run_scalars import entries
 
 # (time, level, 'file.py:12', message) of a record of a log; a message may have several lines.
 Logged: TypeAlias = tuple[str, str, str, str]
@@ -79,9 +80,9 @@ def sample_files(job_log_dir: epath.Path) -> dict[str, dict[int, epath.Path]]:
     """Returns {'decode_out/DATASET': {step: file}}, with all steps in their order."""
     found = {}
     for folder in FOLDERS:
-        for dataset in _entries(job_log_dir / folder):
+        for dataset in entries(job_log_dir / folder):
             steps = {
-                int(match[1]): path for path in _entries(dataset) if (match := _STEP.fullmatch(path.name)) is not None
+                int(match[1]): path for path in entries(dataset) if (match := _STEP.fullmatch(path.name)) is not None
             }
             if steps:
                 found[f"{folder}/{dataset.name}"] = dict(sorted(steps.items()))
@@ -127,10 +128,3 @@ def _example(record: dict[str, object], number: int) -> dict[str, Any]:
 
 def _beginning(text: str, most: int, where: str) -> str:
     return shortened(text, most, f" … ({len(text) - most:,} more characters in the {where})")
-
-
-def _entries(directory: epath.Path) -> list[epath.Path]:
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
