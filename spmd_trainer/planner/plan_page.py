@@ -180,33 +180,29 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _front_table(search: Record) -> str:
-    rows = "".join(
-        _front_row(number, shown, search["per_row"]) for number, shown in enumerate(search["shown"], start=1)
-    )
-    header = "".join(
-        f'<th scope="col"{numeric}>{name}</th>'
-        for name, numeric in (
-            ("Candidate", ""),
-            ("Step", " class=num"),
-            ("Range", " class=num"),
-            ("Bytes per chip", " class=num"),
-            ("Padding", " class=num"),
-            ("Longest collective", ""),
-        )
-    )
-    return f"<table class=front><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+    """Returns the table of the candidates that are shown in full; '' if there are none."""
+    shown = [(candidate, _front_cells(candidate, search["per_row"])) for candidate in search["shown"]]
+    if not shown:
+        return ""
+    header = "".join(f'<th scope="col"{" class=num" if kind else ""}>{name}</th>' for name, kind, _ in shown[0][1])
+    rows = "".join(_front_row(number, *one) for number, one in enumerate(shown, start=1))
+    return f'<table class=front><thead><tr><th scope="col">Candidate</th>{header}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _front_row(number: int, shown: Record, per_row: bool) -> str:
+def _front_cells(shown: Record, per_row: bool) -> list[tuple[str, str, str]]:
+    """Returns (column, class, HTML) of a candidate's cells after its name."""
     seconds = "does not fit" if shown["seconds"] is None else _seconds_text(shown["seconds"])
     rows = f" <small>for {shown['rows']} rows</small>" if per_row else ""
-    cells = [
+    return [
         ("Step", "num", html.escape(seconds) + rows),
         ("Range", "num", html.escape(_range_text(shown))),
         ("Bytes per chip", "num", bytes_text(shown["bytes"])),
         ("Padding", "num", bytes_text(shown["padding"])),
         ("Longest collective", "", html.escape(shown["dominant"] or "none")),
     ]
+
+
+def _front_row(number: int, shown: Record, cells: Iterable[tuple[str, str, str]]) -> str:
     # A line breaks between flags, and inside of one only if it is longer than the line.
     flags = " ".join(f"<span>{html.escape(flag)}</span>" for flag in re.split(r" (?=--)", shown["flags"]))
     return (

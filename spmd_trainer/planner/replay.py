@@ -7,6 +7,7 @@ training. It writes only the log and takes no lock, so the run may continue mean
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Mapping
@@ -209,17 +210,18 @@ class _Batches:
         can_rewind = restored.step == 0 or (
             bool(job.task.train.enable_input_checkpointing) and saved is not None and saved["state"] is not None
         )
-        self._context = start_up.train_batches(job, saved if restored.step else None) if can_rewind else None
+        self._context = (
+            start_up.train_batches(job, saved if restored.step else None) if can_rewind else contextlib.nullcontext()
+        )
         self._input: Any = None
         self._unusable = ""
 
     def __enter__(self) -> _Batches:
-        self._input = None if self._context is None else self._context.__enter__()
+        self._input = self._context.__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if self._context is not None:
-            self._context.__exit__(*exc_info)
+        self._context.__exit__(*exc_info)
 
     def take(self, step: int) -> PyTree:
         """Returns the batch of a step, on the devices.

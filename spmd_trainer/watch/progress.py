@@ -167,15 +167,12 @@ class ProgressLines(Callback):
                 timing |= {"device_bytes_in_use": float(memory.in_use), "device_peak_bytes": float(memory.peak)}
             run.log(timing)
 
-    def on_failure(self, run: Run, error: BaseException) -> None:
+    def on_end(self, run: Run, error: BaseException | None = None) -> None:
         """Ends what `on_open` began."""
         del run, error
         live.training = None
 
-    def on_end(self, run: Run) -> None:
-        """Ends what `on_open` began."""
-        del run
-        live.training = None
+    on_failure = on_end
 
     def _status(self, run: Run) -> TrainingStatus | None:
         """Returns this moment of the run; None before its first step. Called by the display's thread."""

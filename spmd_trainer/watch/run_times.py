@@ -98,11 +98,9 @@ class LastTimes(Callback):
     def __init__(self, record: TimeRecord) -> None:
         self._record = record
 
-    def on_failure(self, run: Run, error: BaseException) -> None:
+    def on_end(self, run: Run, error: BaseException | None = None) -> None:
         """Writes the times."""
         del error
         self._record.write_last(run)
 
-    def on_end(self, run: Run) -> None:
-        """Writes the times."""
-        self._record.write_last(run)
+    on_failure = on_end

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from spmd_trainer.metrics.run_times import TIMES_FILE, StartTimes, goodput, read_run_times
+from spmd_trainer.metrics.run_times import TIMES_FILE, goodput, read_run_times
 from spmd_trainer.models import config_lines
 from spmd_trainer.storage import is_remote, run_files
 from spmd_trainer.watch.pages import run_charts, run_facts, run_texts
@@ -61,10 +61,8 @@ class RunReader:
         """
         self.notes = list(self.scalars.update())
         self.settings = self._read(run_files.CONFIG_FILE, _settings) or {}
-        about: Mapping[str, Any] = {}
-        with self._noting(run_files.RUN):
-            about = run_files.read_record(self.path)
-        times = self._times()
+        about: Mapping[str, Any] = self._noted(run_files.RUN, lambda: run_files.read_record(self.path)) or {}
+        times = self._noted(TIMES_FILE, lambda: read_run_times(self.path)) or []
         found = run_facts.Found(self.settings, about, times, self.scalars)
         train = self.scalars.files.get(TRAIN)
         back = train.back if train else []
@@ -76,7 +74,7 @@ class RunReader:
             "experiment": str(about.get("experiment") or "unknown experiment"),
             "state": run_facts.state(found),
             "facts": list(run_facts.facts(found)),
-            "about": self._about(found),
+            "about": self._noted(run_files.RUN, lambda: run_facts.about(found)) or [],
             "overrides": [str(one) for one in texts] if isinstance(texts := about.get("overrides"), list) else [],
             "restarts": sorted(set(restarts or back)),
             "invalid": run_charts.invalid_steps(self.scalars, begins),
@@ -89,16 +87,6 @@ class RunReader:
             "samples": self._samples(),
             "notes": self.notes,
         }
-
-    def _about(self, found: run_facts.Found) -> list[list[str]]:
-        with self._noting(run_files.RUN):
-            return run_facts.about(found)
-        return []
-
-    def _times(self) -> list[StartTimes]:
-        with self._noting(TIMES_FILE):
-            return read_run_times(self.path)
-        return []
 
     def _changes(self) -> Record:
         """Returns the settings that have changed between starts of the run, the newest changes first."""
@@ -145,12 +133,7 @@ class RunReader:
     def _read(self, name: str, parse: Callable[[str], _T]) -> _T | None:
         """Returns what `parse` makes of a file's text; None if it is missing, or, with a note, can't be read."""
         path = self.path / name
-        with self._noting(name):
-            try:
-                return self._of_file(path, lambda path: parse(path.read_text(encoding="utf-8")))
-            except FileNotFoundError:
-                pass
-        return None
+        return self._noted(name, lambda: self._of_file(path, lambda path: parse(path.read_text(encoding="utf-8"))))
 
     def _of_file(self, path: epath.Path, read: Callable[[epath.Path], _T]) -> _T:
         """Returns what `read` returns, or what it has returned before if the file has not changed since."""
@@ -163,6 +146,12 @@ class RunReader:
             kept = self._kept[str(path)] = (version, read(path))
         found: _T = kept[1]
         return found
+
+    def _noted(self, name: str, read: Callable[[], _T]) -> _T | None:
+        """Returns what `read` returns; None if the file is missing, or, with a note, can't be read."""
+        with self._noting(name), contextlib.suppress(FileNotFoundError):
+            return read()
+        return None
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
