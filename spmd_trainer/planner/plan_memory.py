@@ -8,7 +8,7 @@ import heapq
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -80,22 +80,6 @@ class PeakArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChartLoop:
-    """A loop of the schedule.
-
-    Attributes:
-      begin, end: first and last position of its body.
-      times: iterations.
-      part: 'forward', 'backward', 'rematerialised' or ''.
-    """
-
-    begin: int
-    end: int
-    times: int
-    part: str
-
-
-@dataclasses.dataclass(frozen=True)
 class MemoryOverTime:
     """Live bytes of a chip over the schedule.
 
@@ -106,7 +90,8 @@ class MemoryOverTime:
       peak: index of the point with the most bytes.
       operations: the operation at each point, as index in `operation_names`.
       operation_names: their texts, e.g. 'lm/softmax, backward'.
-      loops: the outermost loops.
+      loops: the outermost loops: 'begin' and 'end', the first and last position of the body; 'times', the iterations; 'part',
+        'forward', 'backward', 'rematerialised' or ''.
       largest: the largest temporaries at the peak, largest first.
     """
 
@@ -116,7 +101,7 @@ class MemoryOverTime:
     peak: int
     operations: list[int]
     operation_names: list[str]
-    loops: list[ChartLoop]
+    loops: list[dict[str, Any]]
     largest: list[PeakArray]
 
 
@@ -142,7 +127,7 @@ def memory_over_time(schedule: Schedule | None) -> MemoryOverTime | None:
         operations=operations,
         operation_names=list(names),
         loops=[
-            ChartLoop(loop.begin, loop.end, loop.times, _pass(loop.made_by))
+            {"begin": loop.begin, "end": loop.end, "times": loop.times, "part": _pass(loop.made_by)}
             for loop in schedule.loops
             if not loop.depth and loop.times > 1
         ],

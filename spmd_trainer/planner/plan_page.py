@@ -44,21 +44,15 @@ _STATUS = {
 }
 
 
-def write_plan_page(job: Job, plan: Plan, memory: MemoryOverTime | None) -> None:
-    """Writes the page of one plan, if a directory was given.
-
-    Args:
-      job: the plan's job.
-      plan: the plan.
-      memory: its memory over the schedule; see `plan_memory.memory_over_time`.
-    """
+def write_plan_page(job: Job, plan: Plan) -> None:
+    """Writes the page of the plan of a job, if a directory was given."""
     flags = ", ".join(f"{name}={value}" for name, value in plan.xla_flags.items())
     about = {
         **_about(job, plan.mesh),
         **({"attention": "; ".join(plan.attention)} if plan.attention else {}),
         **({"XLA flags": flags} if flags else {}),
     }
-    _write(job, plan_page(about, plan_record(plan, memory)))
+    _write(job, plan_page(about, plan_record(plan)))
 
 
 def write_search_page(
@@ -217,7 +211,7 @@ def _asset(name: str) -> str:
     return page.asset(__package__, name)
 
 
-def plan_record(plan: Plan, memory: MemoryOverTime | None) -> Record:
+def plan_record(plan: Plan) -> Record:
     """Returns the page's data of a compiled plan."""
     estimate = plan.estimate
     return {
@@ -232,7 +226,7 @@ def plan_record(plan: Plan, memory: MemoryOverTime | None) -> Record:
         "fits": plan.fits,
         "seconds": estimate and {"shortest": estimate.shortest, "longest": estimate.longest},
         "collectives": _collectives(plan),
-        "memory": None if memory is None else _memory(memory),
+        "memory": None if plan.memory_over_time is None else _memory(plan.memory_over_time),
     }
 
 

@@ -298,7 +298,7 @@ class Search:
             return
         outcome.compiled_in = time.monotonic() - started
         outcome.bytes, outcome.padding = result.total, result.padding
-        outcome.details = plan_page.plan_record(result, result.memory_over_time)
+        outcome.details = plan_page.plan_record(result)
         estimate = result.estimate
         assert estimate is not None  # the chip is known
         outcome.shortest, outcome.longest = estimate.shortest, estimate.longest

@@ -84,10 +84,8 @@ class TimeRecord(Callback):
         if self._file is None:
             return
         self._written = time.monotonic()
-        if self._has_state:
-            self._file.write(run.times.seconds(), run.first_step, run.step, self._ended)
-        else:
-            self._file.write_starting(run.times.seconds(), self._ended)
+        first_step = run.first_step if self._has_state else None
+        self._file.write(run.times.seconds(), first_step, run.step, self._ended)
 
 
 class LastTimes(Callback):

@@ -147,7 +147,7 @@ def test_how_a_run_stands(tmp_path):
 def test_a_start_that_restores_is_no_end_and_no_restart(tmp_path):
     directory = make_run(tmp_path / "mine")
     add_to_record(directory, status="finished", last_step=100)
-    RunTimesFile(epath.Path(directory), time.time()).write_starting({"start": 1.0})
+    RunTimesFile(epath.Path(directory), time.time()).write({"start": 1.0}, None)
     (run,) = read(directory)["runs"]
     assert (run["state"]["text"], run["state"]["tone"]) == ("at step 100 of 100", "")
     assert_names(run["state"]["note"], "new start", "restores")
