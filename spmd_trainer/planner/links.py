@@ -31,7 +31,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from spmd_trainer.kernels.chips import chip
+from spmd_trainer.kernels.chips import Chip, chip
 from spmd_trainer.planner.hlo_collectives import Collective
 
 # Larger NVLink domains connect several hosts.
@@ -91,6 +91,13 @@ class Machine:
     domain_devices: int = 0
     matrix_side: int = 0
     vector_ops: float = 0.0
+
+    @property
+    def chip(self) -> Chip:
+        """The chip, with its peak FLOP/s."""
+        known = chip(self.kind)
+        assert known is not None, self.kind
+        return known
 
 
 _TPU_MEMORY, _GPU_MEMORY = 1359.6 / 1638, 2903 / 3352.32  # c, d

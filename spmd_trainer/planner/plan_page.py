@@ -6,6 +6,7 @@ Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.j
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import itertools
 import re
@@ -55,21 +56,9 @@ def write_plan_page(job: Job, plan: Plan) -> None:
     _write(job, plan_page(about, plan_record(plan)))
 
 
-def write_search_page(
-    job: Job,
-    outcomes: Sequence[Outcome],
-    *,
-    chip_memory: int | None,
-    flags: Callable[[Candidate], str],
-) -> None:
-    """Writes the page of a search, if a directory was given.
-
-    Args:
-      job: the search's job.
-      outcomes: all candidates.
-      chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
-      flags: returns the command line's flags that run a candidate.
-    """
+def write_search_page(job: Job, outcomes: Sequence[Outcome], *, chip_memory: int | None) -> None:
+    """Writes the page of a search, if a directory was given. Arguments as in `search_record`."""
+    flags = functools.partial(plan_report.run_flags, job)
     record = search_record(outcomes, chip_memory=chip_memory, flags=flags)
     _write(job, search_page({**_about(job), "searched": ", ".join(job.config.of(PlanConfig).search)}, record))
 

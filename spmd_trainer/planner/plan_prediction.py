@@ -30,7 +30,6 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from praxis import base_layer
 
-from spmd_trainer.kernels.chips import Chip
 from spmd_trainer.optim import masks
 from spmd_trainer.planner import jaxpr_costs, links
 from spmd_trainer.planner.hlo_collectives import Collective
@@ -59,12 +58,6 @@ _LENGTH = 5.0
 _OWN = 0.05
 # In one case out of 40, a candidate takes less time than is expected minus this many standard deviations.
 _DEVIATIONS = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    chip: Chip
-    machine: links.Machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +104,7 @@ def state_bytes(job: Job) -> tuple[int, int]:
     return whole, sum(v.padding_per_device(mesh) for v in records)
 
 
-def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -> Prediction:
+def predict(job: Job, machine: links.Machine, work: Work, *, minibatches: int = 1) -> Prediction:
     """Predicts a step's time. Each of the batch's `minibatches` gathers the weights again."""
     mesh, devices = job.partitioner.mesh_shape(), job.partitioner.mesh.size
     of_rows, of_batch = _batch_axes(job)
@@ -122,7 +115,7 @@ def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -
     # Padding of weights and rows makes a device's products larger than total / devices.
     equal = job.num_rows * tokens_of_row * sum(weight.logical_elements for weight in weights) / devices
     growth = max(1.0, tokens * sum(w.layers * w.elements for w in weights) / equal) if equal else 1.0
-    network = _Network(job, hardware.machine)
+    network, measured = _Network(job, machine), machine.measured
     # Saved activations and the state are each written once and read once.
     num_bytes = 2.0 * state_bytes(job)[0] + growth * (work.step.batched_bytes + 2.0 * work.step.stacked_bytes) / devices
     for weight in weights:
@@ -140,8 +133,7 @@ def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -
         network.add("all-gather", weight.others, activations, work.passes * weight.layers * minibatches)
         num_bytes += activations
     flops = growth * (work.step.flops + work.step.kernel_flops) / devices
-    machine, measured = hardware.machine, hardware.machine.measured
-    products, memory = flops / hardware.chip.peak_flops, num_bytes / machine.memory
+    products, memory = flops / machine.chip.peak_flops, num_bytes / machine.memory
     links_seconds = network.inside / measured.links + network.outside + network.latency
     return Prediction(
         shortest=max(products, memory, network.inside, network.outside),
@@ -149,18 +141,18 @@ def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -
     )
 
 
-def lower_bound(job: Job, hardware: Hardware, flops: float) -> float:
+def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
     """Returns a lower limit for a step's seconds: the time for its products on all devices, or for reading the state
     and writing all variables that aren't frozen.
 
     Args:
       job: the candidate's job.
-      hardware: its chips.
+      machine: its chips.
       flops: FLOPs of the step on all devices; see `jaxpr_costs.dot_costs`.
     """
     whole, _ = state_bytes(job)
-    products = flops / job.partitioner.mesh.size / hardware.chip.peak_flops
-    return max(products, (2 * whole - _frozen_bytes(job)) / hardware.machine.memory)
+    products = flops / job.partitioner.mesh.size / machine.chip.peak_flops
+    return max(products, (2 * whole - _frozen_bytes(job)) / machine.memory)
 
 
 def _frozen_bytes(job: Job) -> int:

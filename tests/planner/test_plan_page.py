@@ -269,7 +269,7 @@ def test_pages_are_written_beside_the_other_reports(job):
         assert html.escape(text) in page, text
     searched = PlanConfig(job.config.experiment, job.config.job_log_dir)
     job = dataclasses.replace(job, config=searched)
-    plan_page.write_search_page(job, OUTCOMES, chip_memory=None, flags=flags)
+    plan_page.write_search_page(job, OUTCOMES, chip_memory=None)
     assert data_of(path.read_text())["search"]["counts"] == {
         "fits": 3,
         "too large": 1,

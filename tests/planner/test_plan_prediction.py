@@ -7,7 +7,6 @@ import math
 import pytest
 
 from spmd_trainer.experiments.lm import llama
-from spmd_trainer.kernels.chips import chip
 from spmd_trainer.planner import links, plan_prediction
 from spmd_trainer.planner.jaxpr_costs import DotCosts
 from spmd_trainer.planner.plan_candidates import Candidate
@@ -18,7 +17,7 @@ from spmd_trainer.training.job import BatchSettings, Job
 from spmd_trainer.training.run_config import make_run_config
 
 H100 = "NVIDIA H100 80GB HBM3"
-HARDWARE = plan_prediction.Hardware(chip(H100), links.machine(H100))
+MACHINE = links.machine(H100)
 SIZES = (
     "ICI_MESH_SHAPE=(1, 8, 1)",
     "PERCORE_BATCH_SIZE=2",
@@ -48,7 +47,7 @@ def predict(base):
     def on(replica, data, mdl, work=WORK, **settings):
         mesh = mesh_over_slices({"replica": replica, "data": data, "mdl": mdl})
         job = base.on_mesh(mesh, BatchSettings(8, 1, 1))
-        return plan_prediction.predict(job, HARDWARE, work, **settings)
+        return plan_prediction.predict(job, MACHINE, work, **settings)
 
     return on
 
@@ -60,12 +59,12 @@ def test_activations_cross_the_axes_that_split_weights_but_not_the_batch(predict
     assert longest == sorted(longest)
     # On 8 chips of 'mdl', at least 7/8 of the activations of two sides in each of 2 layers move 3 times.
     moved = 3 * 2 * 2 * 16 * 1024 * 512 * 2 * 7 / 8
-    assert longest[3] > longest[0] + moved / HARDWARE.machine.link / 2
+    assert longest[3] > longest[0] + moved / MACHINE.link / 2
 
 
 def test_rematerialisation_repeats_the_forward_pass_and_its_collectives(predict):
     more = Work(DotCosts(4.0 * FORWARD), DotCosts(1.0 * FORWARD))
-    products = FORWARD / 8 / HARDWARE.machine.measured.products
+    products = FORWARD / 8 / MACHINE.measured.products
     for mdl in (1, 8):
         extra = predict(1, 8 // mdl, mdl, more).longest - predict(1, 8 // mdl, mdl).longest
         assert extra > products
@@ -86,14 +85,14 @@ def test_rows_that_do_not_divide_are_padded(predict):
 
 def test_the_range_starts_at_the_peak(predict):
     found = predict(1, 8, 1, Work(DotCosts(3e15), DotCosts(1e15)))
-    assert found.shortest == pytest.approx(3e15 / 8 / HARDWARE.chip.peak_flops)
+    assert found.shortest == pytest.approx(3e15 / 8 / MACHINE.chip.peak_flops)
     assert found.shortest < found.seconds < found.longest
 
 
 def test_the_tokens_of_a_batch_without_ids_follow_from_its_flops(base, predict):
     shapes = base.process_inputs_shape_dtype
     images = dataclasses.replace(base, process_inputs_shape_dtype=type(shapes)(images=shapes.ids))
-    found = plan_prediction.predict(images, HARDWARE, WORK)
+    found = plan_prediction.predict(images, MACHINE, WORK)
     # The embeddings are looked up, not multiplied, so the weights seem to see a few tokens less or more.
     assert found.seconds == pytest.approx(predict(1, 8, 1).seconds, rel=0.2)
 
@@ -154,8 +153,8 @@ def test_the_bound_does_not_write_frozen_variables(tmp_path):
         if v.path.startswith("mdl_vars/params/") and "lora" not in v.path
     )
     assert 0 < frozen < whole
-    bound = plan_prediction.lower_bound(job, HARDWARE, 0.0)
-    assert bound == pytest.approx((2 * whole - frozen) / HARDWARE.machine.memory)
+    bound = plan_prediction.lower_bound(job, MACHINE, 0.0)
+    assert bound == pytest.approx((2 * whole - frozen) / MACHINE.memory)
 
 
 def test_results_with_each_setting_alone_predict_one_with_both():
