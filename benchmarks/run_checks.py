@@ -34,7 +34,7 @@ from spmd_trainer.watch.board import Board
 from spmd_trainer.watch.device_watch import DeviceWatch
 from spmd_trainer.watch.invalid_batches import InvalidBatches
 from spmd_trainer.watch.loss_spikes import LossSpikes
-from spmd_trainer.watch.replicas import differences
+from spmd_trainer.watch.replica_check import differences
 from spmd_trainer.watch.step_parts import StepParts
 from spmd_trainer.watch.watchdog import Watchdog
 

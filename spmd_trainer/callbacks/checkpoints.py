@@ -42,10 +42,6 @@ class Checkpoints(Callback):
         self._check_owner()
         save_state(self.checkpointer, run)
 
-    def finished(self) -> list[int]:
-        """Returns the steps whose checkpoints have become whole on disk since the last call."""
-        return self.checkpointer.take_finished()
-
     def on_failure(self, run: Run, error: BaseException) -> None:
         """Waits for the save in progress. A save that fails too is logged: the first error is the one to report."""
         del run

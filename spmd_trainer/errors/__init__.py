@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from spmd_trainer.errors import unknown_fields
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from spmd_trainer.sharding.messages import did_you_mean
 
 __all__ = ["MissingCompilerError", "UserError", "did_you_mean", "first_line", "first_paragraph"]
+
+# Raised where a field is set, given to the config's constructor, and read.
+_SET = re.compile(r"No parameter named '(\w+)' exists for (.+?); valid parameter names: ([\w, ]+)")
+_GIVEN = re.compile(r"Cannot bind arguments to (.+?): got an unexpected keyword argument '(\w+)'")
+_READ = re.compile(r"No parameter '(\w+)' has been set on <")
+# How fiddle writes a class and a function.
+_CALLABLE = re.compile(r"<(?:class '([^']+)'|function (\S+) at 0x\w+)>")
 
 
 class UserError(ValueError):
@@ -36,13 +48,57 @@ def first_paragraph(error: BaseException) -> str:
     If the error is about a field that a config doesn't have, the message names the nearest fields.
     """
     text = str(error).split("Fiddle context:")[0].strip()
-    unknown = unknown_fields.of(error, text)
-    if unknown is None:
+    if (unknown := _unknown_field(error, text)) is None:
         return text
-    owner = unknown.owner.removeprefix("spmd_trainer.")
-    return f"{owner} has no field {unknown.name!r}{did_you_mean(unknown.name, unknown.known)}"
+    name, owner, known = unknown
+    return f"{owner.removeprefix('spmd_trainer.')} has no field {name!r}{did_you_mean(name, known)}"
 
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of `first_paragraph`, or the error's class if it has no text."""
     return first_paragraph(error).partition("\n")[0] or type(error).__name__
+
+
+def _unknown_field(error: BaseException, text: str) -> tuple[str, str, Sequence[str]] | None:
+    """Returns the field that a config lacks according to fiddle's error, the class or function that the config is of, and its
+    known fields; None for any other error.
+    """
+    if match := _SET.match(text):
+        return match[1], _name(match[2]), match[3].split(", ")
+    if match := _GIVEN.match(text):
+        owner = _name(match[1])
+        return match[2], owner, _parameters(_imported(owner))
+    if match := _READ.match(text):
+        # Python notes on an AttributeError which config it is about.
+        called = getattr(getattr(error, "obj", None), "__fn_or_cls__", None)
+        known = _parameters(called)
+        if called is not None and match[1] not in known:
+            return match[1], f"{called.__module__}.{called.__qualname__}", known
+    return None
+
+
+def _name(described: str) -> str:
+    match = _CALLABLE.fullmatch(described)
+    return (match[1] or match[2]) if match else described
+
+
+def _imported(name: str) -> Callable[..., Any] | None:
+    """Returns the class with a full name such as 'praxis.layers.linears.Linear', if its module is imported."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:end]))
+        if found is not None:
+            for part in parts[end:]:
+                found = getattr(found, part, None)
+            return found if callable(found) else None
+    return None
+
+
+def _parameters(called: Callable[..., Any] | None) -> list[str]:
+    if called is None:
+        return []
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # some classes written in C have no signature
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -16,6 +16,21 @@ from collections.abc import Iterable
 __version__ = importlib.metadata.version("spmd-trainer")
 # Distribution (and import) name -> version.
 UNRESOLVABLE = {"praxis": "1.4.0", "lingvo": "0.14.2"}
+# Libraries that a compiled program and its estimate depend on.
+_LIBRARIES = (
+    "spmd-trainer",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "praxis",
+    "libtpu",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-cuda-nvcc",  # of CUDA 13
+    *(f"jax-cuda{cuda}-pjrt" for cuda in (12, 13)),
+)
 
 
 def installed_version(distribution: str) -> str | None:
@@ -24,6 +39,11 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def library_versions() -> dict[str, str]:
+    """Returns the versions of the libraries that a compiled program depends on, without those that aren't installed."""
+    return {name: version for name in _LIBRARIES if (version := installed_version(name))}
 
 
 def pip_install() -> str:

@@ -100,20 +100,16 @@ class RunTimesFile:
         self._file: GrowingFile | None = None
         self._has_failed = False
 
-    def write(self, seconds: Mapping[str, float], first_step: int, step: int, ended: str = "") -> None:
+    def write(self, seconds: Mapping[str, float], first_step: int | None, step: int = 0, ended: str = "") -> None:
         """Appends a line. A failure only logs a warning, once.
 
         Args:
           seconds: see `RunTimes.seconds`.
-          first_step, step, ended: see `StartTimes`.
+          first_step, step, ended: see `StartTimes`. Without a first step, the start has no state yet.
         """
-        self._append(seconds, {"steps": step - first_step, "first_step": first_step, "step": step}, ended)
-
-    def write_starting(self, seconds: Mapping[str, float], ended: str = "") -> None:
-        """Appends a line for a start without a state, as `write` does."""
-        self._append(seconds, {"starting": True}, ended)
-
-    def _append(self, seconds: Mapping[str, float], steps: Mapping[str, int], ended: str) -> None:
+        steps: dict[str, int] = {"starting": True}
+        if first_step is not None:
+            steps = {"steps": step - first_step, "first_step": first_step, "step": step}
         line = {
             "start": self._start,
             "seconds": {part: round(value, 3) for part, value in seconds.items()},

@@ -109,7 +109,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):
 
     def plot_learning_rate(self, step: jax.Array) -> None:
         """Summarises the learning rate at `step`, a scalar integer; does nothing if the optimizer doesn't expose it."""
-        _summarize("learning/lr", optax_bridge.learning_rate(self.optimizer, step))
+        _summarize("learning/lr", self.optimizer.get_learning_rate(step))
 
     def update_states(self, grads: Any, states: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
         """Transforms gradients into updates.
@@ -244,7 +244,7 @@ class MultiOptimizerLearner(Learner):
         """Summarises each optimizer's learning rate, the main one's as 'learning/lr' and 'learning/lr_main'."""
         super().plot_learning_rate(step)
         for name, optimizer in self._named_optimizers():
-            _summarize(f"learning/lr_{name}", optax_bridge.learning_rate(optimizer, step))
+            _summarize(f"learning/lr_{name}", optimizer.get_learning_rate(step))
 
     def get_masks(self, var_weight_hparams: Any) -> tuple[list[Any], Any]:
         """Returns trees of bools: the variables that each auxiliary optimizer updates, and those that the main one updates.
@@ -307,10 +307,10 @@ def global_norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros(())))
 
 
-def _summarize(name: str, value: jax.Array | None) -> None:
+def _summarize(name: str, value: Any) -> None:
     """Adds a scalar to the step's summaries; does nothing if it is None or no step is running."""
     if value is not None and base_layer.JaxContext.has_context():
-        base_layer.add_global_summary(name, value, base_layer.SummaryType.AGGREGATE_SCALAR)
+        base_layer.add_global_summary(name, jnp.asarray(value), base_layer.SummaryType.AGGREGATE_SCALAR)
 
 
 def _summarize_norms(prefix: str, tree: Any) -> None:

@@ -81,12 +81,6 @@ def as_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def learning_rate(optimizer: Any, step: jax.Array) -> jax.Array | None:
-    """Returns an optimizer's learning rate at a step, both scalars; None if it doesn't expose it."""
-    rate = optimizer.get_learning_rate(step)
-    return None if rate is None else jnp.asarray(rate)
-
-
 def grad_transformation(
     optimizer: Any, var_weight_hparams: Any, *, include_ema: bool = True
 ) -> optimizers.ShardedGradientTransformation:

@@ -95,11 +95,6 @@ def instruction_costs(hlo: str) -> list[InstructionCost]:
     return costs
 
 
-def total_flops(hlo: str) -> float:
-    """Returns the FLOPs of all matrix products of a compiled program on one device."""
-    return sum(cost.times * cost.flops for cost in instruction_costs(hlo))
-
-
 class _Program:
     def __init__(self, computations: Mapping[str, Sequence[Instruction]]):
         self.computations = computations

@@ -1,4 +1,5 @@
-"""Finds the arrays that are live at a compiled program's peak, from its text: XLA writes instructions in execution order.
+"""Finds the arrays that are live at each instruction of a compiled program, from its text: XLA writes instructions in
+execution order. Those of loops and calls stand in the schedule where they run, each once.
 
 The result is an estimate, because the text does not contain the buffer assignment. It follows XLA's rules: loops and tuples
 work in place, a result reuses the buffer of an operand of the same shape that is not read afterwards, and donated arguments
@@ -10,7 +11,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from spmd_trainer.planner import hlo_text
 from spmd_trainer.planner.hlo_text import Instruction
@@ -46,6 +49,8 @@ _NEEDS_OWN = frozenset(
 )
 # XLA gives a merged operation one name that lists all of them: 'scope/(a/mul:b/add)'.
 _MERGED = re.compile(r"\(([^():]*):.*")
+# Operations that make the zeros that a loop fills: 'jit(step)/jvp(...)/broadcast_in_dim', or XLA's own 'broadcast.65'.
+_ZEROS = re.compile(r"(?:^|/)broadcast(?:_in_dim|\.\d+|)$")
 # Most rows in the table of the largest arrays.
 _LARGEST = 8
 # Positions before the first instruction and after the last one.
@@ -54,7 +59,7 @@ _BEFORE, _AT_THE_END = -1, 2**62
 
 @dataclasses.dataclass(frozen=True)
 class LiveArray:
-    """One array that is live at the peak.
+    """One array of a program.
 
     Attributes:
       num_bytes: its bytes on one device.
@@ -69,19 +74,98 @@ class LiveArray:
     is_argument: bool = False
 
 
-def live_at_peak(hlo: str) -> list[LiveArray]:
-    """Returns the arrays that are live at the peak of a compiled program, largest first. `hlo`: the program's text
-    (`jax.stages.Compiled.as_text()`).
+@dataclasses.dataclass(frozen=True)
+class LiveRange:
+    """The part of the schedule in which an array is live.
+
+    Attributes:
+      array: the array.
+      begin, end: first and last position.
+      filled_by: the model's operation of the loop that fills the array, one entry of its first dimension per iteration:
+        residuals that layers save for the backward pass, or the gradients of repeated layers. '' for other arrays.
+    """
+
+    array: LiveArray
+    begin: int
+    end: int
+    filled_by: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of the schedule.
+
+    Attributes:
+      begin, end: first and last position of its body.
+      times: iterations.
+      made_by: the model's operation; '' if the compiler added the loop.
+      depth: number of loops around it.
+    """
+
+    begin: int
+    end: int
+    times: int
+    made_by: str
+    depth: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A compiled program's instructions in execution order, and its live arrays.
+
+    Attributes:
+      made_by: the model's operation at each position; '' for instructions that the compiler added.
+      ranges: the arrays with their ranges.
+      loops: the loops, outer ones first.
+    """
+
+    made_by: Sequence[str]
+    ranges: Sequence[LiveRange]
+    loops: Sequence[Loop]
+
+    def totals(self) -> np.ndarray:
+        """Returns the live bytes at each position, int64[positions]."""
+        return live_bytes(self.ranges, len(self.made_by))
+
+    def live_at_peak(self) -> list[LiveArray]:
+        """Returns the arrays that are live at the first position with the most bytes, largest first."""
+        peak = self.totals().argmax() if self.made_by else 0
+        found = [r.array for r in self.ranges if r.begin <= peak <= r.end]
+        return sorted(found, key=lambda array: -array.num_bytes)
+
+    def thinned(self, most: int) -> np.ndarray:
+        """Returns at most `most` positions for a chart, int[n].
+
+        The schedule is cut into equal parts, and each part gives its first position with the most bytes. So the peak is
+        included.
+        """
+        totals = self.totals()
+        parts = np.array_split(np.arange(len(totals)), min(most, len(totals)))
+        return np.array([part[np.argmax(totals[part])] for part in parts], int)
+
+
+def live_bytes(ranges: Sequence[LiveRange], length: int) -> np.ndarray:
+    """Returns the bytes of the arrays that are live at each of `length` positions, int64[length]."""
+    changes = np.zeros(length + 1, np.int64)
+    if ranges:
+        sizes = np.array([r.array.num_bytes for r in ranges], np.int64)
+        np.add.at(changes, [r.begin for r in ranges], sizes)
+        np.add.at(changes, [r.end + 1 for r in ranges], -sizes)
+    return changes[:-1].cumsum()
+
+
+def schedule(hlo: str) -> Schedule | None:
+    """Returns the schedule of a compiled program. `hlo`: the program's text (`jax.stages.Compiled.as_text()`).
 
     Returns:
-      The arrays; an empty list if the program's instructions are not in execution order.
+      The schedule; None if the program's instructions are not in execution order.
     """
     bodies, entry = hlo_text.computations(hlo)
     header = hlo.partition("\n")[0]
     if entry is None or "is_scheduled=true" not in header:
-        return []
-    computations = {name: list(hlo_text.instructions(body)) for name, body in bodies.items()}
-    return sorted(_Peaks(computations).of_entry(entry, aliased_outputs(hlo)), key=lambda array: -array.num_bytes)
+        return None
+    found = _Schedules(bodies).of(entry, _aliased_outputs(hlo), is_entry=True)
+    return dataclasses.replace(found, loops=sorted(found.loops, key=lambda loop: (loop.depth, loop.begin)))
 
 
 def largest(arrays: Iterable[tuple[LiveArray, str]]) -> list[tuple[LiveArray, str, int]]:
@@ -98,13 +182,13 @@ def first_operation(made_by: str) -> str:
     return _MERGED.sub(r"\1", made_by)
 
 
-def aliased_outputs(hlo: str) -> set[int]:
+def _aliased_outputs(hlo: str) -> set[int]:
     """Returns the indices of the program's outputs that reuse the buffer of an argument."""
     header = hlo.partition("\n")[0]
     return {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
 
 
-def called(instruction: Instruction) -> list[str]:
+def _names_called(instruction: Instruction) -> list[str]:
     """Returns the names of the computations that a loop, a call or a conditional runs; () for other instructions."""
     if instruction.opcode not in ("while", "call", "conditional"):
         return []
@@ -112,7 +196,7 @@ def called(instruction: Instruction) -> list[str]:
 
 
 @dataclasses.dataclass
-class Buffer:
+class _Buffer:
     """The buffer of one array. `born` and `last`: positions of the instruction that makes it and of its last reader."""
 
     leaf: str
@@ -134,55 +218,71 @@ class _Value:
     numbers: list[int]
 
 
-class _Peaks:
-    """The arrays live at the peak of each computation; each is computed once."""
+class _Schedules:
+    """The schedules of a program's computations; each is worked out once."""
 
-    def __init__(self, computations: dict[str, list[Instruction]]):
-        self._computations = computations
-        self._known: dict[str, list[LiveArray]] = {}
+    def __init__(self, bodies: Mapping[str, str]):
+        self._bodies = bodies
+        self._known: dict[str, Schedule] = {}
 
-    def of_entry(self, name: str, aliased: set[int]) -> list[LiveArray]:
-        """Returns the arrays at the peak of the whole program, which holds its arguments from beginning to end."""
-        return self._scan(self._computations[name], buffers_of(self._computations[name], aliased, is_entry=True))
-
-    def _of(self, name: str) -> list[LiveArray]:
-        if name not in self._known:
-            instructions = self._computations[name]
-            self._known[name] = self._scan(instructions, buffers_of(instructions, set(), is_entry=False))
-        return self._known[name]
-
-    def _scan(self, instructions: Sequence[Instruction], buffers: Sequence[Buffer]) -> list[LiveArray]:
-        begins: dict[int, list[int]] = collections.defaultdict(list)
-        ends: dict[int, list[int]] = collections.defaultdict(list)
-        for number, buffer in enumerate(buffers):
-            begins[buffer.born].append(number)
-            ends[buffer.last].append(number)
-        live = dict.fromkeys(begins[_BEFORE])
-        size = sum(buffers[number].array.num_bytes for number in live)
-        most, at_peak = -1, list[LiveArray]()
+    def of(self, name: str, aliased_outputs: set[int], *, is_entry: bool = False) -> Schedule:
+        instructions = list(hlo_text.instructions(self._bodies[name]))
+        # Each instruction's own position, and the last position of what it calls.
+        starts, ends = list[int](), list[int]()
+        made_by, ranges, loops = list[str](), list[LiveRange](), list[Loop]()
+        own_loops = list[tuple[int, Loop]]()
         for place, instruction in enumerate(instructions):
-            live.update(dict.fromkeys(begins[place]))
-            size += sum(buffers[number].array.num_bytes for number in begins[place])
-            inner = max((self._of(name) for name in self._called(instruction)), key=_total, default=[])
-            if size + _total(inner) > most:
-                most = size + _total(inner)
-                at_peak = [buffers[number].array for number in live] + inner
-            for number in ends[place]:
-                del live[number]
-                size -= buffers[number].array.num_bytes
-        return [array for array in at_peak if array.num_bytes]
+            starts.append(len(made_by))
+            made_by.append(instruction.made_by)
+            inner = self._called(instruction)
+            if inner is not None:
+                offset = len(made_by)
+                is_loop = instruction.opcode == "while"
+                made_by += inner.made_by
+                ranges += [dataclasses.replace(r, begin=r.begin + offset, end=r.end + offset) for r in inner.ranges]
+                loops += list(_moved(inner.loops, offset, int(is_loop)))
+                if is_loop:
+                    times = hlo_text.trip_count(instruction.rest, self._bodies)
+                    own_loops.append((place, Loop(offset, len(made_by) - 1, times, instruction.made_by, 0)))
+            ends.append(len(made_by) - 1)
+        for buffer in _buffers_of(instructions, aliased_outputs, is_entry=is_entry):
+            if buffer.array.num_bytes:
+                begin = starts[buffer.born] if buffer.born >= 0 else 0
+                end = ends[buffer.last] if buffer.last < len(ends) else len(made_by) - 1
+                filled_by = next(
+                    (
+                        loop.made_by
+                        for at, loop in own_loops
+                        if buffer.born < at <= buffer.last and _fills(loop, buffer)
+                    ),
+                    "",
+                )
+                ranges.append(LiveRange(buffer.array, begin, end, filled_by))
+        return Schedule(made_by, ranges, loops + [loop for _, loop in own_loops])
 
-    def _called(self, instruction: Instruction) -> list[str]:
-        return [name for name in called(instruction) if name in self._computations]
+    def _called(self, instruction: Instruction) -> Schedule | None:
+        """Returns the schedule that an instruction runs; of a conditional's branches, the one with the most bytes."""
+        names = [name for name in _names_called(instruction) if name in self._bodies]
+        for name in names:
+            if name not in self._known:
+                self._known[name] = self.of(name, set())
+        return max((self._known[name] for name in names), key=lambda s: s.totals().max(initial=0), default=None)
 
 
-def _total(arrays: Sequence[LiveArray]) -> int:
-    return sum(array.num_bytes for array in arrays)
+def _moved(loops: Sequence[Loop], offset: int, deeper: int) -> Iterator[Loop]:
+    for loop in loops:
+        yield dataclasses.replace(loop, begin=loop.begin + offset, end=loop.end + offset, depth=loop.depth + deeper)
 
 
-def buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_entry: bool) -> list[Buffer]:
+def _fills(loop: Loop, buffer: _Buffer) -> bool:
+    """Returns True if the loop fills the array: zeros before it, with one entry for each iteration."""
+    array = buffer.array
+    return bool(_ZEROS.search(array.made_by)) and hlo_text.dimensions(array.array)[:1] == (loop.times,)
+
+
+def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_entry: bool) -> list[_Buffer]:
     """Returns the buffers of one computation; a result that overwrites an operand shares its buffer."""
-    buffers: list[Buffer] = []
+    buffers: list[_Buffer] = []
     held: dict[str, _Value] = {}
     for place, instruction in enumerate(instructions):
         operands = [held[name] for name in instruction.operands if name in held]
@@ -210,7 +310,7 @@ def buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_ent
 
 
 def _results(
-    place: int, instruction: Instruction, operands: Sequence[_Value], buffers: list[Buffer], *, is_entry: bool
+    place: int, instruction: Instruction, operands: Sequence[_Value], buffers: list[_Buffer], *, is_entry: bool
 ) -> Iterator[int]:
     """Yields the index of each result array's buffer, and adds the instruction's new buffers to `buffers`."""
     opcode = instruction.opcode
@@ -245,7 +345,7 @@ def _aliased_operands(instruction: Instruction) -> dict[int, int]:
     return {int(output or 0): int(operand) for output, operand in _ALIAS.findall(text.partition(")}")[0] + ")")}
 
 
-def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bool) -> Buffer:
+def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bool) -> _Buffer:
     is_argument = instruction.opcode == "parameter"
     here = instruction.opcode not in _HOLDS_NOTHING and hlo_text.is_in_main_memory(leaf)
     counts = here and (is_entry or not is_argument)
@@ -253,7 +353,7 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
     array = LiveArray(hlo_text.array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)
     # The program holds its own arguments to its end.
     last = _AT_THE_END if is_argument and is_entry else place
-    return Buffer(leaf, array, _BEFORE if is_argument else place, last)
+    return _Buffer(leaf, array, _BEFORE if is_argument else place, last)
 
 
 def _element(instruction: Instruction, operand: _Value) -> Sequence[int]:
@@ -265,8 +365,8 @@ def _element(instruction: Instruction, operand: _Value) -> Sequence[int]:
 
 
 def _without_reused(
-    instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[Buffer]
-) -> list[Buffer]:
+    instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[_Buffer]
+) -> list[_Buffer]:
     """Lets each result reuse the buffer of an operand with the same type and shape whose last reader it is."""
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):

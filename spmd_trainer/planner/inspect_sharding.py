@@ -49,7 +49,7 @@ def write_plan(job: Job) -> None:
     sys.stdout.write(plan.plan_text(result))
     if job.config.writes_reports:
         _write_record(job, result)
-        plan_page.write_plan_page(job, result, result.memory_over_time)
+        plan_page.write_plan_page(job, result)
     if (problem := plan.misfit(result, job.config.of(ChipsConfig).topology)) is not None:
         raise UserError(problem)
 

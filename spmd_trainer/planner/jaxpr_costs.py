@@ -38,11 +38,6 @@ class DotCosts:
         return DotCosts(*(count * cost for cost in dataclasses.astuple(self)))
 
 
-def dot_flops(jaxpr: core.Jaxpr) -> float:
-    """Returns the FLOPs of all dots of a function except in Pallas kernels; see `dot_costs`."""
-    return dot_costs(jaxpr).flops
-
-
 def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
     """Returns the costs of all dots of a function. `jaxpr`: the function, e.g. `jax.jit(f).trace(...).jaxpr.jaxpr`."""
     total = DotCosts()
@@ -70,7 +65,7 @@ def _of_dot(equation: core.JaxprEqn) -> DotCosts:
 
 def _of_kernel(equation: core.JaxprEqn) -> DotCosts:
     steps = [size for size in equation.params["grid_mapping"].grid if isinstance(size, int)]
-    return DotCosts(kernel_flops=math.prod(steps) * dot_flops(equation.params["jaxpr"]))
+    return DotCosts(kernel_flops=math.prod(steps) * dot_costs(equation.params["jaxpr"]).flops)
 
 
 def _of_loop(equation: core.JaxprEqn) -> DotCosts:

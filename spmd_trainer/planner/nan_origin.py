@@ -71,7 +71,7 @@ class Flags:
         """Returns the flag of a value; `FINITE` for integers."""
         frame, flags, iterations = self.frame, self._flags, []
         for index, iteration in value.place:
-            operation = _operation(frame, index)
+            operation = frame.operations[index]
             frame, flags = _body(operation), flags["bodies"][str(index)]
             iterations += [iteration] if operation.length else []
         position = frame.flagged.get(value.number)
@@ -107,7 +107,7 @@ class Flags:
     def _frame(self, place: Place) -> Frame:
         frame = self.frame
         for index, _ in place:
-            frame = _body(_operation(frame, index))
+            frame = _body(frame.operations[index])
         return frame
 
     def _sources(self, value: Value) -> Iterator[Value]:
@@ -204,10 +204,6 @@ def layer_of(scope: Iterable[str], iterations: Iterable[int] = ()) -> str:
 def _in_order(operation: Operation) -> range:
     iterations = range(max(1, operation.length))
     return iterations[::-1] if operation.reverse else iterations
-
-
-def _operation(frame: Frame, index: int) -> Operation:
-    return frame.operations[index]
 
 
 def _body(operation: Operation) -> Frame:

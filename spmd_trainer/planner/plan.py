@@ -19,7 +19,6 @@ from spmd_trainer.errors import UserError, first_line
 from spmd_trainer.kernels.chips import BY_TOPOLOGY, GIB, chip, model_flops
 from spmd_trainer.planner import hlo_collectives, hlo_liveness, plan_memory, roofline
 from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
-from spmd_trainer.step.layout import Layout
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import ChipsConfig
 
@@ -149,8 +148,9 @@ def plan(job: Job) -> Plan:
         raise UserError(f"the compiler can't compile the train step for {chips_text}: {first_line(error)}") from error
     compiled = step.fn
     text = compiled.as_text()
+    schedule = hlo_liveness.schedule(text)
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
-    chips = job.partitioner.mesh.size
+    chips, trained, frozen = job.partitioner.mesh.size, metadata.num_params(), metadata.num_frozen_params()
     shapes = job.inputs_shape_dtype
     tokens = shapes.ids.size if "ids" in shapes else None
     cost = compiled.cost_analysis() or {}
@@ -161,16 +161,16 @@ def plan(job: Job) -> Plan:
         mesh=dict(mesh),
         padding=sum(variable.padding_per_device(mesh) for variable in metadata.records()),
         memory=_memory(topology),
-        num_params=metadata.num_params() + metadata.num_frozen_params(),
-        model_flops=_model_flops(metadata, tokens) / chips if tokens else None,
+        num_params=trained + frozen,
+        model_flops=model_flops(trained, tokens, num_frozen=frozen) / chips if tokens else None,
         compiler_flops=cost.get("flops"),
         collectives=_collectives(text, mesh),
         estimate=roofline.estimate(text, job.partitioner.mesh.devices.flatten().tolist(), mesh),
         attention=list(step.attention),
         xla_flags=dict(step.xla_flags),
         least_chips=_least_chips(job),
-        largest=_largest(text),
-        memory_over_time=plan_memory.memory_over_time(text),
+        largest=_largest(schedule),
+        memory_over_time=plan_memory.memory_over_time(schedule),
         seconds=time.monotonic() - started,
     )
 
@@ -194,10 +194,6 @@ def _least_text(least: int) -> str:
     )
 
 
-def _model_flops(metadata: Layout, tokens: int) -> float:
-    return model_flops(metadata.num_params(), tokens, num_frozen=metadata.num_frozen_params())
-
-
 def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
     totals: dict[tuple[str, tuple[str, ...]], hlo_collectives.CollectiveTotals] = collections.defaultdict(
         hlo_collectives.CollectiveTotals
@@ -210,10 +206,10 @@ def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def _largest(text: str) -> list[dict[str, Any]]:
+def _largest(schedule: hlo_liveness.Schedule | None) -> list[dict[str, Any]]:
     """Returns the largest non-argument arrays live at the peak; equal arrays of one operation of the model share a row."""
     rows = []
-    for array, _, count in hlo_liveness.largest((array, "") for array in hlo_liveness.live_at_peak(text)):
+    for array, _, count in hlo_liveness.largest((array, "") for array in (schedule.live_at_peak() if schedule else ())):
         first = hlo_liveness.first_operation(array.made_by)
         made_by = first if first == array.made_by else f"{first} and others"
         rows.append({"bytes": array.num_bytes * count, "count": count, "array": array.array, "made_by": made_by})

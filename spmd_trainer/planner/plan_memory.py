@@ -8,12 +8,12 @@ import heapq
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from spmd_trainer.planner import hlo_liveness, hlo_memory_over_time
-from spmd_trainer.planner.hlo_memory_over_time import LiveRange, Schedule
+from spmd_trainer.planner import hlo_liveness
+from spmd_trainer.planner.hlo_liveness import LiveRange, Schedule
 
 Path = tuple[str, ...]
 Kind = Literal["variables", "optimizer", "batch", "saved", "gradients", "layer", "rest"]
@@ -80,22 +80,6 @@ class PeakArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChartLoop:
-    """A loop of the schedule.
-
-    Attributes:
-      begin, end: first and last position of its body.
-      times: iterations.
-      part: 'forward', 'backward', 'rematerialised' or ''.
-    """
-
-    begin: int
-    end: int
-    times: int
-    part: str
-
-
-@dataclasses.dataclass(frozen=True)
 class MemoryOverTime:
     """Live bytes of a chip over the schedule.
 
@@ -106,7 +90,8 @@ class MemoryOverTime:
       peak: index of the point with the most bytes.
       operations: the operation at each point, as index in `operation_names`.
       operation_names: their texts, e.g. 'lm/softmax, backward'.
-      loops: the outermost loops.
+      loops: the outermost loops: 'begin' and 'end', the first and last position of the body; 'times', the iterations; 'part',
+        'forward', 'backward', 'rematerialised' or ''.
       largest: the largest temporaries at the peak, largest first.
     """
 
@@ -116,28 +101,18 @@ class MemoryOverTime:
     peak: int
     operations: list[int]
     operation_names: list[str]
-    loops: list[ChartLoop]
+    loops: list[dict[str, Any]]
     largest: list[PeakArray]
 
-    @property
-    def peak_bytes(self) -> int:
-        """Live bytes at the peak."""
-        return sum(group.num_bytes[self.peak] for group in self.groups)
 
-
-def memory_over_time(hlo: str) -> MemoryOverTime | None:
-    """Returns the chart of a compiled program. `hlo`: the program's text (`jax.stages.Compiled.as_text()`).
-
-    Returns:
-      The chart; None if the program's instructions are not in execution order.
-    """
-    schedule = hlo_memory_over_time.schedule(hlo)
+def memory_over_time(schedule: Schedule | None) -> MemoryOverTime | None:
+    """Returns the chart of a compiled program; None if it has no `hlo_liveness.schedule`, or no arrays."""
     if schedule is None or not schedule.ranges:
         return None
     positions = schedule.thinned(_MOST_POINTS)
     named = _named_ranges(schedule)
     groups = [
-        Group(kind, name, hlo_memory_over_time.live_bytes(ranges, len(schedule.made_by))[positions].tolist())
+        Group(kind, name, hlo_liveness.live_bytes(ranges, len(schedule.made_by))[positions].tolist())
         for kind, name, ranges in named
     ]
     peak = int(np.sum([group.num_bytes for group in groups], axis=0).argmax())
@@ -152,7 +127,7 @@ def memory_over_time(hlo: str) -> MemoryOverTime | None:
         operations=operations,
         operation_names=list(names),
         loops=[
-            ChartLoop(loop.begin, loop.end, loop.times, _pass(loop.made_by))
+            {"begin": loop.begin, "end": loop.end, "times": loop.times, "part": _pass(loop.made_by)}
             for loop in schedule.loops
             if not loop.depth and loop.times > 1
         ],
@@ -281,7 +256,7 @@ def _divided(
 
 
 def _most(ranges: Sequence[LiveRange], length: int) -> int:
-    return int(hlo_memory_over_time.live_bytes(ranges, length).max(initial=0))
+    return int(hlo_liveness.live_bytes(ranges, length).max(initial=0))
 
 
 def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:

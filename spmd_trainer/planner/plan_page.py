@@ -6,6 +6,7 @@ Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.j
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import itertools
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 from absl import logging
 
-from spmd_trainer.errors.plan_versions import library_versions
+from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.planner import plan_report
 from spmd_trainer.planner.plan import Plan, usable_memory
 from spmd_trainer.planner.plan_candidates import Candidate
@@ -26,7 +27,7 @@ from spmd_trainer.storage import files
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
 from spmd_trainer.training.run_directory import report_directory
-from spmd_trainer.watch.pages import shared
+from spmd_trainer.watch.pages import fact, shared
 
 FILE = "plan.html"
 # A JSON object.
@@ -44,41 +45,21 @@ _STATUS = {
 }
 
 
-def write_plan_page(job: Job, plan: Plan, memory: MemoryOverTime | None) -> None:
-    """Writes the page of one plan, if a directory was given.
-
-    Args:
-      job: the plan's job.
-      plan: the plan.
-      memory: its memory over the schedule; see `plan_memory.memory_over_time`.
-    """
+def write_plan_page(job: Job, plan: Plan) -> None:
+    """Writes the page of the plan of a job, if a directory was given."""
     flags = ", ".join(f"{name}={value}" for name, value in plan.xla_flags.items())
     about = {
         **_about(job, plan.mesh),
         **({"attention": "; ".join(plan.attention)} if plan.attention else {}),
         **({"XLA flags": flags} if flags else {}),
     }
-    _write(job, plan_page(about, plan_record(plan, memory)))
+    _write(job, plan_page(about, plan_record(plan)))
 
 
-def write_search_page(
-    job: Job,
-    outcomes: Sequence[Outcome],
-    plans: Mapping[Candidate, Record],
-    *,
-    chip_memory: int | None,
-    flags: Callable[[Candidate], str],
-) -> None:
-    """Writes the page of a search, if a directory was given.
-
-    Args:
-      job: the search's job.
-      outcomes: all candidates.
-      plans: `plan_record`s of the candidates that are shown in full; see `worth_showing`.
-      chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
-      flags: returns the command line's flags that run a candidate.
-    """
-    record = search_record(outcomes, plans, chip_memory=chip_memory, flags=flags)
+def write_search_page(job: Job, outcomes: Sequence[Outcome], *, chip_memory: int | None) -> None:
+    """Writes the page of a search, if a directory was given. Arguments as in `search_record`."""
+    flags = functools.partial(plan_report.run_flags, job)
+    record = search_record(outcomes, chip_memory=chip_memory, flags=flags)
     _write(job, search_page({**_about(job), "searched": ", ".join(job.config.of(PlanConfig).search)}, record))
 
 
@@ -86,7 +67,7 @@ def plan_page(about: Mapping[str, str], plan: Record) -> str:
     """Returns the HTML page of one plan. `about`: facts for the head; 'experiment' is the title. `plan`: a `plan_record`."""
     facts = [_fits_fact(plan), _step_fact(plan["seconds"])]
     facts.append(("Padding of the state", bytes_text(plan["padding"]), "per chip", ""))
-    return _page("Plan", about, [fact for fact in facts if fact], {"plan": plan, "search": None}, "")
+    return _page("Plan", about, [one for one in facts if one], {"plan": plan, "search": None}, "")
 
 
 def search_page(about: Mapping[str, str], search: Record) -> str:
@@ -139,7 +120,7 @@ def _page(
             for name, value in about.items()
             if name != "experiment"
         ),
-        "FACTS": "".join(_fact(*fact) for fact in facts),
+        "FACTS": "".join(fact(*one) for one in facts),
         "FRONT": table,
     }
     return page.document(
@@ -148,13 +129,6 @@ def _page(
         styles=(shared("page.css"), _asset("plan_page.css")),
         data=data,
         scripts=(shared("page.js"), _asset("plan_page_charts.js"), _asset("plan_page.js")),
-    )
-
-
-def _fact(name: str, value: str, note: str, tone: str) -> str:
-    return (
-        f'<div class="fact {tone}"><span>{html.escape(name)}</span><b>{html.escape(value)}</b>'
-        f"<small>{html.escape(note)}</small></div>"
     )
 
 
@@ -189,33 +163,29 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _front_table(search: Record) -> str:
-    rows = "".join(
-        _front_row(number, shown, search["per_row"]) for number, shown in enumerate(search["shown"], start=1)
-    )
-    header = "".join(
-        f'<th scope="col"{numeric}>{name}</th>'
-        for name, numeric in (
-            ("Candidate", ""),
-            ("Step", " class=num"),
-            ("Range", " class=num"),
-            ("Bytes per chip", " class=num"),
-            ("Padding", " class=num"),
-            ("Longest collective", ""),
-        )
-    )
-    return f"<table class=front><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+    """Returns the table of the candidates that are shown in full; '' if there are none."""
+    shown = [(candidate, _front_cells(candidate, search["per_row"])) for candidate in search["shown"]]
+    if not shown:
+        return ""
+    header = "".join(f'<th scope="col"{" class=num" if kind else ""}>{name}</th>' for name, kind, _ in shown[0][1])
+    rows = "".join(_front_row(number, *one) for number, one in enumerate(shown, start=1))
+    return f'<table class=front><thead><tr><th scope="col">Candidate</th>{header}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _front_row(number: int, shown: Record, per_row: bool) -> str:
+def _front_cells(shown: Record, per_row: bool) -> list[tuple[str, str, str]]:
+    """Returns (column, class, HTML) of a candidate's cells after its name."""
     seconds = "does not fit" if shown["seconds"] is None else _seconds_text(shown["seconds"])
     rows = f" <small>for {shown['rows']} rows</small>" if per_row else ""
-    cells = [
+    return [
         ("Step", "num", html.escape(seconds) + rows),
         ("Range", "num", html.escape(_range_text(shown))),
         ("Bytes per chip", "num", bytes_text(shown["bytes"])),
         ("Padding", "num", bytes_text(shown["padding"])),
         ("Longest collective", "", html.escape(shown["dominant"] or "none")),
     ]
+
+
+def _front_row(number: int, shown: Record, cells: Iterable[tuple[str, str, str]]) -> str:
     # A line breaks between flags, and inside of one only if it is longer than the line.
     flags = " ".join(f"<span>{html.escape(flag)}</span>" for flag in re.split(r" (?=--)", shown["flags"]))
     return (
@@ -230,7 +200,7 @@ def _asset(name: str) -> str:
     return page.asset(__package__, name)
 
 
-def plan_record(plan: Plan, memory: MemoryOverTime | None) -> Record:
+def plan_record(plan: Plan) -> Record:
     """Returns the page's data of a compiled plan."""
     estimate = plan.estimate
     return {
@@ -245,7 +215,7 @@ def plan_record(plan: Plan, memory: MemoryOverTime | None) -> Record:
         "fits": plan.fits,
         "seconds": estimate and {"shortest": estimate.shortest, "longest": estimate.longest},
         "collectives": _collectives(plan),
-        "memory": None if memory is None else _memory(memory),
+        "memory": None if plan.memory_over_time is None else _memory(plan.memory_over_time),
     }
 
 
@@ -285,7 +255,6 @@ def _table(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def search_record(
     outcomes: Sequence[Outcome],
-    plans: Mapping[Candidate, Record],
     *,
     chip_memory: int | None,
     flags: Callable[[Candidate], str],
@@ -294,7 +263,6 @@ def search_record(
 
     Args:
       outcomes: all candidates.
-      plans: `plan_record`s of the candidates from `worth_showing`, or of some of them.
       chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
       flags: returns the command line's flags that run a candidate.
     """
@@ -313,10 +281,7 @@ def search_record(
         # The rows of a candidate that can't be built are unknown.
         "per_row": len({point["rows"] for point in points if point["seconds"] is not None}) > 1,
         "chip_memory": chip_memory,
-        "counts": {
-            status: sum(p["status"] == status for p in points)
-            for status in ("fits", "too large", "failed", "out", "waiting")
-        },
+        "counts": {status: sum(p["status"] == status for p in points) for status in _STATUS},
         "shown": [
             {
                 "name": str(outcome.candidate),
@@ -329,7 +294,7 @@ def search_record(
                 "dominant": outcome.dominant,
                 "reason": outcome.reason,
                 "flags": flags(outcome.candidate),
-                "plan": plans.get(outcome.candidate),
+                "plan": outcome.details,
             }
             for outcome in _table(outcomes)
         ],

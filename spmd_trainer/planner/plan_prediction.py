@@ -10,6 +10,11 @@ A pass is the work of one forward pass: a step without rematerialisation has thr
   one layer that read the same activations share this.
 
 Left out are elementwise operations, the exchange of keys and values between parts of a row, and routing to experts.
+
+`optimistic` corrects predictions by the estimates of compiled candidates. Predictions of candidates that share a setting are
+wrong in a similar way: e.g. splitting activations over a large axis moves more bytes than predicted under every policy. So
+log(estimate / prediction) is modelled as a Gaussian process, a sum of parts for mesh, policy, number of minibatches and batch.
+Each part changes little between similar settings. `_LENGTH` and `_OWN` are round numbers chosen by hand.
 """
 
 from __future__ import annotations
@@ -25,11 +30,12 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from praxis import base_layer
 
-from spmd_trainer.kernels.chips import Chip
 from spmd_trainer.optim import masks
 from spmd_trainer.planner import jaxpr_costs, links
 from spmd_trainer.planner.hlo_collectives import Collective
 from spmd_trainer.planner.jaxpr_costs import DotCosts
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import step_fns
@@ -43,12 +49,15 @@ _POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
 _ELEMENT = 2
 # Weights are gathered in the forward pass and in the backward pass.
 _GATHERS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    chip: Chip
-    machine: links.Machine
+# Before any compilation, the standard deviation is a factor of 2. This counts as much as one candidate.
+_SPREAD, _COUNTS = math.log(2), 1
+# Distance of two settings (see `_settings`) at which the covariance has fallen to 1 / e. The farthest meshes of 64 chips are 6
+# apart.
+_LENGTH = 5.0
+# Share of the variance that no other candidate explains.
+_OWN = 0.05
+# In one case out of 40, a candidate takes less time than is expected minus this many standard deviations.
+_DEVIATIONS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +104,7 @@ def state_bytes(job: Job) -> tuple[int, int]:
     return whole, sum(v.padding_per_device(mesh) for v in records)
 
 
-def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -> Prediction:
+def predict(job: Job, machine: links.Machine, work: Work, *, minibatches: int = 1) -> Prediction:
     """Predicts a step's time. Each of the batch's `minibatches` gathers the weights again."""
     mesh, devices = job.partitioner.mesh_shape(), job.partitioner.mesh.size
     of_rows, of_batch = _batch_axes(job)
@@ -106,7 +115,7 @@ def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -
     # Padding of weights and rows makes a device's products larger than total / devices.
     equal = job.num_rows * tokens_of_row * sum(weight.logical_elements for weight in weights) / devices
     growth = max(1.0, tokens * sum(w.layers * w.elements for w in weights) / equal) if equal else 1.0
-    network = _Network(job, hardware.machine)
+    network, measured = _Network(job, machine), machine.measured
     # Saved activations and the state are each written once and read once.
     num_bytes = 2.0 * state_bytes(job)[0] + growth * (work.step.batched_bytes + 2.0 * work.step.stacked_bytes) / devices
     for weight in weights:
@@ -124,8 +133,7 @@ def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -
         network.add("all-gather", weight.others, activations, work.passes * weight.layers * minibatches)
         num_bytes += activations
     flops = growth * (work.step.flops + work.step.kernel_flops) / devices
-    machine, measured = hardware.machine, hardware.machine.measured
-    products, memory = flops / hardware.chip.peak_flops, num_bytes / machine.memory
+    products, memory = flops / machine.chip.peak_flops, num_bytes / machine.memory
     links_seconds = network.inside / measured.links + network.outside + network.latency
     return Prediction(
         shortest=max(products, memory, network.inside, network.outside),
@@ -133,18 +141,18 @@ def predict(job: Job, hardware: Hardware, work: Work, *, minibatches: int = 1) -
     )
 
 
-def lower_bound(job: Job, hardware: Hardware, flops: float) -> float:
+def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
     """Returns a lower limit for a step's seconds: the time for its products on all devices, or for reading the state
     and writing all variables that aren't frozen.
 
     Args:
       job: the candidate's job.
-      hardware: its chips.
+      machine: its chips.
       flops: FLOPs of the step on all devices; see `jaxpr_costs.dot_costs`.
     """
     whole, _ = state_bytes(job)
-    products = flops / job.partitioner.mesh.size / hardware.chip.peak_flops
-    return max(products, (2 * whole - _frozen_bytes(job)) / hardware.machine.memory)
+    products = flops / job.partitioner.mesh.size / machine.chip.peak_flops
+    return max(products, (2 * whole - _frozen_bytes(job)) / machine.memory)
 
 
 def _frozen_bytes(job: Job) -> int:
@@ -299,3 +307,60 @@ def program(job: Job, text: str) -> str:
 def _jaxpr(job: Job, fn: StepFn, *, is_eval: bool) -> core.ClosedJaxpr:
     step = job.partitioner.partition(fn, job.inputs_shape_dtype, is_eval=is_eval)
     return step.trace(job.abstract_prng_key).jaxpr
+
+
+def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
+    """Returns a lower limit in seconds that each candidate's step is unlikely to beat. `outcomes`: candidates with a
+    prediction. The compiled ones have `estimated` seconds.
+
+    Returns:
+      {`id` of the outcome: seconds} of the candidates that aren't compiled.
+    """
+    known = [outcome for outcome in outcomes if outcome.estimated]
+    waiting = [outcome for outcome in outcomes if not outcome.estimated]
+    if not waiting:
+        return {}
+    mean, below = _correction(known, waiting)
+    return {id(o): o.predicted * math.exp(m - _DEVIATIONS * s) for o, m, s in zip(waiting, mean, below, strict=True)}
+
+
+def _correction(known: Sequence[Outcome], waiting: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and standard deviation of log(estimate / prediction), [candidates]."""
+    errors = np.array([math.log((outcome.estimated or 0.0) / outcome.predicted) for outcome in known])
+    if not len(errors):
+        return np.zeros(len(waiting)), np.full(len(waiting), _SPREAD)
+    covariance = _covariance([outcome.candidate for outcome in (*known, *waiting)])
+    between = covariance[: len(known), : len(known)] + _OWN * np.eye(len(known))
+    across = covariance[len(known) :, : len(known)]
+    weights = np.linalg.solve(between, np.ones(len(known)))
+    mean = float(weights @ errors / weights.sum())
+    rest = np.linalg.solve(between, errors - mean)
+    variance = (_COUNTS * _SPREAD**2 + float((errors - mean) @ rest)) / (_COUNTS + len(errors))
+    unexplained = 1.0 - np.sum(across * np.linalg.solve(between, across.T).T, axis=1)
+    return mean + across @ rest, np.sqrt(variance * np.maximum(unexplained, _OWN))
+
+
+def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
+    """Returns the covariance of candidates in units of the variance, [candidates, candidates]."""
+    parts = []
+    for points in _settings(candidates):
+        if np.ptp(points, axis=0).any():  # a setting that all candidates share explains no difference
+            distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
+            parts.append(np.exp(-distances / _LENGTH))
+    covariance: np.ndarray = np.mean(parts, axis=0) if parts else np.ones((len(candidates), len(candidates)))
+    return covariance
+
+
+def _settings(candidates: Sequence[Candidate]) -> list[np.ndarray]:
+    """Returns the candidates' meshes, policies, minibatches and rows, each as points [candidates, coordinates].
+
+    Sizes are logarithms. Halving one axis and doubling another is a distance of 1, and so is another policy, or twice as many
+    minibatches or rows.
+    """
+    policies = sorted({candidate.remat for candidate in candidates}, key=str)
+    return [
+        np.log2([[size for _, size in c.mesh] for c in candidates]) / math.sqrt(2),
+        np.array([[c.remat == policy for policy in policies] for c in candidates], float) / math.sqrt(2),
+        np.log2([[c.minibatches or 1] for c in candidates]),
+        np.log2([[c.rows or 1] for c in candidates]),
+    ]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from spmd_trainer.errors.plan_versions import library_versions
+from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.kernels import chips
 from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.planner import links, plan

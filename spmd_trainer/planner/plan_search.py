@@ -9,7 +9,6 @@ why it was ruled out; a later search with the same settings starts from there.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
 import time
@@ -20,11 +19,9 @@ from absl import logging
 
 from spmd_trainer import tasks_lib
 from spmd_trainer.errors import UserError, first_line, first_paragraph
-from spmd_trainer.kernels.chips import chip
 from spmd_trainer.planner import (
     links,
     plan,
-    plan_calibration,
     plan_candidates,
     plan_page,
     plan_prediction,
@@ -69,9 +66,7 @@ def search(job: Job) -> None:
     plan_page.write_search_page(
         job,
         outcomes,
-        {outcome.candidate: outcome.details for outcome in outcomes if outcome.details},
         chip_memory=found.memory,
-        flags=functools.partial(plan_report.run_flags, job),
     )
     if not any(outcome.seconds for outcome in outcomes):
         raise UserError(plan_report.nothing_fits(job, outcomes, found.memory))
@@ -109,18 +104,18 @@ class Search:
 
     def __init__(self, job: Job, searched: Sequence[str]):
         kind = job.partitioner.mesh.devices.flat[0].device_kind
-        known, machine = chip(kind), links.machine(kind)
-        if known is None or machine is None:
+        machine = links.machine(kind)
+        if machine is None:
             raise UserError(f"--mode=plan has no bandwidths for {kind}")
         self._job = job
-        self._hardware = plan_prediction.Hardware(known, machine)
+        self._machine = machine
         self._devices = job.partitioner.mesh.devices.flatten().tolist()
         candidates = plan_candidates.enumerate_candidates(
             job.config.experiment,
             searched,
             mesh=job.partitioner.mesh_shape(),
             # Meshes of GPUs aren't divided over slices.
-            num_slices=1 if known.gpu else job.config.of(ChipsConfig).num_slices,
+            num_slices=1 if machine.chip.gpu else job.config.of(ChipsConfig).num_slices,
             rows=job.num_rows,
         )
         self.outcomes = [Outcome(candidate) for candidate in candidates]
@@ -131,7 +126,7 @@ class Search:
     @property
     def memory(self) -> int:
         """Bytes of a chip's memory that JAX can use."""
-        return plan.usable_memory(self._devices[0].device_kind, self._hardware.chip.memory_bytes)
+        return plan.usable_memory(self._devices[0].device_kind, self._machine.chip.memory_bytes)
 
     def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
         """Compiles promising candidates until no other is likely to be among the best, or the budget runs out. Returns the
@@ -248,8 +243,8 @@ class Search:
             return
         work = self._work[candidate.settings]
         number = candidate.minibatches or self._job.partitioner.num_minibatches
-        outcome.bound = plan_prediction.lower_bound(job, self._hardware, work.step.flops)
-        outcome.predicted = plan_prediction.predict(job, self._hardware, work, minibatches=number).seconds
+        outcome.bound = plan_prediction.lower_bound(job, self._machine, work.step.flops)
+        outcome.predicted = plan_prediction.predict(job, self._machine, work, minibatches=number).seconds
 
     def _next(self) -> Outcome | None:
         """Returns the most promising candidate that hasn't been compiled yet.
@@ -264,7 +259,7 @@ class Search:
                 f"its matrix products or its state alone take {o.bound:.3g} s, longer than the {_BEST} fastest steps"
             ),
         )
-        seconds = plan_calibration.optimistic([o for o in self.outcomes if o.predicted])
+        seconds = plan_prediction.optimistic([o for o in self.outcomes if o.predicted])
         waiting = [o for o in self.outcomes if o.predicted and not o.is_known]
         promising = min(waiting, key=lambda o: seconds[id(o)] / o.rows, default=None)
         if promising is not None and seconds[id(promising)] / promising.rows <= limit:
@@ -300,7 +295,7 @@ class Search:
             return
         outcome.compiled_in = time.monotonic() - started
         outcome.bytes, outcome.padding = result.total, result.padding
-        outcome.details = plan_page.plan_record(result, result.memory_over_time)
+        outcome.details = plan_page.plan_record(result)
         estimate = result.estimate
         assert estimate is not None  # the chip is known
         outcome.shortest, outcome.longest = estimate.shortest, estimate.longest

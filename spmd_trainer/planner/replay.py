@@ -7,6 +7,7 @@ training. It writes only the log and takes no lock, so the run may continue mean
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Mapping
@@ -113,15 +114,12 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
     new_state, outputs = jax.tree.unflatten(
         jax.tree.structure(traced.out_info), [Value((), number) for number in flags.frame.results]
     )
-    results = dict(outputs) | {f"new {name}": value for name, value in _leaves(new_state)}
+    new_values = named_leaves(new_state, is_leaf=lambda x: isinstance(x, Value))
+    results = dict(outputs) | {f"new {name}": value for name, value in new_values}
     tags = {name: Value((), number) for name, (number, _) in flags.frame.tags.items() if name.startswith(_GRADIENT)}
     begins = [at for name, (_, at) in flags.frame.tags.items() if name.startswith(_GRADIENT)]
     gradients = {name.removeprefix(_GRADIENT): value for name, value in tags.items()}
     return Observed(flags, names, results, gradients, min(begins, default=0))
-
-
-def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    return named_leaves(tree, is_leaf=lambda x: isinstance(x, Value))
 
 
 def _named_step(
@@ -165,11 +163,7 @@ def _check_step(job: Job, step: int) -> None:
 
 def _newest_written(job: Job) -> int | None:
     """Returns the newest step that the run has written or saved; None if there is none."""
-    try:
-        records = list(read_metrics(job.config.job_log_dir, "train"))
-    except FileNotFoundError:
-        records = []
-    return max([*records, *steps.whole(job.config.checkpoint_dir)], default=None)
+    return max([*read_metrics(job.config.job_log_dir, "train"), *steps.whole(job.config.checkpoint_dir)], default=None)
 
 
 def _restore(job: Job, step: int) -> Restored:
@@ -216,17 +210,18 @@ class _Batches:
         can_rewind = restored.step == 0 or (
             bool(job.task.train.enable_input_checkpointing) and saved is not None and saved["state"] is not None
         )
-        self._context = start_up.train_batches(job, saved if restored.step else None) if can_rewind else None
+        self._context = (
+            start_up.train_batches(job, saved if restored.step else None) if can_rewind else contextlib.nullcontext()
+        )
         self._input: Any = None
         self._unusable = ""
 
     def __enter__(self) -> _Batches:
-        self._input = None if self._context is None else self._context.__enter__()
+        self._input = self._context.__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if self._context is not None:
-            self._context.__exit__(*exc_info)
+        self._context.__exit__(*exc_info)
 
     def take(self, step: int) -> PyTree:
         """Returns the batch of a step, on the devices.
@@ -290,8 +285,7 @@ def _comparison(written: PyTree, own: PyTree | None) -> str:
     if own is None:
         return "the one that the run wrote down; the input can't give it again"
     pairs = zip(named_leaves(written), named_leaves(own), strict=True)
-    local = invalid_batches.local_rows
-    others = [name for (name, x), (_, y) in pairs if not np.array_equal(local(x), local(y), equal_nan=_floats(x))]
+    others = [name for (name, x), (_, y) in pairs if not _same_rows(x, y)]
     if not others:
         return "the one that the run wrote down; the input gives the same"
     logging.warning("the input gives another batch than the run had: %s differ", ", ".join(others))
@@ -301,18 +295,16 @@ def _comparison(written: PyTree, own: PyTree | None) -> str:
     )
 
 
-def _floats(x: jax.Array) -> bool:
-    return bool(jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
+def _same_rows(x: jax.Array, y: jax.Array) -> bool:
+    may_be_nan = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+    return np.array_equal(invalid_batches.local_rows(x), invalid_batches.local_rows(y), equal_nan=may_be_nan)
 
 
 def _written_losses(job: Job) -> Mapping[int, float]:
     """Returns the losses that the run wrote, by step; none if it wrote averages."""
     if job.task.train.summary_accumulate_interval_steps is not None:
         return {}
-    try:
-        records = read_metrics(job.config.job_log_dir, "train")
-    except FileNotFoundError:
-        return {}
+    records = read_metrics(job.config.job_log_dir, "train")
     return {step: float(record["loss"]) for step, record in records.items() if "loss" in record}
 
 

@@ -4,7 +4,7 @@ Three parts take time on a chip: computation (matrix products, and operations of
 At best, every part runs at the rate of the data sheet, all collectives and asynchronous copies run while the chip computes, and
 each instruction takes as long as the slowest of its products, operations and bytes. At worst, nothing overlaps: the times of
 all parts are added up, with the latency of each collective. Products, main memory, and ICI or NVLink then run at rates that
-were measured separately (`measured_rates.py`). The vector units and the network between slices or NVLink domains run at the
+were measured separately (`links.py`). The vector units and the network between slices or NVLink domains run at the
 rates of the data sheet at this end too: no measurement of them was found.
 
 Two limits of the hardware count at both ends: a TPU's matrix units are partly idle if the heads of an attention kernel don't
@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 
-from spmd_trainer.kernels.chips import Chip, chip
 from spmd_trainer.planner import hlo_collectives, hlo_costs, links
 
 # Most collectives in a plan's text.
@@ -56,7 +55,7 @@ class Estimate:
       matrix_flops: FLOPs of the matrix products, with those of rematerialisation and attention.
       memory_bytes: bytes read and written in main memory.
       matrix_seconds: of the matrix products at the chip's peak.
-      achieved_matrix_seconds: of the matrix products at measured rates; see `measured_rates.py`, also for the next ones.
+      achieved_matrix_seconds: of the matrix products at measured rates; see `links.py`, also for the next ones.
       vector_seconds: of element-wise operations and reductions at the rate of the data sheet.
       memory_seconds: of `memory_bytes` at the memory's bandwidth.
       achieved_memory_seconds: of `memory_bytes` at a bandwidth that was measured.
@@ -125,16 +124,15 @@ def estimate(
     """Estimates the time of a compiled step (`hlo`: `jax.stages.Compiled.as_text()`) on devices in row-major order;
     None if the chip is unknown.
     """
-    known = chip(devices[0].device_kind)
     machine = machine or links.machine(devices[0].device_kind)
-    if known is None or machine is None:
+    if machine is None:
         return None
     flops, num_bytes, vector, computing = 0.0, 0, 0.0, 0.0
     at_peak, achieved = 0.0, 0.0
     for cost in hlo_costs.instruction_costs(hlo):
         flops += cost.times * cost.flops
         num_bytes += cost.times * cost.num_bytes
-        of_peak, of_achieved = _matrix_seconds(cost, known, machine)
+        of_peak, of_achieved = _matrix_seconds(cost, machine)
         at_peak += cost.times * of_peak
         achieved += cost.times * of_achieved
         operations = cost.vector_ops / machine.vector_ops
@@ -167,15 +165,15 @@ def estimate(
     )
 
 
-def _matrix_seconds(cost: hlo_costs.InstructionCost, known: Chip, machine: links.Machine) -> tuple[float, float]:
+def _matrix_seconds(cost: hlo_costs.InstructionCost, machine: links.Machine) -> tuple[float, float]:
     # Matrix units take float32 operands as bfloat16 on TPUs, and as TF32 on GPUs.
-    work = cost.flops + (cost.float32_flops if known.gpu else 0.0)
+    work = cost.flops + (cost.float32_flops if machine.chip.gpu else 0.0)
     rate, found = machine.measured.products, cost.attention
     if found is not None and machine.matrix_side:
         work *= -(-found.width // machine.matrix_side) * machine.matrix_side / found.width
     if found is not None and machine.measured.attention:
         rate = machine.measured.attention[found.is_backward]
-    return work / known.peak_flops, work / rate
+    return work / machine.chip.peak_flops, work / rate
 
 
 def _collectives(

@@ -1,17 +1,32 @@
-"""`Tracker`: the interface through which a training run reports to a service that keeps the history of runs."""
+"""`Tracker`: the interface through which a training run reports to a service that keeps the history of runs; and the known
+trackers.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+import importlib
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from etils import epath
 
 from spmd_trainer.callbacks.base import Status
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.storage import is_remote
 from spmd_trainer.tracking.settings import Settings
+
+# {name: class}. The name is also that of its module here, of the package that it imports, and of the extra that installs the
+# package.
+TRACKERS = {
+    "wandb": "WandbTracker",
+    "mlflow": "MlflowTracker",
+    "trackio": "TrackioTracker",
+    "tensorboard": "TensorboardTracker",
+}
+_WITHOUT_EXTRA = "tensorboard"  # the trainer always needs it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,3 +133,30 @@ class Tracker(abc.ABC):
     @abc.abstractmethod
     def close(self, status: Status) -> None:
         """Ends the run and waits until everything is sent."""
+
+
+def check(names: Iterable[str], where: str) -> None:
+    """Checks names of trackers, and that their packages are installed, without importing them.
+
+    Args:
+      names: e.g. ['wandb'].
+      where: source of the names, for messages: '--track'.
+
+    Raises:
+      UserError: a name is unknown or repeated, or its package is not installed.
+    """
+    seen = set()
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"{where}: unknown tracker {name!r}{did_you_mean(name, TRACKERS)}")
+        if name in seen:
+            raise UserError(f"{where} names {name!r} twice")
+        if name != _WITHOUT_EXTRA and importlib.util.find_spec(name) is None:
+            raise UserError(f"{where}: tracker {name} needs the package {name}: pip install 'spmd-trainer[{name}]'")
+        seen.add(name)
+
+
+def make(name: str) -> Tracker:
+    """Makes the tracker named in `TRACKERS`. Its package is imported later."""
+    tracker: Tracker = getattr(importlib.import_module(f"spmd_trainer.tracking.{name}"), TRACKERS[name])()
+    return tracker

@@ -7,20 +7,26 @@ import time
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer.callbacks.base import Callback, Run, Status, Turn
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import installed_version
 from spmd_trainer.experiment_registry.modules import short_name
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.storage.run_files import PAGE
-from spmd_trainer.tracking import registry
-from spmd_trainer.tracking.base import RunFacts, Tracker
+from spmd_trainer.tracking import base
+from spmd_trainer.tracking.base import Histogram, RunFacts, Tracker
 from spmd_trainer.tracking.feed import CLOSE_SECONDS, Feed, RunIds
 from spmd_trainer.tracking.settings import Settings, nested
-from spmd_trainer.tracking.variable_histograms import VariableHistograms
+from spmd_trainer.train_states import PyTree, TrainState
 
 _VERSIONS = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-checkpoint", "numpy")
+# Of a histogram.
+_BINS = 64
 
 
 class Tracking(Callback):
@@ -64,10 +70,10 @@ class Tracking(Callback):
                 f"Tracking: trackers has {wrong[0]!r:.200}; give names or objects of classes that derive from Tracker"
             )
         self.names = tuple(tracker if isinstance(tracker, str) else type(tracker).__name__ for tracker in trackers)
-        registry.check([tracker for tracker in trackers if isinstance(tracker, str)], "Tracking")
+        base.check([tracker for tracker in trackers if isinstance(tracker, str)], "Tracking")
         if histogram_interval_steps is not None and histogram_interval_steps < 1:
             raise UserError(f"Tracking: histogram_interval_steps={histogram_interval_steps}; give 1 or more, or None")
-        self._trackers = [registry.make(tracker) if isinstance(tracker, str) else tracker for tracker in trackers]
+        self._trackers = [base.make(tracker) if isinstance(tracker, str) else tracker for tracker in trackers]
         self._project = project
         self._name = name
         self._tags = tuple(tags)
@@ -186,3 +192,55 @@ def _about(run: Run) -> Settings:
         "python": platform.python_version(),
         **{name: installed_version(name) for name in _VERSIONS},
     }
+
+
+class VariableHistograms:
+    """Computes a histogram of each variable. Compiled once per mesh; all processes call it together."""
+
+    def __init__(self, metadata: Layout):
+        """`metadata` describes the training state."""
+        self._mesh = metadata.mesh
+
+        def count(state: TrainState) -> PyTree:
+            return jax.tree.map(_counts, metadata.slice(state).mdl_vars)
+
+        self._count = jax.jit(count, out_shardings=NamedSharding(metadata.mesh, PartitionSpec()))
+
+    def __call__(self, state: TrainState) -> dict[str, Histogram]:
+        """Returns histograms of all floating-point variables by path, e.g. 'params/lm/softmax/w'.
+
+        Waits for the devices. NaN and infinity are in no bin. `state` has padded shapes, on the mesh.
+        """
+        with jax.set_mesh(self._mesh):
+            found = jax.device_get(self._count(state))
+        leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: isinstance(x, tuple))
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): _histogram(*leaf) for path, leaf in leaves if leaf
+        }
+
+
+def _counts(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the minimum, the maximum, and the number of values up to each edge after the first; () for integers.
+
+    One reduction per edge keeps the variable sharded: sorting or flattening it would gather it.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return ()
+    x = x.astype(jnp.float32)
+    finite = jnp.isfinite(x)
+    low = jnp.min(x, initial=jnp.inf, where=finite)
+    high = jnp.max(x, initial=-jnp.inf, where=finite)
+    steps = jnp.arange(1, _BINS + 1, dtype=jnp.float32) / _BINS
+    edges = jnp.where(steps == 1, high, low + (high - low) * steps)
+    at_most = jax.lax.map(lambda edge: jnp.sum(finite & (x <= edge), dtype=jnp.float32), edges)
+    return low, high, at_most
+
+
+def _histogram(low: np.ndarray, high: np.ndarray, at_most: np.ndarray) -> Histogram:
+    counts = np.rint(np.diff(at_most.astype(np.float64), prepend=0.0)).astype(np.int64)
+    begin, end = (
+        (float(low), float(high)) if np.isfinite(low) else (0.0, 0.0)
+    )  # without a finite value, low is infinity
+    if begin == end:  # bins need a width
+        begin, end = begin - 0.5, end + 0.5
+    return Histogram(counts, np.linspace(begin, end, _BINS + 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,14 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.callbacks.base import Status
-from spmd_trainer.tracking import samples as samples_lib
-from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
+from spmd_trainer.tracking.base import RunFacts
+from spmd_trainer.tracking.wandb import LikeWandb
 
 if TYPE_CHECKING:
     import trackio
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(LikeWandb):
     """Sends a run to trackio, which identifies a run by its project and its name."""
 
     def open(self, facts: RunFacts) -> str:
@@ -32,7 +32,7 @@ class TrackioTracker(Tracker):
         import trackio.run
         import trackio.utils
 
-        self._trackio = trackio
+        self.library = trackio
         for module in (trackio, trackio.run, trackio.utils):
             _send_prints_to_log(module)
         self._run: trackio.Run = trackio.init(
@@ -47,32 +47,15 @@ class TrackioTracker(Tracker):
         )
         return str(self._run.name)
 
-    def scalars(self, records: Sequence[StepScalars]) -> None:
-        for record in records:
-            self._run.log(dict(record.values), step=record.step)
-
-    def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Logs the table 'samples/DATASET', and pictures."""
-        columns, cells = samples_lib.table(rows, dataset, step)
-        values: dict[str, Any] = {f"samples/{dataset}": self._trackio.Table(columns=columns, data=cells)}
-        for name, array in samples_lib.pictures(rows):
-            values[f"samples/{dataset}/{name}"] = self._trackio.Image(array)
-        self._run.log(values, step=step)
-
-    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Logs histograms under their names."""
-        made = {
-            name: self._trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
-            for name, histogram in histograms.items()
-        }
-        self._run.log(made, step=step)
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(dict(values), step=step)
 
     def page(self, path: epath.Path) -> None:
-        self._run.log({"page": self._trackio.Html(path.read_text())})
+        self._run.log({"page": self.library.Html(path.read_text())})
 
     def close(self, status: Status) -> None:
         """Stores the run's status, and waits until all is written."""
-        levels = self._trackio.AlertLevel
+        levels = self.library.AlertLevel
         self._run.alert(title=f"run {status}", level=levels.ERROR if status == "failed" else levels.INFO)
         self._run.finish()
 

@@ -10,6 +10,7 @@ checkpoint repeats steps, and evaluations report earlier ones. The training step
 
 from __future__ import annotations
 
+import abc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,41 @@ STEP = "trainer/step"
 _EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "stopped": 0}
 
 
-class WandbTracker(Tracker):
+class LikeWandb(Tracker):
+    """What W&B and trackio, whose classes have the same names and arguments, share.
+
+    Attributes:
+      library: the package; set by `open`.
+    """
+
+    library: Any
+
+    @abc.abstractmethod
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Logs values and objects of the library at a step."""
+
+    def scalars(self, records: Sequence[StepScalars]) -> None:
+        for record in records:
+            self.log(record.step, record.values)
+
+    def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Logs the table 'samples/DATASET', and pictures."""
+        columns, cells = samples_lib.table(rows, dataset, step)
+        values: dict[str, Any] = {f"samples/{dataset}": self.library.Table(columns=[*columns], data=cells)}
+        for name, array in samples_lib.pictures(rows):
+            values[f"samples/{dataset}/{name}"] = self.library.Image(array)
+        self.log(step, values)
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Logs histograms under their names."""
+        made = {
+            name: self.library.Histogram(np_histogram=(histogram.counts, histogram.edges))
+            for name, histogram in histograms.items()
+        }
+        self.log(step, made)
+
+
+class WandbTracker(LikeWandb):
     """Sends a run to W&B, or writes its offline files."""
 
     def check(self, job_log_dir: epath.Path) -> None:
@@ -51,7 +86,7 @@ class WandbTracker(Tracker):
         """Starts wandb's own process, and the run."""
         import wandb
 
-        self._wandb = wandb
+        self.library = wandb
         self._run: wandb.Run = wandb.init(
             project=facts.project,
             name=facts.name,
@@ -81,31 +116,11 @@ class WandbTracker(Tracker):
         self._save("config.txt", facts.config_text)
         return str(self._run.id)
 
-    def scalars(self, records: Sequence[StepScalars]) -> None:
-        for record in records:
-            self._log(record.step, record.values)
-
-    def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Logs the table 'samples/DATASET', and pictures."""
-        columns, cells = samples_lib.table(rows, dataset, step)
-        values: dict[str, Any] = {f"samples/{dataset}": self._wandb.Table(columns=[*columns], data=cells)}
-        for name, array in samples_lib.pictures(rows):
-            values[f"samples/{dataset}/{name}"] = self._wandb.Image(array)
-        self._log(step, values)
-
-    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Logs histograms under their names."""
-        made = {
-            name: self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
-            for name, histogram in histograms.items()
-        }
-        self._log(step, made)
-
     def page(self, path: epath.Path) -> None:
         """Saves the page among the run's files, and shows it."""
         text = path.read_text()
         self._save(path.name, text)
-        self._run.log({"page": self._wandb.Html(text, inject=False)})
+        self._run.log({"page": self.library.Html(text, inject=False)})
 
     def close(self, status: Status) -> None:
         """Ends the run. W&B has only two statuses and shows a run stopped by a signal as finished."""
@@ -117,5 +132,5 @@ class WandbTracker(Tracker):
         path.write_text(text, encoding="utf-8")
         self._run.save(path, base_path=self._run.dir, policy="now")
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({**values, STEP: step})

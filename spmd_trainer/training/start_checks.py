@@ -125,7 +125,7 @@ def check_settings(config: RunConfig) -> None:
         _require_decode_datasets(resolved, f"--mode={mode}")
     if isinstance(config, TrainConfig):
         if config.track:
-            rooms.need("tracking.registry").check(config.track, "--track")
+            rooms.need("tracking.base").check(config.track, "--track")
         if not resolved.config.train_datasets:
             raise UserError(
                 f"--mode=train: experiment {_name(resolved)} has no training dataset; return one with is_training=True from "

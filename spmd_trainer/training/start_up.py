@@ -16,7 +16,7 @@ from spmd_trainer import multihost
 from spmd_trainer.callbacks.base import CallbackList, Run
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
-from spmd_trainer.errors.plan_versions import library_versions
+from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import Packed, ScalarPacking

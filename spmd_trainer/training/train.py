@@ -187,7 +187,7 @@ def _save(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
 
 def _report_saved(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
     """Tells the callbacks which checkpoints have become whole on disk."""
-    for step in checkpoints.finished():
+    for step in checkpoints.checkpointer.take_finished():
         callbacks.call("after_save", run, step)
 
 

@@ -2,8 +2,7 @@
 
 run.py           lists the callbacks of this room. Without the room a run trains, and nobody watches it
 
-beats.py         where a process is: step, phase, since when
-stuck.py         who is behind, given the beats of all processes
+stuck.py         beats: where a process is, its step, phase, since when; who is behind, given the beats of all processes
 board.py         how beats travel: each process writes its own, process 0 reads all and publishes one conclusion
 stacks.py        Python stacks of this process, also while its interpreter is held by C code
 link.py          what the command line lends to this room: how a process of a job leaves, and what was last heard of another one
@@ -16,5 +15,5 @@ replica_check.py, repeat_check.py   compare devices' copies of the state, and a 
 invalid_batches.py, loss_spikes.py  keep the batches of invalid steps for --mode=replay; count losses far above those before
 profiler.py      profiles some steps
 run_times.py     keeps where the time goes in run_times.jsonl
-run_page.py      writes the run's page, run.html, at the end; pages/ has what it shows, and --mode=page and --mode=data
+pages/           the run's page, run.html, written at the end, and --mode=page and --mode=data
 """

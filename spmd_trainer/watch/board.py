@@ -18,9 +18,8 @@ from typing import Any
 from absl import logging
 
 from spmd_trainer.watch import stuck
-from spmd_trainer.watch.beats import Beat, not_yet
 from spmd_trainer.watch.slow import SlowProcesses
-from spmd_trainer.watch.stuck import Seen
+from spmd_trainer.watch.stuck import Beat, Seen, not_yet
 
 _PREFIX = "spmd_trainer/health"
 # A job may train several times, in a notebook. Every process counts alike.
@@ -219,7 +218,8 @@ class Board:
         if self._count > 1:
             for _, text in self._client.key_value_dir_get(f"{self._keys}/beat/"):
                 self._table.note(Beat.from_json(text), now)
-        self._slow.log(self._table.windows())
+        for line in self._slow.update(self._table.windows()):
+            logging.warning("%s", line)
         digest = self._table.digest(now, self._silent_after)
         self._latest = digest, now
         if self._count > 1:

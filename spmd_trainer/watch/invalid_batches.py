@@ -15,6 +15,7 @@ from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.callbacks.invalid_steps import is_finite, is_valid
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.storage.run_files import names_in
 from spmd_trainer.train_states import PyTree
 
 # A run's directory gets the batches of so many steps.
@@ -80,10 +81,7 @@ def batch_file(job_log_dir: epath.Path, step: int) -> epath.Path:
 
 def written_steps(job_log_dir: epath.Path) -> set[int]:
     """Returns the steps whose batches a run's directory holds."""
-    try:
-        names = [path.name for path in (job_log_dir / "replay").iterdir()]
-    except FileNotFoundError:
-        return set()
+    names = names_in(job_log_dir / "replay")
     numbers = [name.removeprefix("step_") for name in names if name.startswith("step_")]
     return {int(number) for number in numbers if number.isdecimal()}
 

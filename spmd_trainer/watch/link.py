@@ -34,10 +34,10 @@ class JobLink:
 
     def __init__(self) -> None:
         self.leaving = threading.Event()
-        self.before_leaving: Callable[[], None] = _nothing
-        self.say_why: Callable[[str], None] = _nothing_of
+        self.before_leaving: Callable[[], object] = lambda: None
+        self.say_why: Callable[[str], object] = lambda why: None  # one process has nobody to tell
         self.status_of_others = STATUS_HANG
-        self.last_beat: Callable[[int], str] = _unknown
+        self.forget_run()
 
     def begin_to_leave(self) -> None:
         """Notes that this process is ending because of a hang."""
@@ -46,7 +46,7 @@ class JobLink:
 
     def forget_run(self) -> None:
         """Lets go of a run that has ended."""
-        self.last_beat = _unknown
+        self.last_beat: Callable[[int], str] = lambda process: ""
 
     def leave(self, why: str, *, is_behind: bool) -> NoReturn:
         """Ends this process at once, whatever its other threads do.
@@ -65,19 +65,6 @@ class JobLink:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _nothing() -> None:
-    """One process has nobody to tell."""
-
-
-def _nothing_of(why: str) -> None:
-    del why
-
-
-def _unknown(process: int) -> str:
-    del process
-    return ""
 
 
 job = JobLink()

@@ -1,4 +1,4 @@
-"""The progress lines of a training run."""
+"""The progress lines of a training run: step, loss, throughput, time left."""
 
 from __future__ import annotations
 
@@ -12,9 +12,122 @@ from absl import logging
 from spmd_trainer.callbacks.base import Callback, Run
 from spmd_trainer.metrics.live_status import Memory, TrainingStatus, live
 from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.metrics.progress import Progress
-from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.sharding.messages import format_duration, format_seconds
 from spmd_trainer.training import rooms
+
+# Metrics shown beside the loss if the task has them, and their labels.
+_SHOWN = {
+    "bits_per_byte": "bits per byte",
+    "accuracy": "accuracy",
+    "fraction_of_correct_next_step_preds": "next-token accuracy",
+}
+# A line is also logged when the last line is this many seconds old.
+LONGEST_SILENCE = 30.0
+# The live line uses the current interval's step time once the interval is this many seconds old.
+_ENOUGH_SECONDS = 2.0
+
+
+class Progress:
+    """Logs one line per interval of steps, and one in between if the last line is `LONGEST_SILENCE` seconds old.
+
+    The step time is the mean over the steps since the last interval ended, without evaluations and saves.
+
+    Attributes:
+      items_per_step: tokens (or examples) in a global batch.
+      unit: name of an item.
+      flops_per_item: the model's FLOPs as counted by `kernels.chips.model_flops`; None if unknown.
+      peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs
+        utilization.
+      memory: of this process's devices, for the live line; None if unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        items_per_step: int,
+        unit: str,
+        interval: int,
+        flops_per_item: float | None = None,
+        peak_flops: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.items_per_step = items_per_step
+        self.unit = unit
+        self.flops_per_item = flops_per_item
+        self.peak_flops = peak_flops
+        self._num_steps = num_steps
+        self._interval = max(1, interval)
+        self._clock = clock
+        self._since: tuple[int, float] | None = None
+        self._last_line = 0.0
+        self.memory: Memory | None = None
+        # For the live line, which reads them on its own thread.
+        self._latest: tuple[int, float, float | None] | None = None
+        self._seconds: float | None = None
+
+    def start(self, step: int) -> None:
+        """Starts timing at this step, initially or after a pause."""
+        self._last_line = self._clock()
+        self._since = (step, self._last_line)
+
+    def report(self, step: int, scalars: Scalars) -> dict[str, float]:
+        """Logs a finished step's line if due. Returns timing scalars for the summaries at the end of an interval, else
+        {}.
+        """
+        now = self._clock()
+        self._latest = (step, now, scalars.loss)
+        ends_interval = step % self._interval == 0 or step == self._num_steps
+        if not ends_interval and now - self._last_line < LONGEST_SILENCE:
+            return {}
+        if self._since is None or step <= self._since[0]:
+            return {}
+        timing = self._log(step, scalars, (now - self._since[1]) / (step - self._since[0]))
+        if not ends_interval:
+            self._last_line = now
+            return {}
+        self.start(step)
+        return timing
+
+    def status(self) -> TrainingStatus | None:
+        """Returns the current status of training; None before `start`. Called by any thread."""
+        since, latest, seconds = self._since, self._latest, self._seconds
+        if since is None:
+            return None
+        step, now, loss = latest or (*since, None)
+        steps, lasts = step - since[0], now - since[1]
+        if steps > 0 and (seconds is None or lasts >= _ENOUGH_SECONDS):
+            seconds = lasts / steps
+        return TrainingStatus(
+            step=step,
+            num_steps=self._num_steps,
+            loss=loss,
+            seconds_per_step=seconds,
+            items_per_step=self.items_per_step,
+            unit=self.unit,
+            mfu=self._mfu(self.items_per_step / seconds) if seconds else None,
+            memory=self.memory,
+        )
+
+    def _log(self, step: int, scalars: Scalars, seconds: float) -> dict[str, float]:
+        """Logs a step's line. Returns the timing scalars."""
+        self._seconds = seconds
+        parts = [f"step {step}/{self._num_steps}", f"loss {scalars.loss:.4f}"]
+        parts += [f"{text} {scalars.means[name]:.3f}" for name, text in _SHOWN.items() if name in scalars.means]
+        rate = self.items_per_step / seconds
+        left = (self._num_steps - step) * seconds
+        parts += [f"{rate:,.0f} {self.unit}/s", f"{seconds * 1e3:.0f} ms/step"]
+        timing = {"steps_per_sec": 1.0 / seconds, f"{self.unit}_per_sec": rate}
+        if (mfu := self._mfu(rate)) is not None:
+            timing["mfu"] = mfu
+            parts.append(f"MFU {mfu:.1%}")
+        parts.append(f"ETA {format_seconds(left)}")
+        logging.info("%s", "  ".join(parts))
+        return timing
+
+    def _mfu(self, rate: float) -> float | None:
+        """Returns the model FLOPs utilization at a rate of items per second; None if unknown."""
+        return rate * self.flops_per_item / self.peak_flops if self.flops_per_item and self.peak_flops else None
 
 
 class ProgressLines(Callback):
@@ -54,15 +167,12 @@ class ProgressLines(Callback):
                 timing |= {"device_bytes_in_use": float(memory.in_use), "device_peak_bytes": float(memory.peak)}
             run.log(timing)
 
-    def on_failure(self, run: Run, error: BaseException) -> None:
+    def on_end(self, run: Run, error: BaseException | None = None) -> None:
         """Ends what `on_open` began."""
         del run, error
         live.training = None
 
-    def on_end(self, run: Run) -> None:
-        """Ends what `on_open` began."""
-        del run
-        live.training = None
+    on_failure = on_end
 
     def _status(self, run: Run) -> TrainingStatus | None:
         """Returns this moment of the run; None before its first step. Called by the display's thread."""

@@ -20,10 +20,8 @@ from spmd_trainer.metrics.packing import Packed
 from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.watch.replica_check import ReplicaError
-from spmd_trainer.watch.replicas import DeviceChecksum, device_checksums, device_text
+from spmd_trainer.watch.replica_check import DeviceChecksum, ReplicaError, device_checksums, device_text, rows_text
 
-_NAMED = 5
 _Checksums = Mapping[str, Mapping[jax.Device, DeviceChecksum]]
 
 
@@ -99,12 +97,9 @@ def _compare(first: _Checksums, second: _Checksums, step: int) -> None:
         return
     if not jax.process_index():
         logging.error("step %d was taken twice, and gave other values of %d variables", step, len(differing))
-    lines = [
-        f"\n  {path}: on {_devices_text(devices, first[path])}" for path, devices in list(differing.items())[:_NAMED]
-    ]
-    more = f"\n  and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    rows = [f"{path}: on {_devices_text(devices, first[path])}" for path, devices in differing.items()]
     raise RepeatError(
-        f"step {step}, taken twice from the same state and batch, gave other bits:{''.join(lines)}{more}\n"
+        f"step {step}, taken twice from the same state and batch, gave other bits:{rows_text(rows)}\n"
         f"{_advice(differing, first)}. The state is not saved; the run continues from its last checkpoint"
     )
 

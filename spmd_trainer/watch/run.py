@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from spmd_trainer.callbacks.base import Callback
+import jax
+from absl import logging
+
+from spmd_trainer.callbacks.base import Callback, Run, Turn
+from spmd_trainer.storage.run_files import PAGE, has_run
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import TrainConfig
 from spmd_trainer.training.schedule import Schedule
 from spmd_trainer.watch.invalid_batches import InvalidBatches
 from spmd_trainer.watch.loss_spikes import LossSpikes
+from spmd_trainer.watch.pages import run_page
 from spmd_trainer.watch.profiler import Profiler
 from spmd_trainer.watch.progress import ProgressLines
 from spmd_trainer.watch.repeat_check import RepeatCheck
 from spmd_trainer.watch.replica_check import ReplicaCheck
-from spmd_trainer.watch.run_page import RunPage
 from spmd_trainer.watch.run_times import LastTimes, TimeRecord
 from spmd_trainer.watch.step_parts import StepParts
 from spmd_trainer.watch.watchdog import Watchdog
@@ -34,3 +38,25 @@ def of_run(job: Job) -> list[Callback]:
         RunPage(),
         LastTimes(times),
     ]
+
+
+class RunPage(Callback):
+    """Writes `run.html` into the run's directory. That it can't be written is a warning: the run is what matters."""
+
+    turn = Turn.WRITES
+
+    def on_failure(self, run: Run, error: BaseException) -> None:
+        """Writes the page of a run that has failed, if it had begun."""
+        del error
+        if run.step > run.first_step:
+            self.on_end(run)
+
+    def on_end(self, run: Run) -> None:
+        """Process 0 writes the page."""
+        if jax.process_index():
+            return
+        try:
+            if has_run(run.job_log_dir):
+                run_page.write_page([run.job_log_dir], run.job_log_dir / PAGE)
+        except Exception:
+            logging.warning("the page %s could not be written", run.job_log_dir / PAGE, exc_info=True)

@@ -84,10 +84,8 @@ class TimeRecord(Callback):
         if self._file is None:
             return
         self._written = time.monotonic()
-        if self._has_state:
-            self._file.write(run.times.seconds(), run.first_step, run.step, self._ended)
-        else:
-            self._file.write_starting(run.times.seconds(), self._ended)
+        first_step = run.first_step if self._has_state else None
+        self._file.write(run.times.seconds(), first_step, run.step, self._ended)
 
 
 class LastTimes(Callback):
@@ -98,11 +96,9 @@ class LastTimes(Callback):
     def __init__(self, record: TimeRecord) -> None:
         self._record = record
 
-    def on_failure(self, run: Run, error: BaseException) -> None:
+    def on_end(self, run: Run, error: BaseException | None = None) -> None:
         """Writes the times."""
         del error
         self._record.write_last(run)
 
-    def on_end(self, run: Run) -> None:
-        """Writes the times."""
-        self._record.write_last(run)
+    on_failure = on_end

@@ -19,8 +19,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import logging
-
 from spmd_trainer.watch.step_parts import WINDOW
 
 # How much slower than the median a process must be, and how near to it it counts as fast again.
@@ -185,8 +183,3 @@ class SlowProcesses:
                 lines.append(verdict.text_when_fast)
                 del self._named[verdict.process]
         return lines
-
-    def log(self, told: Mapping[int, Mapping[str, Any] | None]) -> None:
-        """Logs the lines of `update` as warnings."""
-        for line in self.update(told):
-            logging.warning("%s", line)

@@ -99,16 +99,13 @@ class StepParts(Callback, StepWatch):
         if self._watch is None and jax.process_count() > 1:
             self._watch = DeviceWatch.of(run.mesh.local_devices)
 
-    def on_failure(self, run: Run, error: BaseException) -> None:
+    def on_end(self, run: Run, error: BaseException | None = None) -> None:
         """Ends what watches the devices."""
-        del error
-        self.on_end(run)
-
-    def on_end(self, run: Run) -> None:
-        """Ends what watches the devices."""
-        del run
+        del run, error
         if self._watch is not None:
             self._watch.close()
+
+    on_failure = on_end
 
     def begin(self, began: float, for_others: float) -> None:
         """Notes that the step before has ended, and that the loop asks for the next batch.

@@ -4,7 +4,7 @@ import pytest
 
 from spmd_trainer.kernels import chips
 from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.metrics.progress import Progress
+from spmd_trainer.watch.progress import Progress
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,10 @@ def costs(text):
     return {cost.instruction.name: cost for cost in hlo_costs.instruction_costs(text)}
 
 
+def total_flops(text):
+    return sum(cost.times * cost.flops for cost in hlo_costs.instruction_costs(text))
+
+
 def test_a_scanned_mlp_on_a_mesh_has_exactly_the_flops_of_its_products():
     mesh = sharding.create_device_mesh([("data", 4), ("mdl", 2)])
 
@@ -38,10 +42,10 @@ def test_a_scanned_mlp_on_a_mesh_has_exactly_the_flops_of_its_products():
     )
     x = shape(ROWS, WIDTH, spec=("data",))
     forward = LAYERS * 2 * (2 * ROWS * WIDTH * HIDDEN) / mesh.size
-    assert hlo_costs.total_flops(jax.jit(loss).lower(weights, x).compile().as_text()) == forward
+    assert total_flops(jax.jit(loss).lower(weights, x).compile().as_text()) == forward
     # The gradient takes two products for each of the forward pass.
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(weights, x).compile().as_text()
-    assert hlo_costs.total_flops(gradient) == 3 * forward
+    assert total_flops(gradient) == 3 * forward
 
 
 def test_products_inside_of_fusions_and_calls_count():

@@ -13,7 +13,7 @@ ONE = 2 * 8 * 16 * 16
 
 
 def flops(fn, *args):
-    return jaxpr_costs.dot_flops(jax.jit(fn).trace(*args).jaxpr.jaxpr)
+    return jaxpr_costs.dot_costs(jax.jit(fn).trace(*args).jaxpr.jaxpr).flops
 
 
 def test_loops_are_multiplied_out():

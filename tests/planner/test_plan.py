@@ -13,7 +13,7 @@ from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import stdlib
-from spmd_trainer.planner import inspect_sharding, plan
+from spmd_trainer.planner import hlo_liveness, inspect_sharding, plan
 from spmd_trainer.planner.topologies import topology_devices
 from spmd_trainer.step import compiled_step
 from spmd_trainer.training import start_up
@@ -109,7 +109,7 @@ ENTRY main (a: f32[8]) -> f32[8] {{
   ROOT %b = f32[8]{{0}} negate(%a), metadata={{op_name="{long}"}}
 }}
 """
-    (row,) = plan._largest(text)
+    (row,) = plan._largest(hlo_liveness.schedule(text))
     assert row["made_by"] == "jit(step)/transpose(jvp(lm.apply))/attention/dot_general and others"
 
 

@@ -11,9 +11,9 @@ from browser_helpers import chromium, needs_chromium
 from etils import epath
 from facts import assert_names
 
-from spmd_trainer.planner import plan_memory, plan_page
+from spmd_trainer.planner import hlo_liveness, plan_memory, plan_page
 from spmd_trainer.planner.plan_candidates import Candidate
-from spmd_trainer.planner.plan_memory import ChartLoop, Group, MemoryOverTime, PeakArray
+from spmd_trainer.planner.plan_memory import Group, MemoryOverTime, PeakArray
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.training import start_up
 from spmd_trainer.training.job import Job
@@ -37,13 +37,20 @@ def chart(scale: float = 1.0) -> MemoryOverTime:
         peak=3,
         operations=[0, 1, 1, 2, 2, 0],
         operation_names=["added by the compiler", "lm/attn, forward", "lm/attn, backward"],
-        loops=[ChartLoop(5, 24, 12, "forward"), ChartLoop(28, 49, 12, "backward")],
+        loops=[
+            {"begin": begin, "end": end, "times": 12, "part": part}
+            for begin, end, part in ((5, 24, "forward"), (28, 49, "backward"))
+        ],
         largest=[PeakArray(6 * GIB, 2, "bf16[8,64]", f"attn {EVIL}", "lm/attn, backward: dot_general")],
     )
 
 
 def make_plan(
-    *, memory: int | None = 16 * GIB, estimate: bool = True, kind: str = "TPU v5 lite"
+    *,
+    memory: int | None = 16 * GIB,
+    estimate: bool = True,
+    kind: str = "TPU v5 lite",
+    chart: MemoryOverTime | None = None,
 ) -> types.SimpleNamespace:
     """What the page reads of a plan that needs 13 GiB."""
     times = [
@@ -59,6 +66,7 @@ def make_plan(
         total=13 * GIB,
         padding=3 * 2**20,
         memory=memory,
+        memory_over_time=chart,
         fits=None if memory is None else memory >= 13 * GIB,
         estimate=types.SimpleNamespace(shortest=0.6, longest=1.4, collectives=times) if estimate else None,
         collectives=[
@@ -105,10 +113,11 @@ def flags(found: Candidate) -> str:
 
 def search_record(outcomes=OUTCOMES, **settings):
     plans = {
-        outcome.candidate: plan_page.plan_record(make_plan(), chart(scale))
+        id(outcome): plan_page.plan_record(make_plan(chart=chart(scale)))
         for outcome, scale in zip(plan_page.worth_showing(outcomes), (1.0, 0.5), strict=False)
     }
-    return plan_page.search_record(outcomes, plans, **{"chip_memory": 16 * GIB, "flags": flags, **settings})
+    outcomes = [dataclasses.replace(outcome, details=plans.get(id(outcome))) for outcome in outcomes]
+    return plan_page.search_record(outcomes, **{"chip_memory": 16 * GIB, "flags": flags, **settings})
 
 
 def data_of(page: str) -> dict:
@@ -116,12 +125,12 @@ def data_of(page: str) -> dict:
 
 
 def test_collectives_have_bytes_and_seconds_by_kind_and_axes():
-    rows = plan_page.plan_record(make_plan(), chart())["collectives"]
+    rows = plan_page.plan_record(make_plan(chart=chart()))["collectives"]
     assert [(r["kind"], r["axes"], r["count"], r["bytes"], r["seconds"], r["links"]) for r in rows] == [
         ("all-gather", ["data", "mdl"], 40, GIB, 0.5, "ICI, DCN"),
         ("all-reduce", ["data"], 12, 3 * GIB, 0.02, "ICI"),
     ]
-    without = plan_page.plan_record(make_plan(estimate=False), None)["collectives"]
+    without = plan_page.plan_record(make_plan(estimate=False))["collectives"]
     assert [(r["kind"], r["seconds"]) for r in without] == [("all-reduce", None), ("all-gather", None)]
 
 
@@ -182,7 +191,7 @@ def test_a_page_with_thousands_of_candidates_stays_small_and_says_what_it_leaves
     assert len(plan_page.worth_showing([*several, *front])) == plan_page.MOST_PLANS
     long = memory_with_points(400)
     for shown in record["shown"][: plan_page.MOST_PLANS]:
-        shown["plan"] = plan_page.plan_record(make_plan(), long)
+        shown["plan"] = plan_page.plan_record(make_plan(chart=long))
     assert len(plan_page.search_page(ABOUT, record)) < 500_000
 
 
@@ -196,7 +205,7 @@ def memory_with_points(count: int) -> MemoryOverTime:
 
 def test_all_text_is_escaped_and_all_marks_of_the_template_are_replaced():
     pages = [
-        plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(), chart())),
+        plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(chart=chart()))),
         plan_page.search_page(ABOUT, search_record()),
     ]
     for page in pages:
@@ -213,14 +222,14 @@ def test_all_text_is_escaped_and_all_marks_of_the_template_are_replaced():
     ("memory", "text"), [(16 * GIB, "fits: 81%"), (12 * GIB, "does not fit: 108%"), (None, "on host devices")]
 )
 def test_the_head_says_whether_it_fits(memory, text):
-    page = plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(memory=memory), chart()))
+    page = plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(memory=memory, chart=chart())))
     assert text in page
     assert "0.6 to 1.4 s" in page
     assert "3.0 MiB" in page
 
 
 def test_of_a_gpu_s_memory_only_a_part_can_be_taken():
-    record = plan_page.plan_record(make_plan(kind="NVIDIA H100 80GB HBM3", memory=20 * GIB), chart())
+    record = plan_page.plan_record(make_plan(kind="NVIDIA H100 80GB HBM3", memory=20 * GIB, chart=chart()))
     assert record["usable_memory"] < record["chip_memory"]
     assert_names(plan_page.plan_page(ABOUT, record), "fits: 65% of 20.0 GiB", "JAX can take 95%")
 
@@ -236,7 +245,7 @@ def job(tmp_path_factory):
 
 @pytest.mark.full
 def test_arguments_of_a_real_step_are_its_variables_and_its_optimizer_state(job):
-    found = plan_memory.memory_over_time(start_up.compile_train_step(job).fn.as_text())
+    found = plan_memory.memory_over_time(hlo_liveness.schedule(start_up.compile_train_step(job).fn.as_text()))
     mesh = job.partitioner.mesh_shape()
     sizes = {"mdl_vars": 0, "opt_states": 0}
     for variable in job.partitioner.metadata.records():
@@ -250,9 +259,9 @@ def test_arguments_of_a_real_step_are_its_variables_and_its_optimizer_state(job)
 
 
 def test_pages_are_written_beside_the_other_reports(job):
-    memory, plan = chart(), make_plan()
+    plan = make_plan(chart=chart())
     plan.attention, plan.xla_flags = ["dot product: the sequence is short"], {"xla_some_flag": True}
-    plan_page.write_plan_page(job, plan, memory)
+    plan_page.write_plan_page(job, plan)
     path = job.config.job_log_dir / plan_page.FILE
     page = path.read_text()
     for text in ("spmd_trainer.experiments.lm.stdlib.StdlibBytesTiny", "num_train_steps=7", "data=4, mdl=2", "8 chips (cpu)",
@@ -260,7 +269,7 @@ def test_pages_are_written_beside_the_other_reports(job):
         assert html.escape(text) in page, text
     searched = PlanConfig(job.config.experiment, job.config.job_log_dir)
     job = dataclasses.replace(job, config=searched)
-    plan_page.write_search_page(job, OUTCOMES, {}, chip_memory=None, flags=flags)
+    plan_page.write_search_page(job, OUTCOMES, chip_memory=None)
     assert data_of(path.read_text())["search"]["counts"] == {
         "fits": 3,
         "too large": 1,
@@ -307,7 +316,7 @@ def here(page) -> list[str]:
 
 @needs_chromium
 def test_the_memory_chart_in_a_browser(opened):
-    page = opened(plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(), chart())))
+    page = opened(plan_page.plan_page(ABOUT, plan_page.plan_record(make_plan(chart=chart()))))
     assert page.count("#memory-chart path.area") == 3
     assert page.texts("#memory-table tbody th") == [
         f"attn {EVIL}",
@@ -435,7 +444,7 @@ def test_a_phone_scrolls_in_one_direction_only(opened, dark):
     about = {**ABOUT, "versions": "jax-0.10.2-" * 40}
     for text in (
         plan_page.search_page(about, search_record()),
-        plan_page.plan_page(about, plan_page.plan_record(make_plan(), chart())),
+        plan_page.plan_page(about, plan_page.plan_record(make_plan(chart=chart()))),
     ):
         page = opened(text, width=390, height=844, dark=dark)
         page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")

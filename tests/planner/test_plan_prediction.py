@@ -7,8 +7,7 @@ import math
 import pytest
 
 from spmd_trainer.experiments.lm import llama
-from spmd_trainer.kernels.chips import chip
-from spmd_trainer.planner import links, plan_calibration, plan_prediction
+from spmd_trainer.planner import links, plan_prediction
 from spmd_trainer.planner.jaxpr_costs import DotCosts
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_prediction import Work
@@ -18,7 +17,7 @@ from spmd_trainer.training.job import BatchSettings, Job
 from spmd_trainer.training.run_config import make_run_config
 
 H100 = "NVIDIA H100 80GB HBM3"
-HARDWARE = plan_prediction.Hardware(chip(H100), links.machine(H100))
+MACHINE = links.machine(H100)
 SIZES = (
     "ICI_MESH_SHAPE=(1, 8, 1)",
     "PERCORE_BATCH_SIZE=2",
@@ -48,7 +47,7 @@ def predict(base):
     def on(replica, data, mdl, work=WORK, **settings):
         mesh = mesh_over_slices({"replica": replica, "data": data, "mdl": mdl})
         job = base.on_mesh(mesh, BatchSettings(8, 1, 1))
-        return plan_prediction.predict(job, HARDWARE, work, **settings)
+        return plan_prediction.predict(job, MACHINE, work, **settings)
 
     return on
 
@@ -60,12 +59,12 @@ def test_activations_cross_the_axes_that_split_weights_but_not_the_batch(predict
     assert longest == sorted(longest)
     # On 8 chips of 'mdl', at least 7/8 of the activations of two sides in each of 2 layers move 3 times.
     moved = 3 * 2 * 2 * 16 * 1024 * 512 * 2 * 7 / 8
-    assert longest[3] > longest[0] + moved / HARDWARE.machine.link / 2
+    assert longest[3] > longest[0] + moved / MACHINE.link / 2
 
 
 def test_rematerialisation_repeats_the_forward_pass_and_its_collectives(predict):
     more = Work(DotCosts(4.0 * FORWARD), DotCosts(1.0 * FORWARD))
-    products = FORWARD / 8 / HARDWARE.machine.measured.products
+    products = FORWARD / 8 / MACHINE.measured.products
     for mdl in (1, 8):
         extra = predict(1, 8 // mdl, mdl, more).longest - predict(1, 8 // mdl, mdl).longest
         assert extra > products
@@ -86,14 +85,14 @@ def test_rows_that_do_not_divide_are_padded(predict):
 
 def test_the_range_starts_at_the_peak(predict):
     found = predict(1, 8, 1, Work(DotCosts(3e15), DotCosts(1e15)))
-    assert found.shortest == pytest.approx(3e15 / 8 / HARDWARE.chip.peak_flops)
+    assert found.shortest == pytest.approx(3e15 / 8 / MACHINE.chip.peak_flops)
     assert found.shortest < found.seconds < found.longest
 
 
 def test_the_tokens_of_a_batch_without_ids_follow_from_its_flops(base, predict):
     shapes = base.process_inputs_shape_dtype
     images = dataclasses.replace(base, process_inputs_shape_dtype=type(shapes)(images=shapes.ids))
-    found = plan_prediction.predict(images, HARDWARE, WORK)
+    found = plan_prediction.predict(images, MACHINE, WORK)
     # The embeddings are looked up, not multiplied, so the weights seem to see a few tokens less or more.
     assert found.seconds == pytest.approx(predict(1, 8, 1).seconds, rel=0.2)
 
@@ -106,39 +105,39 @@ def outcome(mdl, predicted, seconds=None, **settings):
 
 def test_without_results_the_standard_deviation_is_a_factor_of_2():
     found = outcome(1, 3.0)
-    assert plan_calibration.optimistic([found]) == {id(found): pytest.approx(3.0 / 2**2)}
+    assert plan_prediction.optimistic([found]) == {id(found): pytest.approx(3.0 / 2**2)}
 
 
 def test_results_correct_similar_candidates_more_than_others():
     known = [outcome(1, 1.0, 1.0), outcome(2, 1.0, 1.0), outcome(64, 1.0, 4.0)]
     near, far = outcome(32, 1.0), outcome(4, 1.0)
-    found = plan_calibration.optimistic([*known, near, far])
+    found = plan_prediction.optimistic([*known, near, far])
     assert set(found) == {id(near), id(far)}
     assert found[id(near)] > 1.5 * found[id(far)]
 
 
 def test_results_make_predictions_of_their_neighbours_certain():
     alone = outcome(8, 1.0)
-    unsure = plan_calibration.optimistic([alone])[id(alone)]
+    unsure = plan_prediction.optimistic([alone])[id(alone)]
     known = [outcome(mdl, 1.0, 1.0) for mdl in (1, 2, 4, 16, 32, 64)]
-    sure = plan_calibration.optimistic([*known, alone])[id(alone)]
+    sure = plan_prediction.optimistic([*known, alone])[id(alone)]
     assert unsure < sure < 1.0
     # Another policy is another program: less certain.
     other = outcome(8, 1.0, remat="save_nothing")
-    assert plan_calibration.optimistic([*known, other])[id(other)] < sure
+    assert plan_prediction.optimistic([*known, other])[id(other)] < sure
 
 
 def test_a_result_that_does_not_fit_counts():
     """Its time is known, although its `seconds` are not, because it can't be run."""
     too_large = dataclasses.replace(outcome(1, 1.0, 5.0), seconds=None, reason="too large")
     near = outcome(2, 1.0)
-    assert plan_calibration.optimistic([too_large, near])[id(near)] > 1.0
+    assert plan_prediction.optimistic([too_large, near])[id(near)] > 1.0
 
 
 def test_equal_results_are_no_division_by_zero():
     known = [outcome(mdl, 2.0, 4.0) for mdl, _ in itertools.product((1, 2), range(2))]
     found = outcome(4, 2.0)
-    assert math.isfinite(plan_calibration.optimistic([*known, found])[id(found)])
+    assert math.isfinite(plan_prediction.optimistic([*known, found])[id(found)])
 
 
 def test_the_bound_does_not_write_frozen_variables(tmp_path):
@@ -154,8 +153,8 @@ def test_the_bound_does_not_write_frozen_variables(tmp_path):
         if v.path.startswith("mdl_vars/params/") and "lora" not in v.path
     )
     assert 0 < frozen < whole
-    bound = plan_prediction.lower_bound(job, HARDWARE, 0.0)
-    assert bound == pytest.approx((2 * whole - frozen) / HARDWARE.machine.memory)
+    bound = plan_prediction.lower_bound(job, MACHINE, 0.0)
+    assert bound == pytest.approx((2 * whole - frozen) / MACHINE.memory)
 
 
 def test_results_with_each_setting_alone_predict_one_with_both():
@@ -163,15 +162,15 @@ def test_results_with_each_setting_alone_predict_one_with_both():
     factors = {1: 1.0, 2: 1.2, 4: 1.1, 8: 1.4, 64: 2.0}
     known = [outcome(mdl, 1.0, factor, remat="save_everything") for mdl, factor in factors.items()]
     known += [outcome(mdl, 1.0, 3.0 * factors[mdl], remat="save_nothing") for mdl in (1, 2, 4, 8)]
-    mean, deviation = plan_calibration._correction(known, [outcome(64, 1.0, remat="save_nothing")])
+    mean, deviation = plan_prediction._correction(known, [outcome(64, 1.0, remat="save_nothing")])
     assert math.exp(mean[0]) == pytest.approx(6.0, rel=0.2)  # its nearest results are 2 and 4.2
-    assert deviation[0] < plan_calibration._correction(known, [outcome(64, 1.0, remat="save_context")])[1][0]
+    assert deviation[0] < plan_prediction._correction(known, [outcome(64, 1.0, remat="save_context")])[1][0]
 
 
 def test_a_setting_that_all_share_changes_nothing():
     def found(**settings):
         known = [outcome(1, 1.0, 1.0, **settings), outcome(8, 1.0, 3.0, **settings)]
         waiting = outcome(64, 1.0, **settings)
-        return plan_calibration.optimistic([*known, waiting])[id(waiting)]
+        return plan_prediction.optimistic([*known, waiting])[id(waiting)]
 
     assert found() == pytest.approx(found(remat="save_nothing", minibatches=4, rows=512))

@@ -13,7 +13,7 @@ from praxis.layers import AutodiffCheckpointType
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.chips import chip
-from spmd_trainer.planner import plan_candidates, plan_prediction, plan_report, plan_search, roofline
+from spmd_trainer.planner import links, plan_candidates, plan_prediction, plan_report, plan_search, roofline
 from spmd_trainer.training import job as job_module
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
@@ -98,7 +98,7 @@ def test_policies_that_give_the_same_program_are_compiled_once(tmp_path, as_h100
 @pytest.mark.full
 def test_state_that_does_not_fit_is_not_compiled(tmp_path, as_h100, monkeypatch):
     small = dataclasses.replace(chip(H100), gpu=dataclasses.replace(chip(H100).gpu, memory_bytes=1000))
-    monkeypatch.setattr(plan_search, "chip", lambda kind: small)
+    monkeypatch.setattr(links, "chip", lambda kind: small)
     job = make_job(tmp_path)
     outcomes, _ = run(job, "minibatches")
     for outcome in outcomes:

@@ -7,11 +7,10 @@ import types
 import pytest
 from facts import assert_names
 
-from spmd_trainer.kernels.chips import chip
-from spmd_trainer.planner import hlo_costs, hlo_kernels, links, measured_rates, roofline
+from spmd_trainer.planner import hlo_costs, hlo_kernels, links, roofline
 
 V5E_FLOPS, V5E_MEMORY, V5E_LINK = 197e12, 819e9, 50e9
-V5E = measured_rates.TPU_V5E
+V5E = links.TPU_V5E
 # A product, a sum, an asynchronous copy, an all-gather over 'data' and an all-reduce over 'mdl', all in a loop of 3.
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -149,7 +148,7 @@ def cost(flops, *, float32=0.0, attention=None):
     ],
 )
 def test_products_at_the_peak_and_at_measured_rates(kind, work, at_peak, achieved_rate):
-    found = roofline._matrix_seconds(work, chip(kind), links.machine(kind))
+    found = roofline._matrix_seconds(work, links.machine(kind))
     assert found == (pytest.approx(at_peak), pytest.approx(1e12 / achieved_rate, rel=1e-4))
 
 

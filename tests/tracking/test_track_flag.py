@@ -13,7 +13,7 @@ from spmd_trainer import main  # noqa: F401  # defines the flags
 from spmd_trainer.cli import help_page
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import names
-from spmd_trainer.tracking import registry
+from spmd_trainer.tracking import base
 from spmd_trainer.tracking.tracking import Tracking
 
 TINY = "lm.stdlib.StdlibBytesTiny"
@@ -42,7 +42,7 @@ def test_only_training_is_tracked(tmp_path):
 def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises_naming(UserError, "--track", "package mlflow", "pip install 'spmd-trainer[mlflow]'"):
-        registry.check(["tensorboard", "mlflow"], "--track")
+        base.check(["tensorboard", "mlflow"], "--track")
     with raises_naming(UserError, "Tracking:", "tracker wandb", "pip install 'spmd-trainer[wandb]'"):
         Tracking(["wandb"])
 
@@ -74,6 +74,6 @@ print([name for name in ("wandb", "mlflow", "trackio", "pandas", "tensorboard.pl
     assert result.stdout == "[]\n", result.stderr
 
 
-@pytest.mark.parametrize("name", registry.TRACKERS)
+@pytest.mark.parametrize("name", base.TRACKERS)
 def test_every_tracker_can_be_made(name):
-    assert registry.make(name).where == ""
+    assert base.make(name).where == ""

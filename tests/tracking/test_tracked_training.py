@@ -21,8 +21,7 @@ from spmd_trainer.callbacks.base import CallbackList
 from spmd_trainer.callbacks.summaries import Summaries
 from spmd_trainer.errors import UserError
 from spmd_trainer.tracking import tracking as tracking_lib
-from spmd_trainer.tracking.tracking import Tracking, of_run
-from spmd_trainer.tracking.variable_histograms import VariableHistograms
+from spmd_trainer.tracking.tracking import Tracking, VariableHistograms, of_run
 from spmd_trainer.training import train
 from spmd_trainer.watch import run as watch_run
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 from facts import assert_names
 
-from spmd_trainer.watch.beats import DEVICES, Beat
 from spmd_trainer.watch.board import Board, Digest, Table
+from spmd_trainer.watch.stuck import DEVICES, Beat
 
 PERIOD, SILENT = 1.0, 10.0
 

@@ -3,7 +3,7 @@
 import pytest
 from browser_helpers import chromium, needs_chromium
 
-from spmd_trainer.watch.pages import data_page
+from spmd_trainer.watch.pages import corpus_summary
 from spmd_trainer.watch.pages.corpus_summary import CorpusSummary, SourceSummary
 
 SUMMARY = CorpusSummary(
@@ -23,8 +23,8 @@ SUMMARY = CorpusSummary(
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_page_shows_what_was_measured(tmp_path, dark):
-    path = tmp_path / data_page.FILE
-    path.write_text(data_page.data_page("lm.Mine", {"train": SUMMARY, "heldout": SUMMARY}))
+    path = tmp_path / corpus_summary.FILE
+    path.write_text(corpus_summary.data_page("lm.Mine", {"train": SUMMARY, "heldout": SUMMARY}))
     with chromium(tmp_path / "profile") as browser:
         page = browser.open(path, width=390, dark=dark)
         assert page.texts("h1") == ["lm.Mine"]
@@ -43,4 +43,4 @@ def test_the_page_shows_what_was_measured(tmp_path, dark):
 
 def test_a_corpus_without_rows_has_a_page_too():
     empty = CorpusSummary((), 0.0, 0, 0, 0, {}, {})
-    assert "0 tokens" in data_page.data_page("lm.Mine", {"train": empty})
+    assert "0 tokens" in corpus_summary.data_page("lm.Mine", {"train": empty})

@@ -16,8 +16,8 @@ from etils import epath
 from made_up_run import make_run, train_line
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.watch.pages.follow import PageServer
-from spmd_trainer.watch.pages.run_data import PageData
+from spmd_trainer.watch.pages.page_mode import PageServer
+from spmd_trainer.watch.pages.run_page import PageData
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from replica_helpers import flipped
 
 from spmd_trainer.callbacks import Callback
 from spmd_trainer.training import train
-from spmd_trainer.watch.replica_check import ReplicaError
-from spmd_trainer.watch.replicas import differences
+from spmd_trainer.watch.replica_check import ReplicaError, differences
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from made_up_run import EVIL, make_run, report, times_line, train_line, write_li
 
 from spmd_trainer.metrics.run_times import RunTimesFile
 from spmd_trainer.sharding.page import fill, script_json
-from spmd_trainer.watch.pages import run_logs, run_samples
-from spmd_trainer.watch.pages.run_data import PageData, names_of
-from spmd_trainer.watch.pages.run_page import page_text, write_page
+from spmd_trainer.watch.pages import run_texts
+from spmd_trainer.watch.pages.run_page import PageData, names_of, page_text, write_page
 
 
 def read(*directories):
@@ -148,7 +147,7 @@ def test_how_a_run_stands(tmp_path):
 def test_a_start_that_restores_is_no_end_and_no_restart(tmp_path):
     directory = make_run(tmp_path / "mine")
     add_to_record(directory, status="finished", last_step=100)
-    RunTimesFile(epath.Path(directory), time.time()).write_starting({"start": 1.0})
+    RunTimesFile(epath.Path(directory), time.time()).write({"start": 1.0}, None)
     (run,) = read(directory)["runs"]
     assert (run["state"]["text"], run["state"]["tone"]) == ("at step 100 of 100", "")
     assert_names(run["state"]["note"], "new start", "restores")
@@ -244,7 +243,7 @@ def test_warnings_that_differ_in_numbers_are_one_kind(tmp_path):
 
 def test_a_long_log_is_read_from_its_end(tmp_path, monkeypatch):
     directory = make_run(tmp_path / "mine")
-    monkeypatch.setattr(run_logs, "_READ", 120)
+    monkeypatch.setattr(run_texts, "_LOG_BYTES", 120)
     (run,) = read(directory)["runs"]
     assert_names(run["notes"], "logs/train.log", "only its end", "warnings")
 
@@ -258,9 +257,9 @@ def test_many_steps_of_samples_are_spread_and_long_texts_are_marked(tmp_path):
     write_lines(directory / "eval_out" / "heldout" / "step_5.jsonl", [{"index": 3, "scores": [1.0, 2.0]}])
     samples = read(directory)["runs"][0]["samples"]
     steps = samples["decode_out/prompts"]["steps"]
-    assert len(steps) == run_samples.MOST_STEPS
+    assert len(steps) == run_texts.MOST_STEPS
     assert (steps[0]["step"], steps[-1]["step"]) == (1, 100)
-    assert samples["decode_out/prompts"]["left_out"] == 100 - run_samples.MOST_STEPS
+    assert samples["decode_out/prompts"]["left_out"] == 100 - run_texts.MOST_STEPS
     output = steps[0]["examples"][0]["output"]
     assert output.startswith("x" * 3000)
     assert_names(output[3000:], "2,000 more characters")
@@ -283,7 +282,7 @@ def test_a_second_reading_looks_only_at_what_has_changed(tmp_path, monkeypatch):
     directory = make_run(tmp_path / "mine")
     data = PageData([epath.Path(directory)])
     before = data.read()
-    monkeypatch.setattr(run_samples, "read_examples", lambda path: pytest.fail(f"{path} was read again"))
+    monkeypatch.setattr(run_texts, "read_examples", lambda path: pytest.fail(f"{path} was read again"))
     with (directory / "summaries" / "train" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(train_line(110)) + "\n")
     after = data.read()

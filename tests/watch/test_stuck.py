@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_trainer.watch import stuck
-from spmd_trainer.watch.beats import DEVICES, OTHERS_INPUT, Beat
-from spmd_trainer.watch.stuck import Seen
+from spmd_trainer.watch.stuck import DEVICES, OTHERS_INPUT, Beat, Seen
 
 SILENT = 10.0
 

@@ -12,9 +12,9 @@ from facts import assert_names
 
 from spmd_trainer.metrics.run_times import RunTimes
 from spmd_trainer.training.phases import Phase
-from spmd_trainer.watch.beats import not_yet
 from spmd_trainer.watch.board import Digest
 from spmd_trainer.watch.link import STATUS_HANG, JobLink
+from spmd_trainer.watch.stuck import not_yet
 from spmd_trainer.watch.watchdog import HangError, Watchdog
 
 

@@ -60,16 +60,9 @@ def set_sharding_annotations_v1(
     Raises:
       UserError: a mesh shape does not have 3 sizes.
     """
-    model_p = task_p.model
-    check_mesh_shape("ICI_MESH_SHAPE", ici_mesh_shape, MESH_AXIS_NAMES)
-    model_p.ici_mesh_shape = list(ici_mesh_shape)
-    if dcn_mesh_shape is not None:
-        check_mesh_shape("DCN_MESH_SHAPE", dcn_mesh_shape, MESH_AXIS_NAMES)
-        model_p.dcn_mesh_shape = list(dcn_mesh_shape)
-    model_p.mesh_axis_names = list(MESH_AXIS_NAMES)
-    task_p.train.inputs_split_mapping = batch_split_mapping((REPLICA_AXIS, DATA_AXIS))
-    if hasattr(model_p, "lm_tpl"):
-        shard_lm_v1(model_p, training_optimized)
+    set_mesh(task_p, MESH_AXIS_NAMES, ici_mesh_shape, dcn_mesh_shape)
+    if hasattr(task_p.model, "lm_tpl"):
+        shard_lm_v1(task_p.model, training_optimized)
 
 
 def set_sharding_annotations_with_expert_parallelism(
@@ -92,38 +85,45 @@ def set_sharding_annotations_with_expert_parallelism(
       UserError: a mesh shape does not have 4 sizes.
       UnsupportedError: the model's layer does not have the method.
     """
-    model_p, axes = task_p.model, (REPLICA_AXIS, DATA_AXIS, "data_expert", MDL_AXIS)
+    model_p, method = task_p.model, "set_sharding_params_with_expert_parallelism"
+    set_mesh(task_p, (REPLICA_AXIS, DATA_AXIS, "data_expert", MDL_AXIS), ici_mesh_shape, dcn_mesh_shape)
+    if not hasattr(model_p, "lm_tpl"):
+        return
+    if not hasattr(fdl.get_callable(model_p.lm_tpl), method):
+        raise UnsupportedError(
+            "a mesh of 4 sizes splits experts over 'data_expert', which praxis 1.4.0's layers can't; give ICI_MESH_SHAPE 3 sizes "
+            "(replica, data, mdl), which splits experts over data"
+        )
+    shard_lm_v1(model_p, training_optimized, method, data_expert_axis="data_expert")
+
+
+def set_mesh(
+    task_p: Config[tasks_lib.SingleTask],
+    axes: Sequence[str],
+    ici_mesh_shape: Sequence[int],
+    dcn_mesh_shape: Sequence[int] | None,
+) -> None:
+    """Sets a task's mesh, and splits the batch dimension of its inputs over all axes but the last, which is 'mdl'.
+
+    Raises:
+      UserError: a mesh shape does not have one size per axis.
+    """
+    model_p = task_p.model
     check_mesh_shape("ICI_MESH_SHAPE", ici_mesh_shape, axes)
     model_p.ici_mesh_shape, model_p.mesh_axis_names = list(ici_mesh_shape), list(axes)
     if dcn_mesh_shape is not None:
         check_mesh_shape("DCN_MESH_SHAPE", dcn_mesh_shape, axes)
         model_p.dcn_mesh_shape = list(dcn_mesh_shape)
-    task_p.train.inputs_split_mapping = batch_split_mapping(axes[:3])
-    if not hasattr(model_p, "lm_tpl"):
-        return
-    split = getattr(fdl.get_callable(model_p.lm_tpl), "set_sharding_params_with_expert_parallelism", None)
-    if split is None:
-        raise UnsupportedError(
-            "a mesh of 4 sizes splits experts over 'data_expert', which praxis 1.4.0's layers can't; give ICI_MESH_SHAPE 3 sizes "
-            "(replica, data, mdl), which splits experts over data"
-        )
-    model_p.lm_tpl = split(
-        model_p.lm_tpl,
-        replica_axis=REPLICA_AXIS,
-        data_axis=DATA_AXIS,
-        data_expert_axis="data_expert",
-        mdl_axis=MDL_AXIS,
-        ici_mesh_shape=model_p.ici_mesh_shape,
-        dcn_mesh_shape=model_p.dcn_mesh_shape,
-        mesh_axis_names=list(axes),
-        training_optimized=training_optimized,
-    )
+    task_p.train.inputs_split_mapping = batch_split_mapping(tuple(axes[:-1]))
 
 
-def shard_lm_v1(model_p: Any, training_optimized: bool) -> None:
-    """Calls `set_sharding_params_v1` of the model's `lm_tpl` class with the mesh that `model_p` declares."""
-    model_p.lm_tpl = fdl.get_callable(model_p.lm_tpl).set_sharding_params_v1(
+def shard_lm_v1(
+    model_p: Any, training_optimized: bool, method: str = "set_sharding_params_v1", **other_axes: str
+) -> None:
+    """Calls a method of the model's `lm_tpl` class that splits its variables, with the mesh that `model_p` declares."""
+    model_p.lm_tpl = getattr(fdl.get_callable(model_p.lm_tpl), method)(
         model_p.lm_tpl,
+        **other_axes,
         replica_axis=REPLICA_AXIS,
         data_axis=DATA_AXIS,
         mdl_axis=MDL_AXIS,

@@ -297,16 +297,11 @@ class TransformerLmSpmdPipelineAdafactor(TransformerLmSpmdAdafactor):
         )
 
     def _set_sharding(self, task_p: Any) -> None:
-        model_p = task_p.model
-        model_p.ici_mesh_shape = list(self.ICI_MESH_SHAPE)
-        model_p.dcn_mesh_shape = list(self.DCN_MESH_SHAPE)
-        model_p.mesh_axis_names = list(self._MESH_AXIS_NAMES)
-        task_defaults.shard_lm_v1(model_p, self.TRAINING_OPTIMIZED_SHARDING)
+        task_defaults.set_mesh(task_p, self._MESH_AXIS_NAMES, self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE)
+        task_defaults.shard_lm_v1(task_p.model, self.TRAINING_OPTIMIZED_SHARDING)
 
-        batch_axes = (STAGE_AXIS, REPLICA_AXIS, DATA_AXIS)
-        task_p.train.inputs_split_mapping = task_defaults.batch_split_mapping(batch_axes)
-        activations_split = (batch_axes, None, MDL_AXIS)  # [batch, time, width]
-        lm_p = model_p.lm_tpl
+        activations_split = (self._MESH_AXIS_NAMES[:-1], None, MDL_AXIS)  # [batch, time, width]
+        lm_p = task_p.model.lm_tpl
         embedding_p = self._embedding(lm_p)
         embedding_p.activation_split_dims_mapping.emb_out_split_dims_mapping = list(activations_split)
         embedding_p.activation_split_dims_mapping.out = list(activations_split)

@@ -2,14 +2,15 @@
 
 page.css, page.js           what all pages share: the look, elements and numbers
 run_page.py                 the page of runs; its parts are run_page.html, run_page.css, run_curves.js, run_parts.js, run_page.js
-run_data.py                 what that page shows of some runs; run_reader.py, of one run, and run_facts.py, at its head
+run_reader.py               what that page shows of one run, and run_facts.py, at its head
 run_scalars.py              reads a run's scalars, also while it writes, and thins them; run_charts.py chooses the curves
-run_samples.py, run_logs.py read what was decoded, and the warnings of the logs
-follow.py                   serves the page of a run that goes on
-page_mode.py                `--mode=page`: writes or serves the page of runs
-show_data.py                `--mode=data`: rows of each dataset; corpus_summary.py measures corpora, data_page.py is their page
+run_texts.py                reads what was decoded, and the warnings of the logs
+page_mode.py                `--mode=page`: writes the page of runs, or serves it while a run goes on
+show_data.py                `--mode=data`: rows of each dataset; corpus_summary.py measures corpora, and writes their page
 vendor/                     uPlot, which draws the curves
 """
+
+import html
 
 from spmd_trainer.sharding import page
 
@@ -17,3 +18,11 @@ from spmd_trainer.sharding import page
 def shared(name: str) -> str:
     """Returns the text of a file of this package, e.g. 'page.css', the look that the pages share."""
     return page.asset(__package__, name)
+
+
+def fact(name: str, value: str, note: str, tone: str = "") -> str:
+    """Returns the HTML of a number at the head of a page: its name, its text, a note; tone: 'good', 'bad' or ''."""
+    return (
+        f'<div class="fact {tone}"><span>{html.escape(name)}</span><b>{html.escape(value)}</b>'
+        f"<small>{html.escape(note)}</small></div>"
+    )

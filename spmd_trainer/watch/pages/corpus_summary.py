@@ -1,20 +1,29 @@
-"""What `--mode=data` says about a `CorpusInput`: rate, fill, and the shares of its sources, from its first windows."""
+"""What `--mode=data` says about a `CorpusInput`: rate, fill, and the shares of its sources, from its first windows.
+
+As text, and for all corpora of an experiment as a self-contained page, `data.html`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
+from spmd_trainer.sharding import page
 from spmd_trainer.sharding.messages import count_text, table_lines
+from spmd_trainer.watch.pages import fact, shared
 
 # Reading ends after this many batches, or seconds.
 _BATCHES, _SECONDS = 200, 10.0
 # Lengths are counted in buckets of 2^n to 2^(n+1) - 1 tokens.
 _BUCKETS = 24
+FILE = "data.html"
+# Labels that fit below a histogram on a phone.
+_MOST_TICKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +67,16 @@ class CorpusSummary:
     segments: int
     lengths: dict[int, int]
     fills: dict[int, int]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens per segment."""
+        return self.tokens / max(1, self.segments)
 
 
 def measure(source: CorpusInput) -> CorpusSummary:
@@ -114,32 +133,119 @@ def lines(found: CorpusSummary) -> Iterator[str]:
     if not found.positions:
         return
     yield (
-        f"read for {found.seconds:.1f} s: {found.tokens:,} tokens ({found.tokens / max(found.seconds, 1e-9):,.0f} per second), "
+        f"read for {found.seconds:.1f} s: {found.tokens:,} tokens ({found.rate:,.0f} per second), "
         f"{found.tokens / found.positions:.1%} of the positions filled, {count_text(found.segments, 'segment')} of "
-        f"{found.tokens / max(1, found.segments):.0f} tokens on average"
+        f"{found.mean_length:.0f} tokens on average"
     )
+    header = ("source", "share", "of tokens", "documents", "tokens", "tokens/document", "left out", "files")
+    yield from table_lines([header, *_cells(found)], right=range(1, len(header) - 1))
+
+
+def _cells(found: CorpusSummary) -> list[tuple[str, ...]]:
+    """Returns a row for each source: name, wanted and actual share, documents, tokens, tokens per document, left out, files."""
     all_tokens = sum(one.tokens for one in found.sources) or 1
-    header = (
-        "source",
-        "share",
-        "of tokens",
-        "documents",
-        "tokens",
-        "tokens/document",
-        "left out",
-        "files",
-    )
-    cells = [
+    return [
         (
             one.name,
             f"{one.wanted:.2%}",
             f"{one.tokens / all_tokens:.2%}",
             f"{one.documents:,}",
             f"{one.tokens:,}",
-            f"{one.tokens / max(1, one.documents):.1f}",
+            f"{one.tokens / max(1, one.documents):,.1f}",
             f"{one.skipped:,}",
             one.size_text,
         )
         for one in found.sources
     ]
-    yield from table_lines([header, *cells], right=range(1, len(header) - 1))
+
+
+def data_page(experiment: str, found: Mapping[str, CorpusSummary]) -> str:
+    """Returns the page.
+
+    Args:
+      experiment: its name.
+      found: {name of the dataset: what was measured}.
+    """
+    datasets = "".join(_dataset(name, summary) for name, summary in found.items())
+    head = f'<header><p class="kicker">Data</p><h1>{html.escape(experiment)}</h1></header>'
+    return page.document(
+        f"{experiment}: data", f"{head}\n<main>\n{datasets}</main>\n", styles=map(shared, ("page.css", "data_page.css"))
+    )
+
+
+def _dataset(name: str, found: CorpusSummary) -> str:
+    cards = "".join(
+        (
+            fact("Positions filled", f"{found.tokens / max(1, found.positions):.1%}", f"{found.tokens:,} tokens"),
+            fact("Reading", f"{found.rate:,.0f} tokens/s", f"for {found.seconds:.1f} s, in one process"),
+            fact("Segments", f"{found.segments:,}", f"{found.mean_length:,.0f} tokens on average"),
+            fact("Left out", f"{sum(one.skipped for one in found.sources):,}", "bad records"),
+        )
+    )
+    lengths = [(f"{length:,}", count) for length, count in _between(found.lengths)]
+    fills = _tenths(found.fills)
+    return (
+        f'<section><h2>{html.escape(name)}</h2><div class="facts">{cards}</div>'
+        f'<div class="card scroll"><h2>Sources</h2>{_sources(found)}</div><div class="pair">'
+        f'<div class="card"><h2>Segments by length</h2>{_histogram(lengths, "segments")}'
+        '<p class="note">tokens: each bar from its number to the next</p></div>'
+        f'<div class="card"><h2>Rows by filled positions</h2>{_histogram(fills, "rows")}'
+        '<p class="note">percent of the positions of a row: each bar from its number to the next</p></div></div></section>'
+    )
+
+
+def _sources(found: CorpusSummary) -> str:
+    names = (
+        "Source",
+        "Share wanted",
+        "Share of tokens",
+        "Documents",
+        "Tokens",
+        "Tokens per document",
+        "Left out",
+        "Files",
+    )
+    header = "".join(
+        f'<th scope="col"{"" if name in ("Source", "Files") else " class=num"}>{name}</th>' for name in names
+    )
+    rows = []
+    for name, wanted, share, *numbers, files in _cells(found):
+        bar = f'{share}<span class="share"><i style="width:{share}"></i></span>'
+        cells = "".join(f'<td class="num">{cell}</td>' for cell in (wanted, bar, *numbers))
+        rows.append(f'<tr><th scope="row">{html.escape(name)}</th>{cells}<td>{html.escape(files)}</td></tr>')
+    return f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _histogram(bars: Sequence[tuple[str, int]], what: str) -> str:
+    """Returns a histogram of (label, count); a text that names all of it stands for it where it can't be seen."""
+    most = max((count for _, count in bars), default=0) or 1
+    every = -(-len(bars) // _MOST_TICKS)
+    spoken = ", ".join(f"{label}: {count:,}" for label, count in bars)
+    columns = "".join(
+        f'<div style="height:{100 * count / most:.2f}%" title="{label}: {count:,} {what}"></div>'
+        for label, count in bars
+    )
+    ticks = "".join(f"<span>{label if n % every == 0 else ''}</span>" for n, (label, _) in enumerate(bars))
+    return (
+        f'<div class="bars" role="img" aria-label="{html.escape(spoken)}">{columns}</div>'
+        f'<div class="ticks" aria-hidden="true">{ticks}</div>'
+    )
+
+
+def _between(lengths: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Returns the counts of all powers of two from the smallest to the largest, those without a segment too."""
+    if not lengths:
+        return []
+    length, found = min(lengths), []
+    while length <= max(lengths):
+        found.append((length, lengths.get(length, 0)))
+        length *= 2
+    return found
+
+
+def _tenths(fills: Mapping[int, int]) -> list[tuple[str, int]]:
+    """Returns the rows by tenths of filled positions; full rows are a bar of their own."""
+    counts = [0] * 11
+    for percent, count in fills.items():
+        counts[percent // 10] += count
+    return [(f"{10 * n}" if n == 10 else f"{10 * n}+", count) for n, count in enumerate(counts)]

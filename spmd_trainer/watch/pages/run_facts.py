@@ -55,24 +55,24 @@ class Found:
 
 def state(found: Found) -> Record:
     """Returns how the run stands: a text, and whether that is 'good', 'bad' or neither ('')."""
-    last = found.times[-1] if found.times else None
+    text, note, tone = _state(found)
     of = f" of {found.num_steps:,}" if found.num_steps is not None else ""
-    where = f"step {found.step:,}{of}"
+    return {"text": f"{text} step {found.step:,}{of}", "note": note, "tone": tone}
+
+
+def _state(found: Found) -> tuple[str, str, str]:
+    last = found.times[-1] if found.times else None
     if isinstance(failure := found.about.get("failure"), Mapping):
-        return {"text": f"failed at {where}", "note": str(failure.get("reason", ""))[:2000], "tone": "bad"}
+        return "failed at", str(failure.get("reason", ""))[:2000], "bad"
     if last and last.starting and not last.ended:
-        return {
-            "text": f"at {where}",
-            "note": _silence(last) or "a new start has begun: it restores and compiles",
-            "tone": "",
-        }
+        return "at", _silence(last) or "a new start has begun: it restores and compiles", ""
     if "last_step" in found.about or (last and last.ended == "finished"):
-        return {"text": f"finished at {where}", "note": "", "tone": "good"}
+        return "finished at", "", "good"
     if last and last.ended == "failed":
-        return {"text": f"failed at {where}", "note": "", "tone": "bad"}
+        return "failed at", "", "bad"
     if last and last.ended == "stopped":
-        return {"text": f"stopped at {where}", "note": "by a signal", "tone": ""}
-    return {"text": f"at {where}", "note": _silence(last) if last else "", "tone": ""}
+        return "stopped at", "by a signal", ""
+    return "at", _silence(last) if last else "", ""
 
 
 def _silence(last: StartTimes) -> str:
@@ -80,14 +80,10 @@ def _silence(last: StartTimes) -> str:
     return f"nothing was written for {format_duration(silent)}" if silent > _SILENT_SECONDS else ""
 
 
-def facts(found: Found) -> list[list[str]]:
-    """Returns [title, value, note, tone] of the numbers at the head of the page."""
-    return [list(fact) for fact in _facts(found)]
-
-
-def _facts(found: Found) -> Iterator[tuple[str, str, str, str]]:
+def facts(found: Found) -> Iterator[tuple[str, str, str, str]]:
+    """Yields (title, value, note, tone) of the numbers at the head of the page."""
     of = f"of {found.num_steps:,}" if found.num_steps is not None else ""
-    yield "Step", f"{found.step:,}", of, str(state(found)["tone"])
+    yield "Step", f"{found.step:,}", of, _state(found)[2]
     loss = found.last(TRAIN, "loss")
     if loss is not None:
         yield "Training loss", _number(loss), "last summary", "" if math.isfinite(loss) else "bad"

@@ -1,20 +1,26 @@
 """The page of one or more runs, `run.html`: self-contained, with uPlot for the curves.
 
+Its data, as JSON, is each run's description, times, samples and warnings, and the curves of all.
+
 Its parts are run_page.html, page.css, run_page.css, page.js, run_curves.js, run_parts.js and run_page.js.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Mapping, Sequence
 
 from etils import epath
 
+from spmd_trainer.models import config_lines
 from spmd_trainer.sharding import page
 from spmd_trainer.storage.files import write_atomically
-from spmd_trainer.watch.pages import shared
+from spmd_trainer.watch.pages import run_charts, shared
 from spmd_trainer.watch.pages.run_charts import Record
-from spmd_trainer.watch.pages.run_data import PageData
+from spmd_trainer.watch.pages.run_reader import RunReader
 
+_MOST_DIFFERENCES = 400
 # The page asks its own server alone for newer data, and shows pictures that stand in it.
 _HEAD = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
@@ -51,3 +57,58 @@ def page_text(data: Record, *, follow: bool = False) -> str:
         scripts=map(shared, ("page.js", "run_curves.js", "run_parts.js", "run_page.js")),
         head=_HEAD,
     )
+
+
+class PageData:
+    """The data of a page of one or more runs. It can be read again and again while the runs write."""
+
+    def __init__(self, directories: Sequence[epath.Path]):
+        """Reads nothing yet.
+
+        Args:
+          directories: the runs' directories.
+        """
+        self._runs = [RunReader(path) for path in directories]
+        self._names = names_of(directories)
+
+    def read(self) -> Record:
+        """Returns the data for the page's script. What can't be read is a note in it."""
+        runs = [run.read(name) for run, name in zip(self._runs, self._names, strict=True)]
+        scalars = [run.scalars for run in self._runs]
+        curves = run_charts.curves_of(scalars)
+        others = [curve for curve in curves if not curve.is_main]
+        left_out = others[run_charts.MOST_OTHERS :]
+        settings = [run.settings for run in self._runs]
+        return {
+            "written": round(time.time()),
+            "runs": runs,
+            "charts": [run_charts.chart(curve, scalars) for curve in curves if curve not in left_out],
+            "left_out": len(left_out),
+            "settings": settings[0] if len(settings) == 1 else None,
+            "differences": _differences(settings) if len(settings) > 1 else None,
+        }
+
+
+def names_of(paths: Sequence[epath.Path]) -> list[str]:
+    """Returns the shortest ends of some paths that tell them apart."""
+    parts = [os.fspath(path).rstrip("/").split("/") for path in paths]
+    for length in range(1, max(len(one) for one in parts)):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(one) for one in parts]
+
+
+def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
+    """Returns the settings that are not the same in all runs that have settings: path and the value of each run."""
+    known = [one for one in settings if one]
+    paths = sorted({path for one in known for path in one})
+    rows = [
+        {
+            "path": path,
+            "values": [config_lines.around_difference(one.get(path), known[0].get(path)) for one in settings],
+        }
+        for path in paths
+        if len({one.get(path) for one in known}) > 1 and not config_lines.is_flag_of_some(path, known)
+    ]
+    return {"rows": rows[:_MOST_DIFFERENCES], "left_out": max(0, len(rows) - _MOST_DIFFERENCES)}

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from spmd_trainer.metrics.run_times import TIMES_FILE, StartTimes, goodput, read_run_times
+from spmd_trainer.metrics.run_times import TIMES_FILE, goodput, read_run_times
 from spmd_trainer.models import config_lines
 from spmd_trainer.storage import is_remote, run_files
-from spmd_trainer.watch.pages import run_charts, run_facts, run_logs, run_samples
+from spmd_trainer.watch.pages import run_charts, run_facts, run_texts
 from spmd_trainer.watch.pages.run_charts import Record
-from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars
+from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars, entries
 
 _T = TypeVar("_T")
 # What reading a file that is cut short, or no file of ours, raises.
@@ -61,10 +61,8 @@ class RunReader:
         """
         self.notes = list(self.scalars.update())
         self.settings = self._read(run_files.CONFIG_FILE, _settings) or {}
-        about: Mapping[str, Any] = {}
-        with self._noting(run_files.RUN):
-            about = run_files.read_record(self.path)
-        times = self._times()
+        about: Mapping[str, Any] = self._noted(run_files.RUN, lambda: run_files.read_record(self.path)) or {}
+        times = self._noted(TIMES_FILE, lambda: read_run_times(self.path)) or []
         found = run_facts.Found(self.settings, about, times, self.scalars)
         train = self.scalars.files.get(TRAIN)
         back = train.back if train else []
@@ -75,9 +73,9 @@ class RunReader:
             "path": str(self.path),
             "experiment": str(about.get("experiment") or "unknown experiment"),
             "state": run_facts.state(found),
-            "facts": run_facts.facts(found),
-            "about": self._about(found),
-            "overrides": [str(override) for override in _list(about.get("overrides"))],
+            "facts": list(run_facts.facts(found)),
+            "about": self._noted(run_files.RUN, lambda: run_facts.about(found)) or [],
+            "overrides": [str(one) for one in texts] if isinstance(texts := about.get("overrides"), list) else [],
             "restarts": sorted(set(restarts or back)),
             "invalid": run_charts.invalid_steps(self.scalars, begins),
             "spikes": run_charts.loss_spikes(self.scalars, begins),
@@ -89,16 +87,6 @@ class RunReader:
             "samples": self._samples(),
             "notes": self.notes,
         }
-
-    def _about(self, found: run_facts.Found) -> list[list[str]]:
-        with self._noting(run_files.RUN):
-            return run_facts.about(found)
-        return []
-
-    def _times(self) -> list[StartTimes]:
-        with self._noting(TIMES_FILE):
-            return read_run_times(self.path)
-        return []
 
     def _changes(self) -> Record:
         """Returns the settings that have changed between starts of the run, the newest changes first."""
@@ -113,58 +101,57 @@ class RunReader:
         return {"rows": rows[:_MOST_CHANGES], "left_out": max(0, len(rows) - _MOST_CHANGES)}
 
     def _warnings(self) -> Record:
-        kinds: dict[tuple[str, ...], run_logs.Warned] = {}
+        kinds: dict[tuple[str, ...], Record] = {}
         for path in self._entries(run_files.LOGS, ".log"):
             with self._noting(f"{run_files.LOGS}/{path.name}"):
-                found, is_cut = self._of_file(path, _warnings_in, path)
-                run_logs.add(found, kinds)
+                found, is_cut = self._of_file(path, run_texts.read_warnings)
+                run_texts.add(found, kinds)
                 if is_cut:
                     self.notes.append(f"{run_files.LOGS}/{path.name} is long; only its end was read for warnings")
         ordered = sorted(kinds.values(), key=lambda kind: kind["last"], reverse=True)
-        return {"rows": ordered[: run_logs.MOST_KINDS], "left_out": max(0, len(ordered) - run_logs.MOST_KINDS)}
+        return {"rows": ordered[: run_texts.MOST_KINDS], "left_out": max(0, len(ordered) - run_texts.MOST_KINDS)}
 
     def _samples(self) -> Record:
         groups: Record = {}
         with self._noting("decode_out"):
-            for group, steps in run_samples.groups_below(self.path).items():
+            for group, steps in run_texts.sample_files(self.path).items():
                 shown = []
-                for step in run_samples.chosen_steps(list(steps)):
+                for step in run_texts.chosen_steps(list(steps)):
                     path = steps[step]
                     with self._noting(f"{group}/{path.name}"):
-                        examples = self._of_file(path, run_samples.read_examples, path)
-                        shown.append(run_samples.StepSamples(step=step, examples=examples))
+                        examples = self._of_file(path, run_texts.read_examples)
+                        shown.append({"step": step, "examples": examples})
                 groups[group] = {"steps": shown, "left_out": len(steps) - len(shown)}
         return groups
 
     def _entries(self, folder: str, ending: str) -> list[epath.Path]:
         """Returns the files of a folder, also of one in an object store, where growing files are in parts."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            names = {path.name for path in (self.path / folder).iterdir()}
-            whole = {name.partition(f"{ending}.part-")[0] + ending if ".part-" in name else name for name in names}
-            return [self.path / folder / name for name in sorted(whole) if name.endswith(ending)]
-        return []
+        names = [path.name for path in entries(self.path / folder)]
+        whole = {name.partition(f"{ending}.part-")[0] + ending if ".part-" in name else name for name in names}
+        return [self.path / folder / name for name in sorted(whole) if name.endswith(ending)]
 
     def _read(self, name: str, parse: Callable[[str], _T]) -> _T | None:
         """Returns what `parse` makes of a file's text; None if it is missing, or, with a note, can't be read."""
         path = self.path / name
-        with self._noting(name):
-            try:
-                return self._of_file(path, lambda: parse(path.read_text(encoding="utf-8")))
-            except FileNotFoundError:
-                pass
-        return None
+        return self._noted(name, lambda: self._of_file(path, lambda path: parse(path.read_text(encoding="utf-8"))))
 
-    def _of_file(self, path: epath.Path, read: Callable[..., _T], *args: object) -> _T:
+    def _of_file(self, path: epath.Path, read: Callable[[epath.Path], _T]) -> _T:
         """Returns what `read` returns, or what it has returned before if the file has not changed since."""
         if is_remote(path):
-            return read(*args)
+            return read(path)
         stat = path.stat()
         version = (stat.length, stat.mtime)
         kept = self._kept.get(str(path))
         if kept is None or kept[0] != version:
-            kept = self._kept[str(path)] = (version, read(*args))
+            kept = self._kept[str(path)] = (version, read(path))
         found: _T = kept[1]
         return found
+
+    def _noted(self, name: str, read: Callable[[], _T]) -> _T | None:
+        """Returns what `read` returns; None if the file is missing, or, with a note, can't be read."""
+        with self._noting(name), contextlib.suppress(FileNotFoundError):
+            return read()
+        return None
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
@@ -175,17 +162,8 @@ class RunReader:
             self.notes.append(f"{name} can't be read: {type(error).__name__}: {error}"[:400])
 
 
-def _list(found: object) -> list[object]:
-    return found if isinstance(found, list) else []
-
-
 def _settings(text: str) -> Mapping[str, str]:
     return config_lines.settings(text.splitlines())
-
-
-def _warnings_in(path: epath.Path) -> tuple[list[tuple[str, str, str, str]], bool]:
-    text, is_cut = run_logs.read_text(path)
-    return list(run_logs.warnings_of(text)), is_cut
 
 
 def _report(text: str) -> Record:

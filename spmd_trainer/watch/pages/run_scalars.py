@@ -133,13 +133,9 @@ class RunScalars:
 
     def update(self) -> Iterator[str]:
         """Reads what is new. Yields a note for each file that can't be read or has lines that can't be."""
-        try:
-            names = sorted(path.name for path in self._root.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            names = []
-        for name in names:
-            path = self._root / name / METRICS_FILE
-            file = self.files.setdefault(name, ScalarsFile(path))
+        for directory in entries(self._root):
+            name = directory.name
+            file = self.files.setdefault(name, ScalarsFile(directory / METRICS_FILE))
             try:
                 file.update()
             except (FileNotFoundError, NotADirectoryError):
@@ -148,6 +144,14 @@ class RunScalars:
                 yield f"summaries/{name}/{METRICS_FILE} can't be read: {error}"
             if file.bad_lines:
                 yield f"summaries/{name}/{METRICS_FILE}: {count_text(file.bad_lines, 'line')} can't be read; the others are shown"
+
+
+def entries(directory: epath.Path) -> list[epath.Path]:
+    """Returns what a directory holds, by name; nothing if there is no such directory."""
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:

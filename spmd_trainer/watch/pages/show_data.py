@@ -21,7 +21,7 @@ from spmd_trainer.storage import files
 from spmd_trainer.training import reference_files
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_directory import report_directory
-from spmd_trainer.watch.pages import corpus_summary, data_page
+from spmd_trainer.watch.pages import corpus_summary
 
 # Rows that are shown of each dataset, and characters of a row's text.
 _ROWS, _CHARACTERS = 4, 8000
@@ -99,8 +99,8 @@ def show_data(job: Job) -> None:
             encoding = sys.stdout.encoding or "utf-8"
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n\n")
     if measured and job.config.writes_reports and jax.process_index() == 0:
-        path = report_directory(job.config.job_log_dir) / data_page.FILE
-        files.write_atomically(path, data_page.data_page(job.config.experiment.name, measured).split("\n"))
+        path = report_directory(job.config.job_log_dir) / corpus_summary.FILE
+        files.write_atomically(path, corpus_summary.data_page(job.config.experiment.name, measured).split("\n"))
         logging.info("wrote %s", path)
 
 

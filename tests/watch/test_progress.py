@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.metrics.progress import LONGEST_SILENCE, Progress
+from spmd_trainer.watch.progress import LONGEST_SILENCE, Progress
 
 
 class Clock:

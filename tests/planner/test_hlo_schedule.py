@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd_trainer.planner import hlo_liveness, hlo_memory_over_time
+from spmd_trainer.planner import hlo_liveness
 
 MIB = 2**20
 # Positions: p, before, zeros, t, loop, then the body's p, i, stack, inner, written, t, and out.
@@ -60,7 +60,7 @@ def megabytes(found):
 
 
 def test_a_loop_is_in_the_schedule_once_where_it_runs():
-    found = hlo_memory_over_time.schedule(LOOP)
+    found = hlo_liveness.schedule(LOOP)
     assert megabytes(found) == [0, 8, 16, 8, 8, 8, 8, 8, 12, 12, 8, 8]
     (loop,) = found.loops
     assert (loop.begin, loop.end, loop.times, loop.depth) == (5, 10, 8, 0)
@@ -74,12 +74,12 @@ def test_a_loop_is_in_the_schedule_once_where_it_runs():
 
 
 def test_zeros_with_an_entry_for_each_iteration_are_filled_by_the_loop():
-    filled = {r.array.made_by: r.filled_by for r in hlo_memory_over_time.schedule(LOOP).ranges}
+    filled = {r.array.made_by: r.filled_by for r in hlo_liveness.schedule(LOOP).ranges}
     assert filled["broadcast.7"] == "jit(step)/jvp(lm)/while"
     assert filled["before"] == filled["inner"] == ""
     # Another number of iterations, or an array that isn't made of zeros.
     for old, new in (('"n":"8"', '"n":"4"'), ("broadcast.7", "lm/add")):
-        changed = hlo_memory_over_time.schedule(LOOP.replace(old, new))
+        changed = hlo_liveness.schedule(LOOP.replace(old, new))
         assert {r.filled_by for r in changed.ranges} == {""}
 
 
@@ -91,14 +91,14 @@ ENTRY %main (p: s32[]) -> s32[] {{
   ROOT %w = s32[] while(%p), condition=%condition, body=%outer, backend_config={{"known_trip_count":{{"n":"3"}}}}
 }}
 """
-    found = hlo_memory_over_time.schedule(text)
+    found = hlo_liveness.schedule(text)
     assert [(loop.depth, loop.times) for loop in found.loops] == [(0, 3), (1, 8)]
     outer_loop, inner_loop = found.loops
     assert outer_loop.begin < inner_loop.begin <= inner_loop.end < outer_loop.end == len(found.made_by) - 1
 
 
 def test_of_a_conditional_the_branch_with_the_most_bytes_counts():
-    found = hlo_memory_over_time.schedule(BRANCHES)
+    found = hlo_liveness.schedule(BRANCHES)
     assert max(megabytes(found)) == 4
     assert "large" in found.made_by
     assert "small" not in found.made_by
@@ -106,7 +106,7 @@ def test_of_a_conditional_the_branch_with_the_most_bytes_counts():
 
 @pytest.mark.parametrize("most", [1, 2, 5, 12, 400])
 def test_thinning_keeps_the_peak(most):
-    found = hlo_memory_over_time.schedule(LOOP)
+    found = hlo_liveness.schedule(LOOP)
     positions = found.thinned(most)
     assert len(positions) == min(most, 12)
     assert sorted(set(positions)) == list(positions)
@@ -114,8 +114,8 @@ def test_thinning_keeps_the_peak(most):
 
 
 def test_a_program_that_is_not_scheduled_has_no_schedule():
-    assert hlo_memory_over_time.schedule(LOOP.replace(", is_scheduled=true", "")) is None
-    assert hlo_memory_over_time.schedule("HloModule empty") is None
+    assert hlo_liveness.schedule(LOOP.replace(", is_scheduled=true", "")) is None
+    assert hlo_liveness.schedule("HloModule empty") is None
 
 
 def test_the_peak_of_a_compiled_program_has_the_arrays_that_are_live_there():
@@ -125,7 +125,7 @@ def test_the_peak_of_a_compiled_program_has_the_arrays_that_are_live_there():
 
     weights, x = jnp.zeros((6, 64, 64)), jnp.zeros((2048, 64))
     text = jax.jit(jax.grad(loss)).lower(weights, x).compile().as_text()
-    found = hlo_memory_over_time.schedule(text)
-    assert found.totals().max() == sum(array.num_bytes for array in hlo_liveness.live_at_peak(text))
+    found = hlo_liveness.schedule(text)
+    assert found.totals().max() == sum(array.num_bytes for array in found.live_at_peak())
     assert found.totals().min() >= weights.nbytes + x.nbytes, "the arguments are live throughout"
     assert {loop.times for loop in found.loops} == {6}

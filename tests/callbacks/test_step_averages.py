@@ -8,9 +8,8 @@ from trained_helpers import make_job
 from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.callbacks.base import CallbackList
 from spmd_trainer.callbacks.invalid_steps import InvalidSteps
-from spmd_trainer.callbacks.summaries import Summaries
+from spmd_trainer.callbacks.summaries import StepAverages, Summaries
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.averages import StepAverages
 from spmd_trainer.metrics.packing import Scalars, SummaryNames
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.training import train

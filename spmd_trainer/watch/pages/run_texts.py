@@ -1,0 +1,130 @@
+"""The texts that a run's page shows: warnings and errors of its logs, each kind once; and what the run has decoded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from etils import epath
+
+from spmd_trainer.sharding.messages import shortened
+from spmd_trainer.storage import is_remote
+from spmd_trainer.storage.append import read_joined
+from spmd_trainer.watch.pages.run_scalars import entries
+
+# (time, level, 'file.py:12', message) of a record of a log; a message may have several lines.
+Logged: TypeAlias = tuple[str, str, str, str]
+# A line of a full log, as `cli.log_lines` writes it.
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) ([^ ]+:\d+)\] (.*)")
+_SHOWN = ("WARNING", "ERROR", "CRITICAL", "FATAL")
+# Warnings that differ in numbers and addresses alone count as one.
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
+# Bytes of each log, from its end, and of each file of examples, from its beginning.
+_LOG_BYTES = 32 * 2**20
+_EXAMPLES_BYTES = 4 * 2**20
+MOST_KINDS = 200
+_STEP = re.compile(r"step_(\d+)\.jsonl")
+FOLDERS = ("decode_out", "eval_out")
+MOST_STEPS = 24
+MOST_EXAMPLES = 16
+_MOST_OF_WARNING, _MOST_OF_EXAMPLE = 2000, 3000
+
+
+def read_warnings(path: epath.Path) -> tuple[list[Logged], bool]:
+    """Returns the warnings and errors of a log, and whether its beginning was left out because it is too long."""
+    if is_remote(path):
+        text = read_joined(path)
+        text, is_cut = text[-_LOG_BYTES:], len(text) > _LOG_BYTES
+    else:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _LOG_BYTES))
+            text, is_cut = file.read().decode(errors="replace"), size > _LOG_BYTES
+    return _warnings_of(text), is_cut
+
+
+def _warnings_of(text: str) -> list[Logged]:
+    records: list[list[str]] = []
+    is_shown = False
+    for line in text.splitlines():
+        if (match := _LINE.fullmatch(line)) is not None:
+            is_shown = match[2] in _SHOWN
+            if is_shown:
+                records.append([*match.groups()])
+        elif is_shown:
+            records[-1][3] += "\n" + line
+    return [(time, level, where, message) for time, level, where, message in records]
+
+
+def add(found: Iterable[Logged], kinds: dict[tuple[str, ...], dict[str, Any]]) -> None:
+    """Adds warnings to their kinds.
+
+    Args:
+      found: see `read_warnings`.
+      kinds: added to: {key: the text of the kind's first record, how often it was logged, and when first and last}.
+    """
+    for time, level, where, text in found:
+        key = (level, where.partition(":")[0], _NUMBERS.sub("#", text))
+        if key in kinds:
+            kind = kinds[key]
+            kind["count"] += 1
+            kind["first"], kind["last"] = min(kind["first"], time), max(kind["last"], time)
+        else:
+            text = _beginning(text, _MOST_OF_WARNING, "log")
+            kinds[key] = {"level": level, "where": where, "text": text, "count": 1, "first": time, "last": time}
+
+
+def sample_files(job_log_dir: epath.Path) -> dict[str, dict[int, epath.Path]]:
+    """Returns {'decode_out/DATASET': {step: file}}, with all steps in their order."""
+    found = {}
+    for folder in FOLDERS:
+        for dataset in entries(job_log_dir / folder):
+            steps = {
+                int(match[1]): path for path in entries(dataset) if (match := _STEP.fullmatch(path.name)) is not None
+            }
+            if steps:
+                found[f"{folder}/{dataset.name}"] = dict(sorted(steps.items()))
+    return found
+
+
+def chosen_steps(steps: list[int]) -> list[int]:
+    """Returns at most `MOST_STEPS` of the steps, evenly spread, the first and the last among them."""
+    if len(steps) <= MOST_STEPS:
+        return steps
+    return [steps[round(n * (len(steps) - 1) / (MOST_STEPS - 1))] for n in range(MOST_STEPS)]
+
+
+def read_examples(path: epath.Path) -> list[dict[str, Any]]:
+    """Returns the first examples of a file: number in the dataset, prompt ('' if it has none) and what came of it.
+
+    Raises:
+      OSError: it can't be read.
+      ValueError: it has a line that can't be read.
+    """
+    if is_remote(path):
+        lines = path.read_text(encoding="utf-8").splitlines()
+    else:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read(_EXAMPLES_BYTES).splitlines()
+        if len(lines) < MOST_EXAMPLES and path.stat().length > _EXAMPLES_BYTES:
+            lines = lines[:-1]  # the last one was cut
+    return [_example(json.loads(line), number) for number, line in enumerate(lines[:MOST_EXAMPLES])]
+
+
+def _example(record: dict[str, object], number: int) -> dict[str, Any]:
+    index = record.get("index", number)
+    if "output" in record:
+        output = str(record["output"])
+    else:
+        output = json.dumps({name: value for name, value in record.items() if name != "index"}, ensure_ascii=False)
+    return {
+        "index": index if isinstance(index, int) else number,
+        "prompt": _beginning(str(record.get("prompt", "")), _MOST_OF_EXAMPLE, "file"),
+        "output": _beginning(output, _MOST_OF_EXAMPLE, "file"),
+    }
+
+
+def _beginning(text: str, most: int, where: str) -> str:
+    return shortened(text, most, f" … ({len(text) - most:,} more characters in the {where})")
