@@ -2,7 +2,7 @@
 
 bridge/         makes praxis 1.4.0 run on today's JAX
 import_names/   modules under Pax's import names (`spmd_trainer.learners`, ...), which only users import
-absent_modules.py  Pax's modules without a counterpart, with what to use instead
+import_table.py  modules under Pax's import names without code of their own, and what to use instead of absent names
 port*.py        what an experiment file written for paxml needs here (--mode=port)
 
 Checkpoints are opened, and never written to:

@@ -19,7 +19,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis import base_layer
 
-from spmd_trainer.checkpoint_types import CheckpointType
+from spmd_trainer.checkpoint_paths import CheckpointType
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
