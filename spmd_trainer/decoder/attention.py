@@ -14,7 +14,7 @@ from spmd_trainer.decoder import cached_attention, rotary
 from spmd_trainer.decoder.axes import SpecLayer
 from spmd_trainer.decoder.norms import Norm
 from spmd_trainer.kernels.attend import Split, attend
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Pattern
 from spmd_trainer.kernels.sequence_order import SequenceOrder
 
 # Segment id of padding.

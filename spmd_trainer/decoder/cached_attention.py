@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spmd_trainer.kernels.pattern import MASKED, Pattern
+from spmd_trainer.kernels.kernels import MASKED, Pattern
 from spmd_trainer.kernels.sequence_order import num_shards
 
 

@@ -61,7 +61,7 @@ def export(
 
     Args:
       state: a state on the job's mesh, with or without optimizer states. Adapters are left out; see
-        `decoder.lora.merged`.
+        `LoraModel.merged`.
       job: the job; its model is a decoder of `decoder`.
       directory: the folder; it must not exist, or be empty.
       dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.

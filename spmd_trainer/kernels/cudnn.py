@@ -22,8 +22,7 @@ from jax._src.lib import cuda_versions
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.kernels.chunked import KERNEL as CHUNKED
-from spmd_trainer.kernels.kernels import Call
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Call, Pattern
 
 # Segments that the rows of a device may have, on average. cuDNN's statistics of the softmax, float32 [segments, N, T], are half
 # as large as the output with 32 segments and heads of 128.

@@ -17,10 +17,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.models import outputs as outputs_lib
 from spmd_trainer.train_states import NestedJTensor, PyTree
 
-# ((weighted scalars, outputs per example, clu metrics if there are some), collections that the forward pass wrote)
+# ((weighted scalars, outputs per example, clu metrics if there are some), collections that were written)
 ForwardResult: TypeAlias = tuple[tuple[Any, ...], Mapping[str, PyTree]]
-# ((weighted scalars, outputs per example, clu metrics if there are some), collections that it wrote)
-DecodeResult: TypeAlias = tuple[tuple[Any, ...], Mapping[str, PyTree]]
 # (the module's output, the batch) -> metrics; see `outputs.metrics`
 LossFn: TypeAlias = Callable[[Any, PyTree], Any]
 
@@ -53,7 +51,7 @@ class Model(Protocol):
 
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
-    ) -> DecodeResult:
+    ) -> ForwardResult:
         """Decodes a batch; arguments as for `forward`."""
         ...
 
@@ -95,10 +93,10 @@ class PraxisModel:
 
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
-    ) -> DecodeResult:
+    ) -> ForwardResult:
         """See `Model`."""
         method, rngs = self.model.decode, praxis_rngs(key)
-        result: DecodeResult = self.model.apply(mdl_vars, inputs, method=method, mutable=list(mutable), rngs=rngs)
+        result: ForwardResult = self.model.apply(mdl_vars, inputs, method=method, mutable=list(mutable), rngs=rngs)
         return result
 
 
@@ -191,7 +189,7 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
 
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
-    ) -> DecodeResult:
+    ) -> ForwardResult:
         """See `Model`."""
         del mutable
         if self.generate is None:

@@ -6,7 +6,7 @@ import pytest
 from split_rows import BATCH, WIDTH, compiled_programs, crossing_bytes, differences, mesh_of
 
 from spmd_trainer.kernels import chunked, sequence_order
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Pattern
 from spmd_trainer.kernels.ring import Ring, tables
 
 PLAIN = Pattern(scale=0.3)

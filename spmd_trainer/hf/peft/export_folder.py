@@ -91,7 +91,7 @@ def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> di
     if jax.process_index() == 0:
         writing.check_directory("export_dir", path)
     every = hf_names.variables_of(spec, _family(spec, base))
-    dims, specs = lora.matrix_dims(job.task), _specs(job)
+    dims, specs = job.task.lora_model.matrix_dims(), _specs(job)
     slots: dict[str, Slot | None] = {"": None}
     if settings.adapters is not None:
         slots = {name: Slot(i, len(settings.adapters)) for i, name in enumerate(settings.adapters)}

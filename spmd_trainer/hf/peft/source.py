@@ -124,7 +124,7 @@ def _open(directory: str, variables: TrainState, task: SingleTask | None) -> Pef
         raise HfError(
             f"{directory}: adapters of PEFT fit a DecoderLanguageModel; task.model is {type(task.model).__name__}"
         )
-    dims = lora.matrix_dims(task)
+    dims = task.lora_model.matrix_dims()
     names = settings.adapters
     slots: list[tuple[str, Slot | None, str]] = [(directory, None, "")]
     if names is not None:
