@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.hf.errors import HfError
-from spmd_trainer.hf.setting_types import is_number, is_whole
+from spmd_trainer.hf.setting_types import check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -34,19 +34,7 @@ _FIELDS = {
 }
 # transformers has no defaults for these.
 _REQUIRED = {"linear": ("factor",), "llama3": tuple(_FIELDS["llama3"].values()), "yarn": ("factor",)}
-_NUMBERS = frozenset(
-    {
-        "rope_theta",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-    }
-)
+_NO_FLOATS = ("original_max_position_embeddings", "truncate")
 _KEPT = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
@@ -94,7 +82,7 @@ def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotaryScaling | None:
-    _check_types(parameters, name)
+    check_types(parameters, inside=name)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _KINDS:
         raise HfError(
@@ -116,22 +104,6 @@ def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotarySc
     return RotaryScaling(kind=kind, **given)
 
 
-def _check_types(parameters: Mapping[str, Any], name: str) -> None:
-    for key, value in parameters.items():
-        if value is None or key in ("rope_type", "type"):
-            continue
-        if key == "original_max_position_embeddings":
-            expected = None if is_whole(value) and value > 0 else "a whole number above 0"
-        elif key == "truncate":
-            expected = None if isinstance(value, bool) else "true or false"
-        elif key in _NUMBERS:
-            expected = None if is_number(value) else "a number"
-        else:
-            continue
-        if expected is not None:
-            raise HfError(f"{name}.{key}={value!r:.200}; give {expected}")
-
-
 def write_rotary(spec: DecoderSpec, *, by_layer_type: bool) -> dict[str, Any]:
     """Returns the rotary settings of a config.json, in the spellings of transformers 4 and 5.
 
@@ -146,7 +118,7 @@ def write_rotary(spec: DecoderSpec, *, by_layer_type: bool) -> dict[str, Any]:
         for field, key in _FIELDS[scaling.kind].items():
             # transformers takes mscale=0 like a missing one, and warns of it.
             if (value := getattr(scaling, field)) is not None and not (field.startswith("mscale") and value == 0):
-                parameters[key] = float(value) if key in _NUMBERS else value
+                parameters[key] = float(value) if key not in _NO_FLOATS else value
     config: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}
     if spec.rotary_scaling is not None:
         config["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
