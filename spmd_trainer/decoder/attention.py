@@ -6,13 +6,11 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from praxis import base_layer
 
 from spmd_trainer.decoder import cached_attention, rotary
-from spmd_trainer.decoder.axes import SpecLayer
-from spmd_trainer.decoder.norms import Norm
+from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
 from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.kernels import Pattern
 from spmd_trainer.kernels.sequence_order import SequenceOrder
@@ -45,48 +43,6 @@ class Context:
     context_parallel: str | None = None
 
 
-class HeadsIn(SpecLayer):
-    """Projection from the residual stream to heads.
-
-    Attributes:
-      num_heads: number of heads.
-      heads_axis: logical axis of the heads.
-    """
-
-    num_heads: int = 0
-    heads_axis: str = "heads"
-
-    def setup(self) -> None:
-        shape = (self.num_heads, self.spec.head_dims)
-        self.add_weight("w", (self.spec.model_dims, *shape), ("embed", self.heads_axis, "head_dims"))
-        if self.spec.qkv_bias:
-            self.add_weight("b", shape, (self.heads_axis, "head_dims"), init=0.0)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [batch, time, num_heads, head_dims] for [batch, time, model_dims]."""
-        heads = jnp.einsum("btd,dnh->btnh", x, self.read("w"))
-        if self.spec.qkv_bias:
-            heads = heads + self.read("b")
-        return self.split(heads, "batch", "length", f"activation_{self.heads_axis}", "head_dims")
-
-
-class HeadsOut(SpecLayer):
-    """Projection from the heads to the residual stream."""
-
-    def setup(self) -> None:
-        spec = self.spec
-        self.add_weight("w", (spec.num_heads, spec.head_dims, spec.model_dims), ("heads", "head_dims", "embed"))
-        if spec.output_bias:
-            self.add_weight("b", (spec.model_dims,), ("norm",), init=0.0)
-
-    def __call__(self, heads: jax.Array) -> jax.Array:
-        """Returns [batch, time, model_dims] for [batch, time, num_heads, head_dims]."""
-        x = jnp.einsum("btnh,nhd->btd", heads, self.read("w"))
-        if self.spec.output_bias:
-            x = x + self.read("b")
-        return self.split(x, "batch", "length", "activation_embed")
-
-
 class Attention(SpecLayer):
     """Self-attention of one layer.
 
@@ -98,16 +54,31 @@ class Attention(SpecLayer):
 
     def setup(self) -> None:
         spec = self.spec
-        self.child("query", HeadsIn, num_heads=spec.num_heads)
-        self.child("key", HeadsIn, num_heads=spec.num_kv_heads, heads_axis="kv_heads")
-        self.child("value", HeadsIn, num_heads=spec.num_kv_heads, heads_axis="kv_heads")
-        self.child("output", HeadsOut)
-        if spec.query_key_norm is not None:
-            for name, heads, axis in (("query", spec.num_heads, "heads"), ("key", spec.num_kv_heads, "kv_heads")):
+        for name in ("query", "key", "value"):
+            heads, axis = (spec.num_heads, "heads") if name == "query" else (spec.num_kv_heads, "kv_heads")
+            self.child(
+                name,
+                Projection,
+                equation="btd,dnh->btnh",
+                shape=(spec.model_dims, heads, spec.head_dims),
+                split_axes=("embed", axis, "head_dims"),
+                bias_axes=(axis, "head_dims") if spec.qkv_bias else (),
+                output_axes=("batch", "length", f"activation_{axis}", "head_dims"),
+            )
+            if spec.query_key_norm is not None and name != "value":
                 over_all = spec.query_key_norm == "all"
                 shape = (heads, spec.head_dims) if over_all else (spec.head_dims,)
                 split_axes = (axis, "head_dims") if over_all else ("head_dims",)
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
+        self.child(
+            "output",
+            Projection,
+            equation="btnh,nhd->btd",
+            shape=(spec.num_heads, spec.head_dims, spec.model_dims),
+            split_axes=("heads", "head_dims", "embed"),
+            bias_axes=("norm",) if spec.output_bias else (),
+            output_axes=("batch", "length", "activation_embed"),
+        )
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Attends over a whole row, and stores its keys and values if the decode cache is mutable. `x`: [batch, time,
@@ -132,12 +103,8 @@ class Attention(SpecLayer):
         return self._project(heads)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends from new tokens to the cache and to each other, and adds them to the cache. `x`: [batch, new tokens,
-        model_dims].
-
-
-        Returns:
-          [batch, new tokens, model_dims].
+        """Attends from new tokens to the cache and to each other, and adds them to the cache. Takes and returns [batch, new
+        tokens, model_dims].
         """
         query, new_key, new_value = self._heads(x, context)
         assert context.cache_index is not None  # always set in decode steps, like the next one
