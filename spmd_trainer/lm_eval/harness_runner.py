@@ -11,7 +11,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -210,7 +210,6 @@ class HarnessRunner:
         step: int,
         job_log_dir: epath.Path,
         writers: SummaryWriters,
-        between_batches: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Evaluates a state on all tasks. Reuses answers that an earlier run computed with the same variables.
 
@@ -219,7 +218,6 @@ class HarnessRunner:
           step: its step.
           job_log_dir: the run's directory; files go to `lm_eval/step_N`.
           writers: receive the metrics, as `lm_eval_TASK`.
-          between_batches: called before each batch; an exception ends the evaluation.
 
         Returns:
           {'TASK/metric': value}, the same on every process.
@@ -232,7 +230,7 @@ class HarnessRunner:
         opened: list[Answers] = []
         decided_by_process_0(lambda: opened.append(Answers(directory)))
         identity = self._identity(state)
-        self._model.source = Source(state, identity, next(iter(opened), None), self._progress, between_batches)
+        self._model.source = Source(state, identity, next(iter(opened), None), self._progress)
         results, tracker = self._evaluate()
 
         def write() -> dict[str, dict[str, float]]:

@@ -15,12 +15,13 @@ from jax.sharding import Mesh, PartitionSpec
 from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, records, step_files
 from spmd_trainer.checkpointing import steps as own_steps
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.errors import CheckpointNotFoundError
 from spmd_trainer.checkpointing.records import SavedVariable
 from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.pax import placing, shapes, steps
 from spmd_trainer.pax.arrays import PaxArray
 from spmd_trainer.pax.contents import Contents, open_step
-from spmd_trainer.pax.errors import PaxDamagedError, PaxError, PaxMismatchError, PaxNotFoundError, of_pax
+from spmd_trainer.pax.errors import PaxDamagedError, PaxError, PaxMismatchError, PaxNotFoundError
 from spmd_trainer.sharding import create_device_mesh
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec
 from spmd_trainer.train_states import TrainState
@@ -126,8 +127,12 @@ def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
             f"{found.path}"
         )
     wanted = found.step if step is None else step
-    with of_pax():
+    try:
         chosen, path = decided_by_process_0(lambda: [str(part) for part in steps.require(found.path, wanted)])
+    except PaxNotFoundError:
+        raise
+    except CheckpointNotFoundError as error:  # what the other processes raise, which is no UserError
+        raise PaxNotFoundError(str(error)) from error
     opened: list[Contents] = []
     agreed_problem(lambda: opened.append(open_step(int(chosen), epath.Path(path))))
     return opened[0]

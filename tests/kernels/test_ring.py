@@ -88,7 +88,8 @@ def test_windows_leave_out_steps_and_work_stays_even(window):
 def _tokens_of(count, chunk, shift):
     """Returns the tokens of device i - shift, for each device i."""
     devices = (np.arange(count) - shift) % count
-    order = sequence_order.zigzag_index(2 * count * chunk, count)
+    chunks = np.arange(2 * count * chunk).reshape(2 * count, -1)
+    order = np.concatenate([chunks[list(sequence_order.chunks_of(shard, count))] for shard in range(count)])
     return order.reshape(count, -1)[devices]
 
 

@@ -18,7 +18,6 @@ from flax.core import meta
 from praxis import base_layer
 
 from spmd_trainer.decoder.lora import adapted_weight, uses, variables
-from spmd_trainer.decoder.lora import uses as uses_lib
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.decoder.lora.interpreter import Interpreter
 from spmd_trainer.decoder.lora.settings import Lora
@@ -221,7 +220,7 @@ class LoraModel:
             for i, (path, x) in enumerate(_named_values(base_vars))
             if path.startswith(f"{base_layer.PARAMS}/") and jnp.issubdtype(x.dtype, jnp.floating)
         }
-        self.dims = uses.choose_targets(self.settings, uses_lib.find_uses(jaxpr, paths))
+        self.dims = uses.choose_targets(self.settings, uses.find_uses(jaxpr, paths))
 
     def _run(
         self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, dropping: bool

@@ -66,11 +66,6 @@ def is_folder(directory: epath.PathLike) -> bool:
     return hf_folder.read_json(path, CONFIG) is not None or bool(_folders_in(path))
 
 
-def find_agreed(directory: epath.PathLike) -> bool:
-    """Returns `is_folder` as process 0 sees it. Called by every process."""
-    return decided_by_process_0(lambda: is_folder(directory))
-
-
 def _folders_in(path: str) -> list[str]:
     """Returns the names of the directories below that hold adapters."""
     try:
@@ -105,7 +100,7 @@ def open_source(
       HfError: they can't be opened, or are not those that `task.lora` describes.
       CheckpointReadError: storage does not answer, or refuses.
     """
-    if not find_agreed(directory):
+    if not decided_by_process_0(lambda: is_folder(directory)):
         return None
     if step:
         raise HfNotFoundError(f"step {step} was asked for, and a PEFT folder has no steps: {directory}")
