@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.inputs.tokenizers import Tokenizer
@@ -266,8 +266,7 @@ class HarnessRunner:
 
         settings, tracker = self._settings, EvaluationTracker()
         multiturn = settings.fewshot_as_multiturn
-        tasks: list[Any] = []
-        agreed_problem(lambda: tasks.extend(self._tasks.load()))
+        tasks = agreed(self._tasks.load)
         with _harness_settings():
             results = evaluator.simple_evaluate(
                 model=self._model,

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, records, step_files
 from spmd_trainer.checkpointing import steps as own_steps
-from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.checkpointing.errors import CheckpointNotFoundError
 from spmd_trainer.checkpointing.records import SavedVariable
 from spmd_trainer.checkpointing.sources import CheckpointSource
@@ -75,10 +75,8 @@ class PaxSource(CheckpointSource):
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
         """Reads variables onto a mesh; see `CheckpointSource.read`."""
         arrays = {path: self.arrays[source[path]] for path in wanted}
-        result: dict[str, jax.Array] = {}
         # Each variable's padding is checked by one process, and all end with what it found.
-        agreed_problem(lambda: result.update(placing.read_onto_mesh(wanted, arrays, mesh, self.name)))
-        return result
+        return agreed(lambda: placing.read_onto_mesh(wanted, arrays, mesh, self.name))
 
     def input_state(self) -> dict[str, Any] | None:
         """Returns the position of this process' input, if Pax saved one as bytes: those that the input itself wrote."""
@@ -115,9 +113,8 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
     found = steps.find_agreed(directory)
     if found is None:
         return None
-    contents, opened = _open(found, step), list[PaxSource]()
-    agreed_problem(lambda: opened.append(PaxSource.of(contents, records.by_path(variables))))
-    return opened[0]
+    contents = _open(found, step)
+    return agreed(lambda: PaxSource.of(contents, records.by_path(variables)))
 
 
 def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
@@ -133,9 +130,7 @@ def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
         raise
     except CheckpointNotFoundError as error:  # what the other processes raise, which is no UserError
         raise PaxNotFoundError(str(error)) from error
-    opened: list[Contents] = []
-    agreed_problem(lambda: opened.append(open_step(int(chosen), epath.Path(path))))
-    return opened[0]
+    return agreed(lambda: open_step(int(chosen), epath.Path(path)))
 
 
 def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, PaxArray]) -> SavedVariable:

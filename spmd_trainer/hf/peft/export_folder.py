@@ -11,7 +11,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import storage
-from spmd_trainer.checkpointing.agreement import agreed_problem
+from spmd_trainer.checkpointing.agreement import agreed
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import config_json, writing
 from spmd_trainer.hf import tensor_names as hf_names
@@ -50,8 +50,7 @@ def export(
       OSError: the folder can't be written.
     """
     path: epath.Path = storage.directory("export_dir", directory)
-    folders: dict[str, _Content] = {}
-    agreed_problem(lambda: folders.update(_plan(job, path, base)))
+    folders = agreed(lambda: _plan(job, path, base))
     specs = _specs(job)
     with writing.atomically(path, last=CONFIG) as target:
         for name, (config, variables) in folders.items():
