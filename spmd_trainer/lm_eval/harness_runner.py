@@ -11,6 +11,7 @@ import random
 import re
 import sys
 import tempfile
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,9 @@ class HarnessRunner:
         self._settings = settings
         self._tasks = tasks or Tasks(settings)
         self._config_lines = config_lines
-        self._progress = progress or (lambda what, total: contextlib.nullcontext(_Silent()))
+        self._progress = progress or (
+            lambda what, total: contextlib.nullcontext(types.SimpleNamespace(advance=lambda: None))
+        )
         arguments = settings.model_args
         vocab_size = vocabulary_size(task)
         texts = Texts(
@@ -285,13 +288,6 @@ class HarnessRunner:
             )
         assert results is not None
         return dict(results), tracker
-
-
-class _Silent:
-    """Progress without output."""
-
-    def advance(self) -> None:
-        """No-op."""
 
 
 def _training_rows(batch: PyTree) -> tuple[int, int]:
