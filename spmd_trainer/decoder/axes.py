@@ -103,11 +103,14 @@ class SpecLayer(base_layer.BaseLayer):
         self.create_child(name, pax_fiddle.Config(cls, spec=self.spec, axes=self.axes, **fields))
 
     def add_weight(self, name: str, shape: Sequence[int], axes: Sequence[str], init: float | None = None) -> None:
-        """Creates a variable. `shape`: logical shape.
+        """Creates a variable.
 
+        Args:
+          name: its name.
+          shape: logical shape.
           axes: a logical axis for each dimension.
           init: constant initial value, for norms and biases, which weight decay then skips. None draws from a normal
-        distribution with `spec.initializer_range`.
+            distribution with `spec.initializer_range`.
         """
         if init is None:
             initial, collections = base_layer.WeightInit.Gaussian(self.spec.initializer_range), []
@@ -131,8 +134,7 @@ class SpecLayer(base_layer.BaseLayer):
     def split(self, x: jax.Array, *axes: str) -> jax.Array:
         """Splits an activation over the mesh: one logical axis per dimension.
 
-            The residual stream ('activation_embed') is split in training only, where the backward pass stores it. A 'length'
-            that its
+        The residual stream ('activation_embed') is split in training only, where the backward pass stores it. A 'length' that its
         mesh axes don't divide belongs to a decode step's new tokens and stays whole; rows are padded at the model's entry.
         """
 
@@ -154,10 +156,10 @@ class SpecLayer(base_layer.BaseLayer):
     def dropped(self, x: jax.Array, probability: float, order: SequenceOrder | None = None) -> jax.Array:
         """Applies dropout in training; returns x unchanged in evaluation.
 
-          Args:
-            x: the array; [batch, time, ...] with an order.
-        probability: of setting an element to 0; the others are scaled up.
-        order: token order on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
+        Args:
+          x: the array; [batch, time, ...] with an order.
+          probability: of setting an element to 0; the others are scaled up.
+          order: token order on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
         """
         if not probability or self.do_eval:
             return x

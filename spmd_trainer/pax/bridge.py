@@ -35,7 +35,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import lazy_loader
 
@@ -85,7 +85,7 @@ class PraxisFinder(importlib.abc.MetaPathFinder):
         if is_lazy:
             spec.loader = importlib.util.LazyLoader(spec.loader)
         elif fullname == _LAYERS:
-            spec.loader = cast(importlib.abc.Loader, _LazyNamesLoader(spec.loader))
+            spec.loader = _LazyNamesLoader(spec.loader)
         elif fullname == "praxis":
             spec.loader = _MendingLoader(spec.loader, before=_restore_jax_names)
         elif fullname in _MODULE_MENDS:
@@ -149,15 +149,12 @@ def names_by_module(source: str, package: str) -> dict[str, list[str]] | None:
     return dict(found)
 
 
-class _LazyNamesLoader:
+class _LazyNamesLoader(_MendingLoader):
     """Wraps the loader of a package: its names are imported at their first use. A file that does more is executed as it is.
 
     `praxis/layers/__init__.py` imports 40 modules for their names, from conformers to vision transformers. A language model needs
     a third of them; defining the classes of the others takes a tenth of the time of a restart.
     """
-
-    def __init__(self, loader: Any):
-        self._loader = loader
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Attaches the names, or executes the module."""
@@ -167,9 +164,6 @@ class _LazyNamesLoader:
         else:
             attached = lazy_loader.attach(module.__name__, submodules=list(names), submod_attrs=names)
             vars(module).update(zip(("__getattr__", "__dir__", "__all__"), attached, strict=True))
-
-    def __getattr__(self, name: str) -> Any:  # the import system and inspect use create_module, get_source and others
-        return getattr(self._loader, name)
 
 
 def _check_versions() -> None:
