@@ -1,6 +1,6 @@
 """Lets a program import praxis before spmd_trainer. Loaded by `spmd_trainer_bridge.pth` when Python starts.
 
-praxis 1.4.0 needs names that today's JAX no longer has (see `spmd_trainer/pax/bridge/`), and import sorters put `praxis`
+praxis 1.4.0 needs names that today's JAX no longer has (see `spmd_trainer/pax/bridge.py`), and import sorters put `praxis`
 before `spmd_trainer`. This module only waits for praxis: it imports nothing, and a program that never imports praxis never
 loads any of the trainer. SPMD_TRAINER_BRIDGE=0 in the environment switches it off; then import spmd_trainer first.
 """

@@ -6,7 +6,7 @@
 Importing this package is cheap: it brings in neither JAX, praxis nor TensorFlow. It installs the praxis bridge, which acts when
 something imports praxis (see `pax.bridge`). The functions below are imported from `api` when they are first used. Import
 names that only Pax has, such as `spmd_trainer.trainer_lib`, are in the folder `pax/import_names`, or in the table of
-`pax/absent_modules.py` if nothing stands for them.
+`pax/import_table.py` if they have no code of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import lazy_loader
 
-from spmd_trainer.pax import absent_modules, bridge
+from spmd_trainer.pax import bridge, import_table
 
 if TYPE_CHECKING:
     from spmd_trainer.api import decode, evaluate, export, inspect, plan, train
@@ -33,5 +33,5 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     },
 )
 __path__.append(os.path.join(__path__[0], "pax", "import_names"))
-sys.meta_path.append(absent_modules.AbsentModules())
+sys.meta_path.append(import_table.PaxModules())
 bridge.install()

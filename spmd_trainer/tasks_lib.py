@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import lazy_loader
 from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.models.base import Model, as_model
 from spmd_trainer.optim import learner as learner_lib
 from spmd_trainer.optim import optax_bridge, pax_fields
@@ -363,9 +364,15 @@ class SingleTask(BaseTask):
 
     @property
     def lora_model(self) -> LoraModel:
-        """`model` with the adapters of `lora`, which is set."""
+        """`model` with the adapters of `lora`.
+
+        Raises:
+          UserError: `lora` is not set.
+        """
         from spmd_trainer.decoder.lora import LoraModel
 
+        if self.lora is None:
+            raise UserError("task.lora is not set, so the task has no adapters")
         # Kept, because it knows the dimensions of its targets once it has been traced.
         if self._lora_model is None or self._lora_model[0] is not self.model:
             self._lora_model = (self.model, LoraModel(as_model(self.model), self.lora, self.fprop_dtype))

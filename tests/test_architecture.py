@@ -5,6 +5,8 @@ import functools
 import graphlib
 import pathlib
 
+from spmd_trainer.pax import import_table
+
 ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 # Lowest first. A package's files share its layer.
 LAYERS = [
@@ -32,7 +34,7 @@ LAYERS = [
     ["main", "cli", "api", "__init__"],
 ]
 # Import names for users. The trainer itself imports from the rooms behind them.
-FOR_USERS = {"spmd_trainer.learners", "spmd_trainer.shard_map_partitioning"}
+FOR_USERS = {f"spmd_trainer.{name}" for name in import_table.STANDING}
 LIBRARY_ONLY = {"praxis", "tensorflow", "flax", "fiddle", "clu", "orbax", "lingvo", "optax", "absl", "etils", "jinja2"}
 
 
@@ -57,7 +59,7 @@ def imports(path: pathlib.Path, *, top_level_only: bool) -> set[str]:
             # `from package import module` needs the module; the package's own face only where a name is not a module.
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in FILES else node.module or "")
+                found.add(inner if inner in FILES or inner in FOR_USERS else node.module or "")
     return found
 
 

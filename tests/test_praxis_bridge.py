@@ -191,7 +191,7 @@ assert VisionTransformer.__module__ == 'praxis.layers.vits' and 'praxis.layers.v
 @pytest.mark.full
 def test_a_package_that_does_more_than_to_import_names_is_left_as_it_is():
     code = """
-from spmd_trainer.pax.bridge.lazy_layers import names_by_module
+from spmd_trainer.pax.bridge import names_by_module
 names = 'from a.b import C\\nfrom a.b import d\\nfrom a.e import F\\n'
 assert names_by_module(names, 'a') == {'b': ['C', 'd'], 'e': ['F']}
 for more in ('x = 1', 'import os', 'from z import C', 'from a.b import C as D', 'from a.b import *'):

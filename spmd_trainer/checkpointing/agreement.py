@@ -53,6 +53,13 @@ def agreed_problem(check: Callable[[], str | None]) -> str | None:
     return next((str(other["problem"]) for other in answers if other["problem"]), None)
 
 
+def agreed(make: Callable[[], _Value]) -> _Value:
+    """Returns what `make` returns, if it raises on no process; raises as `agreed_problem`. Called by every process."""
+    made: list[_Value] = []
+    agreed_problem(lambda: made.append(make()))
+    return made[0]
+
+
 def decided_by_process_0(decide: Callable[[], _Value]) -> _Value:
     """Returns on every process what `decide` returns on process 0. The others don't call it.
 

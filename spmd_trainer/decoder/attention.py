@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from praxis import base_layer
 
-from spmd_trainer.decoder import cached_attention, rotary
-from spmd_trainer.decoder.axes import SpecLayer
-from spmd_trainer.decoder.norms import Norm
+from spmd_trainer.decoder import rotary
+from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
 from spmd_trainer.kernels.attend import Split, attend
-from spmd_trainer.kernels.pattern import Pattern
-from spmd_trainer.kernels.sequence_order import SequenceOrder
+from spmd_trainer.kernels.kernels import MASKED, Pattern
+from spmd_trainer.kernels.sequence_order import SequenceOrder, num_shards
 
 # Segment id of padding.
 PADDING = -1
@@ -45,48 +44,6 @@ class Context:
     context_parallel: str | None = None
 
 
-class HeadsIn(SpecLayer):
-    """Projection from the residual stream to heads.
-
-    Attributes:
-      num_heads: number of heads.
-      heads_axis: logical axis of the heads.
-    """
-
-    num_heads: int = 0
-    heads_axis: str = "heads"
-
-    def setup(self) -> None:
-        shape = (self.num_heads, self.spec.head_dims)
-        self.add_weight("w", (self.spec.model_dims, *shape), ("embed", self.heads_axis, "head_dims"))
-        if self.spec.qkv_bias:
-            self.add_weight("b", shape, (self.heads_axis, "head_dims"), init=0.0)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [batch, time, num_heads, head_dims] for [batch, time, model_dims]."""
-        heads = jnp.einsum("btd,dnh->btnh", x, self.read("w"))
-        if self.spec.qkv_bias:
-            heads = heads + self.read("b")
-        return self.split(heads, "batch", "length", f"activation_{self.heads_axis}", "head_dims")
-
-
-class HeadsOut(SpecLayer):
-    """Projection from the heads to the residual stream."""
-
-    def setup(self) -> None:
-        spec = self.spec
-        self.add_weight("w", (spec.num_heads, spec.head_dims, spec.model_dims), ("heads", "head_dims", "embed"))
-        if spec.output_bias:
-            self.add_weight("b", (spec.model_dims,), ("norm",), init=0.0)
-
-    def __call__(self, heads: jax.Array) -> jax.Array:
-        """Returns [batch, time, model_dims] for [batch, time, num_heads, head_dims]."""
-        x = jnp.einsum("btnh,nhd->btd", heads, self.read("w"))
-        if self.spec.output_bias:
-            x = x + self.read("b")
-        return self.split(x, "batch", "length", "activation_embed")
-
-
 class Attention(SpecLayer):
     """Self-attention of one layer.
 
@@ -98,16 +55,31 @@ class Attention(SpecLayer):
 
     def setup(self) -> None:
         spec = self.spec
-        self.child("query", HeadsIn, num_heads=spec.num_heads)
-        self.child("key", HeadsIn, num_heads=spec.num_kv_heads, heads_axis="kv_heads")
-        self.child("value", HeadsIn, num_heads=spec.num_kv_heads, heads_axis="kv_heads")
-        self.child("output", HeadsOut)
-        if spec.query_key_norm is not None:
-            for name, heads, axis in (("query", spec.num_heads, "heads"), ("key", spec.num_kv_heads, "kv_heads")):
+        for name in ("query", "key", "value"):
+            heads, axis = (spec.num_heads, "heads") if name == "query" else (spec.num_kv_heads, "kv_heads")
+            self.child(
+                name,
+                Projection,
+                equation="btd,dnh->btnh",
+                shape=(spec.model_dims, heads, spec.head_dims),
+                split_axes=("embed", axis, "head_dims"),
+                bias_axes=(axis, "head_dims") if spec.qkv_bias else (),
+                output_axes=("batch", "length", f"activation_{axis}", "head_dims"),
+            )
+            if spec.query_key_norm is not None and name != "value":
                 over_all = spec.query_key_norm == "all"
                 shape = (heads, spec.head_dims) if over_all else (spec.head_dims,)
                 split_axes = (axis, "head_dims") if over_all else ("head_dims",)
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
+        self.child(
+            "output",
+            Projection,
+            equation="btnh,nhd->btd",
+            shape=(spec.num_heads, spec.head_dims, spec.model_dims),
+            split_axes=("heads", "head_dims", "embed"),
+            bias_axes=("norm",) if spec.output_bias else (),
+            output_axes=("batch", "length", "activation_embed"),
+        )
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Attends over a whole row, and stores its keys and values if the decode cache is mutable. `x`: [batch, time,
@@ -132,12 +104,8 @@ class Attention(SpecLayer):
         return self._project(heads)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends from new tokens to the cache and to each other, and adds them to the cache. `x`: [batch, new tokens,
-        model_dims].
-
-
-        Returns:
-          [batch, new tokens, model_dims].
+        """Attends from new tokens to the cache and to each other, and adds them to the cache. Takes and returns [batch, new
+        tokens, model_dims].
         """
         query, new_key, new_value = self._heads(x, context)
         assert context.cache_index is not None  # always set in decode steps, like the next one
@@ -147,9 +115,7 @@ class Attention(SpecLayer):
             self._keep(name, layout.write(self.get_decode_state(name), heads, context.cache_index))
             for name, heads in (("key_state", new_key), ("value_state", new_value))
         )
-        heads = cached_attention.attend(
-            query, key, value, self._pattern, layout, context.cache_index, context.first_index
-        )
+        heads = attend_to_cache(query, key, value, self._pattern, layout, context.cache_index, context.first_index)
         return self._project(heads)
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
@@ -203,10 +169,145 @@ class Attention(SpecLayer):
         return Split(batch=batch, length=length, heads=heads)
 
     @property
-    def _cache_layout(self) -> cached_attention.CacheLayout:
-        return cached_attention.CacheLayout.on_mesh(
+    def _cache_layout(self) -> CacheLayout:
+        return CacheLayout.on_mesh(
             num_heads=self.spec.num_heads,
             num_kv_heads=self.spec.num_kv_heads,
             kv_heads_axes=self.mesh_axes("activation_kv_heads"),
             length_axes=self.mesh_axes("length"),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayout:
+    """Sizes of the cache, and the placement of heads in it.
+
+    The cache is split over heads, or over its tokens, or both. Its heads and tokens are padded to divide by the mesh, because
+    XLA would otherwise keep all heads on every device.
+
+    K key heads with G query heads each become `num_heads` cached heads: each key head is stored `copies` times, each copy for
+    some of its query heads, and then zeros fill the rest.
+
+    Attributes:
+      num_kv_heads: key and value heads of the model, K.
+      group_size: query heads per key head, G.
+      head_shards: number of devices that the cached heads are split over.
+      length_shards: number of devices that the cached tokens are split over.
+    """
+
+    num_kv_heads: int
+    group_size: int
+    head_shards: int = 1
+    length_shards: int = 1
+
+    @classmethod
+    def on_mesh(
+        cls, *, num_heads: int, num_kv_heads: int, kv_heads_axes: tuple[str, ...], length_axes: tuple[str, ...]
+    ) -> CacheLayout:
+        """Returns the layout on the ambient mesh (`jax.set_mesh`).
+
+        Args:
+          num_heads, num_kv_heads: heads of the model.
+          kv_heads_axes, length_axes: mesh axes that the cache's heads and tokens are split over.
+        """
+        return cls(num_kv_heads, num_heads // num_kv_heads, num_shards(kv_heads_axes), num_shards(length_axes))
+
+    @property
+    def copies(self) -> int:
+        """Number of times each key head is stored: once per device, if the number of devices is a multiple of K."""
+        return self.head_shards // self.num_kv_heads if self.head_shards % self.num_kv_heads == 0 else 1
+
+    @property
+    def num_heads(self) -> int:
+        """Cached heads; a multiple of `head_shards`."""
+        return _rounded_up(self.num_kv_heads * self.copies, self.head_shards)
+
+    @property
+    def queries_per_head(self) -> int:
+        return -(-self.group_size // self.copies)
+
+    def padded(self, heads: jax.Array, length: int) -> jax.Array:
+        """Returns a cache with space for `length` tokens, filled with `heads` from its beginning.
+
+        Args:
+          heads: keys or values in row order, [batch, time, K, H].
+          length: least number of tokens of the cache.
+
+        Returns:
+          [batch, length or a little more, num_heads, H].
+        """
+        missing = _rounded_up(length, self.length_shards) - heads.shape[1]
+        return jnp.pad(self._stored(heads), ((0, 0), (0, missing), (0, 0), (0, 0)))
+
+    def write(self, cache: jax.Array, heads: jax.Array, index: jax.Array) -> jax.Array:
+        """Returns the cache with new tokens written to it.
+
+        Args:
+          cache: [batch, tokens, num_heads, H].
+          heads: keys or values of the new tokens, [batch, new tokens, K, H].
+          index: int32 [new tokens], their consecutive indices in the cache.
+        """
+        new = self._stored(heads).astype(cache.dtype)
+        if self.length_shards == 1:
+            return jax.lax.dynamic_update_slice_in_dim(cache, new, index[0], axis=1)
+        # XLA gathers the whole cache for an update of several tokens, but not for a scatter.
+        return cache.at[:, index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+    def grouped(self, query: jax.Array) -> jax.Array:
+        """Returns [batch, new tokens, num_heads, queries_per_head, H] for queries [batch, new tokens, K * G, H]."""
+        batch, length, _, width = query.shape
+        x = query.reshape(batch, length, self.num_kv_heads, self.group_size, width)
+        x = _pad(x, 3, self.copies * self.queries_per_head)
+        return _pad(x.reshape(batch, length, -1, self.queries_per_head, width), 2, self.num_heads)
+
+    def ungrouped(self, heads: jax.Array) -> jax.Array:
+        """Returns [batch, new tokens, K * G, H]; the inverse of `grouped`."""
+        batch, length, *_, width = heads.shape
+        x = heads[:, :, : self.num_kv_heads * self.copies].reshape(batch, length, self.num_kv_heads, -1, width)
+        return x[:, :, :, : self.group_size].reshape(batch, length, -1, width)
+
+    def _stored(self, heads: jax.Array) -> jax.Array:
+        """Returns [batch, time, num_heads, H] for the heads of the model [batch, time, K, H]."""
+        return _pad(heads if self.copies == 1 else jnp.repeat(heads, self.copies, axis=2), 2, self.num_heads)
+
+
+def attend_to_cache(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    pattern: Pattern,
+    layout: CacheLayout,
+    query_index: jax.Array,
+    first_index: jax.Array,
+) -> jax.Array:
+    """Computes attention of new tokens over the cache, which already holds them; logits and probabilities are float32.
+    Returns [batch, new tokens, N, H].
+
+    Args:
+      query: [batch, new tokens, N, H].
+      key, value: the cache, [batch, tokens, layout.num_heads, H].
+      pattern: which keys a query sees.
+      layout: the layout of the cache.
+      query_index: int32 [new tokens], indices of the new tokens in the cache.
+      first_index: int32 [batch], index of each row's first token in the cache.
+    """
+    products = jnp.einsum("btkgh,bskh->bkgts", layout.grouped(query), key, preferred_element_type=jnp.float32)
+    logits = pattern.logits(products)
+    key_index = jnp.arange(key.shape[1])
+    distance = query_index[:, None] - key_index[None, :]
+    seen = distance >= 0
+    if pattern.window is not None:
+        seen &= distance < pattern.window
+    seen = seen & (key_index >= first_index[:, None])[:, None]
+    probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1).astype(value.dtype)
+    return layout.ungrouped(jnp.einsum("bkgts,bskh->btkgh", probabilities, value))
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
+    if x.shape[dim] == size:
+        return x
+    return jnp.pad(x, [(0, size - n if d == dim else 0) for d, n in enumerate(x.shape)])

@@ -1,7 +1,11 @@
-"""Sharding of the decoder's variables and activations: logical axes, and the base layer that maps them to mesh axes."""
+"""Sharding of the decoder's variables and activations: logical axes, and the base layer that maps them to mesh axes.
+
+And the two layers that all others are made of: a projection and a norm.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,11 +103,14 @@ class SpecLayer(base_layer.BaseLayer):
         self.create_child(name, pax_fiddle.Config(cls, spec=self.spec, axes=self.axes, **fields))
 
     def add_weight(self, name: str, shape: Sequence[int], axes: Sequence[str], init: float | None = None) -> None:
-        """Creates a variable. `shape`: logical shape.
+        """Creates a variable.
 
+        Args:
+          name: its name.
+          shape: logical shape.
           axes: a logical axis for each dimension.
           init: constant initial value, for norms and biases, which weight decay then skips. None draws from a normal
-        distribution with `spec.initializer_range`.
+            distribution with `spec.initializer_range`.
         """
         if init is None:
             initial, collections = base_layer.WeightInit.Gaussian(self.spec.initializer_range), []
@@ -127,8 +134,7 @@ class SpecLayer(base_layer.BaseLayer):
     def split(self, x: jax.Array, *axes: str) -> jax.Array:
         """Splits an activation over the mesh: one logical axis per dimension.
 
-            The residual stream ('activation_embed') is split in training only, where the backward pass stores it. A 'length'
-            that its
+        The residual stream ('activation_embed') is split in training only, where the backward pass stores it. A 'length' that its
         mesh axes don't divide belongs to a decode step's new tokens and stays whole; rows are padded at the model's entry.
         """
 
@@ -150,10 +156,10 @@ class SpecLayer(base_layer.BaseLayer):
     def dropped(self, x: jax.Array, probability: float, order: SequenceOrder | None = None) -> jax.Array:
         """Applies dropout in training; returns x unchanged in evaluation.
 
-          Args:
-            x: the array; [batch, time, ...] with an order.
-        probability: of setting an element to 0; the others are scaled up.
-        order: token order on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
+        Args:
+          x: the array; [batch, time, ...] with an order.
+          probability: of setting an element to 0; the others are scaled up.
+          order: token order on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
         """
         if not probability or self.do_eval:
             return x
@@ -165,3 +171,68 @@ class SpecLayer(base_layer.BaseLayer):
     def _split(self, axes: Sequence[str]) -> list[MeshAxes]:
         resolved = resolve_axes(self.axes, self.mesh_axis_names)
         return [resolved[axis] for axis in axes]
+
+
+class Projection(SpecLayer):
+    """An einsum with a weight, and a bias if there is one.
+
+    Attributes:
+      equation: of the input and the weight, e.g. 'btd,dnh->btnh'.
+      shape: the weight's shape.
+      split_axes: logical axes of `shape`.
+      bias_axes: logical axes of the bias, whose shape is the end of `shape`; () for no bias.
+      output_axes: logical axes of the output; () leaves its layout to the compiler.
+    """
+
+    equation: str = ""
+    shape: Any = ()
+    split_axes: Any = ()
+    bias_axes: Any = ()
+    output_axes: Any = ()
+
+    def setup(self) -> None:
+        self.add_weight("w", self.shape, self.split_axes)
+        if self.bias_axes:
+            self.add_weight("b", self.shape[-len(self.bias_axes) :], self.bias_axes, init=0.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.einsum(self.equation, x, self.read("w"))
+        if self.bias_axes:
+            x = x + self.read("b")
+        return self.split(x, *self.output_axes) if self.output_axes else x
+
+
+class Norm(SpecLayer):
+    """RMS norm (arXiv:1910.07467) or layer norm (arXiv:1607.06450) over the last len(shape) dimensions.
+
+    Attributes:
+      shape: the dimensions to normalise, which is also the shape of the scale.
+      split_axes: logical axes of `shape`.
+      kind: 'rms' or 'layer'; None for `spec.norm`.
+    """
+
+    shape: Any = ()
+    split_axes: Any = ("norm",)
+    kind: str | None = None
+
+    def setup(self) -> None:
+        self.add_weight("scale", self.shape, self.split_axes, init=1.0 - self.spec.norm_scale_offset)
+        if self._kind == "layer":
+            self.add_weight("bias", self.shape, self.split_axes, init=0.0)
+
+    @property
+    def _kind(self) -> str:
+        return self.kind or self.spec.norm
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns the normalised inputs, in their dtype."""
+        dims = tuple(range(-len(self.shape), 0))
+        x = inputs.astype(jnp.float32)
+        if self._kind == "layer":
+            x = x - jnp.mean(x, axis=dims, keepdims=True)
+        mean_square = jnp.sum(jnp.square(x), axis=dims, keepdims=True) / math.prod(self.shape)
+        x = x * jax.lax.rsqrt(mean_square + self.spec.norm_epsilon)
+        x = x * (self.theta.scale.astype(jnp.float32) + self.spec.norm_scale_offset)
+        if self._kind == "layer":
+            x = x + self.theta.bias.astype(jnp.float32)
+        return x.astype(inputs.dtype)

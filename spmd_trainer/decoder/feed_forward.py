@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd_trainer.decoder.axes import SpecLayer
+from spmd_trainer.decoder.axes import Projection, SpecLayer
 from spmd_trainer.models.decoder_spec import MoeSpec
 
 ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -20,49 +20,24 @@ ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-class Linear(SpecLayer):
-    """Matrix product over the last dimension, with a bias if `spec.mlp_bias`.
-
-    Attributes:
-      input_dims, output_dims: the two widths.
-      split_axes: logical axes of the two widths.
-      activation_axis: logical axis of the output's last dimension.
-    """
-
-    input_dims: int = 0
-    output_dims: int = 0
-    split_axes: tuple[str, str] = ("embed", "mlp")
-    activation_axis: str = "activation_mlp"
-
-    def setup(self) -> None:
-        self.add_weight("w", (self.input_dims, self.output_dims), self.split_axes)
-        if self.spec.mlp_bias:
-            self.add_weight("b", (self.output_dims,), ("norm",), init=0.0)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [batch, time, output_dims] for [batch, time, input_dims]."""
-        x = jnp.einsum("btd,df->btf", x, self.read("w"))
-        if self.spec.mlp_bias:
-            x = x + self.read("b")
-        return self.split(x, "batch", "length", self.activation_axis)
-
-
 class FeedForward(SpecLayer):
     """down(activation(gate(x)) * up(x)) if the spec is gated, otherwise down(activation(up(x)))."""
 
     def setup(self) -> None:
         outer, inner = self.spec.model_dims, self.spec.hidden_dims
-        if self.spec.gated:
-            self.child("gate", Linear, input_dims=outer, output_dims=inner)
-        self.child("up", Linear, input_dims=outer, output_dims=inner)
-        self.child(
-            "down",
-            Linear,
-            input_dims=inner,
-            output_dims=outer,
-            split_axes=("mlp", "embed"),
-            activation_axis="activation_embed",
-        )
+        into = ((outer, inner), ("embed", "mlp"), "activation_mlp")
+        parts = {"gate": into, "up": into, "down": ((inner, outer), ("mlp", "embed"), "activation_embed")}
+        for name, (shape, split_axes, activation_axis) in parts.items():
+            if name != "gate" or self.spec.gated:
+                self.child(
+                    name,
+                    Projection,
+                    equation="btd,df->btf",
+                    shape=shape,
+                    split_axes=split_axes,
+                    bias_axes=("norm",) if self.spec.mlp_bias else (),
+                    output_axes=("batch", "length", activation_axis),
+                )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns [batch, time, model_dims] for the same shape."""
@@ -98,27 +73,6 @@ class Router(SpecLayer):
         return probabilities, experts, weights
 
 
-class Experts(SpecLayer):
-    """One matrix per expert.
-
-    Attributes:
-      input_dims, output_dims: the two widths.
-      split_axes: their logical axes.
-    """
-
-    input_dims: int = 0
-    output_dims: int = 0
-    split_axes: tuple[str, str] = ("embed", "expert_mlp")
-
-    def setup(self) -> None:
-        shape = (moe_of(self).num_experts, self.input_dims, self.output_dims)
-        self.add_weight("w", shape, ("experts", *self.split_axes))
-
-    def __call__(self, equation: str, x: jax.Array) -> jax.Array:
-        """Returns the einsum of `x` with the matrices [E, input_dims, output_dims]."""
-        return jnp.einsum(equation, x, self.read("w"))
-
-
 class MixtureOfExperts(SpecLayer):
     """Gated feed-forward layers (experts). The router chooses some experts for each token, and drops no token.
 
@@ -127,11 +81,19 @@ class MixtureOfExperts(SpecLayer):
     """
 
     def setup(self) -> None:
-        outer, inner = self.spec.model_dims, moe_of(self).hidden_dims
+        moe, outer = moe_of(self), self.spec.model_dims
         self.child("router", Router)
-        self.child("gate", Experts, input_dims=outer, output_dims=inner)
-        self.child("up", Experts, input_dims=outer, output_dims=inner)
-        self.child("down", Experts, input_dims=inner, output_dims=outer, split_axes=("expert_mlp", "embed"))
+        for name in ("gate", "up"):
+            shape, split_axes = (moe.num_experts, outer, moe.hidden_dims), ("experts", "embed", "expert_mlp")
+            self.child(name, Projection, equation="btd,edf->btef", shape=shape, split_axes=split_axes)
+        self.child(
+            "down",
+            Projection,
+            equation="btef,efd->btd",
+            shape=(moe.num_experts, moe.hidden_dims, outer),
+            split_axes=("experts", "expert_mlp", "embed"),
+            output_axes=("batch", "length", "activation_embed"),
+        )
 
     def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
         """Computes the layer, and adds the load-balancing loss if it has a weight. Returns the shape of x.
@@ -146,10 +108,10 @@ class MixtureOfExperts(SpecLayer):
         if moe.aux_loss_weight:
             self._add_load_balancing_loss(probabilities, chosen, real)
         per_expert = jnp.einsum("btk,btke->bte", weights, chosen)
-        hidden = ACTIVATION_FNS[self.spec.activation](self.gate("btd,edf->btef", x)) * self.up("btd,edf->btef", x)
+        hidden = ACTIVATION_FNS[self.spec.activation](self.gate(x)) * self.up(x)
         hidden = self.split(hidden, "batch", "length", "activation_experts", "expert_mlp")
         hidden = checkpoint_name(hidden * per_expert[..., None].astype(hidden.dtype), "ffn1")
-        output = self.split(self.down("btef,efd->btd", hidden), "batch", "length", "activation_embed")
+        output: jax.Array = self.down(hidden)
         return checkpoint_name(output, "ffn2")
 
     def _add_load_balancing_loss(self, probabilities: jax.Array, chosen: jax.Array, real: jax.Array) -> None:

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from praxis import base_layer
 
 from spmd_trainer.decoder.attention import Attention, Context
-from spmd_trainer.decoder.axes import SpecLayer
+from spmd_trainer.decoder.axes import Norm, SpecLayer
 from spmd_trainer.decoder.feed_forward import FeedForward, MixtureOfExperts
-from spmd_trainer.decoder.norms import Norm
 
 
 class Embedding(SpecLayer):

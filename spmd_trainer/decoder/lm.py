@@ -33,12 +33,11 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.decoder import rotary
 from spmd_trainer.decoder.attention import PADDING, Context
-from spmd_trainer.decoder.axes import SpecLayer, renamed_axes
+from spmd_trainer.decoder.axes import Norm, SpecLayer, renamed_axes
 from spmd_trainer.decoder.generation import decode as generation_decode
 from spmd_trainer.decoder.generation import sampling
 from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.decoder.layers import DecoderBlock, DecoderLayer, Embedding, Logits
-from spmd_trainer.decoder.norms import Norm
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import kernels, sequence_order
 from spmd_trainer.kernels.sequence_order import SequenceOrder

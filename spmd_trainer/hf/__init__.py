@@ -4,7 +4,6 @@ config_json.py       config.json as a `DecoderSpec`, and back
 families.py          the architectures: their settings, by transformers' names
 family_settings.py   settings that need more than a renaming
 setting_types.py     the types of the settings
-rotary.py            the settings of rotary embeddings
 tensor_names.py      which tensors hold which variables, and in which order of dimensions
 safetensors_file.py  the format of the files
 folder.py            opens a folder and checks its tensors

@@ -13,7 +13,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import storage
-from spmd_trainer.checkpointing.agreement import agreed_problem
+from spmd_trainer.checkpointing.agreement import agreed
 from spmd_trainer.decoder.lora import is_adapter
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.hf import config_json, tensor_names, writing
@@ -61,7 +61,7 @@ def export(
 
     Args:
       state: a state on the job's mesh, with or without optimizer states. Adapters are left out; see
-        `decoder.lora.merged`.
+        `LoraModel.merged`.
       job: the job; its model is a decoder of `decoder`.
       directory: the folder; it must not exist, or be empty.
       dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
@@ -80,9 +80,7 @@ def export(
     """
     path: epath.Path = storage.directory("export_dir", directory)
     source = None if imported_from is None else storage.directory("imported_from", imported_from)
-    plans: list[_Plan] = []
-    agreed_problem(lambda: plans.append(_plan(state, job, path, dtype, source, architecture, max_file_bytes)))
-    plan = plans[0]
+    plan = agreed(lambda: _plan(state, job, path, dtype, source, architecture, max_file_bytes))
     with writing.atomically(path, last=CONFIG) as target:
         for name, tensors in plan.files.items():
             writing.write_file(target, name, tensors, plan.specs, state)

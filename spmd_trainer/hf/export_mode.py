@@ -82,7 +82,7 @@ def _merged(state: TrainState, job: Job) -> TrainState:
         every = {**rest, **adapters}
         padded = jax.tree.unflatten(jax.tree.structure(metadata.variables), [every[path] for path in order])
         logical = metadata.slice(padded)
-        return without.pad(dataclasses.replace(logical, mdl_vars=lora.merged(job.task, logical.mdl_vars)))
+        return without.pad(dataclasses.replace(logical, mdl_vars=job.task.lora_model.merged(logical.mdl_vars)))
 
     result: TrainState = jax.jit(merge, out_shardings=without.shardings, donate_argnums=0)(leaves, adapters)
     return result

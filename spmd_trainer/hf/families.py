@@ -6,25 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd_trainer.hf.family_settings import (
-    Settings,
-    read_gemma,
-    read_gpt2,
-    read_llama,
-    read_mixtral,
-    read_qwen,
-    read_qwen3,
-    read_qwen3_moe,
-    read_window_of_all,
-    write_gemma,
-    write_gpt2,
-    write_llama,
-    write_mixtral,
-    write_qwen,
-    write_qwen3,
-    write_qwen3_moe,
-    write_window_of_all,
-)
+from spmd_trainer.hf import family_settings as own
+from spmd_trainer.hf.family_settings import Settings
 from spmd_trainer.models.decoder_spec import DecoderSpec
 
 
@@ -132,8 +115,8 @@ FAMILIES = {
             {**_SHARED_KEYS, "mlp_bias": "mlp_bias"},
             {**_SHARED_DEFAULTS, "mlp_bias": False, "max_position_embeddings": 2048},
             {},
-            read_llama,
-            write_llama,
+            own.read_llama,
+            own.write_llama,
             heads_divide_dims=True,
         ),
         Family(
@@ -147,19 +130,21 @@ FAMILIES = {
                 "max_position_embeddings": 131072,
             },
             {},
-            read_window_of_all,
-            write_window_of_all,
+            own.read_window_of_all,
+            own.write_window_of_all,
             off={"attention_bias": (None, False)},
         ),
-        Family("Qwen2ForCausalLM", "qwen2", _SHARED_KEYS, _QWEN_DEFAULTS, {"qkv_bias": True}, read_qwen, write_qwen),
+        Family(
+            "Qwen2ForCausalLM", "qwen2", _SHARED_KEYS, _QWEN_DEFAULTS, {"qkv_bias": True}, own.read_qwen, own.write_qwen
+        ),
         Family(
             "Qwen3ForCausalLM",
             "qwen3",
             _SHARED_KEYS,
             {**_QWEN_DEFAULTS, "head_dim": 128, "num_key_value_heads": 32},
             {"query_key_norm": "head"},
-            read_qwen3,
-            write_qwen3,
+            own.read_qwen3,
+            own.write_qwen3,
         ),
         Family(
             "Qwen3MoeForCausalLM",
@@ -175,8 +160,8 @@ FAMILIES = {
                 "norm_topk_prob": False,
             },
             {"query_key_norm": "head"},
-            read_qwen3_moe,
-            write_qwen3_moe,
+            own.read_qwen3_moe,
+            own.write_qwen3_moe,
             off={"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)},
             without_effect=frozenset({"max_window_layers", "layer_types", "num_local_experts"}),
         ),
@@ -196,8 +181,8 @@ FAMILIES = {
                 "max_position_embeddings": 131072,
             },
             {},
-            read_mixtral,
-            write_mixtral,
+            own.read_mixtral,
+            own.write_mixtral,
             off={"attention_bias": (None, False), "router_jitter_noise": (None, 0, 0.0)},
         ),
         Family(
@@ -212,8 +197,8 @@ FAMILIES = {
                 "_every": 2,
             },
             _GEMMA_FIXED,
-            read_gemma,
-            write_gemma,
+            own.read_gemma,
+            own.write_gemma,
             heads_divide_dims=True,
             without_effect=frozenset({"hidden_act"}),
         ),
@@ -231,8 +216,8 @@ FAMILIES = {
                 "_every": 6,
             },
             {**_GEMMA_FIXED, "query_key_norm": "head"},
-            read_gemma,
-            write_gemma,
+            own.read_gemma,
+            own.write_gemma,
             heads_divide_dims=True,
             without_effect=frozenset({"hidden_act"}),
         ),
@@ -265,8 +250,8 @@ FAMILIES = {
                 "output_bias": True,
                 "mlp_bias": True,
             },
-            read_gpt2,
-            write_gpt2,
+            own.read_gpt2,
+            own.write_gpt2,
             off={"scale_attn_by_inverse_layer_idx": (None, False)},
             without_effect=_GPT2_WITHOUT_EFFECT,
         ),
@@ -276,8 +261,8 @@ FAMILIES = {
             _SHARED_KEYS,
             {**_SHARED_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
             {"norm_placement": "post", "query_key_norm": "all"},
-            read_llama,
-            write_llama,
+            own.read_llama,
+            own.write_llama,
         ),
     )
 }

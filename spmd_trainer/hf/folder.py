@@ -191,7 +191,7 @@ def differences(
     """
     missing = [name for name in wanted if name not in stored]
     surplus = [name for name in stored if name not in wanted]
-    lines = [f"  missing: {name} {wanted[name].shape}{_nearest(name, surplus)}" for name in missing]
+    lines = [f"  missing: {name} {wanted[name].shape}{did_you_mean(name, surplus, otherwise='')}" for name in missing]
     lines += [f"  surplus: {name} {stored[name].shape}" for name in surplus]
     for name, piece in wanted.items():
         found = stored.get(name)
@@ -202,10 +202,6 @@ def differences(
     if len(lines) > _MAX_LISTED:
         lines[_MAX_LISTED:] = [f"  ... and {len(lines) - _MAX_LISTED} more"]
     return lines
-
-
-def _nearest(name: str, surplus: list[str]) -> str:
-    return did_you_mean(name, surplus, otherwise="") if surplus else ""
 
 
 def _listed(names: Iterable[str]) -> str:

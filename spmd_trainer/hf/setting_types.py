@@ -3,60 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmd_trainer.hf.errors import HfError
 
-# Settings that count something, or that give a size.
-_WHOLE = frozenset(
-    {
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "sliding_window_pattern",
-        "_sliding_window_pattern",
-        "num_experts",
-        "num_experts_per_tok",
-        "num_local_experts",
-        "moe_intermediate_size",
-        "n_embd",
-        "n_head",
-        "n_inner",
-        "n_layer",
-        "n_positions",
-    }
-)
-# Some folders give 0 where there is no window.
-_WHOLE_OR_ZERO = frozenset({"sliding_window", "max_window_layers"})
-_NUMBERS = frozenset(
-    {
-        "rms_norm_eps",
-        "layer_norm_epsilon",
-        "rope_theta",
-        "rope_local_base_freq",
-        "query_pre_attn_scalar",
-        "attn_logit_softcapping",
+
+def is_number(value: object) -> bool:
+    """Returns True for a finite int or float, which a bool is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: object) -> bool:
+    """Returns True for an int, which a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# {what a setting must be: (True for a valid value, the settings)}
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # Settings that count something, or that give a size.
+    "a whole number above 0": (
+        lambda value: is_whole(value) and value > 0,
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+        "max_position_embeddings original_max_position_embeddings sliding_window_pattern _sliding_window_pattern num_experts "
+        "num_experts_per_tok num_local_experts moe_intermediate_size n_embd n_head n_inner n_layer n_positions",
+    ),
+    # Some folders give 0 where there is no window.
+    "a whole number of 0 or more": (lambda value: is_whole(value) and value >= 0, "sliding_window max_window_layers"),
+    "a number above 0": (
+        lambda value: is_number(value) and value > 0,
+        "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping "
         "final_logit_softcapping",
-    }
-)
-_TEXTS = frozenset({"hidden_act", "hidden_activation", "activation_function"})
-_BOOLEANS = frozenset(
-    {
-        "attention_bias",
-        "mlp_bias",
-        "norm_topk_prob",
-        "output_router_logits",
-        "scale_attn_weights",
-        "tie_word_embeddings",
+    ),
+    "a number of 0 or more": (lambda value: is_number(value) and value >= 0, "router_aux_loss_coef"),
+    "a number": (
+        is_number,
+        "factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim",
+    ),
+    "a text": (lambda value: isinstance(value, str), "hidden_act hidden_activation activation_function"),
+    "true or false": (
+        lambda value: isinstance(value, bool),
+        "attention_bias mlp_bias norm_topk_prob output_router_logits scale_attn_weights tie_word_embeddings truncate "
         "use_sliding_window",
-    }
-)
+    ),
+    "a list of texts": (
+        lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
+        "layer_types",
+    ),
+}
+_KIND_OF = {name: kind for kind, (_, names) in _KINDS.items() for name in names.split()}
 _NULL_IS_NONE = frozenset(
     {
         "num_key_value_heads",
@@ -73,48 +68,20 @@ _NULL_IS_NONE = frozenset(
 )
 
 
-def check_types(settings: Mapping[str, Any], read: frozenset[str]) -> None:
+def check_types(settings: Mapping[str, Any], read: frozenset[str] | None = None, *, inside: str = "") -> None:
     """Checks the types of settings.
 
     Args:
-      settings: the content of a config.json, with the family's defaults.
-      read: the settings that the family reads; others may have any type.
+      settings: the content of a config.json, with the family's defaults, or an object in it.
+      read: the settings that the family reads; others may have any type. None: all.
+      inside: name of the object, whose settings may be null.
 
     Raises:
       HfError: a setting has the wrong type or is not positive.
     """
-    for key in sorted(read & settings.keys()):
-        value = settings[key]
-        if value is None and key in _NULL_IS_NONE:
+    for key in sorted(settings.keys() if read is None else read & settings.keys()):
+        value, kind = settings[key], _KIND_OF.get(key)
+        if kind is None or (value is None and (inside or key in _NULL_IS_NONE)):
             continue
-        if (expected := _expected(key, value)) is not None:
-            raise HfError(f"{key}={value!r:.200}; give {expected}")
-
-
-def is_number(value: object) -> bool:
-    """Returns True for a finite int or float, which a bool is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_whole(value: object) -> bool:
-    """Returns True for an int, which a bool is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _expected(key: str, value: Any) -> str | None:
-    """Returns the valid values of a setting; None if it is valid."""
-    if key in _WHOLE and not (is_whole(value) and value > 0):
-        return "a whole number above 0"
-    if key in _WHOLE_OR_ZERO and not (is_whole(value) and value >= 0):
-        return "a whole number of 0 or more"
-    if key in _NUMBERS and not (is_number(value) and value > 0):
-        return "a number above 0"
-    if key == "router_aux_loss_coef" and not (is_number(value) and value >= 0):
-        return "a number of 0 or more"
-    if key in _TEXTS and not isinstance(value, str):
-        return "a text"
-    if key in _BOOLEANS and not isinstance(value, bool):
-        return "true or false"
-    if key == "layer_types" and not (isinstance(value, list) and all(isinstance(kind, str) for kind in value)):
-        return "a list of texts"
-    return None
+        if not _KINDS[kind][0](value):
+            raise HfError(f"{inside}{'.' if inside else ''}{key}={value!r:.200}; give {kind}")

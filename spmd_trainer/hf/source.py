@@ -12,7 +12,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 
 from spmd_trainer.checkpointing import records
-from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.checkpointing.records import SavedVariable
 from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.hf import folder as hf_folder
@@ -67,8 +67,7 @@ class HfSource(CheckpointSource):
         """Reads variables, and the step counter, onto a mesh; see `CheckpointSource.read`."""
         variables = {path: self.folder.variables[source[path]] for path in wanted if path != _STEP}
         specs = {path: wanted[path] for path in variables}
-        result: dict[str, jax.Array] = {}
-        agreed_problem(lambda: result.update(placing.read_onto_mesh(specs, variables, self.folder.tensors, mesh)))
+        result = agreed(lambda: placing.read_onto_mesh(specs, variables, self.folder.tensors, mesh))
         if _STEP in wanted:
             zero = np.zeros(wanted[_STEP].padded_shape, wanted[_STEP].dtype)
             result[_STEP] = jax.device_put(zero, NamedSharding(mesh, wanted[_STEP].spec))
@@ -100,9 +99,7 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState |
         return None
     if step:
         raise HfNotFoundError(f"step {step} was asked for, and a Hugging Face folder has no steps: {directory}")
-    opened: list[HfFolder] = []
-    agreed_problem(lambda: opened.append(hf_folder.open_folder(directory)))
-    folder = opened[0]
+    folder = agreed(lambda: hf_folder.open_folder(directory))
     saved = {}
     for path, variable in folder.variables.items():
         dtype = folder.tensors[variable.pieces[0].name].dtype

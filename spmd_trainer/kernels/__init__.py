@@ -1,8 +1,8 @@
 """Self-attention over whole rows, with a kernel for each kind of device.
 
 Start with `attend.py`: layers call its `attend`, which picks a kernel for the device, the shapes and the pattern, and runs it
-on each device's part of the arrays. `pattern.py` defines which keys a query sees. `kernels.py` has the interface of a kernel
-and the order in which kernels are tried:
+on each device's part of the arrays. `kernels.py` defines which keys a query sees, and has the
+interface of a kernel and the order in which kernels are tried:
 
 - `splash.py`: JAX's splash attention for TPUs.
 - `cudnn.py`: cuDNN's fused attention for CUDA GPUs.

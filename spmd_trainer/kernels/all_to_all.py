@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_trainer.kernels.kernels import Kernel
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Kernel, Pattern
 
 
 def attend(

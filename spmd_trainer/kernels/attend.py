@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import all_to_all, chips, kernels, ring, sequence_order
-from spmd_trainer.kernels.kernels import Call, Choice
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Call, Choice, Pattern
 from spmd_trainer.kernels.reference import KERNEL as REFERENCE
 
 

@@ -33,8 +33,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.kernels import chips
-from spmd_trainer.kernels.kernels import Call
-from spmd_trainer.kernels.pattern import MASKED, Pattern
+from spmd_trainer.kernels.kernels import MASKED, Call, Pattern
 
 # Most tokens of a block. On CPUs the float32 logits of a small block stay in the cache; accelerators need more work per step.
 _BLOCK, _BLOCK_ON_CPU = 512, 128

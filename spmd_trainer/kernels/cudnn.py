@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ from jax._src.lib import cuda_versions
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.kernels.chunked import KERNEL as CHUNKED
-from spmd_trainer.kernels.kernels import Call
-from spmd_trainer.kernels.packing import Packing, folded, packing
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Call, Pattern
 
 # Segments that the rows of a device may have, on average. cuDNN's statistics of the softmax, float32 [segments, N, T], are half
 # as large as the output with 32 segments and heads of 128.
@@ -44,6 +42,60 @@ _NEWER_ARGUMENTS = {
 }
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
+# (arrays with the rows as dimension 0, or None, packing) -> results
+_Call: TypeAlias = Callable[[tuple[Any, ...], "Packing | None"], Arrays]
+
+
+class Packing(NamedTuple):
+    """Segments of B rows of T tokens, B * M of them, listed in order regardless of their row.
+
+    Attributes:
+      lengths: number of tokens of each segment, int32 [B, M]; 0 after the last segment.
+      offsets: first token of each segment, counted over all rows, int32 [B, M + 1]; B * T after the last segment.
+      fits: bool []; False if there are more than B * M segments, or if two segments of a row have the same id.
+    """
+
+    lengths: jax.Array
+    offsets: jax.Array
+    fits: jax.Array
+
+
+def packing(segment_ids: jax.Array, max_segments: int) -> Packing:
+    """Returns where the segments lie: a segment is a run of tokens of one row with the same id.
+
+    Args:
+      segment_ids: int32 [B, T].
+      max_segments: M, at least 2; most segments per row, on average.
+    """
+    batch, length = segment_ids.shape
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    starts = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True).reshape(-1)
+    end, count = batch * length, batch * max_segments
+    offsets = jnp.nonzero(starts, size=count + 1, fill_value=end)[0].astype(jnp.int32)
+    # cuDNN reads the first B * M + 1 offsets, but the primitive wants them as [B, M + 1].
+    padded = jnp.pad(offsets, (0, batch - 1), constant_values=end)
+    fits = (starts.sum() <= count) & _all_differ(offsets[:-1], segment_ids)
+    return Packing(jnp.diff(offsets).reshape(batch, -1), padded.reshape(batch, -1), fits)
+
+
+def _all_differ(starts: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Returns True if no row has two segments with the same id. `starts`: first tokens of segments, then B * T."""
+    batch, length = segment_ids.shape
+    rows = starts // length
+    ids = jnp.take(segment_ids.reshape(-1), starts, mode="clip")
+    order = jnp.lexsort((ids, rows))
+    rows, ids = rows[order], ids[order]
+    return ~jnp.any((rows[1:] == rows[:-1]) & (ids[1:] == ids[:-1]) & (rows[1:] < batch))
+
+
+def folded(packed: Packing, num_tokens: int) -> Packing:
+    """Merges the packings of several batches (a leading axis in each array) into one packing of all their rows."""
+    size, rows, segments = packed.lengths.shape
+    first = num_tokens * jnp.arange(size, dtype=jnp.int32)
+    offsets = packed.offsets.reshape(size, -1)[:, : rows * segments] + first[:, None]
+    end = size * num_tokens
+    padded = jnp.pad(offsets.reshape(-1), (0, size * rows), constant_values=end)
+    return Packing(packed.lengths.reshape(size * rows, -1), padded.reshape(size * rows, -1), packed.fits.all())
 
 
 class Cudnn:
@@ -69,9 +121,8 @@ class Cudnn:
         self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern
     ) -> jax.Array:
         """See `Kernel.__call__`."""
-        if segment_ids is None:
-            return _whole_rows(pattern, query, key, value)
-        return _packed_rows(pattern, query, key, value, segment_ids, packing(segment_ids, self.max_segments))
+        packed = None if segment_ids is None else packing(segment_ids, self.max_segments)
+        return _attention(pattern, query, key, value, segment_ids, packed)
 
 
 def _device_reasons(call: Call) -> list[str]:
@@ -116,91 +167,54 @@ def _call_reasons(call: Call) -> list[str]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _whole_rows(pattern: Pattern, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    return forward(pattern, query, key, value, None, with_statistics=False)[0]
-
-
-def _whole_rows_forward(
-    pattern: Pattern, query: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[jax.Array, Arrays]:
-    output, statistics = _named(forward(pattern, query, key, value, None, with_statistics=True))
-    return output, (query, key, value, statistics, output)
-
-
-def _whole_rows_backward(pattern: Pattern, kept: Arrays, gradient: jax.Array) -> Arrays:
-    query, key, value, statistics, output = kept
-    return backward(pattern, query, key, value, statistics, output, gradient, None)
-
-
-_whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
-
-
-def _named(arrays: Arrays) -> Arrays:
-    """Names arrays so that a rematerialisation policy that saves the layers' outputs needs no second forward pass."""
-    return tuple(checkpoint_name(x, "context") for x in arrays)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _packed_rows(
+def _attention(
     pattern: Pattern,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    segment_ids: jax.Array,
-    packed: Packing,
+    segment_ids: jax.Array | None,
+    packed: Packing | None,
 ) -> jax.Array:
-    return _packed_forward(pattern, query, key, value, segment_ids, packed, with_statistics=False)[0]
+    return _forward(pattern, False, (query, key, value, segment_ids), packed)[0]
 
 
-def _packed_rows_forward(
-    pattern: Pattern,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array,
-    packed: Packing,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    output, statistics = _named(_packed_forward(pattern, query, key, value, segment_ids, packed, with_statistics=True))
-    return output, (query, key, value, statistics, output, segment_ids, packed)
+def _attention_forward(pattern: Pattern, *arguments: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    *arrays, packed = arguments
+    # Named so that a rematerialisation policy that saves the layers' outputs needs no second forward pass.
+    output, statistics = (checkpoint_name(x, "context") for x in _forward(pattern, True, tuple(arrays), packed))
+    return output, (*arguments, output, statistics)
 
 
-def _packed_rows_backward(pattern: Pattern, kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
-    query, key, value, statistics, output, segment_ids, packed = kept
+def _attention_backward(pattern: Pattern, kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+    *arrays, segment_ids, packed, output, statistics = kept
 
-    def call(arrays: Arrays, packed: Packing | None) -> Arrays:
-        assert packed is not None
+    def call(arrays: tuple[Any, ...], packed: Packing | None) -> Arrays:
         *of_cudnn, segment_ids = arrays
+        by_cudnn = functools.partial(backward_call, pattern, tuple(of_cudnn), packed)
+        if packed is None:
+            return by_cudnn()
         query, key, value, _, _, gradient = of_cudnn
-        return jax.lax.cond(
-            packed.fits,
-            lambda: backward_call(pattern, tuple(of_cudnn), packed),
-            lambda: _chunked_backward(pattern, query, key, value, segment_ids, gradient),
-        )
+        by_chunks = functools.partial(_chunked_backward, pattern, query, key, value, segment_ids, gradient)
+        return jax.lax.cond(packed.fits, by_cudnn, by_chunks)
 
-    gradients = _with_batching(call)((query, key, value, statistics, output, gradient, segment_ids), packed)
+    gradients = _with_batching(call)((*arrays, statistics, output, gradient, segment_ids), packed)
     return (*gradients, None, None)
 
 
-_packed_rows.defvjp(_packed_rows_forward, _packed_rows_backward)
+_attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _packed_forward(
-    pattern: Pattern,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array,
-    packed: Packing,
-    *,
-    with_statistics: bool,
-) -> Arrays:
-    """Returns the output and, if asked, the statistics of packed rows, by cuDNN or by the chunked kernel."""
+def _forward(pattern: Pattern, with_statistics: bool, arrays: tuple[Any, ...], packed: Packing | None) -> Arrays:
+    """Computes the output [B, T, N, H] and, if asked, the softmax statistics for the backward pass, float32 [B or B * M, N, T].
 
-    def call(arrays: Arrays, packed: Packing | None) -> Arrays:
-        # Choose here, inside the call that `jax.vmap` turns into one with more rows: for a condition with a batch dimension,
-        # `jax.vmap` would compute both branches.
-        assert packed is not None
+    Packed rows that don't fit are computed by the chunked kernel. `arrays`: query, key, value, segment ids or None.
+    """
+
+    def call(arrays: tuple[Any, ...], packed: Packing | None) -> Arrays:
         query, key, value, segment_ids = arrays
+        by_cudnn = functools.partial(forward_call, pattern, with_statistics, (query, key, value), packed)
+        if packed is None:
+            return by_cudnn()
         lengths = packed.lengths
 
         def by_chunks() -> Arrays:
@@ -209,10 +223,11 @@ def _packed_forward(
             statistics = jnp.zeros((lengths.size, query.shape[2], query.shape[1]), jnp.float32)
             return (output, statistics) if with_statistics else (output,)
 
-        of_cudnn = functools.partial(forward_call, pattern, with_statistics, (query, key, value), packed)
-        return jax.lax.cond(packed.fits, lambda: of_cudnn()[: 1 + with_statistics], by_chunks)
+        # Chosen here, inside the call that `jax.vmap` turns into one with more rows: for a condition with a batch dimension,
+        # `jax.vmap` would compute both branches.
+        return jax.lax.cond(packed.fits, lambda: by_cudnn()[: 1 + with_statistics], by_chunks)
 
-    return _with_batching(call)((query, key, value, segment_ids), packed)
+    return _with_batching(call)(arrays, packed)
 
 
 def _chunked_forward(
@@ -272,45 +287,12 @@ def _head_by_head(
     return results
 
 
-def forward(
-    pattern: Pattern,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    packed: Packing | None,
-    *,
-    with_statistics: bool,
-) -> Arrays:
-    """Calls cuDNN's forward pass.
-
-    Returns:
-      The output [B, T, N, H], and optionally the softmax statistics for `backward`, float32 [B or B * M, N, T].
-    """
-    call = functools.partial(forward_call, pattern, with_statistics)
-    return _with_batching(call)((query, key, value), packed)
-
-
-def backward(
-    pattern: Pattern,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    statistics: jax.Array,
-    output: jax.Array,
-    gradient: jax.Array,
-    packed: Packing | None,
-) -> Arrays:
-    """Calls cuDNN's backward pass; returns the gradients of query, key and value."""
-    call = functools.partial(backward_call, pattern)
-    return _with_batching(call)((query, key, value, statistics, output, gradient), packed)
-
-
-def _with_batching(call: Callable[[Arrays, Packing | None], Arrays]) -> Callable[[Arrays, Packing | None], Arrays]:
+def _with_batching(call: _Call) -> _Call:
     """Makes `jax.vmap` turn a call into one with more rows, because JAX's primitives have no rule for packed rows."""
     batched_call = jax.custom_batching.custom_vmap(call)
 
     @batched_call.def_vmap
-    def fold(size: int, batched: Any, arrays: Arrays, packed: Packing | None) -> tuple[Arrays, Any]:
+    def fold(size: int, batched: Any, arrays: tuple[Any, ...], packed: Packing | None) -> tuple[Arrays, Any]:
         arrays, packed = jax.tree.map(
             lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (size, *x.shape)),
             (arrays, packed),
@@ -319,10 +301,10 @@ def _with_batching(call: Callable[[Arrays, Packing | None], Arrays]) -> Callable
         rows, length = arrays[0].shape[1:3]
         if packed is not None:
             packed = folded(packed, rows * length)
-        results = batched_call(tuple(x.reshape(-1, *x.shape[2:]) for x in arrays), packed)
+        results = batched_call(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays), packed)
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True,) * len(results)
 
-    batchable: Callable[[Arrays, Packing | None], Arrays] = batched_call
+    batchable: _Call = batched_call
     return batchable
 
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd_trainer.kernels.kernels import Call
-from spmd_trainer.kernels.pattern import MASKED, Pattern
+from spmd_trainer.kernels.kernels import MASKED, Call, Pattern
 
 
 class Reference:

@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.kernels import chunked, sequence_order
 from spmd_trainer.kernels.chunked import Tokens
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Pattern
 
 State = TypeVar("State")
 Arrays = TypeVar("Arrays")

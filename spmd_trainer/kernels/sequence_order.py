@@ -108,12 +108,6 @@ def chunks_of(shard: Shard, count: int) -> tuple[Shard, Shard]:
     return shard, 2 * count - 1 - shard
 
 
-def zigzag_index(length: int, count: int) -> np.ndarray:
-    """Returns the row's index of each token in zig-zag order, int [length]; 2 * count divides the length."""
-    chunks = np.arange(length).reshape(2 * count, -1)
-    return np.concatenate([chunks[list(chunks_of(shard, count))] for shard in range(count)]).reshape(-1)
-
-
 def _move_chunks(x: jax.Array, *, axes: tuple[str, ...], count: int, back: bool) -> jax.Array:
     """Exchanges this device's two chunks of the row for its two chunks in zig-zag order, or back, by two permutations.
 

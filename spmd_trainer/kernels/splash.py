@@ -24,8 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from spmd_trainer.kernels import chips
-from spmd_trainer.kernels.kernels import Call
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Call, Pattern
 
 # Tokens of a block. The kernel's own limit is that they are a multiple of 128, the lanes of a vector register.
 _BLOCKS = (128, 256, 384, 512, 640, 768, 1024)

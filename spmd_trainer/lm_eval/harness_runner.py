@@ -11,7 +11,8 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.inputs.tokenizers import Tokenizer
@@ -179,7 +180,9 @@ class HarnessRunner:
         self._settings = settings
         self._tasks = tasks or Tasks(settings)
         self._config_lines = config_lines
-        self._progress = progress or (lambda what, total: contextlib.nullcontext(_Silent()))
+        self._progress = progress or (
+            lambda what, total: contextlib.nullcontext(types.SimpleNamespace(advance=lambda: None))
+        )
         arguments = settings.model_args
         vocab_size = vocabulary_size(task)
         texts = Texts(
@@ -210,7 +213,6 @@ class HarnessRunner:
         step: int,
         job_log_dir: epath.Path,
         writers: SummaryWriters,
-        between_batches: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Evaluates a state on all tasks. Reuses answers that an earlier run computed with the same variables.
 
@@ -219,7 +221,6 @@ class HarnessRunner:
           step: its step.
           job_log_dir: the run's directory; files go to `lm_eval/step_N`.
           writers: receive the metrics, as `lm_eval_TASK`.
-          between_batches: called before each batch; an exception ends the evaluation.
 
         Returns:
           {'TASK/metric': value}, the same on every process.
@@ -232,7 +233,7 @@ class HarnessRunner:
         opened: list[Answers] = []
         decided_by_process_0(lambda: opened.append(Answers(directory)))
         identity = self._identity(state)
-        self._model.source = Source(state, identity, next(iter(opened), None), self._progress, between_batches)
+        self._model.source = Source(state, identity, next(iter(opened), None), self._progress)
         results, tracker = self._evaluate()
 
         def write() -> dict[str, dict[str, float]]:
@@ -268,8 +269,7 @@ class HarnessRunner:
 
         settings, tracker = self._settings, EvaluationTracker()
         multiturn = settings.fewshot_as_multiturn
-        tasks: list[Any] = []
-        agreed_problem(lambda: tasks.extend(self._tasks.load()))
+        tasks = agreed(self._tasks.load)
         with _harness_settings():
             results = evaluator.simple_evaluate(
                 model=self._model,
@@ -288,13 +288,6 @@ class HarnessRunner:
             )
         assert results is not None
         return dict(results), tracker
-
-
-class _Silent:
-    """Progress without output."""
-
-    def advance(self) -> None:
-        """No-op."""
 
 
 def _training_rows(batch: PyTree) -> tuple[int, int]:

@@ -114,14 +114,12 @@ class Source:
       identity: identifies the variables and the settings that decide the answers.
       answers: the answers on disk; None on all processes but the first.
       progress: makes the context of a series of batches.
-      between_batches: called before each batch; an exception ends the run.
     """
 
     state: TrainState
     identity: str
     answers: Answers | None
     progress: Progress
-    between_batches: Callable[[], None] = lambda: None
 
 
 class Requests:
@@ -270,7 +268,6 @@ class Requests:
         waiting: tuple[list[str], Any] | None = None
         with source.progress(f"{len(todo):,} {run.what}", len(batches)) as progress:
             for batch in batches:
-                source.between_batches()
                 keys = [todo[index] for index in batch.requests]
                 dispatched = (keys, self._dispatch(run, keys, batch.shape, source.state))
                 # The host reads a batch while accelerators run the next one.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.settings import Settings, setting
-from spmd_trainer.settings import split_names as shared_split_names
+from spmd_trainer.settings import Settings, setting, split_names
 
 # Statistics without a closed form for their standard error are resampled this often. lm-eval takes 100,000, in processes that
 # it forks; a process that runs JAX must not be forked.
@@ -50,7 +49,8 @@ _judging = functools.partial(setting, group="Judging with lm-eval (--mode=lm_eva
 
 
 def _read_tasks(flag: str, value: Any) -> tuple[str, ...]:
-    return split_names(value)
+    """Returns the names in 'a,b', or in several such texts, each once."""
+    return split_names([value] if isinstance(value, str) else value)
 
 
 def _read_template(flag: str, value: Any) -> bool | str:
@@ -63,7 +63,19 @@ def _read_arguments(flag: str, value: Any) -> Mapping[str, Any]:
 
 
 def _read_model_args(flag: str, value: Any) -> ModelArgs:
-    return model_args(value) if isinstance(value, str) else value
+    """Returns the value of --model_args.
+
+    Raises:
+      UserError: an unknown name or a wrong value.
+    """
+    if not isinstance(value, str):
+        return value
+    given = parse_arguments(flag, value)
+    known = [field.name for field in dataclasses.fields(ModelArgs)]
+    for name in given:
+        if name not in known:
+            raise UserError(f"{flag}: no {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
+    return ModelArgs(**given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +129,7 @@ class LmEvalSettings(Settings):
             raise UserError("--fewshot_as_multiturn needs --apply_chat_template")
 
 
-def split_names(text: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the names in 'a,b', or in several such texts, each once."""
-    return shared_split_names([text] if isinstance(text, str) else text)
-
-
-def parse_arguments(flag: str, text: str | None) -> dict[str, Any]:
+def parse_arguments(flag: str, text: str) -> dict[str, Any]:
     """Parses 'key=value,key=value', or a JSON object. Values are Python literals; others are texts.
 
     Raises:
@@ -142,20 +149,6 @@ def parse_arguments(flag: str, text: str | None) -> dict[str, Any]:
             raise UserError(f"{flag}={text!r}: {part!r} is not of the form key=value")
         found[key.strip()] = _literal(value.strip())
     return found
-
-
-def model_args(text: str | None) -> ModelArgs:
-    """Returns the value of --model_args.
-
-    Raises:
-      UserError: an unknown name or a wrong value.
-    """
-    given = parse_arguments("--model_args", text)
-    known = [field.name for field in dataclasses.fields(ModelArgs)]
-    for name in given:
-        if name not in known:
-            raise UserError(f"--model_args: no {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
-    return ModelArgs(**given)
 
 
 def _literal(text: str) -> Any:

@@ -1,21 +1,18 @@
 """Everything about Pax (paxml): its import names, its checkpoints, its experiment files, and praxis on today's JAX.
 
-bridge/         makes praxis 1.4.0 run on today's JAX
+bridge.py       makes praxis 1.4.0 run on today's JAX
 import_names/   modules under Pax's import names (`spmd_trainer.learners`, ...), which only users import
-absent_modules.py  Pax's modules without a counterpart, with what to use instead
+import_table.py  modules under Pax's import names without code of their own, and what to use instead of absent names
 port*.py        what an experiment file written for paxml needs here (--mode=port)
 
 Checkpoints are opened, and never written to:
 
-checkpoints.py  PaxSource: a step as a source of `checkpointing.restore` and `init_from_checkpoint_rules`
-conversion.py   writes a Pax checkpoint as one of this trainer's
+checkpoints.py  PaxSource: a step as a source of `checkpointing.restore` and `init_from_checkpoint_rules`; `convert`
 steps.py        finds the steps of a directory
-contents.py     opens one step: its version, its kind and its arrays
-flax_file.py    the kind that is one msgpack file, with leaves by position
+contents.py     opens one step: its version, its kind and its arrays by their names on disk
+flax_file.py    the kind that is one msgpack file, with leaves by position and the printed structure of the state
 flax_msgpack.py finds the arrays in such a file
-structure.py    parses the structure of a state as JAX prints it
 arrays.py       one stored array, read when it is asked for
-names.py        the names of variables on disk
 shapes.py       which stored shapes a variable can have, and logical shapes without a model
 placing.py      reads arrays onto a mesh and checks their padding
 errors.py       the errors
@@ -30,8 +27,7 @@ import lazy_loader
 
 if TYPE_CHECKING:
     from spmd_trainer.pax.arrays import PaxArray
-    from spmd_trainer.pax.checkpoints import PaxSource, open_source, read_checkpoint
-    from spmd_trainer.pax.conversion import convert
+    from spmd_trainer.pax.checkpoints import PaxSource, convert, open_source, read_checkpoint
     from spmd_trainer.pax.errors import PaxDamagedError, PaxError, PaxMismatchError, PaxNotFoundError
     from spmd_trainer.pax.steps import PaxDirectory, find, find_agreed, finished_steps
 
@@ -40,8 +36,7 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "arrays": ["PaxArray"],
-        "checkpoints": ["PaxSource", "open_source", "read_checkpoint"],
-        "conversion": ["convert"],
+        "checkpoints": ["PaxSource", "convert", "open_source", "read_checkpoint"],
         "errors": ["PaxDamagedError", "PaxError", "PaxMismatchError", "PaxNotFoundError"],
         "steps": ["PaxDirectory", "find", "find_agreed", "finished_steps"],
     },

@@ -1,29 +1,32 @@
-"""Pax checkpoints as sources, and without a model."""
+"""Pax checkpoints as sources, without a model, and written as checkpoints of this trainer."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 from etils import epath
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from spmd_trainer.checkpointing import records, step_files
-from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, records, step_files
+from spmd_trainer.checkpointing import steps as own_steps
+from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
+from spmd_trainer.checkpointing.errors import CheckpointNotFoundError
 from spmd_trainer.checkpointing.records import SavedVariable
 from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.pax import placing, shapes, steps
 from spmd_trainer.pax.arrays import PaxArray
 from spmd_trainer.pax.contents import Contents, open_step
-from spmd_trainer.pax.errors import PaxDamagedError, PaxMismatchError, PaxNotFoundError, of_pax
+from spmd_trainer.pax.errors import PaxDamagedError, PaxError, PaxMismatchError, PaxNotFoundError
+from spmd_trainer.sharding import create_device_mesh
+from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec
 from spmd_trainer.train_states import TrainState
 
-if TYPE_CHECKING:
-    from spmd_trainer.sharding.variables import VariableSpec
+_MAX_LISTED = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +75,8 @@ class PaxSource(CheckpointSource):
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
         """Reads variables onto a mesh; see `CheckpointSource.read`."""
         arrays = {path: self.arrays[source[path]] for path in wanted}
-        result: dict[str, jax.Array] = {}
         # Each variable's padding is checked by one process, and all end with what it found.
-        agreed_problem(lambda: result.update(placing.read_onto_mesh(wanted, arrays, mesh, self.name)))
-        return result
+        return agreed(lambda: placing.read_onto_mesh(wanted, arrays, mesh, self.name))
 
     def input_state(self) -> dict[str, Any] | None:
         """Returns the position of this process' input, if Pax saved one as bytes: those that the input itself wrote."""
@@ -112,9 +113,8 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
     found = steps.find_agreed(directory)
     if found is None:
         return None
-    contents, opened = _open(found, step), list[PaxSource]()
-    agreed_problem(lambda: opened.append(PaxSource.of(contents, records.by_path(variables))))
-    return opened[0]
+    contents = _open(found, step)
+    return agreed(lambda: PaxSource.of(contents, records.by_path(variables)))
 
 
 def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
@@ -124,11 +124,13 @@ def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
             f"{found.path}"
         )
     wanted = found.step if step is None else step
-    with of_pax():
+    try:
         chosen, path = decided_by_process_0(lambda: [str(part) for part in steps.require(found.path, wanted)])
-    opened: list[Contents] = []
-    agreed_problem(lambda: opened.append(open_step(int(chosen), epath.Path(path))))
-    return opened[0]
+    except PaxNotFoundError:
+        raise
+    except CheckpointNotFoundError as error:  # what the other processes raise, which is no UserError
+        raise PaxNotFoundError(str(error)) from error
+    return agreed(lambda: open_step(int(chosen), epath.Path(path)))
 
 
 def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, PaxArray]) -> SavedVariable:
@@ -215,3 +217,81 @@ def _with_lists(node: Any) -> Any:
     if not children or not all(key.isdigit() for key in children):
         return children
     return [children.get(str(i)) for i in range(max(map(int, children)) + 1)]
+
+
+def convert(
+    src: epath.PathLike,
+    dst: epath.PathLike,
+    *,
+    step: int | None = None,
+    variables: TrainState | None = None,
+    mesh: Mesh | None = None,
+) -> int:
+    """Writes a step of a Pax checkpoint as a step of this trainer. `src` is only read.
+
+    Args:
+      src: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
+      dst: a directory of checkpoints of this trainer, e.g. 'runs/mine/checkpoints'.
+      step: the step; None for the newest.
+      variables: a TrainState of VariableSpecs: the model's state. Without it, the logical shapes of optimizer states are
+        derived from those of the model variables.
+      mesh: the mesh of `variables`.
+
+    Returns:
+      The step.
+
+    Raises:
+      PaxMismatchError: the checkpoint has other variables than `variables`, its padding is not zero, or without `variables`,
+        some logical shape can't be derived.
+      PaxError: `dst` is the Pax directory, or already has the step; or see `read_checkpoint`.
+      CheckpointError: the step can't be written.
+    """
+    contents, target = open_checkpoint(src, step), epath.Path(dst)
+    _check_target(contents, target)
+    if variables is None or mesh is None:
+        mesh = create_device_mesh([("data", 1)], devices=jax.local_devices()[:1])
+        wanted, arrays = _described(contents, mesh)
+    else:
+        wanted = records.by_path(variables)
+        source = PaxSource.of(contents, wanted)
+        source.require_fit(wanted)
+        arrays = source.arrays
+    check_storage(target, checkpoint_bytes(wanted), None)  # type: ignore[arg-type]
+    state = placing.read_onto_mesh(wanted, arrays, mesh, contents.label)
+    about = {"pax_checkpoint": {"path": str(contents.path), "version": contents.version}}
+    with Checkpointer(target, save_max_to_keep=None) as checkpointer:
+        # A flat dictionary is a tree of its own: only the paths count in a checkpoint.
+        saved = checkpointer.save(contents.step, state, wanted, input_state=None, metadata=about)  # type: ignore[arg-type]
+    if not saved:
+        raise PaxError(
+            f"{target} has a step {contents.step} or a newer one, so nothing was written; give another directory"
+        )
+    logging.info("wrote step %d of %s to %s", contents.step, contents.label, target)
+    return contents.step
+
+
+def _check_target(contents: Contents, target: epath.Path) -> None:
+    inside = contents.path.parent
+    if target == inside or inside in target.parents:
+        raise PaxError(f"{target} is in the directory of the Pax checkpoints, which is only read; give another one")
+    if contents.step in own_steps.present(target):
+        raise PaxError(f"{target} has a step {contents.step} already; give another directory, or move that step away")
+
+
+def _described(contents: Contents, mesh: Mesh) -> tuple[dict[str, VariableSpec], Mapping[str, PaxArray]]:
+    """Returns the variables of a checkpoint as it describes itself, on one device."""
+    arrays = contents.by_path()
+    unknown = [array for array in arrays.values() if array.logical_shape is None]
+    if unknown:
+        names = ", ".join(f"{array.path} {array.stored_shape}" for array in unknown[:_MAX_LISTED])
+        more = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""
+        raise PaxMismatchError(
+            f"{contents.label} does not tell how much of these variables is padding: {names}{more}. Give the experiment, which "
+            "does: --exp=NAME, or convert(..., variables=..., mesh=...)"
+        )
+    shape = dict(mesh.shape)
+    specs = {
+        path: make_variable_spec(path, array.shape, array.dtype, PartitionSpec(), shape, "read from a Pax checkpoint")
+        for path, array in arrays.items()
+    }
+    return specs, arrays

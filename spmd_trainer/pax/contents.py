@@ -1,10 +1,17 @@
-"""Opens one step of a Pax checkpoint: its version, its kind, and its arrays, none of which is read."""
+"""Opens one step of a Pax checkpoint: its version, its kind, and its arrays, none of which is read.
+
+The names of variables on disk. This trainer writes a path as `opt_states/0/no_prefix/2/m/params/lm/w`.
+
+Pax names a zarr directory `opt_states_0.no_prefix_2.m.params.lm.w`: keys are joined by dots, and list indices by underscores.
+In an OCDBT database Orbax joins all keys by dots: `opt_states.0.no_prefix.2.m.params.lm.w`.
+"""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +20,7 @@ from etils import epath
 
 from spmd_trainer.checkpointing import step_files
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.pax import arrays, flax_file, names, shapes, steps
+from spmd_trainer.pax import arrays, flax_file, shapes, steps
 from spmd_trainer.pax.arrays import PaxArray
 from spmd_trainer.pax.errors import PaxDamagedError, PaxError
 from spmd_trainer.storage import backends
@@ -29,6 +36,11 @@ _ZARR_METADATA = ".zarray"
 # Not arrays, beside the directories of arrays.
 _FILES = (_MSGPACK_FILE, "commit_success.txt")
 _MAX_LISTED = 10
+_INDEX = re.compile(r"/(\d+)(?=/|$)")
+_TRAILING_INDICES = re.compile(r"^(.*?)((?:_\d+)*)$")
+_INDEXED_ROOTS = ("opt_states", "extra_state")
+# praxis keeps the optimizer states of repeated layers apart: 'p#2#i-1' is the key of those of 2 layers, 'no_prefix' of the rest.
+_NO_PREFIX, _PREFIX = "no_prefix", "p#"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +88,7 @@ class Contents:
         found: dict[str, PaxArray] = {}
         rest = dict(self.stored)
         for path in model:
-            name = next((n for n in (names.directory_name(path), names.dotted_name(path)) if n in rest), None)
+            name = next((n for n in (directory_name(path), dotted_name(path)) if n in rest), None)
             if name is not None:
                 found[path] = dataclasses.replace(rest.pop(name), path=path)
         for array in rest.values():
@@ -213,7 +225,7 @@ def _opened(specs: Mapping[str, dict[str, Any]], label: str) -> dict[str, PaxArr
         shards = arrays.shard_counts(chunks, shape) if chunks is not None else None
         dtype: np.dtype[Any] = np.dtype(store.dtype.numpy_dtype)
         start = arrays.reader(store, name, label)
-        result[name] = PaxArray(names.path_of(name), name, shape, dtype, None, shards, start)
+        result[name] = PaxArray(path_of(name), name, shape, dtype, None, shards, start)
     return result
 
 
@@ -236,7 +248,7 @@ def _described(
     result = {}
     by_name: dict[str, tuple[str, tuple[int, ...] | None]] = {}
     for path, shape in (logical or {}).items():
-        by_name |= {names.directory_name(path): (path, shape), names.dotted_name(path): (path, shape)}
+        by_name |= {directory_name(path): (path, shape), dotted_name(path): (path, shape)}
     for name, array in stored.items():
         path, known_shape = by_name.get(name, (array.path, None))
         shards = _noted_shards(sharding.get(name), len(array.stored_shape)) or array.shards
@@ -257,3 +269,51 @@ def _noted_shards(entry: Any, rank: int) -> tuple[int, ...] | None:
     except (KeyError, TypeError, ValueError):
         return None
     return None if len(counts) > rank else tuple(counts + [1] * (rank - len(counts)))
+
+
+def directory_name(path: str) -> str:
+    """Returns the name of a variable's zarr directory."""
+    return _INDEX.sub(r"_\1", path).replace("/", ".")
+
+
+def dotted_name(path: str) -> str:
+    """Returns a variable's name with dots alone, as in an OCDBT database."""
+    return path.replace("/", ".")
+
+
+def path_of(name: str) -> str:
+    """Returns the path of a variable, given its name on disk.
+
+    A name does not say which underscores join an index. Here only those of `opt_states`, `extra_state` and of praxis' prefixes
+    do, since layers have names such as `x_layers_0`. If a model is at hand, compare names made from its paths instead.
+    """
+    keys = name.split(".")
+    root = _with_indices(keys[0])
+    if root[0] not in _INDEXED_ROOTS:
+        return "/".join(keys)
+    path, rest = root, keys[1:]
+    while rest and rest[0].isdigit():
+        path.append(rest.pop(0))
+    if rest and (size := _prefix_size(rest)):
+        path += _with_indices(".".join(rest[:size]))
+        rest = rest[size:]
+    return "/".join(path + rest)
+
+
+def _with_indices(key: str) -> list[str]:
+    """Splits 'opt_states_0_2' into 'opt_states', '0' and '2'."""
+    match = _TRAILING_INDICES.match(key)
+    assert match is not None  # The regex matches every text.
+    return [match[1], *match[2].split("_")[1:]]
+
+
+def _prefix_size(keys: list[str]) -> int:
+    """Returns how many of the first keys are one prefix of praxis: 'p#2.3#i0.i-1' has dots of its own."""
+    if keys[0].startswith(_NO_PREFIX):
+        return 1
+    if not keys[0].startswith(_PREFIX):
+        return 0
+    for number, key in enumerate(keys):
+        if key.removeprefix(_PREFIX if number == 0 else "").count("#"):
+            return 2 * number + 1  # as many mappings as dimensions
+    return 0

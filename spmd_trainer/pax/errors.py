@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from spmd_trainer.checkpointing.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -28,14 +25,3 @@ class PaxDamagedError(PaxError, DamagedCheckpointError):
 
 class PaxMismatchError(PaxError, CheckpointMismatchError):
     """The checkpoint's variables are not those of the model."""
-
-
-@contextlib.contextmanager
-def of_pax() -> Iterator[None]:
-    """Makes a CheckpointNotFoundError that all processes agreed on a PaxNotFoundError, which is a UserError too."""
-    try:
-        yield
-    except PaxNotFoundError:
-        raise
-    except CheckpointNotFoundError as error:
-        raise PaxNotFoundError(str(error)) from error

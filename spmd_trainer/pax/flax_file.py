@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -12,7 +14,7 @@ import numpy as np
 from etils import epath
 
 from spmd_trainer.checkpointing import step_files
-from spmd_trainer.pax import flax_msgpack, structure
+from spmd_trainer.pax import flax_msgpack
 from spmd_trainer.pax.arrays import Index, PaxArray
 from spmd_trainer.pax.errors import PaxDamagedError, PaxMismatchError
 from spmd_trainer.pax.flax_msgpack import LEAVES, STRUCTURE, FlaxLeaf
@@ -20,6 +22,11 @@ from spmd_trainer.storage import reading
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+# What JAX prints of a structure is Python, but for its leaves and objects without a literal. Texts stay as they are.
+_PRINTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|<[^<>]*>|\*""")
+_AS_PYTHON = {"*": "leaf", "<": "None"}
+_FIELDS = {"TrainState": ("step", "mdl_vars", "opt_states", "extra_state")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +79,52 @@ def open_file(file: epath.Path, label: str) -> FlaxLeaves:
             f"{label} is damaged, or not a Pax checkpoint: {file} is no whole msgpack file with {LEAVES!r} and {STRUCTURE!r} "
             f"({type(error).__name__}: {error}). Copy it again."
         ) from error
-    paths = structure.structure_paths(printed)
+    paths = structure_paths(printed)
     return FlaxLeaves(tuple(found), None if paths is None or len(paths) != len(found) else tuple(paths), file)
+
+
+def structure_paths(printed: str) -> list[str] | None:
+    """Returns the paths of the leaves of a PyTreeDef as JAX prints it, or None if it can't be understood.
+
+    It looks like PyTreeDef(CustomNode(TrainState[()], [*, {'params': {'w': *}}, [], ()])). The fields of a named tuple are not
+    printed; they are written as positions.
+    """
+    try:
+        text = _PRINTED.sub(lambda found: _AS_PYTHON.get(found[0][0], found[0]), printed)
+        match ast.parse(text, mode="eval").body:
+            case ast.Call(func=ast.Name(id="PyTreeDef"), args=[root]):
+                return list(_leaf_paths(root, ""))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        pass
+    return None
+
+
+def _leaf_paths(node: ast.expr, path: str) -> Iterator[str]:
+    """Yields the paths of the leaves of a node."""
+    keys: Sequence[Any]
+    match node:
+        case ast.Name(id="leaf"):
+            yield path
+            return
+        case ast.Constant(value=None):
+            return
+        case ast.List(elts=children) | ast.Tuple(elts=children):
+            keys = range(len(children))
+        case ast.Dict(values=children):
+            keys = [ast.literal_eval(key) for key in node.keys if key is not None]
+        case ast.Call(
+            func=ast.Name(id="CustomNode"),
+            args=[ast.Subscript(value=ast.Name(id=kind), slice=data), ast.List(elts=children)],
+        ):
+            keys = _FIELDS.get(kind, range(len(children)))
+            if kind == "NestedMap":
+                keys = [part.value for part in ast.walk(data) if isinstance(part, ast.Constant) and part.value]
+        case _:
+            raise ValueError(f"{ast.unparse(node)} is no node")
+    if len(keys) < len(children):
+        raise ValueError(f"{path} has {len(children)} children and {len(keys)} keys")
+    for key, child in zip(keys, children, strict=False):
+        yield from _leaf_paths(child, f"{path}/{key}" if path else str(key))
 
 
 def by_structure(flax: FlaxLeaves, label: str) -> dict[str, PaxArray]:

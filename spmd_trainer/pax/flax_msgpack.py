@@ -18,16 +18,26 @@ LEAVES, STRUCTURE = "flattened_state", "str_pytree_state"
 _ARRAY_CODES = (1, 3)  # Flax' extension types of arrays and of NumPy scalars
 _CHUNKED = "__msgpack_chunked_array__"
 _WINDOW_BYTES = 1 << 16
-# Bytes behind the header of a value, by its first byte: numbers and extensions of fixed size, ...
-_FIXED_SIZES: dict[int, int] = {
-    **dict.fromkeys((0xCC, 0xD0), 1),
-    **dict.fromkeys((0xCD, 0xD1), 2),
-    **dict.fromkeys((0xCE, 0xD2, 0xCA), 4),
-    **dict.fromkeys((0xCF, 0xD3, 0xCB), 8),
-    **{0xD4 + i: 1 + 2**i for i in range(5)},
+# (kind of a value, bytes behind its header) by its first byte: constants, numbers and extensions of fixed size, ...
+_FIXED_SIZES: dict[int, tuple[str, int]] = {
+    0xC0: ("nil", 0),
+    **dict.fromkeys((*range(0x80), *range(0xE0, 0x100), 0xC2, 0xC3), ("plain", 0)),
+    **dict.fromkeys((0xCC, 0xD0), ("plain", 1)),
+    **dict.fromkeys((0xCD, 0xD1), ("plain", 2)),
+    **dict.fromkeys((0xCE, 0xD2, 0xCA), ("plain", 4)),
+    **dict.fromkeys((0xCF, 0xD3, 0xCB), ("plain", 8)),
+    **{0xD4 + i: ("extension", 1 + 2**i) for i in range(5)},
+    # ... and what has its size in the first byte: maps and lists (their entries), texts.
+    **{0x80 + i: ("map", i) for i in range(16)},
+    **{0x90 + i: ("list", i) for i in range(16)},
+    **{0xA0 + i: ("plain", i) for i in range(32)},
 }
-# ... and bytes of the length itself, of binary values, extensions and texts.
-_LENGTH_SIZES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+# (kind, bytes of the size itself), where the size follows the first byte.
+_SIZED: dict[int, tuple[str, int]] = {
+    **{code: ("plain", size) for code, size in {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}.items()},
+    **{code: ("extension", size) for code, size in {0xC7: 1, 0xC8: 2, 0xC9: 4}.items()},
+    **{0xDC: ("list", 2), 0xDD: ("list", 4), 0xDE: ("map", 2), 0xDF: ("map", 4)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +72,7 @@ def walk(path: str, size: int) -> tuple[list[FlaxLeaf | None], str]:
     reader = _Reader(path, size)
     leaves: dict[int, FlaxLeaf | None] | None = None
     structure: str | None = None
-    for _ in range(reader.map_size()):
+    for _ in range(reader.entries("map")):
         key = reader.value()
         if key == LEAVES:
             leaves = reader.leaves()
@@ -99,17 +109,23 @@ class _Reader:
         self._step(size)
         return int.from_bytes(self._bytes(self._at - size, size), "big")
 
-    def _code(self) -> int:
-        return self._number(1)
+    def _head(self) -> tuple[str, int]:
+        """Steps over the header of the value that comes next; returns its kind, and the entries or bytes that follow."""
+        code = self._number(1)
+        if code in _FIXED_SIZES:
+            return _FIXED_SIZES[code]
+        if code not in _SIZED:
+            raise ValueError(f"byte {self._at - 1} ({code:#x}) is no msgpack value")
+        kind, length = _SIZED[code]
+        size = self._number(length)
+        return kind, size + 1 if kind == "extension" else size  # an extension has its type first
 
-    def map_size(self) -> int:
-        """Returns the number of entries of the map that comes next; its keys and values follow."""
-        code = self._code()
-        if code >> 4 == 0x8:
-            return code & 0xF
-        if code in (0xDE, 0xDF):
-            return self._number(2 if code == 0xDE else 4)
-        raise ValueError(f"byte {self._at - 1} starts no map")
+    def entries(self, kind: str) -> int:
+        """Returns the number of entries of the map or list that comes next; they follow."""
+        found, size = self._head()
+        if found != kind:
+            raise ValueError(f"the value before byte {self._at} is no {kind}")
+        return size
 
     def value(self) -> Any:
         """Returns the number or text that comes next."""
@@ -119,87 +135,56 @@ class _Reader:
 
     def skip(self) -> None:
         """Steps over the value that comes next."""
-        code = self._code()
-        if code <= 0x7F or code >= 0xE0 or code in (0xC0, 0xC2, 0xC3):
+        kind, size = self._head()
+        if kind not in ("map", "list"):
+            self._step(size)
             return
-        if 0x80 <= code <= 0x9F or code in (0xDC, 0xDD, 0xDE, 0xDF):
-            self._at -= 1
-            for _ in range(self._entries()):
-                self.skip()
-            return
-        self._step(self._payload(code))
-
-    def _entries(self) -> int:
-        """Returns how many values the map or list that comes next holds, keys included."""
-        code = self._code()
-        if code >> 4 == 0x9:
-            return code & 0xF
-        if code in (0xDC, 0xDD):
-            return self._number(2 if code == 0xDC else 4)
-        self._at -= 1
-        return 2 * self.map_size()
-
-    def _payload(self, code: int) -> int:
-        """Returns the number of bytes that follow a header, after reading the rest of the header."""
-        if code >> 5 == 0x5:
-            return code & 0x1F
-        if code in _FIXED_SIZES:
-            return _FIXED_SIZES[code]
-        if code in _LENGTH_SIZES:
-            size: int = self._number(_LENGTH_SIZES[code])
-            return size + 1 if code in (0xC7, 0xC8, 0xC9) else size  # an extension has its type first
-        raise ValueError(f"byte {self._at - 1} ({code:#x}) is no msgpack value")
+        for _ in range(2 * size if kind == "map" else size):
+            self.skip()
 
     def leaves(self) -> dict[int, FlaxLeaf | None]:
         """Returns the leaves by position: Orbax writes a list, Flax a map with the positions as keys."""
-        start = self._at
-        code = self._code()
-        self._at = start
-        if code >> 4 == 0x9 or code in (0xDC, 0xDD):
-            return {position: self.leaf() for position in range(self._entries())}
-        return {int(self.value()): self.leaf() for _ in range(self.map_size())}
+        kind, size = self._head()
+        if kind not in ("map", "list"):
+            raise ValueError(f"the leaves before byte {self._at} are no map or list")
+        return {int(self.value()) if kind == "map" else position: self.leaf() for position in range(size)}
 
     def leaf(self) -> FlaxLeaf | None:
         """Returns the leaf that comes next; None for an empty map or nil."""
         start = self._at
-        code = self._code()
-        if code == 0xC0:
+        kind, size = self._head()
+        if kind == "map":
+            return self._chunked(size) if size else None
+        if kind == "extension":
+            return self._array(size - 1)
+        if kind == "nil":
             return None
-        if code >> 4 == 0x8 or code in (0xDE, 0xDF):
-            self._at = start
-            return self._chunked()
-        if code in (0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8):
-            return self._array(self._payload(code) - 1)
         self._at = start
-        return self._scalar(start)
+        raise ValueError(f"the value at byte {start} is no array: {self.value()!r:.100}")
 
     def _array(self, size: int) -> FlaxLeaf:
-        kind = self._code()
+        kind = self._number(1)
         if kind not in _ARRAY_CODES:
             raise ValueError(f"extension type {kind} is no array")
         end = self._at + size
-        if self._entries() != 3:
+        if self.entries("list") != 3:
             raise ValueError("an array must have shape, dtype and bytes")
-        shape = tuple(self.value() for _ in range(self._entries()))
+        shape = tuple(self.value() for _ in range(self.entries("list")))
         dtype = _dtype(self.value())
-        code = self._code()
-        length = self._payload(code)
+        _, length = self._head()
         offset = self._at
         self._step(length)
         if self._at != end or length != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"an array of shape {shape} has {length} bytes")
         return FlaxLeaf(shape, dtype, ((offset, length),))
 
-    def _chunked(self) -> FlaxLeaf | None:
-        """Reads an array that Flax stored in chunks; returns None for an empty map."""
-        size = self.map_size()
-        if not size:
-            return None
+    def _chunked(self, size: int) -> FlaxLeaf:
+        """Reads an array that Flax stored in chunks, as a map of this size."""
         entries: dict[str, Any] = {}
         for _ in range(size):
             key = self.value()
             if key == "chunks":
-                entries[key] = {int(self.value()): self.leaf() for _ in range(self.map_size())}
+                entries[key] = {int(self.value()): self.leaf() for _ in range(self.entries("map"))}
             else:
                 entries[key] = self.value()
         if _CHUNKED not in entries:
@@ -207,9 +192,6 @@ class _Reader:
         chunks = [entries["chunks"][i] for i in range(len(entries["chunks"]))]
         shape = tuple(entries["shape"][str(i)] for i in range(len(entries["shape"])))
         return FlaxLeaf(shape, chunks[0].dtype, tuple(part for chunk in chunks for part in chunk.parts))
-
-    def _scalar(self, start: int) -> FlaxLeaf:
-        raise ValueError(f"the value at byte {start} is no array: {self.value()!r:.100}")
 
 
 def _dtype(name: str | bytes) -> np.dtype[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.errors.absent_names import Absent, AbsentNameError
+from spmd_trainer.pax import import_table
 from spmd_trainer.pax.port_source import OURS, PAX, Source, Use
 
 # Modules of paxml without a counterpart, and what to use instead.
@@ -208,6 +209,7 @@ def _submodule(package: types.ModuleType, dotted: str) -> Any:
 def _names_of(found: Any) -> list[str]:
     names = [name for name in dir(found) if not name.startswith("_")]
     folders = [pathlib.Path(folder) for folder in getattr(found, "__path__", [])]
+    names += import_table.STANDING if getattr(found, "__name__", None) == OURS else []
     return names + [file.stem for folder in folders for file in folder.glob("[a-z]*.py")]
 
 

@@ -62,7 +62,7 @@ def find(directory: epath.Path) -> PaxDirectory | None:
     """
     directory = epath.Path(directory)
     step = _step_of(directory)
-    if step is not None and _exists(directory):
+    if step is not None and step_files.read(f"looking for {directory}", directory.exists):
         return PaxDirectory(directory.parent, step)
     for candidate in (directory, directory / "checkpoints"):
         found = listing(candidate)
@@ -187,10 +187,6 @@ def _step_of(path: epath.Path) -> int | None:
     if _NUMBER.fullmatch(path.name) and {STATE, METADATA} <= (names := set(names_in(path))):
         return None if records.RECORD_ITEM in names else int(path.name)
     return None
-
-
-def _exists(path: epath.Path) -> bool:
-    return bool(step_files.read(f"looking for {path}", path.exists))
 
 
 def _is_committed(path: epath.Path) -> bool:

@@ -15,7 +15,6 @@ The names below are Pax's, except `Partitioner`.
 
 from __future__ import annotations
 
-from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.step.functional import get_partitioned_spmd_model_decode_fn, partition_spmd_model
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.step.pjit import PjitPartitioner, create_partitioner
@@ -27,14 +26,3 @@ __all__ = [
     "get_partitioned_spmd_model_decode_fn",
     "partition_spmd_model",
 ]
-
-_PARTITION = (
-    "PjitPartitioner().partition(step_fns.train_step, shapes, is_eval=False) partitions a step of step/step_fns.py"
-)
-ABSENT = {
-    "PmapPartitioner": "PjitPartitioner runs models without a mesh data-parallel; trainer_lib has steps for your own jax.pmap",
-    "AutoShardingPjitPartitioner": "give rules instead: task.train.sharding_strategy",
-    "get_step_fn": _PARTITION,
-    "create_experiment_or_default_partitioner": "experiment.partitioner() or create_partitioner(task)",
-}
-__getattr__ = getter(__name__, ABSENT)

@@ -125,7 +125,7 @@ def _with_adapters(
                 f"task.lora.rank_axis is {axis!r}, and the mesh has the axes {names}{did_you_mean(axis, names)}"
             )
     base, reasons = _planned(LogicalLayout(task, lora.base_only(hparams)), mesh, plan)
-    return lora.split_like_base(task, hparams, base, reasons)
+    return task.lora_model.split_like_base(hparams, base, reasons)
 
 
 def _check_rules(strategy: Strategy, variables: PyTree) -> None:

@@ -16,7 +16,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import hf, tasks_lib
 from spmd_trainer.checkpointing import restore
-from spmd_trainer.decoder.lora import LoraModel, is_adapter, matrix_dims
+from spmd_trainer.decoder.lora import LoraModel, is_adapter
 from spmd_trainer.step import pjit
 from spmd_trainer.train_states import TrainState
 
@@ -90,7 +90,7 @@ class FolderJob:
             task = layout.task
             model = _Predictions(task.model)
             if task.lora is not None:
-                model = LoraModel(model, task.lora, task.fprop_dtype, matrix_dims(task))
+                model = LoraModel(model, task.lora, task.fprop_dtype, task.lora_model.matrix_dims())
             outputs, _ = model.forward(state.mdl_vars, inputs, key, do_eval=True, mutable=())
             return None, outputs
 

@@ -11,7 +11,7 @@ from pax_writer import write_zarr
 
 from spmd_trainer import pax
 from spmd_trainer.checkpointing import Checkpointer, restore
-from spmd_trainer.pax import names, structure
+from spmd_trainer.pax import contents, flax_file
 from spmd_trainer.sharding.variables import named_leaves
 
 ADAM, ADAFACTOR, EMA = "UnevenRepeatedAdam", "UnevenRepeatedAdafactor", "PlainAdamEma"
@@ -166,22 +166,22 @@ def test_lists_named_tuples_and_extra_state_have_their_places(tmp_path):
     ],
 )
 def test_a_name_gives_the_path_that_it_was_made_of(path):
-    assert names.path_of(names.directory_name(path)) == path
-    assert names.path_of(names.dotted_name(path)) == path
+    assert contents.path_of(contents.directory_name(path)) == path
+    assert contents.path_of(contents.dotted_name(path)) == path
 
 
 def test_a_printed_structure_gives_the_paths_of_its_leaves():
     state = {"a": [1, None, (2, {"b c": 3})], "it's": (), "z": {}}
     printed = str(jax.tree.structure(state))
-    assert structure.structure_paths(printed) == ["a/0", "a/2/0", "a/2/1/b c"]
+    assert flax_file.structure_paths(printed) == ["a/0", "a/2/0", "a/2/1/b c"]
     fields = "*, CustomNode(NestedMap[('p', 'q')], [*, *]), [CustomNode(namedtuple[S], [*])], ()"
-    assert structure.structure_paths(f"PyTreeDef(CustomNode(TrainState[()], [{fields}]))") == [
+    assert flax_file.structure_paths(f"PyTreeDef(CustomNode(TrainState[()], [{fields}]))") == [
         "step",
         "mdl_vars/p",
         "mdl_vars/q",
         "opt_states/0/0",
     ]
-    assert structure.structure_paths("PyTreeDef(CustomNode(Unknown[<object>], [*") is None
+    assert flax_file.structure_paths("PyTreeDef(CustomNode(Unknown[<object>], [*") is None
 
 
 @pytest.mark.parametrize("name", [ADAM, *(pytest.param(n, marks=pytest.mark.full) for n in (ADAFACTOR, EMA))])

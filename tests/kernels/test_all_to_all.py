@@ -7,7 +7,7 @@ import pytest
 from split_rows import BATCH, WIDTH, compiled_programs, crossing_bytes, differences, mesh_of, random_rows
 
 from spmd_trainer.kernels import all_to_all
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Pattern
 
 PLAIN = Pattern(scale=0.3)
 

@@ -13,7 +13,7 @@ from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels import kernels, sequence_order
 from spmd_trainer.kernels.attend import Split, attend
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Pattern
 
 LENGTH, WIDTH = 24, 4
 PATTERN = Pattern(window=9, softcap=3.0)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from spmd_trainer import sharding
 from spmd_trainer.kernels import chunked
 from spmd_trainer.kernels.attend import Split, attend
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Pattern
 from spmd_trainer.kernels.reference import KERNEL as REFERENCE
 
 BATCH, WIDTH = 2, 4

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_trainer.kernels import cudnn, kernels
 from spmd_trainer.kernels.chips import Target
-from spmd_trainer.kernels.packing import packing
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.cudnn import packing
+from spmd_trainer.kernels.kernels import Pattern
 from spmd_trainer.kernels.reference import KERNEL as REFERENCE
 from spmd_trainer.planner.topologies import topology_devices
 from spmd_trainer.training import start_up

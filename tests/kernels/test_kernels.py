@@ -11,8 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels import chips, kernels
 from spmd_trainer.kernels.chips import Target
-from spmd_trainer.kernels.kernels import Choice
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Choice, Pattern
 
 CPU, TPU = Target("cpu", "cpu"), Target("tpu", "TPU v5 lite")
 H100 = Target("cuda", "NVIDIA H100 80GB HBM3", (9, 0))

@@ -6,7 +6,7 @@ import pytest
 from split_rows import BATCH, WIDTH, compiled_programs, crossing_bytes, differences, mesh_of
 
 from spmd_trainer.kernels import chunked, sequence_order
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Pattern
 from spmd_trainer.kernels.ring import Ring, tables
 
 PLAIN = Pattern(scale=0.3)
@@ -88,7 +88,8 @@ def test_windows_leave_out_steps_and_work_stays_even(window):
 def _tokens_of(count, chunk, shift):
     """Returns the tokens of device i - shift, for each device i."""
     devices = (np.arange(count) - shift) % count
-    order = sequence_order.zigzag_index(2 * count * chunk, count)
+    chunks = np.arange(2 * count * chunk).reshape(2 * count, -1)
+    order = np.concatenate([chunks[list(sequence_order.chunks_of(shard, count))] for shard in range(count)])
     return order.reshape(count, -1)[devices]
 
 

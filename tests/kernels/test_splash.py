@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_trainer.kernels import kernels, splash
 from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.chips import Target
-from spmd_trainer.kernels.kernels import Call, Choice
-from spmd_trainer.kernels.pattern import Pattern
+from spmd_trainer.kernels.kernels import Call, Choice, Pattern
 from spmd_trainer.kernels.splash import Splash
 from spmd_trainer.planner.topologies import topology_devices
 from tests.kernels.hlo_checks import arrays_over_queries_and_keys, custom_call_targets, splash_kernels

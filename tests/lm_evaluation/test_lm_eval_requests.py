@@ -22,7 +22,7 @@ from spmd_trainer.inputs.tokenizer_field import default_start
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 from spmd_trainer.lm_eval import harness_runner, mode, steps
 from spmd_trainer.lm_eval.requests import Answers, Requests, Scored, Source, _score_arrays, request_key
-from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs, model_args, parse_arguments, split_names
+from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs, parse_arguments
 from spmd_trainer.lm_eval.steps import score_step
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.settings import settings_of
@@ -201,13 +201,17 @@ def test_chat_templates():
 
 
 def test_settings():
-    assert split_names(["a, b", "b,c"]) == ("a", "b", "c")
+    assert LmEvalSettings(["a, b", "b,c"]).tasks == ("a", "b", "c")
     assert parse_arguments("--gen_kwargs", "temperature=0.5,do_sample=true,until=x") == {
         "temperature": 0.5,
         "do_sample": True,
         "until": "x",
     }
     assert parse_arguments("--gen_kwargs", "{'until': ['a', 'b']}") == {"until": ["a", "b"]}
+
+    def model_args(text):
+        return LmEvalSettings(("a",), model_args=text).model_args
+
     assert model_args("max_length=64,tokenizer=a/b") == ModelArgs(max_length=64, tokenizer="a/b")
     for make, facts in [
         (lambda: model_args("max_lenght=3"), ("no 'max_lenght'", "mean max_length")),

@@ -18,7 +18,7 @@ from spmd_trainer.inputs import ArrayInput
 from spmd_trainer.metrics import clu_metrics
 from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.writers import read_metrics
-from spmd_trainer.models import outputs
+from spmd_trainer.models import base
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 from spmd_trainer.step import PjitPartitioner
 
@@ -165,7 +165,7 @@ def test_a_clu_average_has_the_gradient_of_its_mean():
 
     def by(loss_fn):
         def value(params):
-            return outputs.metrics(loss_fn(net(params, rows["x"]), batch))[0]["loss"][0]
+            return base.loss_metrics(loss_fn(net(params, rows["x"]), batch))[0]["loss"][0]
 
         return jax.jit(jax.value_and_grad(value))(init(jax.random.key(0)))
 
@@ -211,7 +211,7 @@ def test_two_metrics_of_one_name_are_refused():
     one = metrics.Average.from_model_output(jnp.ones(3))
     collection = metrics.Collection.create_collection(loss=one)
     with pytest.raises(UserError, match="two metrics named 'loss'"):
-        outputs.metrics({"loss": (1.0, 1.0), "more": collection})
+        base.loss_metrics({"loss": (1.0, 1.0), "more": collection})
 
 
 def test_early_stopping_may_watch_a_clu_metric(tmp_path):

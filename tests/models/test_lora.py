@@ -26,7 +26,7 @@ KINDS = ["function", "linen", "nnx"]
 
 
 def merged(task, mdl_vars):
-    return jax.jit(functools.partial(lora.merged, task))(mdl_vars)
+    return jax.jit(task.lora_model.merged)(mdl_vars)
 
 
 def close(ours, theirs):
@@ -74,7 +74,7 @@ def test_the_dimensions_of_the_targets_follow_from_their_products():
     for kind in KINDS:
         task = lora_task(model_p(kind), targets=["(w|kernel)$"])
         trace(task)
-        dims |= lora.matrix_dims(task)
+        dims |= task.lora_model.matrix_dims()
     assert dims == {
         "params/up/w": MatrixDims((), (0,), (1,)),
         "params/stack/w": MatrixDims((0,), (1,), (2,)),
@@ -93,7 +93,7 @@ def test_all_linear_leaves_the_output_layer_out():
     for kind in KINDS:
         task = lora_task(model_p(kind), targets="all-linear")
         trace(task)
-        found[kind] = sorted(lora.matrix_dims(task))
+        found[kind] = sorted(task.lora_model.matrix_dims())
     assert found == {
         "function": ["params/stack/w", "params/up/w"],
         "linen": ["params/heads/kernel", "params/join/kernel", "params/layers/dense/kernel"],
@@ -248,7 +248,7 @@ def test_a_model_that_splits_its_activations():
     task = lora_task(model_p("function", apply=split))
     states, _ = snapshots(task, (4, 2))
     assert states[3].loss < states[1].loss
-    assert list(lora.matrix_dims(task)) == ["params/up/w"]
+    assert list(task.lora_model.matrix_dims()) == ["params/up/w"]
 
 
 def test_stacked_weights_are_gathered_in_their_loop():
@@ -430,7 +430,7 @@ def test_weights_are_followed_through_reshapes_and_slices(dora):
     model = Config(models.FunctionModel, init=joined_params, apply=joined)
     task = lora_task(model, targets=["w$"], dora=dora)
     same_as_merged(task, variables(task))
-    dims = lora.matrix_dims(task)
+    dims = task.lora_model.matrix_dims()
     assert dims["params/batched/w"] == MatrixDims((0,), (1,), (2,))
     assert dims["params/layers/w"] == MatrixDims((0,), (1,), (2,))
     assert dims["params/last/w"] == MatrixDims((1,), (0,), (2,))
@@ -532,7 +532,7 @@ def test_a_task_without_adapters_has_no_dimensions():
     task_p.train.learner.loss_name = "loss"
     task_p.train.learner.optimizer = optax.sgd(0.1)
     with raises_naming(UserError, "task.lora", "not set"):
-        lora.matrix_dims(tasks_lib.build_task(task_p))
+        tasks_lib.build_task(task_p).lora_model.matrix_dims()
 
 
 @pytest.mark.full

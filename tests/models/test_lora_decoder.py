@@ -81,13 +81,13 @@ def logits(task, model, mdl_vars, batch):
 def test_adapters_and_merged_weights_give_the_same_scores(dora):
     task, batch, mdl_vars, _ = ready(dora=dora)
     model = task.model_for_steps
-    merged = jax.jit(functools.partial(lora.merged, task))(mdl_vars)
+    merged = jax.jit(task.lora_model.merged)(mdl_vars)
     assert jax.tree.structure(merged) == jax.tree.structure(lora.base_only(mdl_vars))
     ours = logits(task, model, mdl_vars, batch)
     # A score is the sum over a row of 12 tokens.
     np.testing.assert_allclose(ours, logits(task, model.base, merged, batch), rtol=1e-6)
     assert np.abs(ours - logits(task, model.base, lora.base_only(mdl_vars), batch)).max() > 0.1
-    dims = lora.matrix_dims(task)
+    dims = task.lora_model.matrix_dims()
     assert dims[f"{LAYER}/attention/query/w"] == MatrixDims((0,), (1,), (2, 3))
     assert dims[f"{LAYER}/attention/output/w"] == MatrixDims((0,), (1, 2), (3,))
     assert dims["params/lm/logits/w"] == MatrixDims((), (0,), (1,))
@@ -121,7 +121,7 @@ def test_the_step_forms_no_merged_weight_and_no_gradient_of_one(dora):
     run = functools.partial(step_fns.gradients, LogicalLayout(task, hparams))
     step = jax.make_jaxpr(lambda v, batch: run(v, KEY, batch)[::2])(mdl_vars, jax.tree.map(jnp.asarray, batch))
     named = dict(masks.with_paths(mdl_vars))
-    weights = [named[path] for path in lora.matrix_dims(task)]
+    weights = [named[path] for path in task.lora_model.matrix_dims()]
     assert len(weights) == 8
     # All that may give an array of this size: moving and cutting the weights, and, for DoRA's norms, squares that are summed.
     allowed = {"scan", "jit", "remat2", "checkpoint", "slice", "squeeze", "convert_element_type", "sharding_constraint"}
@@ -229,7 +229,7 @@ GENERATION = (("max_tokens", 4), ("eos_ids", ()), ("temperature", 1.0), ("num_sa
 def test_decoding_with_adapters_and_with_merged_weights(dora):
     task, _, mdl_vars, _ = ready(dora=dora, generation=GENERATION)
     model = task.model_for_steps
-    merged = jax.jit(functools.partial(lora.merged, task))(mdl_vars)
+    merged = jax.jit(task.lora_model.merged)(mdl_vars)
     ids, log_probs = decoded(task, model, mdl_vars, prompts())
     their_ids, their_log_probs = decoded(task, model.base, merged, prompts())
     np.testing.assert_array_equal(ids, their_ids)

@@ -8,7 +8,7 @@ from decoder_helpers import evaluating, small_spec
 from praxis import base_layer, pax_fiddle
 from praxis.pax_fiddle import Config
 
-from spmd_trainer.decoder import attention, feed_forward, norms
+from spmd_trainer.decoder import attention, axes, feed_forward
 from spmd_trainer.models.decoder_spec import MoeSpec
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
@@ -37,14 +37,14 @@ def rms(x, scale, epsilon=1e-6, dims=(-1,)):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm(offset):
     x = random(2, 3, 12)
-    output, params, _ = built(norms.Norm, small_spec(norm_scale_offset=offset, norm_epsilon=0.1), x, shape=(12,))
+    output, params, _ = built(axes.Norm, small_spec(norm_scale_offset=offset, norm_epsilon=0.1), x, shape=(12,))
     np.testing.assert_allclose(output, rms(x, params["scale"] + offset, 0.1), rtol=1e-5)
 
 
 def test_a_new_norm_has_scale_1_whatever_its_offset():
     for offset in (0.0, 1.0):
         layer = base_layer.instantiate(
-            Config(norms.Norm, name="norm", spec=small_spec(norm_scale_offset=offset), shape=(12,))
+            Config(axes.Norm, name="norm", spec=small_spec(norm_scale_offset=offset), shape=(12,))
         )
         x = random(2, 12)
         output, _ = layer.init_with_output(jax.random.key(0), x)
@@ -53,7 +53,7 @@ def test_a_new_norm_has_scale_1_whatever_its_offset():
 
 def test_layer_norm():
     x = random(2, 3, 12) + 5
-    output, params, _ = built(norms.Norm, small_spec(norm="layer", norm_epsilon=0.1), x, shape=(12,))
+    output, params, _ = built(axes.Norm, small_spec(norm="layer", norm_epsilon=0.1), x, shape=(12,))
     centred = x - x.mean(-1, keepdims=True)
     expected = centred / np.sqrt(x.var(-1, keepdims=True) + 0.1) * params["scale"] + params["bias"]
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
@@ -61,7 +61,7 @@ def test_layer_norm():
 
 def test_norms_compute_in_float32():
     x = jnp.asarray(300 + random(1, 12), jnp.bfloat16)
-    output, params, _ = built(norms.Norm, small_spec(norm="layer"), x, shape=(12,))
+    output, params, _ = built(axes.Norm, small_spec(norm="layer"), x, shape=(12,))
     assert output.dtype == jnp.bfloat16
     exact = np.asarray(x, np.float32)
     expected = (exact - exact.mean()) / np.sqrt(exact.var() + 1e-6) * params["scale"] + params["bias"]

@@ -8,7 +8,6 @@ products of the adapters to each. Read `model.py` first; `interpreter.py` evalua
 
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.decoder.lora.model import LoraModel, traced_on
-from spmd_trainer.decoder.lora.of_task import matrix_dims, merged, split_like_base
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.decoder.lora.variables import base_only
 from spmd_trainer.train_states import is_adapter
@@ -19,8 +18,5 @@ __all__ = [
     "MatrixDims",
     "base_only",
     "is_adapter",
-    "matrix_dims",
-    "merged",
-    "split_like_base",
     "traced_on",
 ]

@@ -176,29 +176,25 @@ def norm(weight: AdaptedWeight) -> Factor:
     w, a, b = (lax.stop_gradient(x) for x in (weight.w, weight.a.array, weight.b.array))
     names = [dim.name for dim in weight.dims]
     inputs = [dim.name for dim in weight.dims if dim.origins <= frozenset(weight.roles.inputs)]
-    result = [name for name in weight.b.names if name != RANK]
-    letters = _letters([*names, RANK, ADAPTER, _OTHER_RANK])
+    a_names, b_names = weight.a.names, weight.b.names
+    result = [name for name in b_names if name != RANK]
 
-    def text(of: Sequence[Name]) -> str:
-        return "".join(letters[name] for name in of)
+    def other(of: Sequence[Name]) -> list[Name]:
+        return [_OTHER_RANK if name == RANK else name for name in of]
 
-    def other(of: Sequence[Name]) -> str:
-        return text([_OTHER_RANK if name == RANK else name for name in of])
-
-    def product(equation: str, *operands: jax.Array) -> jax.Array:
-        exact = None if any(x.dtype == jnp.bfloat16 for x in operands) else lax.Precision.HIGHEST
-        return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32, precision=exact)
+    def product(out: Sequence[Name], *operands: tuple[jax.Array, Sequence[Name]]) -> jax.Array:
+        exact = None if any(x.dtype == jnp.bfloat16 for x, _ in operands) else lax.Precision.HIGHEST
+        return einsum(operands, out, exact, jnp.float32)
 
     squares = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=[names.index(name) for name in inputs])
     own = Factor(squares, tuple(name for name in names if name not in inputs))
-    a_name, b_name = text(weight.a.names), text(weight.b.names)
-    with_w = product(f"{a_name},{text(names)}->{b_name}", a.astype(w.dtype), w)
+    with_w = product(b_names, (a.astype(w.dtype), a_names), (w, names))
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    cross = product(f"{b_name},{b_name}->{text(result)}", with_w, b)
-    shared = [name for name in weight.a.names if name not in (*inputs, RANK)]
-    gram_name = text([*shared, RANK, _OTHER_RANK])
-    gram = product(f"{a_name},{other(weight.a.names)}->{gram_name}", a, a)
-    square = product(f"{gram_name},{b_name},{other(weight.b.names)}->{text(result)}", gram, b, b)
+    cross = product(result, (with_w, b_names), (b, b_names))
+    shared = [name for name in a_names if name not in (*inputs, RANK)]
+    gram_names = [*shared, RANK, _OTHER_RANK]
+    gram = product(gram_names, (a, a_names), (a, other(a_names)))
+    square = product(result, (gram, gram_names), (b, b_names), (b, other(b_names)))
     # Where there are several adapters, their dimension is the first of the result.
     total = (
         own.arranged([name for name in result if name in own.names])
@@ -208,8 +204,17 @@ def norm(weight: AdaptedWeight) -> Factor:
     return Factor(jnp.sqrt(jnp.maximum(total, 0.0)), tuple(result))
 
 
-def _letters(names: Sequence[Name]) -> dict[Name, str]:
-    return {name: chr(ord("a") + i) for i, name in enumerate(names)}
+def einsum(
+    operands: Sequence[tuple[jax.Array, Sequence[Name]]], out: Sequence[Name], precision: Any, dtype: Any
+) -> jax.Array:
+    """Returns `jnp.einsum` of arrays with named dimensions; `out` names those of the result."""
+    letters: dict[Name, str] = {}
+    for _, names in operands:
+        for name in names:
+            letters.setdefault(name, chr(ord("a") + len(letters)))
+    texts = ["".join(letters[name] for name in names) for _, names in operands]
+    equation = f"{','.join(texts)}->{''.join(letters[name] for name in out)}"
+    return jnp.einsum(equation, *[x for x, _ in operands], precision=precision, preferred_element_type=dtype)
 
 
 def with_gain(weight: AdaptedWeight) -> AdaptedWeight:
@@ -235,14 +240,10 @@ def merge(weight: AdaptedWeight) -> jax.Array:
             "which differ by row; leave the target out, or decode with one adapter"
         )
     names = [dim.name for dim in weight.dims]
-    letters = _letters([RANK, *names])
-    a, b = weight.a, weight.b
-    equation = ",".join("".join(letters[name] for name in factor.names) for factor in (a, b))
+    factors = [(factor.array.astype(jnp.float32), factor.names) for factor in (weight.a, weight.b)]
     # The model added the others; they have size 1.
-    own = [name for name in names if name in a.names or name in b.names]
-    equation += "->" + "".join(letters[name] for name in own)
-    highest = lax.Precision.HIGHEST
-    delta = jnp.einsum(equation, a.array.astype(jnp.float32), b.array.astype(jnp.float32), precision=highest)
+    own = [name for name in names if any(name in of for _, of in factors)]
+    delta = einsum(factors, own, lax.Precision.HIGHEST, None)
     delta = jnp.expand_dims(delta, [axis for axis, name in enumerate(names) if name not in own])
     total = weight.w.astype(jnp.float32) + weight.scale * delta
     gain = with_gain(weight).gain

@@ -134,12 +134,11 @@ class Interpreter:
             values[num_consts + num_carry :],
         )
         key = self._fresh_key()
-        stacked = [_Stacked.of(x) or self._merged([x], "scan")[0] if is_adapted(x) else x for x in xs]
+        stacked = [_stacked(x) or self._merged([x], "scan")[0] if is_adapted(x) else x for x in xs]
 
         def step(carry: list[Any], x: tuple[jax.Array, list[Any]]) -> tuple[list[Any], list[Any]]:
             index, parts = x
             inside = self._inside(None if key is None else jax.random.fold_in(key, index))
-            parts = [part.slice() if isinstance(part, _Stacked) else part for part in parts]
             found = inside.run(body.jaxpr, body.consts, [*consts, *carry, *parts])
             found = inside._merged(found, "scan result")
             return found[:num_carry], found[num_carry:]
@@ -207,36 +206,23 @@ class Interpreter:
         return drop
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Stacked:
-    """An adapted weight scanned over dimension 0: the scanned dimension is first in all its arrays.
+def _stacked(weight: AdaptedWeight) -> AdaptedWeight | None:
+    """Returns a weight that is scanned over dimension 0, as one slice: the scan takes the slices of its arrays.
 
-    Attributes:
-      weight: the weight, with the dimensions of one slice.
+    The scanned dimension is moved to the front of the adapters. None unless both have it.
     """
+    name = weight.dims[0].name
+    if name not in weight.a.names or name not in weight.b.names:
+        return None
 
-    weight: AdaptedWeight
-
-    @classmethod
-    def of(cls, weight: AdaptedWeight) -> _Stacked | None:
-        """Moves the scanned dimension to the front of the adapters; returns None unless both have it."""
-        name = weight.dims[0].name
-        if name not in weight.a.names or name not in weight.b.names:
+    def front(factor: Any) -> Any:
+        if factor is None:
             return None
+        names = tuple(n for n in factor.names if n != name)
+        return adapted_weight.Factor(factor.arranged([name, *names]), names)
 
-        def front(factor: Any) -> Any:
-            if factor is None:
-                return None
-            names = tuple(n for n in factor.names if n != name)
-            return adapted_weight.Factor(factor.arranged([name, *names]), names)
-
-        parts = {part: front(getattr(weight, part)) for part in ("a", "b", "magnitude", "gain")}
-        return cls(dataclasses.replace(weight, dims=weight.dims[1:], **parts))
-
-    def slice(self) -> AdaptedWeight:
-        """Returns the weight of one iteration; the scan has already sliced the arrays."""
-        return self.weight
+    parts = {part: front(getattr(weight, part)) for part in ("a", "b", "magnitude", "gain")}
+    return dataclasses.replace(weight, dims=weight.dims[1:], **parts)
 
 
 def _for_base_only(policy: Callable[..., Any] | None, jaxpr: Any) -> Callable[..., Any] | None:

@@ -18,14 +18,13 @@ from flax.core import meta
 from praxis import base_layer
 
 from spmd_trainer.decoder.lora import adapted_weight, uses, variables
-from spmd_trainer.decoder.lora import uses as uses_lib
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.decoder.lora.interpreter import Interpreter
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.base import DecodeResult, ForwardResult, Model, ModuleModel, praxis_rngs
+from spmd_trainer.models.base import ForwardResult, Model, ModuleModel, praxis_rngs
 from spmd_trainer.optim import masks
-from spmd_trainer.train_states import NestedJTensor, PyTree
+from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 # Collections that the forward pass of a frozen base must not change.
 _KEPT = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECTION)
@@ -114,11 +113,11 @@ class LoraModel:
 
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
-    ) -> DecodeResult:
-        def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> DecodeResult:
+    ) -> ForwardResult:
+        def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
             return self.base.decode(base_vars, inputs, key, mutable=mutable)
 
-        found: DecodeResult = self._run(run, mdl_vars, inputs, key, dropping=False)
+        found: ForwardResult = self._run(run, mdl_vars, inputs, key, dropping=False)
         return found
 
     def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
@@ -140,6 +139,17 @@ class LoraModel:
         )
 
     def merged(self, mdl_vars: NestedJTensor) -> NestedJTensor:
+        """Returns the base's variables with the adapters added, W + scale * a b, as the base has them.
+
+        Args:
+          mdl_vars: all variables at logical shapes. Under jit.
+
+        Returns:
+          The variables without 'params/lora'; computed in float32, returned in the base's dtypes.
+
+        Raises:
+          UserError: there are several adapters.
+        """
         if self.settings.adapters is not None:
             raise UserError(
                 f"task.lora.adapters are {list(self.settings.adapters)}, and a merged model has one; give a task with one adapter"
@@ -154,10 +164,34 @@ class LoraModel:
         return jax.tree.unflatten(jax.tree.structure(base), leaves)
 
     def matrix_dims(self) -> dict[str, MatrixDims]:
-        """Returns target -> its dimensions. The model must have been traced: `init_variables`, `forward` or `decode`."""
+        """Returns the targets, as paths such as 'params/lm/mlp/w', and the roles of each one's dimensions.
+
+        The model must have been traced: `init_variables`, `forward` or `decode`, e.g. by a partitioner's `setup`.
+        """
         if self.dims is None:
             raise RuntimeError("the adapters' targets are unknown until init_variables has been traced")
         return self.dims
+
+    def split_like_base(
+        self, hparams: NestedWeightHParams, base: NestedWeightHParams, reasons: PyTree
+    ) -> tuple[NestedWeightHParams, PyTree]:
+        """Lays out each adapter like its weight. Returns the WeightHParams of all variables with their layout, and the reasons.
+
+        Args:
+          hparams: WeightHParams of all variables.
+          base: WeightHParams of the base, with their layout.
+          reasons: the reason for each variable's layout, same structure as `base`.
+        """
+        weights = dict(masks.with_paths(base))
+        found = {
+            path: {
+                name: variables.split_like_base(self.settings, roles, name, adapter, weights[path], path)
+                for name, adapter in variables.adapters_of(hparams, path).items()
+            }
+            for path, roles in self.matrix_dims().items()
+        }
+        parts = ({path: {name: pair[i] for name, pair in own.items()} for path, own in found.items()} for i in range(2))
+        return variables.with_adapters(base, next(parts)), variables.with_adapters(reasons, next(parts))
 
     def _found_dims(self, values: NestedJTensor, inputs: PyTree, key: jax.Array) -> dict[str, MatrixDims]:
         """Traces the base with variables cast as in a step, and returns the roles of the targets' dimensions."""
@@ -186,7 +220,7 @@ class LoraModel:
             for i, (path, x) in enumerate(_named_values(base_vars))
             if path.startswith(f"{base_layer.PARAMS}/") and jnp.issubdtype(x.dtype, jnp.floating)
         }
-        self.dims = uses.choose_targets(self.settings, uses_lib.find_uses(jaxpr, paths))
+        self.dims = uses.choose_targets(self.settings, uses.find_uses(jaxpr, paths))
 
     def _run(
         self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, dropping: bool

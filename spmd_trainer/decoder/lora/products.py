@@ -78,9 +78,11 @@ def _delta(
     if rows is not None:
         first, second = (_of_rows(factor, rows, x, missing=0.0) for factor in (first, second))
         inner = [*plan.batch, ("x", 0), RANK, *(n for n in x_names[1:] if n not in (*plan.batch, *plan.contracted))]
-        hidden = _einsum([(x, x_names), (first.array.astype(x.dtype), first.names)], inner, precision, None)
+        hidden = adapted_weight.einsum(
+            [(x, x_names), (first.array.astype(x.dtype), first.names)], inner, precision, None
+        )
         pair = [(hidden * weight.scale, inner), (second.array.astype(x.dtype), second.names)]
-        return _einsum(pair, out_names, precision, dtype)
+        return adapted_weight.einsum(pair, out_names, precision, dtype)
     num_batch, num_contracted = len(plan.batch), len(plan.contracted)
     a = first.arranged([*plan.batch, *plan.contracted, RANK]).astype(x.dtype)
     b = second.arranged([*plan.batch, RANK, *plan.free]).astype(x.dtype)
@@ -114,15 +116,3 @@ def _times(x: jax.Array, names: Sequence[Any], gain: Factor) -> jax.Array:
     kept = [name for name in names if name in gain.names]
     sizes = [n if name in gain.names else 1 for name, n in zip(names, x.shape, strict=True)]
     return x * gain.arranged(kept).reshape(sizes).astype(x.dtype)
-
-
-def _einsum(
-    operands: Sequence[tuple[jax.Array, Sequence[Any]]], out: Sequence[Any], precision: Any, dtype: Any
-) -> jax.Array:
-    letters: dict[Any, str] = {}
-    for _, names in operands:
-        for name in names:
-            letters.setdefault(name, chr(ord("a") + len(letters)))
-    texts = ["".join(letters[name] for name in names) for _, names in operands]
-    equation = f"{','.join(texts)}->{''.join(letters[name] for name in out)}"
-    return jnp.einsum(equation, *[x for x, _ in operands], precision=precision, preferred_element_type=dtype)

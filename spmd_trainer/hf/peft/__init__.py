@@ -8,6 +8,6 @@ export_folder.py   writes folders
 
 from spmd_trainer.hf.peft.adapter_config import base_of
 from spmd_trainer.hf.peft.export_folder import export
-from spmd_trainer.hf.peft.source import PeftSource, find_agreed, is_folder, open_source
+from spmd_trainer.hf.peft.source import PeftSource, is_folder, open_source
 
-__all__ = ["PeftSource", "base_of", "export", "find_agreed", "is_folder", "open_source"]
+__all__ = ["PeftSource", "base_of", "export", "is_folder", "open_source"]

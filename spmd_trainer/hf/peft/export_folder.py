@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -12,7 +11,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import storage
-from spmd_trainer.checkpointing.agreement import agreed_problem
+from spmd_trainer.checkpointing.agreement import agreed
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import config_json, writing
 from spmd_trainer.hf import tensor_names as hf_names
@@ -27,6 +26,9 @@ from spmd_trainer.hf.tensor_names import Variable
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 from spmd_trainer.train_states import TrainState
+
+# The content of adapter_config.json, and the adapters by path with the tensors that hold them.
+_Content: TypeAlias = tuple[dict[str, Any], dict[str, Variable]]
 
 
 def export(
@@ -48,32 +50,18 @@ def export(
       OSError: the folder can't be written.
     """
     path: epath.Path = storage.directory("export_dir", directory)
-    folders: dict[str, _Folder] = {}
-    agreed_problem(lambda: folders.update(_plan(job, path, base)))
+    folders = agreed(lambda: _plan(job, path, base))
     specs = _specs(job)
     with writing.atomically(path, last=CONFIG) as target:
-        for name, folder in folders.items():
+        for name, (config, variables) in folders.items():
             inside = None if target is None else target / name if name else target
             if inside is not None and name and not storage.is_remote(inside):
                 inside.mkdir()
-            tensors = writing.tensors_of(folder.variables, np.dtype(np.float32))
+            tensors = writing.tensors_of(variables, np.dtype(np.float32))
             writing.write_file(inside, WEIGHTS, tensors, specs, state)
             if inside is not None:
-                writing.write_json(inside / CONFIG, folder.config)
+                writing.write_json(inside / CONFIG, config)
     logging.info("wrote %s adapters to %s", ", ".join(filter(None, folders)) or "the", path)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Folder:
-    """The content of one folder.
-
-    Attributes:
-      config: the content of adapter_config.json.
-      variables: the adapters by path, with the tensors that hold them.
-    """
-
-    config: dict[str, Any]
-    variables: dict[str, Variable]
 
 
 def _specs(job: Job) -> dict[str, VariableSpec]:
@@ -81,7 +69,7 @@ def _specs(job: Job) -> dict[str, VariableSpec]:
     return {f"mdl_vars/{name}": spec for name, spec in leaves if lora.is_adapter(name)}
 
 
-def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> dict[str, _Folder]:
+def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> dict[str, _Content]:
     """Checks everything that can be checked before writing. Returns {subfolder: content}."""
     settings, spec = job.task.lora, spec_of_task(job.task)
     if settings is None:
@@ -91,7 +79,7 @@ def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> di
     if jax.process_index() == 0:
         writing.check_directory("export_dir", path)
     every = hf_names.variables_of(spec, _family(spec, base))
-    dims, specs = lora.matrix_dims(job.task), _specs(job)
+    dims, specs = job.task.lora_model.matrix_dims(), _specs(job)
     slots: dict[str, Slot | None] = {"": None}
     if settings.adapters is not None:
         slots = {name: Slot(i, len(settings.adapters)) for i, name in enumerate(settings.adapters)}
@@ -104,7 +92,7 @@ def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> di
             base=base,
             fan_in_fan_out=tensor_names.is_transposed(variables.values(), every),
         )
-        folders[name] = _Folder(config, variables)
+        folders[name] = (config, variables)
     return folders
 
 

@@ -11,7 +11,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spmd_trainer.checkpointing import frozen_base, records, step_files
-from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.checkpointing.records import SavedVariable
 from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.decoder import lora
@@ -49,9 +49,7 @@ class PeftSource(CheckpointSource):
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
         """Reads adapters onto a mesh; see `CheckpointSource.read`."""
         variables = {path: self.variables[source[path]] for path in wanted}
-        result: dict[str, jax.Array] = {}
-        agreed_problem(lambda: result.update(placing.read_onto_mesh(wanted, variables, self.tensors, mesh)))
-        return result
+        return agreed(lambda: placing.read_onto_mesh(wanted, variables, self.tensors, mesh))
 
 
 def is_folder(directory: epath.PathLike) -> bool:
@@ -64,11 +62,6 @@ def is_folder(directory: epath.PathLike) -> bool:
     if hf_folder.is_folder(path):
         return False
     return hf_folder.read_json(path, CONFIG) is not None or bool(_folders_in(path))
-
-
-def find_agreed(directory: epath.PathLike) -> bool:
-    """Returns `is_folder` as process 0 sees it. Called by every process."""
-    return decided_by_process_0(lambda: is_folder(directory))
 
 
 def _folders_in(path: str) -> list[str]:
@@ -105,13 +98,11 @@ def open_source(
       HfError: they can't be opened, or are not those that `task.lora` describes.
       CheckpointReadError: storage does not answer, or refuses.
     """
-    if not find_agreed(directory):
+    if not decided_by_process_0(lambda: is_folder(directory)):
         return None
     if step:
         raise HfNotFoundError(f"step {step} was asked for, and a PEFT folder has no steps: {directory}")
-    opened: list[PeftSource] = []
-    agreed_problem(lambda: opened.append(_open(os.fspath(directory), variables, task)))
-    return opened[0]
+    return agreed(lambda: _open(os.fspath(directory), variables, task))
 
 
 def _open(directory: str, variables: TrainState, task: SingleTask | None) -> PeftSource:
@@ -124,7 +115,7 @@ def _open(directory: str, variables: TrainState, task: SingleTask | None) -> Pef
         raise HfError(
             f"{directory}: adapters of PEFT fit a DecoderLanguageModel; task.model is {type(task.model).__name__}"
         )
-    dims = lora.matrix_dims(task)
+    dims = task.lora_model.matrix_dims()
     names = settings.adapters
     slots: list[tuple[str, Slot | None, str]] = [(directory, None, "")]
     if names is not None:
@@ -134,14 +125,15 @@ def _open(directory: str, variables: TrainState, task: SingleTask | None) -> Pef
     for folder, slot, prefix in slots:
         config = adapter_config.read(folder)
         frozen_base.require_settings(adapter_config.settings(config), settings, folder)
-        found = _tensors(folder)
-        _forget_copies(found)
+        # Without copies of the base's weights: PEFT saves that of an output layer with adapters, unchanged.
+        found = {name: x for name, x in _tensors(folder).items() if not name.endswith(".base_layer.weight")}
         # Only GPT-2's tensors have other names.
         architecture = "GPT2LMHeadModel" if any("transformer.h." in name for name in found) else "LlamaForCausalLM"
         base = hf_names.variables_of(spec, FAMILIES[architecture])
         adapters = tensor_names.variables_of(specs, base, dims, settings.rank, slot=slot, prefix=prefix)
-        tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
-        _check(folder, adapters, {f"{prefix}{name}": tensor for name, tensor in found.items()})
+        named = {f"{prefix}{name}": tensor for name, tensor in found.items()}
+        tensors.update(named)
+        _check(folder, adapters, named)
         for path, variable in adapters.items():
             pieces.setdefault(path, []).append(variable)
     merged = {
@@ -171,12 +163,6 @@ def _tensors(folder: str) -> dict[str, Tensor]:
         hint = f"; it has {PICKLED}, which is pickled: save it again with safetensors" if PICKLED in names else ""
         raise HfNotFoundError(f"{folder} has no {WEIGHTS}{hint}")
     return read_header(os.path.join(folder, WEIGHTS))
-
-
-def _forget_copies(tensors: dict[str, Tensor]) -> None:
-    """Leaves out copies of the base's weights: PEFT saves that of an output layer with adapters, unchanged."""
-    for name in [name for name in tensors if name.endswith(".base_layer.weight")]:
-        del tensors[name]
 
 
 def _check(folder: str, adapters: Mapping[str, Variable], tensors: Mapping[str, Tensor]) -> None:

@@ -1,11 +1,11 @@
-"""Modules under import names that only users need: Pax's (`learners`, `base_task`, `trainer_lib`, ...),
-`shard_map_partitioning`.
+"""Modules under import names that only users need: Pax's `trainer_lib`, `checkpoint_paths`, ...
 
-    from spmd_trainer import checkpoints, trainer_lib  # pax/import_names/checkpoints.py, pax/import_names/trainer_lib.py
+    from spmd_trainer import checkpoint_paths, trainer_lib  # pax/import_names/checkpoint_paths.py and trainer_lib.py
 
 `spmd_trainer/__init__.py` adds this folder to the package's search path, so its modules are imported as `spmd_trainer.NAME`.
 They have only this name, because a second copy of a module would have a second copy of each of its classes. The trainer does
-not import them. docs/coming_from_pax.md lists every name of Pax and its counterpart here.
+not import them. Modules without code of their own are in `pax/import_table.py`. docs/coming_from_pax.md lists every name of Pax
+and its counterpart here.
 """
 
 __path__ = []  # type: ignore[assignment,unused-ignore]

@@ -1,12 +1,16 @@
-"""Pax's `checkpoint_paths`: the steps of a checkpoint directory, Pax's (`checkpoint_00000020`) or this trainer's (`20`)."""
+"""Pax's `checkpoint_paths`: the steps of a checkpoint directory, Pax's (`checkpoint_00000020`) or this trainer's (`20`).
+
+And Pax's `checkpoint_types`: the formats in which Pax writes checkpoints. This trainer writes one format, Orbax'.
+"""
 
 from __future__ import annotations
 
+import enum
 import re
+from typing import Any
 
 from etils import epath
 
-from spmd_trainer.checkpoint_types import CheckpointType, retrieve_checkpoint_type
 from spmd_trainer.checkpointing.errors import CheckpointNotFoundError
 
 __all__ = [
@@ -32,6 +36,28 @@ STATE_ITEM_NAME = "state"
 INPUT_ITEM_NAME = "train_input"
 CHECKPOINT_PATTERN_RE = re.compile(rf"({CHECKPOINT_PREFIX})?\d+$")
 TMP_CHECKPOINT_PATTERN_RE = re.compile(rf"{TMP_PREFIX}\d+\.{CHECKPOINT_PREFIX}\d+$")
+
+
+@enum.unique
+class CheckpointType(enum.StrEnum):
+    """A checkpoint format of Pax."""
+
+    UNSPECIFIED = "unspecified"
+    FLAX = "flax"
+    GDA = "gda"
+    PERSISTENCE = "persistence"
+
+
+def retrieve_checkpoint_type(maybe_use_persistence_checkpointing: bool, task: Any) -> CheckpointType:
+    """Returns the format in which Pax would write a task's checkpoints.
+
+    Args:
+      maybe_use_persistence_checkpointing: True for the format that Pax calls persistence.
+      task: a task or its config.
+    """
+    if task.model.ici_mesh_shape is None:
+        return CheckpointType.FLAX
+    return CheckpointType.PERSISTENCE if maybe_use_persistence_checkpointing else CheckpointType.GDA
 
 
 def checkpoint_name(

@@ -10,6 +10,7 @@ For a loop on a mesh, see `partitioning.partition_spmd_model`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis import base_layer
 
-from spmd_trainer.checkpoint_types import CheckpointType
+from spmd_trainer.checkpoint_paths import CheckpointType
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
@@ -178,8 +179,7 @@ def train_step_single_learner(
             "pass a grad_fn to step.step_fns.train_step"
         )
     layout = _layout(jax_task, inputs, var_weight_hparams)
-    own = functools.partial(_pmap_gradients, layout) if base_layer.is_running_under_pmap() else None
-    return step_fns.train_step(layout, states, prng_key, inputs, own)
+    return step_fns.train_step(layout, states, prng_key, inputs, _under_pmap(_pmap_gradients, layout))
 
 
 def eval_step_single_learner(
@@ -194,8 +194,7 @@ def eval_step_single_learner(
     """Evaluates one batch. Arguments as in `train_step_single_learner`; returns None and the outputs."""
     del fprop_dtype, static_args
     layout = _layout(jax_task, inputs, var_weight_hparams)
-    own = functools.partial(_pmap_evaluate, layout) if base_layer.is_running_under_pmap() else None
-    return step_fns.eval_step(layout, states, prng_key, inputs, own)
+    return step_fns.eval_step(layout, states, prng_key, inputs, _under_pmap(_pmap_evaluate, layout))
 
 
 def decode_step(
@@ -219,6 +218,10 @@ def _layout(task: SingleTask, inputs: NestedJTensor, given: NestedWeightHParams 
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
         given = initialization.abstract_hparams(initialization.variables_initialiser(task, shapes))
     return LogicalLayout(task, given)
+
+
+def _under_pmap(fn: Callable[..., Any], layout: LogicalLayout) -> Callable[..., Any] | None:
+    return functools.partial(fn, layout) if base_layer.is_running_under_pmap() else None
 
 
 def _pmap_gradients(

@@ -24,7 +24,7 @@ from praxis.layers import attentions, base_ops, transformer_models
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.kernels import attend, kernels, pattern
+from spmd_trainer.kernels import attend, kernels
 
 _MASK_GIVEN = "the layer got a mask instead of segment ids"
 LanguageModelType = transformer_models.LanguageModelType
@@ -121,10 +121,10 @@ class FusedDotProductAttention(layers.DotProductAttention):
         return "/".join(self.path)
 
     @nn.nowrap
-    def _pattern(self) -> pattern.Pattern:
+    def _pattern(self) -> kernels.Pattern:
         head = self.dim_per_head or self.hidden_dim // self.num_heads
         capped = self.atten_logit_cap and self.atten_logit_cap > 0
-        return pattern.Pattern(
+        return kernels.Pattern(
             causal=self.causal,
             softcap=float(self.atten_logit_cap) if capped else None,
             scale=head**-0.5 if self.scale_logits_by_head_dims else 1.0,
@@ -172,9 +172,9 @@ class FusedLocalSelfAttention(FusedDotProductAttention, attentions.LocalSelfAtte
         return reasons
 
     @nn.nowrap
-    def _pattern(self) -> pattern.Pattern:
+    def _pattern(self) -> kernels.Pattern:
         plain = super()._pattern()
-        return pattern.Pattern(causal=True, window=self.left_context, softcap=plain.softcap, scale=plain.scale)
+        return kernels.Pattern(causal=True, window=self.left_context, softcap=plain.softcap, scale=plain.scale)
 
 
 class SegmentedTransformerLm(layers.TransformerLm):

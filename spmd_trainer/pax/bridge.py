@@ -1,4 +1,4 @@
-"""Makes praxis 1.4.0 (April 2024) run on a current JAX. All knowledge about old praxis is in this folder.
+"""Makes praxis 1.4.0 (April 2024) run on a current JAX. All knowledge about old praxis is in this file.
 
 `install()` adds an import hook. When praxis is imported, the hook first restores the names that praxis expects. Importing
 `spmd_trainer` calls `install()`, and so does `spmd_trainer_bridge.py` when a program imports praxis first. Until praxis is
@@ -17,7 +17,7 @@ imported, nothing changes. Files in site-packages stay as they are, and calling 
 | (speed) `pax_fiddle.auto_config` of a lambda that calls nothing | class bodies of `optimizers`: fiddle parses the 3,000-line file twice, which takes 2 s at every start | such a lambda builds nothing, so it is returned unchanged |
 | (speed) the type hint of `BaseInput.dataset` | fiddle evaluates the type hints of every input it configures, and this hint imports TensorFlow (2 s and more) | the hint is `Any` |
 | (speed) `sympy`, `lingvo.core.symbolic`, `jax.experimental.sparse.linalg` | imported by modules that hardly use them (`sympy` by `layers.ngrammer`, for one function), together with scipy: a fifth of the import time at start | imported at their first use |
-| (speed) the modules of `praxis.layers` | the package imports all of them | imported when a name of theirs is first used (`lazy_layers.py`) |
+| (speed) the modules of `praxis.layers` | the package imports all of them | imported when a name of theirs is first used (`_LazyNamesLoader`) |
 
 Not restored, because nothing here uses them: `jax.sharding.GSPMDSharding` (custom device orders), `PmapSharding` (pmap
 helpers), Pallas attention of 2024 (imported lazily by `gpu_fast_attention`), flax `fp8_ops.quantize_dequantize`.
@@ -25,6 +25,8 @@ helpers), Pallas attention of 2024 (imported lazily by `gpu_fast_attention`), fl
 
 from __future__ import annotations
 
+import ast
+import collections
 import functools
 import importlib.abc
 import importlib.machinery
@@ -33,10 +35,11 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
+
+import lazy_loader
 
 from spmd_trainer.errors import installation
-from spmd_trainer.pax.bridge.lazy_layers import LazyNamesLoader
 
 PRAXIS_VERSION = installation.UNRESOLVABLE["praxis"]
 # The lowest JAX version that works, and the first version that has not been tested.
@@ -82,7 +85,7 @@ class PraxisFinder(importlib.abc.MetaPathFinder):
         if is_lazy:
             spec.loader = importlib.util.LazyLoader(spec.loader)
         elif fullname == _LAYERS:
-            spec.loader = cast(importlib.abc.Loader, LazyNamesLoader(spec.loader))
+            spec.loader = _LazyNamesLoader(spec.loader)
         elif fullname == "praxis":
             spec.loader = _MendingLoader(spec.loader, before=_restore_jax_names)
         elif fullname in _MODULE_MENDS:
@@ -121,6 +124,46 @@ class _MendingLoader(importlib.abc.Loader):
 
     def __getattr__(self, name: str) -> Any:  # inspect and fiddle use get_source and others
         return getattr(self._loader, name)
+
+
+def names_by_module(source: str, package: str) -> dict[str, list[str]] | None:
+    """Returns what a package's `__init__.py` imports from its own modules.
+
+    Args:
+      source: the file's text.
+      package: the package's name.
+
+    Returns:
+      {module, without the package's name: names}; None if the file does anything else than to import names that it keeps.
+    """
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    first, *rest = ast.parse(source).body
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    for statement in rest if is_docstring else [first, *rest]:
+        if not isinstance(statement, ast.ImportFrom) or statement.level:
+            return None
+        parent, _, module = (statement.module or "").rpartition(".")
+        if parent != package or any(alias.asname or alias.name == "*" for alias in statement.names):
+            return None
+        found[module] += [alias.name for alias in statement.names]
+    return dict(found)
+
+
+class _LazyNamesLoader(_MendingLoader):
+    """Wraps the loader of a package: its names are imported at their first use. A file that does more is executed as it is.
+
+    `praxis/layers/__init__.py` imports 40 modules for their names, from conformers to vision transformers. A language model needs
+    a third of them; defining the classes of the others takes a tenth of the time of a restart.
+    """
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Attaches the names, or executes the module."""
+        names = names_by_module(self._loader.get_source(module.__name__), module.__name__)
+        if names is None:
+            self._loader.exec_module(module)
+        else:
+            attached = lazy_loader.attach(module.__name__, submodules=list(names), submod_attrs=names)
+            vars(module).update(zip(("__getattr__", "__dir__", "__all__"), attached, strict=True))
 
 
 def _check_versions() -> None:

@@ -1,1 +1,0 @@
-"""Pax's configurations for GPUs, read from an installed paxml; see `tasks/published.py`."""

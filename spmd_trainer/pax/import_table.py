@@ -1,0 +1,146 @@
+"""Modules of Pax without code of their own: they are tables of names that stand elsewhere here, or that nothing stands for.
+
+A name of the latter kind can be imported; using it raises an error that says what to use instead.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import types
+from collections.abc import Sequence
+
+import lazy_loader
+
+_WRITE = "spmd_trainer.checkpointing.Checkpointer(directory).save(...) writes checkpoints"
+_READ = (
+    "read Pax's checkpoints with spmd_trainer.pax.read_checkpoint(directory, step), and this trainer's with "
+    "spmd_trainer.checkpointing.Checkpointer(directory).restore(...)"
+)
+_LOOP = "this trainer has one loop for each mode; use callbacks (task.train.callbacks)"
+_TUNER = "this trainer has no tuner; start each trial as a separate run, and set its values with --fdl.set"
+_MEANS = "metrics are weighted means over the batches; task.metrics may change the metrics of a step"
+_GRADIENT = "gradients are those of the mean loss over the batch; step.step_fns.train_step takes your own grad_fn"
+
+
+def _each(instead: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), instead)
+
+
+# {module: {the module here that has the names: names}}
+STANDING: dict[str, dict[str, str]] = {
+    "base_task": {"tasks_lib": "BaseTask"},
+    "checkpoint_managers": {"checkpoint_paths": "INPUT_ITEM_NAME STATE_ITEM_NAME CheckpointType"},
+    "checkpoint_types": {"checkpoint_paths": "CheckpointType retrieve_checkpoint_type"},
+    "checkpoints": {
+        "checkpoint_paths": "CHECKPOINT_PREFIX CheckpointType get_step_from_checkpoint_asset is_checkpoint_asset "
+        "latest_checkpoint latest_checkpoint_if_exists make_checkpoint_step_dir retrieve_checkpoint_type "
+        "retrieve_latest_checkpoint_step retrieve_latest_checkpoint_step_if_exists"
+    },
+    "decode_programs": {"base_experiment": "SingleTaskDecodeProgram"},
+    "interop": {"": "hf pax"},  # the rooms' earlier names
+    "learners": {
+        "optim.learner": "Learner MultiOptimizerLearner extract_ema global_norm has_ema reset_ema",
+        "optim.masks": "get_excluded_var_mask_for_grad get_excluded_var_mask_for_opt",
+    },
+    "partitioning": {
+        "step": "Partitioner PjitPartitioner create_partitioner get_partitioned_spmd_model_decode_fn partition_spmd_model"
+    },
+    "programs": {
+        "base_experiment": "BaseEvalProgram BaseTrainProgram Program SingleTaskEvalProgram SingleTaskTrainProgram"
+    },
+    "shard_map_partitioning": {  # no name of Pax, but one that users import
+        "step.accumulation": "accumulate_gradients",
+        "step.collectives": "fold_rng_over_axis gather_params shard_params sync_gradients",
+        "step.shard_map": "ShardMapPartitioner",
+    },
+}
+# {module: {name: what to use instead}}
+ABSENT: dict[str, dict[str, str]] = {
+    "checkpoint_managers": {
+        "OrbaxCheckpointManager": "use spmd_trainer.checkpointing.Checkpointer(directory, save_max_to_keep=..., ...)",
+        "CheckpointManagerOptions": "give task.train.save_interval_steps, save_max_to_keep and "
+        "save_keep_interval_duration, or the arguments of spmd_trainer.checkpointing.Checkpointer",
+    },
+    "checkpoints": {
+        **_each(_READ, "FlaxCheckpointHandler FlaxCheckpointer PaxCheckpointHandler restore_checkpoint"),
+        **_each(_WRITE, "AsyncCheckpointer Checkpointer TrainingCheckpointer get_checkpointer save_checkpoint"),
+        "reregister_type_handlers": "nothing needs to be registered",
+        "BaseInputCheckpointHandler": "the position of the input is saved with every checkpoint",
+    },
+    "decode_programs": {"DecodeProgramOutput": "decodes are written to decode_out/DATASET/step_N.jsonl"},
+    "partitioning": {
+        "PmapPartitioner": "PjitPartitioner runs models without a mesh data-parallel; trainer_lib has steps for your own "
+        "jax.pmap",
+        "AutoShardingPjitPartitioner": "give rules instead: task.train.sharding_strategy",
+        "get_step_fn": "PjitPartitioner().partition(step_fns.train_step, shapes, is_eval=False) partitions a step of "
+        "step/step_fns.py",
+        "create_experiment_or_default_partitioner": "experiment.partitioner() or create_partitioner(task)",
+    },
+    "automl": _each(
+        _TUNER,
+        "BaseAlgorithm BaseReward EarlyStoppingByRank EarlyStoppingByValue Metric MetricAggregator MetricType "
+        "MultiObjective RandomSearch RegularizedEvolution SearchHParams SingleObjective Sweeping "
+        "TwoObjectiveAggregator WeightedSumAggregator hyperparameter_tuning neural_architecture_search "
+        "parameter_sweep weighted_sum_reward",
+    ),
+    "automl_interfaces": _each(
+        _TUNER,
+        "BaseAlgorithm BaseEarlyStoppingPolicy BaseReward CrossStepMetricAggregator Metric MetricAggregator "
+        "MetricType SearchHParams enable_class_level_hyper_primitives",
+    ),
+    "base_executor": {"BaseExecutor": _LOOP},
+    "base_inference_runner": {
+        "BaseInferenceRunner": "--mode=infer decodes like decode_once; override model.decode and process_decode_out"
+    },
+    "base_metrics": _each(
+        _MEANS,
+        "BaseMetrics CompositeMetrics HistogramMetrics LossAggregator MaxMetrics MeanMetrics MultiLossAggregator "
+        "WeightedScalarCluMetric",
+    ),
+    "eval_lib": {
+        "evaluate": "use spmd_trainer.evaluate(experiment, job_log_dir), or --mode=eval",
+        "decode": "use spmd_trainer.decode(experiment, job_log_dir), or --mode=decode",
+        "infer_and_write": "use --mode=infer",
+    },
+    "executors": {"DefaultExecutor": _LOOP},
+    "sgf": _each(
+        _GRADIENT,
+        "AugMulDpSgdStochasticGradient BaseStochasticGradient DPGradAuxInfo DpSgdStochasticGradient "
+        "GhostClippingDpSgdStochasticGradient GradAuxInfo MicrobatchDpSgdStochasticGradient "
+        "PerLayerDpSgdStochasticGradient PercoreClippedDpSgdGradient StandardGradient",
+    ),
+    "tuning_lib": {"tune": _TUNER, "EarlyStoppingFn": "give task.early_stopping_fn"},
+}
+# Packages whose modules are read from an installed paxml; see `tasks/published.py`.
+PACKAGES = ("contrib", "contrib.gpu", "contrib.gpu.scripts_gpu", "experimental")
+
+
+class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and makes the modules of these tables, as `spmd_trainer.NAME`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        package, _, name = fullname.partition(".")
+        if package != "spmd_trainer" or name not in (*STANDING, *ABSENT, *PACKAGES):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=name in PACKAGES)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Gives the module a `__getattr__` for its names, or a package its finder of modules."""
+        name = module.__name__.partition(".")[2]
+        if name in PACKAGES:
+            from spmd_trainer.tasks import published
+
+            published.install()
+            return
+        from spmd_trainer.errors.absent_names import getter
+
+        names = {home: names.split() for home, names in STANDING.get(name, {}).items()}
+        rooms = names.pop("", [])
+        find, module.__dir__, own = lazy_loader.attach("spmd_trainer", rooms, names)  # type: ignore[method-assign]
+        refuse = getter(module.__name__, ABSENT.get(name, {}))
+        module.__getattr__ = lambda name: find(name) if name in own else refuse(name)  # type: ignore[method-assign]
+        vars(module)["__all__"] = own
