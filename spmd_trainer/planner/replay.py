@@ -32,7 +32,7 @@ from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.step.step_fns import GradFn, Padded
+from spmd_trainer.step.step_fns import GradFn
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoint_sources, run_directory, start_up
 from spmd_trainer.training.adapter_checkpoints import FrozenBase
@@ -125,12 +125,7 @@ def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _named_step(
-    layout: Layout,
-    state: TrainState,
-    key: jax.Array,
-    rows: PyTree,
-    grad_fn: GradFn | None = None,
-    padded: Padded | None = None,
+    layout: Layout, state: TrainState, key: jax.Array, rows: PyTree, grad_fn: GradFn | None = None
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """`train_step`, with names on the gradients; returns the loss and the summaries by name."""
 
@@ -141,7 +136,7 @@ def _named_step(
         paths = iter([path for path, _ in named_leaves(grads)])
         return output, written, jax.tree.map(lambda x: checkpoint_name(x, _GRADIENT + next(paths)), grads)
 
-    new_state, output = step_fns.train_step(layout, state, key, rows, named, padded)
+    new_state, output = step_fns.train_step(layout, state, key, rows, named)
     summaries = {f"summary {name}": x for name, x in output.summary_tensors.items()}
     assert output.loss is not None  # only decoding has none
     return new_state, {"loss": output.loss, **summaries}

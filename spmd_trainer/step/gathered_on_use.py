@@ -107,20 +107,8 @@ _REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 # Primitives whose results are computed again in the backward pass: gathering parameters, and plain data movement.
 _NOT_KEPT = frozenset(
     {
-        "all_gather",
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "dynamic_slice",
-        "name",
-        "pad",
-        "reshape",
-        "rev",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
+        *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "name"),
+        *("pad", "reshape", "rev", "slice", "split", "squeeze", "transpose"),
     }
 )
 

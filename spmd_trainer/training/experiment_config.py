@@ -17,7 +17,7 @@ from spmd_trainer import experiment_registry, sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph, user_code
 from spmd_trainer.models.config_lines import without_addresses
-from spmd_trainer.step import model_mesh
+from spmd_trainer.step import mesh_choice
 from spmd_trainer.training import class_overrides
 
 # Longer values are abbreviated.
@@ -280,7 +280,7 @@ def _validate_mesh(task_p: Any) -> None:
     for field in ("ici_mesh_shape", "dcn_mesh_shape"):
         if model_p.ici_mesh_shape is not None and getattr(model_p, field) is not None:
             _validate_sizes(f"task.model.{field}", getattr(model_p, field))
-    declared = model_mesh.declared_mesh(model_p)
+    declared = mesh_choice.declared_mesh(model_p)
     if declared is not None and task_p.train.inputs_split_mapping is not None:
         sharding.validate_split_mapping(task_p.train.inputs_split_mapping, declared.axis_names)
 

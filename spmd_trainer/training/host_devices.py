@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError
-from spmd_trainer.step import model_mesh
+from spmd_trainer.step import mesh_choice
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.experiment_config import ResolvedExperiment
 
@@ -55,7 +55,7 @@ def let_host_devices_stand_in(task_p: Any, mesh: Sequence[tuple[str, int]] | Non
     Raises:
       UserError: the processes don't divide the mesh.
     """
-    declared = model_mesh.declared_mesh(task_p.model)
+    declared = mesh_choice.declared_mesh(task_p.model)
     needed = None if declared is None else declared.num_devices
     if mesh:
         sizes = [size for _, size in mesh]

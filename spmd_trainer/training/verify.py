@@ -18,7 +18,7 @@ from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import summary_name
 from spmd_trainer.sharding.messages import mesh_text
-from spmd_trainer.step import model_mesh, pjit, step_fns
+from spmd_trainer.step import mesh_choice, pjit, step_fns
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
@@ -167,7 +167,7 @@ def _close(x: float | None, y: float | None, tolerance: float) -> bool:
 
 def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> pjit.PjitPartitioner:
     """Returns a partitioner on a one-device mesh with the model's axis names, on which nothing is split or padded."""
-    names = task.model.mesh_axis_names or [model_mesh.DEFAULT_AXIS]
+    names = task.model.mesh_axis_names or [mesh_choice.DEFAULT_AXIS]
     mesh = sharding.create_device_mesh([(name, 1) for name in names], devices=jax.local_devices()[:1])
     partitioner = pjit.PjitPartitioner(mesh)
     partitioner.setup(task, inputs_shape_dtype)

@@ -13,8 +13,7 @@ from spmd_trainer import experiment_registry, sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError
 from spmd_trainer.step import mesh_choice
-from spmd_trainer.step.mesh_choice import choose_mesh
-from spmd_trainer.step.model_mesh import declared_mesh
+from spmd_trainer.step.mesh_choice import choose_mesh, declared_mesh
 
 
 class Fixed(BaseExperiment):

@@ -23,7 +23,7 @@ from spmd_trainer.checkpoint_types import CheckpointType
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
-from spmd_trainer.step import accumulation, initialization, minibatches, step_fns
+from spmd_trainer.step import accumulation, minibatches, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
 from spmd_trainer.tasks_lib import EarlyStoppingFn, RunningMode, SingleTask
@@ -113,10 +113,10 @@ def initialize_model_state(
             "give do_init_checkpoint_rules=False, and read variables with spmd_trainer.checkpointing or spmd_trainer.pax"
         )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), inputs_shape_dtype)
-    boxed = initialization.variables_initialiser(jax_task, shapes)(prng_key)
+    boxed = state_layout.variables_initialiser(jax_task, shapes)(prng_key)
     mdl_vars = base_layer.maybe_unbox_value(boxed)
     layout = LogicalLayout(jax_task, base_layer.unbox_meta(boxed))
-    state = initialization.create_train_state(layout, mdl_vars, with_opt_states=not discard_opt_states)
+    state = state_layout.create_train_state(layout, mdl_vars, with_opt_states=not discard_opt_states)
     return state, None
 
 
@@ -217,7 +217,7 @@ def decode_step(
 def _layout(task: SingleTask, inputs: NestedJTensor, given: NestedWeightHParams | None) -> LogicalLayout:
     if given is None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-        given = initialization.abstract_hparams(initialization.variables_initialiser(task, shapes))
+        given = state_layout.abstract_hparams(state_layout.variables_initialiser(task, shapes))
     return LogicalLayout(task, given)
 
 
