@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from spmd_trainer import sharding
+from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.messages import count_text, mesh_text
 
@@ -97,36 +98,15 @@ def mesh_from_model(model: DeclaresMesh, devices: Sequence[jax.Device] | None = 
     return sharding.create_device_mesh(list(declared.shape.items()), devices=devices)
 
 
-class AdaptsMesh(Protocol):
-    """What the choice of a mesh asks of an experiment."""
-
-    def adapt_mesh(self, mesh_shape: dict[str, int], num_devices: int) -> Mapping[str, int] | None:
-        """Returns a mesh for `num_devices` devices, where `mesh_shape` does not fit; None if there is none."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshChoice:
-    """A mesh and the reason for choosing it.
-
-    Attributes:
-      mesh: the mesh, over all devices of the job.
-      reason: a clause for the log, such as 'as --mesh says'.
-    """
-
-    mesh: Mesh
-    reason: str
-
-
 def choose_mesh(
-    experiment: AdaptsMesh,
+    experiment: BaseExperiment,
     model: DeclaresMesh,
     *,
     name: str,
     given: Sequence[tuple[str, int]] | None,
     devices: Sequence[jax.Device] | None,
-) -> MeshChoice:
-    """Chooses the mesh of a job.
+) -> tuple[Mesh, str]:
+    """Returns the mesh of a job, over all of its devices, and a clause for the log that says why, such as 'as --mesh says'.
 
     Args:
       experiment: its `adapt_mesh` is called if the declared mesh does not fit the devices.
@@ -143,10 +123,10 @@ def choose_mesh(
     found = declared_mesh(model)
     declared = None if found is None else found.shape
     if given:
-        return MeshChoice(_given_mesh(given, declared, devices, count), "as --mesh says")
+        return _given_mesh(given, declared, devices, count), "as --mesh says"
     if declared is None or _fits(declared, count):
         reason = "the experiment declares no mesh" if declared is None else "as the experiment declares it"
-        return MeshChoice(mesh_from_model(model, devices), reason)
+        return mesh_from_model(model, devices), reason
     adapted = experiment.adapt_mesh(declared, count)
     if adapted is None:
         raise UserError(_fixed_text(name, declared, count))
@@ -156,7 +136,7 @@ def choose_mesh(
             f"{math.prod(adapted.values())} devices; there {_are(count)}. Return sizes whose product is {count}"
         )
     mesh = mesh_over_slices(adapted, devices)
-    return MeshChoice(mesh, f"adapted from the declared ({mesh_text(declared)}), which needs {_needed(declared)}")
+    return mesh, f"adapted from the declared ({mesh_text(declared)}), which needs {_needed(declared)}"
 
 
 def _fits(shape: Mapping[str, int], count: int) -> bool:

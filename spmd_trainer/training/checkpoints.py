@@ -31,7 +31,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.storage.run_files import has_run
-from spmd_trainer.train_states import TrainState, is_adapter
+from spmd_trainer.train_states import is_adapter
 from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, rooms, run_directory
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
 from spmd_trainer.training.job import Job
@@ -41,8 +41,8 @@ from spmd_trainer.training.run_config import RunConfig
 
 def restore_for_inference(
     job: Job, *, use_ema: bool, step: int | None = None, base: FrozenBase | None = None
-) -> tuple[int, TrainState]:
-    """Restores one checkpoint onto the job's mesh.
+) -> Restored:
+    """Restores one checkpoint onto the job's mesh, without optimizer states.
 
     Args:
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
@@ -50,20 +50,9 @@ def restore_for_inference(
       step: this step instead of the flag's.
       base: the frozen base of adapters; give the same one for several steps of a run. None: it is loaded.
 
-    Returns:
-      The step, and the state without optimizer states.
-
     Raises:
       UserError: no such checkpoint, or it is another experiment's.
     """
-    restored = restore_with_record(job, use_ema=use_ema, step=step, base=base)
-    return restored.step, restored.state
-
-
-def restore_with_record(
-    job: Job, *, use_ema: bool, step: int | None = None, base: FrozenBase | None = None
-) -> Restored:
-    """Restores one checkpoint as `restore_for_inference` does, and returns its record too."""
     directory = job.config.checkpoint_dir
     step = job.config.restore_checkpoint_step if step is None else step
     if use_ema and not has_ema(job.task.learner):
@@ -201,7 +190,7 @@ def _has_own(config: RunConfig) -> bool:
     return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
 
 
-def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
+def follow(job: Job, *, use_ema: bool) -> Iterator[Restored]:
     """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
 
     The last one is the checkpoint of step `num_train_steps`, or the step with which training ended earlier. With

@@ -388,13 +388,13 @@ def make_run_config(
       **settings: further fields of the mode's class.
 
     Raises:
-      UserError: a wrong value, or one that needs a room that is absent; see also `host_devices.resolve`.
+      UserError: a wrong value, or one that needs a room that is absent; see also `experiment_config.resolve`.
     """
-    from spmd_trainer.training import host_devices
+    from spmd_trainer.training import experiment_config
 
     overrides = texts("overrides", overrides)
     cls = cast(type[RunConfig], config_class(mode))
     # Without an experiment first: resolving it is what takes long.
     asked = cls(cast(Any, None), _directory("--job_log_dir", job_log_dir), mode, **settings)
     rooms.check_settings(asked)
-    return dataclasses.replace(asked, experiment=host_devices.resolve(exp, overrides, asked.mesh, join))
+    return dataclasses.replace(asked, experiment=experiment_config.resolve(exp, overrides, asked.mesh, join))

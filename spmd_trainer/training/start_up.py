@@ -17,15 +17,15 @@ from spmd_trainer.callbacks.base import CallbackList, Run
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors.plan_versions import library_versions
-from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.step import step_fns
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import attention_kernels, elastic, first_batch, reference_logps, run_directory, xla_flags
+from spmd_trainer.training import elastic, reference_logps, report_parts, run_directory, xla_flags
 from spmd_trainer.training.agreed_input import agree_on_input
+from spmd_trainer.training.dataset_batches import batch_checker
 from spmd_trainer.training.initial_state import first_state
-from spmd_trainer.training.job import Job, vocabulary_size
+from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 
 
@@ -36,7 +36,7 @@ class CompiledTrainStep:
     Attributes:
       fn: (state, key, batch) -> (new state, packed scalars); None for a run that is finished already.
       packing: unpacks them.
-      attention: the kernels of the attention layers, a line each; see `attention_kernels`.
+      attention: the kernels of the attention layers, a line each; see `report_parts.traced`.
       xla_flags: the flags that the experiment asked for and the step is compiled with.
     """
 
@@ -148,7 +148,7 @@ def _seems_finished(job: Job, checkpointer: Checkpointer) -> bool:
         finished = True
     else:
         finished = newest >= int(job.task.train.num_train_steps)
-    return bool(multihost.from_process_0(int(finished)))
+    return multihost.broadcast(finished)
 
 
 def compile_train_step(job: Job) -> CompiledTrainStep:
@@ -167,7 +167,7 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         return job.partitioner.partition(step, job.inputs_shape_dtype, is_eval=False).lower(job.abstract_prng_key)
 
     with Phase("compiling the train step"):
-        lowered, attention = attention_kernels.traced(lower)
+        lowered, attention = report_parts.traced(lower)
         flags = _flags(job)
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
     return CompiledTrainStep(compiled, packing, attention, flags)
@@ -188,15 +188,10 @@ def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Pref
         logging.warning("the training input %r has no position, so it starts from the beginning", train_input.name)
     elif input_state is not None:
         train_input.set_state(input_state["state"])
-    declared = job.process_inputs_shape_dtype
-    unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
+    check = batch_checker(job, train_input.name, job.process_inputs_shape_dtype)
 
     def put(batch: PyTree) -> PyTree:
-        nonlocal unchecked
-        if unchecked:
-            first_batch.check(train_input.name, batch, declared)
-            unchecked = False
-        check_values(train_input.name, batch, vocabulary)
+        check(batch)
         return job.partitioner.layout.put(batch)
 
     with Prefetcher(train_input, put) as batches:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from spmd_trainer.callbacks.base import Callback
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.periodic import Schedule
 from spmd_trainer.training.run_config import TrainConfig
-from spmd_trainer.training.schedule import Schedule
 from spmd_trainer.watch.invalid_batches import InvalidBatches
 from spmd_trainer.watch.loss_spikes import LossSpikes
 from spmd_trainer.watch.profiler import Profiler

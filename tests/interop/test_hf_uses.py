@@ -127,7 +127,7 @@ def test_how_to_open_an_export_is_logged_for_local_ones(job, tmp_path, monkeypat
     directory = directory if "://" in directory else str(tmp_path / directory)
     config = command("--mode=export", f"--export_dir={directory}", f"--job_log_dir={tmp_path / 'run'}")
     restored = types.SimpleNamespace(step=3, state=None, metadata={"metadata": {}})
-    monkeypatch.setattr(export_mode.checkpoints, "restore_with_record", lambda *_, **__: restored)
+    monkeypatch.setattr(export_mode.checkpoints, "restore_for_inference", lambda *_, **__: restored)
     monkeypatch.setattr(export_mode.hf, "export", lambda *_, **__: None)
     with caplog.at_level("INFO", logger="absl"):
         assert export_mode.export(Job(config, job.task, job.partitioner, None)) == 3

@@ -239,7 +239,7 @@ def _pmap_gradients(
 def _pmap_evaluate(
     layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> StepFnOutput:
-    return _over_devices(layout.task, step_fns.evaluate(layout, mdl_vars, prng_key, inputs))
+    return _over_devices(layout.task, step_fns.forward(layout, mdl_vars, prng_key, inputs, do_eval=True)[0])
 
 
 def _loss_weight(task: SingleTask, output: StepFnOutput) -> jax.Array:
