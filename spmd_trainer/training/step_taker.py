@@ -101,7 +101,7 @@ class StepTaker:
 
     def use(self, compiled: CompiledTrainStep) -> None:
         """Takes the next steps with this program."""
-        self._compiled = compiled
+        self._fn = self._watch.around(compiled.fn, self._run)
         self.in_flight.packing = compiled.packing
 
     def take(self, batches: Prefetcher) -> PyTree | None:
@@ -122,7 +122,9 @@ class StepTaker:
             logging.warning("%s after step %d of %d", INPUT_ENDED, run.step, run.num_steps)
             run.stop(INPUT_ENDED)
             return None
-        run.state, packed = watch.take(self._compiled.fn, run, self._key, prefetched.batch)
+        watch.dispatching()
+        run.state, packed = self._fn(run.state, self._key, prefetched.batch)
+        watch.dispatched(run.step + 1, packed)
         run.step += 1
         run.dispatched = prefetched.batch
         self._callbacks.call("after_dispatch", run, run.step)
