@@ -19,7 +19,7 @@ from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, Checkpo
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import export_mode
-from spmd_trainer.training import checkpoint_sources, initial_state, start_checks
+from spmd_trainer.training import checkpoint_sources, start_checks, start_up
 from spmd_trainer.training.job import Job
 
 LLAMA = DATA / "llama_biases"
@@ -32,7 +32,7 @@ def job():
 
 @pytest.mark.full
 def test_training_begins_with_the_folder_and_a_fresh_optimizer(job):
-    state, position, origin = initial_state._restore_from(epath.Path(LLAMA), None, job)
+    state, position, origin = start_up._restore_from(epath.Path(LLAMA), None, job)
     assert position is None
     assert origin == {"hugging_face_folder": {"path": str(LLAMA)}}
     assert int(state.step) == 0
