@@ -1,7 +1,7 @@
 """A step: its maths on logical shapes, and how it runs on a mesh.
 
 The maths knows no mesh, no padding and no devices. Start with `step_fns.py`: its `train_step` is the step. `minibatches.py`
-computes the gradients of a batch in parts, and `accumulation.py` adds up gradients and outputs over the parts.
+computes the gradients of a batch in parts, and adds up gradients and outputs over the parts.
 
 On a mesh: start with `partitioner.py`, then `layout.py`, where every variable and batch lives, and `compiled_step.py`, which
 wraps a step for the mesh and jits it. There are two partitioners: `pjit.py`, whose collectives the compiler chooses, and

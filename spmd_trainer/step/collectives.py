@@ -13,7 +13,7 @@ is the mean over its rows:
     grads = sync_gradients(grads, variables, "data")          # averages the gradients of the other parameters
 
 A mean over devices counts each device equally. If devices hold unequal weights, reduce sums and weights and divide afterwards
-(`weighted_sum` and `weighted_mean` of `step/accumulation.py`).
+(`weighted_sum` and `weighted_mean` of `step/minibatches.py`).
 """
 
 from __future__ import annotations

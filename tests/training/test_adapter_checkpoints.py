@@ -32,14 +32,7 @@ from spmd_trainer.experiments.lm.finetune import LoraFromFolder
 from spmd_trainer.experiments.lm.hf import FromFolder
 from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.training import (
-    adapter_checkpoints,
-    checkpoint_sources,
-    checkpoints,
-    initial_state,
-    start_checks,
-    train,
-)
+from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, checkpoints, start_checks, start_up, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 
@@ -76,7 +69,7 @@ def job_of(directory, exp=None, *, mode="train", overrides=(), rules=None, **set
 
 def first_state(job):
     with Checkpointer(job.config.job_log_dir / "checkpoints") as own:
-        return initial_state.first_state(job, own)
+        return start_up.first_state(job, own)
 
 
 def restored(directory, exp=None, **settings):

@@ -23,7 +23,7 @@ from spmd_trainer.checkpoint_types import CheckpointType
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
-from spmd_trainer.step import accumulation, minibatches, state_layout, step_fns
+from spmd_trainer.step import minibatches, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
 from spmd_trainer.tasks_lib import EarlyStoppingFn, RunningMode, SingleTask
@@ -228,7 +228,7 @@ def _pmap_gradients(
     output, written, grads = step_fns.gradients(layout, mdl_vars, prng_key, inputs)
     weight = _loss_weight(layout.task, output)
     # The loss is a mean over this device's rows: its part of the mean over all rows.
-    share = accumulation.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
+    share = minibatches.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
     grads = jax.tree.map(lambda g: (g * share).astype(g.dtype), grads)
     written = jax.tree.map(
         lambda x: x if minibatches.is_integer(x) else jax.lax.pmean(x, PMAP_PARALLEL_AXIS_NAME), written
@@ -253,7 +253,7 @@ def _over_devices(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
         value, weight = jnp.asarray(value), jnp.asarray(weight)
         total = jax.lax.psum(value * weight, PMAP_PARALLEL_AXIS_NAME)
         weights = jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME)
-        return accumulation.weighted_mean(total, weights), weights
+        return minibatches.weighted_mean(total, weights), weights
 
     scalars: WeightedScalars = type(output.weighted_scalars)(
         {name: mean(*pair) for name, pair in output.weighted_scalars.items()}  # type: ignore[call-arg]
