@@ -26,7 +26,7 @@ from spmd_trainer.checkpointing.errors import (
     NonFiniteStateError,
 )
 from spmd_trainer.checkpointing.records import dtype_name
-from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.sharding.messages import bytes_text, format_duration
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.access import free_space
 from spmd_trainer.storage.retry import retry
@@ -282,16 +282,16 @@ def _room(directory: epath.Path, checkpoint_bytes: int, keep: int | None) -> str
         return None
     advice = "Free some space, choose another --job_log_dir, or keep fewer steps (task.train.save_max_to_keep)."
     if free < checkpoint_bytes:
-        return f"A checkpoint needs {_gib(checkpoint_bytes)} in {directory}, but only {_gib(free)} are free. {advice}"
+        return f"A checkpoint needs {bytes_text(checkpoint_bytes)} in {directory}, but only {bytes_text(free)} are free. {advice}"
     # Besides those kept there is the one that is being written.
     needed, room = checkpoint_bytes * ((keep or 1) + 1), free + _used(directory)
     if room < needed:
         logging.warning(
             "%d checkpoints need %s in %s, but only %s are free, checkpoints that are there included. %s",
             (keep or 1) + 1,
-            _gib(needed),
+            bytes_text(needed),
             directory,
-            _gib(room),
+            bytes_text(room),
             advice,
         )
     return None
@@ -304,7 +304,3 @@ def _used(directory: epath.Path) -> int:
         with contextlib.suppress(CheckpointNotFoundError):  # deleted since it was listed
             used += manifest.num_bytes(steps.step_dir(directory, step), step)
     return used
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

@@ -100,12 +100,6 @@ def open_log(config: RunConfig, run_log: log_lines.RunLog) -> None:
         run_log.open(config.job_log_dir / LOGS / name)
 
 
-def default_directory() -> pathlib.Path:
-    """Returns the default cache directory. It belongs to one user, because the trainer executes what it reads from there."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(base).expanduser() / "spmd-trainer" / "jax"
-
-
 def enable_compile_cache(directory: str | None) -> str | None:
     """Enables JAX's persistent compilation cache, which is on by default. Call it before anything is compiled; touches no device.
 
@@ -143,7 +137,9 @@ def enable_compile_cache(directory: str | None) -> str | None:
 
 def _cache_directory(directory: str | None) -> str | None:
     """Creates a local cache directory and returns its path; logs a warning and returns None if it can't be written."""
-    path = pathlib.Path(directory).expanduser().absolute() if directory else default_directory()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    # By default it belongs to one user, because the trainer executes what it reads from there.
+    path = pathlib.Path(directory or f"{base}/spmd-trainer/jax").expanduser().absolute()
     try:
         # Private to the user: anyone who can write here can make the trainer execute their code.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

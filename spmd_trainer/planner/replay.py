@@ -170,7 +170,7 @@ def _newest_written(job: Job) -> int | None:
 def _restore(job: Job, step: int) -> Restored:
     """Restores the newest whole checkpoint before a step, or the one of `--restore_checkpoint_step`."""
     directory = job.config.checkpoint_dir
-    if checkpoint_sources.is_foreign(directory):
+    if decided_by_process_0(lambda: checkpoint_sources.is_foreign(directory)):
         raise UserError(f"{directory} is of another trainer; --mode=replay needs a run of this one")
     own, layout = Checkpointer(directory, read_only=True), job.partitioner.metadata
     there = decided_by_process_0(lambda: steps.whole(directory))

@@ -129,7 +129,11 @@ def choose_mesh(
         return mesh_from_model(model, devices), reason
     adapted = experiment.adapt_mesh(declared, count)
     if adapted is None:
-        raise UserError(_fixed_text(name, declared, count))
+        raise UserError(
+            f"experiment {name} declares the mesh ({mesh_text(declared)}), which needs {_needed(declared)}, and there "
+            f"{_are(count)}. Run it with --mesh={mesh_flag(_nearest(declared, count).items())}, or let the experiment adapt its "
+            "mesh (adapt_mesh)"
+        )
     if math.prod(adapted.values()) != count:
         raise UserError(
             f"{type(experiment).__name__}.adapt_mesh returns the mesh ({mesh_text(adapted)}), which needs "
@@ -195,13 +199,6 @@ def mesh_over_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device] | N
     across = [slices if name == outermost else 1 for name in whole]
     inside = [size // count for size, count in zip(whole.values(), across, strict=True)]
     return sharding.create_hybrid_mesh(inside, across, tuple(whole), devices)
-
-
-def _fixed_text(name: str, declared: Mapping[str, int], count: int) -> str:
-    return (
-        f"experiment {name} declares the mesh ({mesh_text(declared)}), which needs {_needed(declared)}, and there {_are(count)}. "
-        f"Run it with --mesh={mesh_flag(_nearest(declared, count).items())}, or let the experiment adapt its mesh (adapt_mesh)"
-    )
 
 
 def _nearest(shape: Mapping[str, int], count: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.step import collectives, minibatches, step_fns
-from spmd_trainer.step.gathered_on_use import gathered_on_use, without_keeping_gathered
+from spmd_trainer.step.gathered_on_use import GatheredOnUse, without_keeping_gathered
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.minibatches import Outputs, advance_integers, is_integer, keep_integers
 from spmd_trainer.step.state_layout import NestedVariableSpec
@@ -189,7 +189,8 @@ def _gathered(
 
 
 def _gather_on_use(settings: PassSettings) -> VarsFn:
-    return lambda mdl_vars: gathered_on_use(mdl_vars, settings.variables)
+    """Boxes each piece of a split variable, so that a model that reads it gets the gathered variable."""
+    return lambda mdl_vars: jax.tree.map(GatheredOnUse.box, mdl_vars, settings.variables)
 
 
 def _agree(new: NestedJTensor, real: jax.Array, axes: tuple[str, ...]) -> NestedJTensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,17 +16,15 @@ from praxis import decoder_hparams
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
-from spmd_trainer.checkpointing import Restored
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import checkpoints, decode_output, decode_records, rooms
+from spmd_trainer.training import checkpoints, decode_records, rooms
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
-from spmd_trainer.training.decode_output import DecodeOutput
-from spmd_trainer.training.ending import say_results
+from spmd_trainer.training.decode_records import DecodeOutput
 from spmd_trainer.training.job import Job
 
 # Number of decoded examples per dataset that are also logged.
@@ -162,7 +160,7 @@ class DecodeDataset(FiniteDataset):
             records = list(decode_records.records(self._input, outputs, inputs, first=first, text_of=self._text_of))
             output.add(index, records, scalars.means, scalars.weights)
             for record in records[: _LOGGED - logged]:
-                decode_output.say(self.name, step, record, output.path)
+                decode_records.say(self.name, step, record, output.path)
                 logged += 1
         return batches
 
@@ -210,19 +208,10 @@ def with_sampling_keys(task: SingleTask, inputs: NestedMap, key: jax.Array) -> N
 def decode_once(job: Job) -> int:
     """Decodes with one checkpoint, `--restore_checkpoint_step` or the newest, and returns its step."""
     restored = checkpoints.restore_for_inference(job, use_ema=job.task.train.decode_use_ema_states)
-    _with_writers(job, [restored])
+    checkpoints.run_on(job, Decodes, [restored])
     return restored.step
 
 
 def decode_checkpoints(job: Job) -> None:
     """Decodes with the newest checkpoint and then with each new one, up to the training run's last step."""
-    _with_writers(job, checkpoints.follow(job, use_ema=job.task.train.decode_use_ema_states))
-
-
-def _with_writers(job: Job, states: Iterable[Restored]) -> None:
-    with contextlib.closing(SummaryWriters(job.config.job_log_dir, enabled=jax.process_index() == 0)) as writers:
-        decodes = Decodes(job, writers)
-        for restored in states:
-            decodes.run(restored.state, restored.step)
-            writers.flush()
-        say_results(job.config.job_log_dir)
+    checkpoints.run_on(job, Decodes, checkpoints.follow(job, use_ema=job.task.train.decode_use_ema_states))

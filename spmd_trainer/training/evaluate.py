@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoints
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
 from spmd_trainer.training.decode_records import arrays_of_row
-from spmd_trainer.training.ending import say_results, shown
+from spmd_trainer.training.ending import shown
 from spmd_trainer.training.job import Job
 
 # The key in `metrics.jsonl` for the fingerprint of what was evaluated.
@@ -201,10 +200,4 @@ def evaluate_checkpoints(job: Job) -> None:
     Raises:
       UserError: there is no run to follow.
     """
-    with contextlib.closing(SummaryWriters(job.config.job_log_dir, enabled=jax.process_index() == 0)) as writers:
-        evaluations = Evaluations(job, writers)
-        for restored in checkpoints.follow(job, use_ema=job.task.train.eval_use_ema_states):
-            evaluations.run(restored.state, restored.step)
-            # If the job is restarted, it skips the evaluations that are on disk.
-            writers.flush()
-        say_results(job.config.job_log_dir)
+    checkpoints.run_on(job, Evaluations, checkpoints.follow(job, use_ema=job.task.train.eval_use_ema_states))

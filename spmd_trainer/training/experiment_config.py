@@ -22,6 +22,7 @@ from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.step import mesh_choice
 from spmd_trainer.training import class_overrides
 
+_DATASETS = ("train_datasets", "eval_datasets", "decode_datasets")
 # Longer values are abbreviated.
 _MAX_CHARS = 2000
 _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
@@ -117,7 +118,8 @@ def resolve(
             let_host_devices_stand_in(config.task, mesh, join())
         # The experiment's own methods must see the overridden task.
         experiment.task = lambda: config.task  # type: ignore[method-assign]
-        _add_datasets(experiment, config)
+        for kind in _DATASETS:
+            setattr(config, kind, list(getattr(experiment, kind)()))
         for assignment in overrides:
             if assignment not in of_task and assignment not in of_class:
                 apply_override(config, assignment)
@@ -195,15 +197,9 @@ def _task_config(experiment: BaseExperiment) -> Any:
     return task_p
 
 
-def _add_datasets(experiment: BaseExperiment, config: Any) -> None:
-    config.train_datasets = list(experiment.train_datasets())
-    config.eval_datasets = list(experiment.eval_datasets())
-    config.decode_datasets = list(experiment.decode_datasets())
-
-
 def _use_datasets(experiment: BaseExperiment, config: Any) -> None:
     """Makes the experiment's own methods return the overridden configs."""
-    for kind in ("train_datasets", "eval_datasets", "decode_datasets"):
+    for kind in _DATASETS:
         configs = getattr(config, kind)
         setattr(experiment, kind, lambda configs=configs: list(configs))
 
@@ -274,7 +270,7 @@ def _validate_kinds(config: Any) -> None:
 
 
 def _validate_datasets(config: Any) -> None:
-    for kind in ("train_datasets", "eval_datasets", "decode_datasets"):
+    for kind in _DATASETS:
         datasets = getattr(config, kind)
         if not isinstance(datasets, list | tuple):
             raise UserError(f"{kind} is {datasets!r:.80}; give a list of configs of inputs")

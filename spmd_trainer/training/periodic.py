@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -183,7 +182,7 @@ class PeriodicWork:
                 _eval_state(run.state, ema=task.train.eval_use_ema_states),
                 run.step,
                 None if skips else batch,
-                next_batch=None if skips else lambda: peek(batches),
+                next_batch=None if skips else lambda: getattr(batches.peek(), "batch", None),  # the next step takes it
                 between_batches=between_batches,
             )
             self.evaluated = run.step
@@ -217,12 +216,6 @@ class PeriodicWork:
             self.do(due, batches, batch, request.leave_if_asked)
         except Interrupted:
             self.interrupted = "evaluation" if due.evaluate and self.evaluated != step else "decode"
-
-
-def peek(batches: Prefetcher) -> Any:
-    """Returns the batch of the next step and leaves it to that step, or None if the input has ended."""
-    prefetched = batches.peek()
-    return None if prefetched is None else prefetched.batch
 
 
 def _eval_state(state: TrainState, *, ema: bool) -> TrainState:

@@ -112,7 +112,7 @@ def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstSta
     if adapter_checkpoints.begins_with(job, directory):
         rules, restored_from = adapter_checkpoints.rules_of(job, directory)
         return _fresh(job, rules, restored_from=restored_from)
-    if checkpoint_sources.is_hf_folder_agreed(directory):
+    if decided_by_process_0(lambda: checkpoint_sources.is_hf_folder(directory)):
         with Phase(f"reading the Hugging Face folder {directory}") as phase:
             state = _with_averages(job, rooms.need("hf").load(directory, job))
             phase.done = f"read the variables of {directory}; the optimizer states are fresh"
