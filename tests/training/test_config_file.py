@@ -2,7 +2,9 @@
 
 import logging
 import os
+from types import SimpleNamespace
 
+import jax
 import pytest
 from etils import epath
 from facts import assert_names
@@ -10,6 +12,7 @@ from trained_helpers import make_job
 
 from spmd_trainer.models import config_lines
 from spmd_trainer.training import run_directory
+from spmd_trainer.training.job import Job
 
 LINES = ["task.train.learner.optimizer: Adam", "task.train.learner.optimizer.learning_rate: 0.002", "task.name: 'lm'"]
 
@@ -132,14 +135,18 @@ def test_a_long_value_is_shown_where_it_changed():
     assert len(str(change)) < 300
 
 
-def test_the_mesh_the_processes_and_the_batch_are_told_as_such(tmp_path, warnings):
+def settings_lines(mesh_shape, rows, minibatches):
+    """The lines of a job on this mesh."""
+    config = SimpleNamespace(experiment=SimpleNamespace(lines=lambda: LINES), noted_lines=lambda: [])
+    partitioner = SimpleNamespace(mesh_shape=lambda: mesh_shape, num_minibatches=minibatches)
+    return Job.settings_lines(SimpleNamespace(config=config, partitioner=partitioner, num_rows=rows))
+
+
+def test_the_mesh_the_processes_and_the_batch_are_told_as_such(tmp_path, warnings, monkeypatch):
     directory = epath.Path(tmp_path)
-    run_directory.write_config(
-        directory, ["mesh: (data=4, mdl=2)", "processes: 1", "global batch rows: 8", "minibatches: 1", *LINES]
-    )
-    run_directory.write_config(
-        directory, ["mesh: (data=2, mdl=2)", "processes: 2", "global batch rows: 16", "minibatches: 4", *LINES]
-    )
+    run_directory.write_config(directory, settings_lines({"data": 4, "mdl": 2}, 8, 1))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    run_directory.write_config(directory, settings_lines({"data": 2, "mdl": 2}, 16, 4))
     (message,) = warnings()
     for words in (
         "mesh was (data=4, mdl=2), is now (data=2, mdl=2)",
