@@ -34,7 +34,7 @@ from spmd_trainer.checkpointing import Checkpointer, records, saving
 from spmd_trainer.experiments.lm.stdlib import StdlibBytes
 from spmd_trainer.sharding.variables import named_shardings
 from spmd_trainer.training import start_up
-from spmd_trainer.training.host_devices import let_host_devices_stand_in
+from spmd_trainer.training.experiment_config import let_host_devices_stand_in
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 

@@ -98,9 +98,9 @@ def evaluate(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str
     from spmd_trainer.training.evaluate import Evaluations
 
     with _job("eval", exp, job_log_dir, overrides, settings) as job:
-        step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
+        restored = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
         with contextlib.closing(SummaryWriters(job.config.job_log_dir)) as writers:
-            return EvalResult(step, Evaluations(job, writers).run(state, step))
+            return EvalResult(restored.step, Evaluations(job, writers).run(restored.state, restored.step))
 
 
 def decode(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any) -> DecodeResult:
@@ -159,10 +159,10 @@ def inspect(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) 
     Raises:
       UserError: as `train`.
     """
-    from spmd_trainer.training import attention_kernels, input_layouts
+    from spmd_trainer.training import report_parts
 
     with _job("inspect", exp, ".", overrides, settings) as job:
-        return job.sharding_report(attention_kernels.of_forward_pass(job), input_layouts.of_job(job))
+        return job.sharding_report(report_parts.of_forward_pass(job), report_parts.of_inputs(job))
 
 
 def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> Plan:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from absl import app, flags
 
-from spmd_trainer.cli import doctor, flag_parsing, interruption, log_lines, run_flags
+from spmd_trainer.cli import doctor, flag_parsing, log_lines, run_flags
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, installation, user_code
 from spmd_trainer.inputs import tensorflow_bridge
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> None:
 
         launch.run(flags.FLAGS, list(argv[1:]), run_log)
     except KeyboardInterrupt:
-        interruption.say()
-        raise SystemExit(interruption.STATUS_INTERRUPTED) from None
+        log_lines.say_interrupted()
+        raise SystemExit(log_lines.STATUS_INTERRUPTED) from None
     except UserError as error:
         flag_parsing.leave(str(error), error.exit_status)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other: process 0's value, everybody's values, the first problem, being at one point.
+"""What the processes of a job tell each other: process 0's value, everybody's values, being at one point.
 
 Values travel through the key-value store of JAX's coordination service, not through the devices: that needs no compiled
 program, works before a device is touched, cannot be mixed up with the collectives of a training step, and has a deadline. With
@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+
+# No public names: they are how JAX itself and Orbax reach the coordination service.
+from jax._src.distributed import global_state
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.messages import named_text, shortened
@@ -40,15 +43,11 @@ class DisagreementError(UserError):
 def joined() -> tuple[int, int]:
     """Returns the number of processes in the job and the id of this one; (1, 0) before joining. Touches no device."""
     # `jax.process_count()` would initialise the devices.
-    from jax._src.distributed import global_state
-
     return (global_state.num_processes or 1, global_state.process_id or 0)
 
 
 def is_serving() -> bool:
     """Returns whether JAX's coordination service runs in this process."""
-    from jax._src.distributed import global_state
-
     return global_state.service is not None
 
 
@@ -79,9 +78,6 @@ def detected_cluster(seconds: float) -> tuple[str | None, int | None, int | None
 
 def client() -> Any:
     """Returns JAX's client of the job's coordination service; None before joining. Touches no device."""
-    # No public name: it is how JAX itself and Orbax reach the coordination service.
-    from jax._src.distributed import global_state
-
     return global_state.client
 
 
@@ -151,16 +147,6 @@ def barrier(name: str, timeout: float = TIMEOUT_SECONDS) -> None:
         _exchange(name, None, timeout)
 
 
-def from_process_0(value: int) -> int:
-    """Returns process 0's value on every process."""
-    return broadcast(value, name="from_process_0")
-
-
-def first_problem(found: str | None) -> str | None:
-    """Returns the same problem on every process: that of the lowest process that has one, or None when none has."""
-    return next((problem for problem in gather("first_problem", found) if problem), None)
-
-
 def _exchange(name: str, value: object, timeout: float, *, only_first: bool = False) -> list[Any]:
     """Returns the values of all processes, or with `only_first` a list of process 0's value alone."""
     with _lock:
@@ -211,8 +197,6 @@ def _by_value(values: Sequence[object]) -> str:
 
 def _count() -> int:
     """Returns the number of processes that JAX has joined. Touches a device only if it has joined none."""
-    from jax._src.distributed import global_state
-
     if global_state.client is not None:
         return int(global_state.num_processes or 1)
     count = jax.process_count()
@@ -224,6 +208,4 @@ def _count() -> int:
 
 
 def _index() -> int:
-    from jax._src.distributed import global_state
-
     return int(global_state.process_id or 0)

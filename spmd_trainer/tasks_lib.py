@@ -188,7 +188,7 @@ class SingleTask(BaseTask):
             last summary and write the average; 1 averages all steps.
           variable_norm_summary: write the norm of every variable with the summaries.
           update_ratio_summary: write the gradient's norm, the norm and the relative change of every variable with the
-            summaries, layer by layer; see `step/update_ratios.py`.
+            summaries, layer by layer; see `step/step_fns.py`.
           eval_interval_steps: steps between evaluations, which also take place when training is complete; 0: never.
           eval_skip_train: do not evaluate a training batch.
           eval_use_ema_states: evaluate the moving averages, which the learner must keep.

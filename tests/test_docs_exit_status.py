@@ -11,7 +11,7 @@ import yaml
 from facts import assert_names
 
 from spmd_trainer.checkpointing import errors as checkpoint_errors
-from spmd_trainer.cli import interruption, peer_watch
+from spmd_trainer.cli import log_lines, peer_watch
 from spmd_trainer.errors import UserError
 from spmd_trainer.watch.link import STATUS_HANG
 from spmd_trainer.watch.replica_check import ReplicaError
@@ -51,7 +51,7 @@ def test_table_has_the_statuses_of_the_code_and_no_others() -> None:
         for status in _literal_statuses(path.read_text(encoding="utf-8"))
     }
     named = {
-        interruption.STATUS_INTERRUPTED,
+        log_lines.STATUS_INTERRUPTED,
         peer_watch.STATUS_LOST_PROCESS,
         ReplicaError.exit_status,
         STATUS_HANG,
@@ -67,7 +67,7 @@ def test_meanings_are_those_of_the_constants() -> None:
     assert "no progress" in rows[STATUS_HANG][0]
     assert "none is whole" in rows[checkpoint_errors.NoWholeCheckpointError.exit_status][0]
     assert "damaged" in rows[checkpoint_errors.DamagedCheckpointError.exit_status][0]
-    assert "Ctrl-C" in rows[interruption.STATUS_INTERRUPTED][0]
+    assert "Ctrl-C" in rows[log_lines.STATUS_INTERRUPTED][0]
 
 
 def test_page_says_to_stop_where_the_launchers_stop() -> None:

@@ -20,7 +20,7 @@ from spmd_trainer.training import experiment_config
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 UPDATE = "UPDATE_GOLDEN=1 pytest tests/test_golden_layouts.py"
 
-experiment_registry.import_all()
+experiment_registry.modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
 # Only those of `experiments/`: other tests register their own.
 EXPERIMENTS = sorted(
     experiment_registry.short_name(name)

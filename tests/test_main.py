@@ -176,9 +176,9 @@ def test_help_is_a_page_and_helpfull_has_every_flag():
 def test_every_flag_stands_on_the_help_page():
     from absl import flags
 
-    from spmd_trainer.cli import help_page, run_flags
+    from spmd_trainer.cli import flag_parsing, run_flags
 
-    page = help_page.text()
+    page = flag_parsing.help_page()
     for flag in flags.FLAGS.flags_by_module_dict()[run_flags.__name__]:
         assert re.search(rf"^  --(no)?{re.escape(flag.name)}\b", page, re.MULTILINE), flag.name
 

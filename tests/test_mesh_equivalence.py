@@ -50,7 +50,7 @@ FIRST_SEED = int(os.environ.get("SPMD_TEST_SEED", time.time_ns() // 10**9))
 STEPS = 5
 KEY = jax.random.key(1)
 
-experiment_registry.import_all()
+experiment_registry.modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
 EXPERIMENTS = sorted(
     experiment_registry.short_name(name)
     for name in experiment_registry.get_all()

@@ -23,9 +23,6 @@ tell(lambda: multihost.gather("position", [index, "\\u00fc"]))
 tell(lambda: multihost.agree("the mesh", {"data": 4, "mdl": 2}))
 tell(lambda: multihost.agree("the random seed", 1 if index == 1 else 0))
 tell(lambda: multihost.agree("the steps", list(range(1000 * (index == 2)))))
-tell(lambda: multihost.from_process_0(index + 10))
-tell(lambda: multihost.first_problem(None))
-tell(lambda: multihost.first_problem(f"problem of {index}" if index else None))
 for i in range(300):
     assert multihost.broadcast(i if index == 0 else None) == i
 left = multihost.client().key_value_dir_get("spmd_trainer/multihost/broadcast/")
@@ -64,9 +61,6 @@ def test_processes_exchange_values_and_tell_where_they_differ():
         "{'data': 4, 'mdl': 2}",
         f"DisagreementError: the processes disagree about the random seed: {seeds}",
         f"DisagreementError: the processes disagree about the steps: {steps}",
-        "10",
-        "None",
-        "problem of 1",
         "True",
         "False",
     ]
@@ -85,9 +79,6 @@ def test_one_process_agrees_with_itself():
     assert multihost.broadcast(object) is object
     assert multihost.gather("x", 3) == [3]
     assert multihost.agree("x", {"a": 1}) == {"a": 1}
-    assert multihost.from_process_0(5) == 5
-    assert multihost.first_problem(None) is None
-    assert multihost.first_problem("p") == "p"
     multihost.barrier("x", timeout=0)
 
 

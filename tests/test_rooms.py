@@ -111,7 +111,7 @@ COMMANDS = """
 import sys
 
 from spmd_trainer import main
-from spmd_trainer.cli import help_page
+from spmd_trainer.cli import flag_parsing
 from spmd_trainer.errors import UserError
 from spmd_trainer.training.run_config import make_run_config
 
@@ -121,7 +121,7 @@ def says(call):
     except (UserError, SystemExit) as error:
         sys.stderr.write(f"{error}\\n")
 
-assert "--mode=lm_eval" in help_page.text()
+assert "--mode=lm_eval" in flag_parsing.help_page()
 for setting in ({"hang_seconds": 900}, {"check_repeat_every": 2}, {"track": ["wandb"]}):
     says(lambda: make_run_config("lm.stdlib.StdlibBytesTiny", sys.argv[1], **setting))
 for command in (["--mode=lm_eval", "--tasks=a"], ["--mode=plan", "--topology=v5e:2x2"], ["--mode=page"], ["--exp=x"]):

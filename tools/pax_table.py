@@ -28,7 +28,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import experiment_registry, tasks_lib
 from spmd_trainer.inputs import ArrayInput
-from spmd_trainer.step import PjitPartitioner, model_mesh
+from spmd_trainer.step import PjitPartitioner, mesh_choice
 from spmd_trainer.training import experiment_config
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "coming_from_pax.md"
@@ -101,8 +101,8 @@ def build(cls: type) -> Built:
     Raises:
       UserError: the build fails.
     """
-    declared = model_mesh.declared_mesh(cls().task().model)
-    shape = {model_mesh.DEFAULT_AXIS: 8} if declared is None else declared.shape
+    declared = mesh_choice.declared_mesh(cls().task().model)
+    shape = {mesh_choice.DEFAULT_AXIS: 8} if declared is None else declared.shape
     num_devices = math.prod(shape.values())
     # Pax's experiments ask for the devices to choose their batch size.
     with (

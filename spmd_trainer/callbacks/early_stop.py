@@ -46,7 +46,7 @@ class EarlyStop(Callback):
         self._watched = fn.dataset_among(["train", *run.eval_names])
         self._replay(run, fn)
         # Processes may see the files of summaries at different moments.
-        self._has_stopped = bool(multihost.from_process_0(int(self._has_stopped)))
+        self._has_stopped = multihost.broadcast(self._has_stopped)
         if self._best is not None:
             self._drop_later(self._best, run.step)
         if self._has_stopped:
@@ -65,12 +65,12 @@ class EarlyStop(Callback):
         if step != self._told_of and self._can_judge(run, fn, metrics):
             stops = bool(fn(metrics, "eval", step, step == run.num_steps))
             self._told_of = step
-        self._has_stopped = bool(multihost.from_process_0(int(stops)))
+        self._has_stopped = multihost.broadcast(stops)
         if self._has_stopped:
             run.stop(STOPPED)
         if self._best is not None and isinstance(fn, EarlyStopping):
             found_best = fn.improved and self._told_of == step
-            if multihost.from_process_0(int(found_best)):
+            if multihost.broadcast(bool(found_best)):
                 save_state(self._best, run)
 
     def on_failure(self, run: Run, error: BaseException) -> None:

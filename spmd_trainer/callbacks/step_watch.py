@@ -20,8 +20,8 @@ StepFn: TypeAlias = "Callable[[TrainState, jax.Array, PyTree], tuple[TrainState,
 class StepWatch:
     """Watches nothing. A callback may put a subclass into `run.step_watch` in its `on_open`.
 
-    The loop calls `begin`, `took_input`, `take` and `waits` in this order for each step, and hands out scalars through what
-    `reports` returns. Times are those of `time.monotonic`.
+    The loop calls `begin`, `took_input`, `dispatching`, `dispatched` and `waits` in this order for each step, and hands out
+    scalars through what `reports` returns. Times are those of `time.monotonic`.
     """
 
     def begin(self, began: float, for_others: float) -> None:
@@ -35,19 +35,15 @@ class StepWatch:
     def took_input(self, now: float, for_others: float) -> None:
         """Called when the batch is there. Arguments as in `begin`."""
 
-    def take(self, fn: StepFn, run: Run, prng_key: jax.Array, batch: PyTree) -> tuple[TrainState, Packed]:
-        """Hands the step after `run.step` to the devices. Every process calls it.
+    def around(self, fn: StepFn, run: Run) -> StepFn:
+        """Returns what the loop calls as the compiled train step `fn`. It may take the step after `run.step` in another way."""
+        return fn
 
-        Args:
-          fn: the compiled train step.
-          run: gives the state.
-          prng_key: the run's key.
-          batch: the step's batch, on the devices.
+    def dispatching(self) -> None:
+        """Called when the loop is about to hand a step to the devices."""
 
-        Returns:
-          The new state and the packed scalars.
-        """
-        return fn(run.state, prng_key, batch)
+    def dispatched(self, step: int, packed: Packed) -> None:
+        """Called when it has; `packed` are the step's scalars, which aren't donated to the next one."""
 
     def waits(self) -> None:
         """Called when the loop is about to wait for the scalars of an older step."""

@@ -6,7 +6,7 @@ own_steps.py            the steps of this trainer as sources: checks their files
 manifest.py             the list of a step's files with checksums: tells whole steps from damaged ones
 step_files.py           reads files, again after transient errors; tells missing files from storage that does not answer
 steps.py                the steps of a directory: listed, checked, followed, deleted
-retired_steps.py        renames damaged steps, deletes old ones
+retired_steps.py        renames damaged steps, deletes old ones; parses for how long they are kept: '12h', '90m'
 shards.py               places what is read of other trainers' checkpoints, with the next variables being read
 agreement.py            checks and saves of a step that end alike on all processes
 records.py              the JSON record: logical shapes, mesh, config, versions, input position
@@ -14,12 +14,10 @@ input_states.py         the positions of the input, one for each process
 frozen_base.py          runs with adapters: what they save, and which base they need
 checksums.py            checksums of variables, computed on the devices
 mismatch.py             explains why a checkpoint does not fit a model
-saving.py               checks a state before it is saved, logs how long that takes, explains a failure
-durations.py            parses '12h', '90m'
+saving.py               checks write access and free space at the start, and a state before it is saved; explains a failure
 loading_rules.py        init_from_checkpoint_rules: warm starts by regex, and their report
 rule_matching.py        these rules: matched against variable names
 flax.py                 checkpoints of plain Flax as sources
-storage_check.py        checks write access and free space before training starts
 orbax_io.py             writes and reads steps with Orbax; imported when first needed
 unpadded_arrays.py      makes Orbax write arrays at their logical shapes; no other file but these two imports Orbax
 errors.py               CheckpointError and its kinds
@@ -35,11 +33,11 @@ from spmd_trainer.checkpointing.errors import (
     NonFiniteStateError,
     NoWholeCheckpointError,
 )
-from spmd_trainer.checkpointing.loading_rules import LoadReport, init_from_rules
+from spmd_trainer.checkpointing.loading_rules import LoadReport
 from spmd_trainer.checkpointing.rule_matching import LOAD_ALL, CheckpointLoadingRules
+from spmd_trainer.checkpointing.saving import check_storage, checkpoint_bytes
 from spmd_trainer.checkpointing.sources import CheckpointSource, Restored, restore
 from spmd_trainer.checkpointing.steps import iterate_checkpoints
-from spmd_trainer.checkpointing.storage_check import check_storage, checkpoint_bytes
 
 __all__ = [
     "LOAD_ALL",
@@ -57,7 +55,6 @@ __all__ = [
     "Restored",
     "check_storage",
     "checkpoint_bytes",
-    "init_from_rules",
     "iterate_checkpoints",
     "restore",
 ]

@@ -23,13 +23,13 @@ from spmd_trainer.checkpointing import (
     steps,
 )
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
-from spmd_trainer.checkpointing.durations import Duration, parse_duration
 from spmd_trainer.checkpointing.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
 )
 from spmd_trainer.checkpointing.own_steps import DamagedFilesError, open_step
+from spmd_trainer.checkpointing.retired_steps import Duration, parse_duration
 from spmd_trainer.checkpointing.sources import Restored
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from spmd_trainer.checkpointing import mismatch, records
-from spmd_trainer.checkpointing.checksums import checksums
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.train_states import TrainState, is_adapter
@@ -139,27 +138,6 @@ class BaseRecord:
     checksums: Mapping[str, str]
     dtypes: Mapping[str, str]
     restored_from: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        arrays: Mapping[str, jax.Array],
-        specs: Mapping[str, VariableSpec],
-        paths: tuple[str, ...],
-        sources: tuple[str, ...],
-        restored_from: str | None = None,
-    ) -> BaseRecord:
-        """Returns the record of a base on the devices. Called by every process.
-
-        Args:
-          arrays: the base at padded shapes by path.
-          specs: its VariableSpecs by path.
-          paths: see above.
-          sources: see above.
-          restored_from: see above.
-        """
-        dtypes = {path: records.dtype_name(specs[path].dtype) for path in arrays}
-        return cls(paths, sources, checksums(arrays, specs), dtypes, restored_from)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record's entry in the metadata of a checkpoint."""

@@ -86,15 +86,8 @@ class ResolvedRules:
     report: LoadReport
     parts: tuple[tuple[CheckpointSource, dict[str, str]], ...]
 
-    def load(self, state: TrainState, variables: TrainState, mesh: Mesh) -> TrainState:
-        """Loads the variables. Returns `state` with these replaced; the arguments are those of `init_from_rules`."""
-        leaves = dict(zip(records.by_path(variables), jax.tree.leaves(state), strict=True))
-        leaves.update(self.read(variables, mesh))
-        loaded: TrainState = jax.tree.unflatten(jax.tree.structure(state), leaves.values())
-        return loaded
-
     def read(self, variables: TrainState, mesh: Mesh) -> dict[str, jax.Array]:
-        """Returns the variables by path; the arguments are those of `init_from_rules`."""
+        """Returns the variables by path, on a mesh, in the model's dtypes. Called by every process."""
         specs, arrays = records.by_path(variables), {}
         for source, saved_paths in self.parts:
             arrays.update(source.read({path: specs[path] for path in saved_paths}, mesh, saved_paths))
@@ -106,48 +99,20 @@ class ResolvedRules:
         return dataclasses.replace(self, parts=tuple((source, paths) for source, paths in chosen if paths))
 
 
-def init_from_rules(
-    state: TrainState,
-    variables: TrainState,
-    mesh: Mesh,
-    rules: RulesByDirectory,
-    *,
-    open_foreign: OpenForeign | None = None,
-) -> tuple[TrainState, LoadReport]:
-    """Replaces variables of an initialised state by variables of other checkpoints. Called by every process.
-
-    Checkpoints are taken in the mapping's order. A variable is loaded from the first checkpoint that has a rule for it;
-    the step and the optimizer states come from the first whose rules ask for them. Floating-point dtypes are converted to
-    the model's.
-
-    Args:
-      state: the initialised state at padded shapes on `mesh`.
-      variables: the same tree with VariableSpecs as leaves.
-      mesh: the mesh.
-      rules: {directory: rules, or a config of them}. A directory is a run's `job_log_dir`, its `checkpoints`, or one step
-        in it.
-      open_foreign: opens checkpoints of other trainers, e.g. `interop.foreign.open_source`; None knows this trainer's only.
-
-    Returns:
-      The state with the loaded variables, and the report.
-
-    Raises:
-      As `resolve_rules`, before an array is read.
-    """
-    resolved = resolve_rules(variables, rules, check_contents=True, open_foreign=open_foreign)
-    return resolved.load(state, variables, mesh), resolved.report
-
-
 def resolve_rules(
     variables: TrainState, rules: RulesByDirectory, *, check_contents: bool, open_foreign: OpenForeign | None = None
 ) -> ResolvedRules:
-    """Derives what `init_from_rules` loads from the records of the checkpoints. Called by every process.
+    """Derives what a warm start loads from the records of the checkpoints. Called by every process.
+
+    Checkpoints are taken in the mapping's order. A variable is loaded from the first checkpoint that has a rule for it;
+    the step and the optimizer states come from the first whose rules ask for them.
 
     Args:
       variables: a TrainState (or another tree) of VariableSpecs.
-      rules: as in `init_from_rules`.
+      rules: {directory: rules, or a config of them}. A directory is a run's `job_log_dir`, its `checkpoints`, or one step
+        in it.
       check_contents: True compares the checksums of the files, which is needed before loading. False compares sizes only.
-      open_foreign: see `init_from_rules`.
+      open_foreign: opens checkpoints of other trainers; None knows this trainer's only.
 
     Raises:
       UserError: `rules` does not map directories to CheckpointLoadingRules.
@@ -226,7 +191,7 @@ def for_base(variables: TrainState, rules: RulesByDirectory) -> dict[epath.PathL
 
     Args:
       variables: a TrainState of VariableSpecs.
-      rules: as in `init_from_rules`.
+      rules: as in `resolve_rules`.
     """
     names = [path.removeprefix(_VARS) for path in frozen_base.base_specs(variables)]
     found = {}

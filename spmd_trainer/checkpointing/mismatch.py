@@ -74,17 +74,12 @@ def explain_adapters(saved: Iterable[str], wanted: Iterable[str], checkpoint: st
     if any(map(is_adapter, saved)) and not has_base and not any(map(is_adapter, wanted)):
         return adapters_alone(checkpoint)
     if any(map(is_adapter, wanted)) and not any(map(is_adapter, saved)):
-        return whole_model(checkpoint)
+        return (
+            f"{checkpoint} holds a whole model, and this experiment trains adapters on a frozen base (task.lora is set). Fix: to "
+            "train adapters on this model, name its directory in task.train.init_from_checkpoint_rules and choose another "
+            "--job_log_dir; to continue the run that wrote it, set task.lora=None."
+        )
     return None
-
-
-def whole_model(checkpoint: str) -> str:
-    """Returns the message for a checkpoint without adapters that a run with adapters is to continue from."""
-    return (
-        f"{checkpoint} holds a whole model, and this experiment trains adapters on a frozen base (task.lora is set). Fix: to "
-        "train adapters on this model, name its directory in task.train.init_from_checkpoint_rules and choose another "
-        "--job_log_dir; to continue the run that wrote it, set task.lora=None."
-    )
 
 
 def adapters_alone(checkpoint: str) -> str:

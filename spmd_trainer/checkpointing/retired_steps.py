@@ -1,10 +1,12 @@
-"""What becomes of steps that a run does not use any more: damaged ones are renamed, old ones deleted.
+"""What becomes of steps that a run does not use any more: damaged ones are renamed, old ones deleted or kept by the hour.
 
 Damaged steps are renamed if there is a whole one. Nothing is touched if there is none.
 """
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -14,8 +16,15 @@ from etils import epath
 from spmd_trainer.checkpointing import steps
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.checkpointing.errors import CheckpointNotFoundError, CheckpointReadError, NoWholeCheckpointError
+from spmd_trainer.errors import UserError
 
 REFUSED_PREFIX = "refused-"
+
+Duration = str | int | float | datetime.timedelta | None
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PART = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def move_all_aside(directory: epath.Path) -> None:
@@ -111,3 +120,43 @@ class StepDeleter:
 
     def close(self) -> None:
         """Does nothing; part of the protocol."""
+
+
+def parse_duration(duration: Duration) -> datetime.timedelta | None:
+    """Returns the duration of `save_keep_interval_duration`, or None if that is None or ''.
+
+    Args:
+      duration: '12h', '90m', '30s', '2d' or several of these ('1h30m'); a number of seconds (45 or '45'); a timedelta;
+        None or '' for no duration.
+
+    Raises:
+      UserError: `duration` has another form, or is not longer than 0 seconds; the message names the field and its value.
+    """
+    if duration is None or (isinstance(duration, str) and not duration.strip()):
+        return None
+    try:
+        parsed = (
+            duration if isinstance(duration, datetime.timedelta) else datetime.timedelta(seconds=_seconds(duration))
+        )
+    except (ValueError, OverflowError) as error:
+        raise UserError(
+            f"save_keep_interval_duration: {duration!r} is not a duration; write e.g. '12h', '90m', '1d12h', 45 (seconds), or "
+            "'' or None for none"
+        ) from error
+    if parsed <= datetime.timedelta(0):
+        raise UserError(
+            f"save_keep_interval_duration: {duration!r} is not longer than 0 seconds; write '' or None for none"
+        )
+    return parsed
+
+
+def _seconds(duration: str | int | float) -> float:
+    if isinstance(duration, int | float) and not isinstance(duration, bool):
+        return duration
+    text = duration.strip() if isinstance(duration, str) else ""
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    parts = _PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError(text)
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)

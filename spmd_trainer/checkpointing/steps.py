@@ -144,10 +144,8 @@ def newest_whole(directory: epath.Path, newer_than: int = -1, *, log_damage: boo
 def iterate_checkpoints(
     directory: epath.PathLike,
     *,
-    last_step_seen: int | None = None,
     stop_fn: Callable[[int | None], bool] | None = None,
     poll_seconds: float = 10.0,
-    timeout_seconds: float | None = None,
 ) -> Iterator[int]:
     """Yields the newest whole step each time there is a newer one. Called by every process of the job.
 
@@ -157,23 +155,19 @@ def iterate_checkpoints(
 
     Args:
       directory: `job_log_dir/checkpoints` of the training run.
-      last_step_seen: yield newer steps only; None: any step.
       stop_fn: called on process 0 before each poll with the last step seen (or None). If it returns True and the poll
         finds no newer step, the iteration ends. None: never.
       poll_seconds: time between polls.
-      timeout_seconds: end the iteration if no new step appears for this long; None: never.
 
     Raises:
       CheckpointReadError: storage does not answer process 0, or refuses, after retries.
     """
     directory = epath.Path(directory)
-    seen = last_step_seen
-    since = time.monotonic()
+    seen: int | None = None
 
     def poll() -> int:
-        expired = timeout_seconds is not None and time.monotonic() - since >= timeout_seconds
         # Ask stop_fn before polling: a step saved between a poll and a later stop_fn would be missed.
-        last_poll = expired or (stop_fn is not None and stop_fn(seen))
+        last_poll = stop_fn is not None and stop_fn(seen)
         newest = newest_whole(directory, newer_than=-1 if seen is None else seen)
         return newest if newest is not None else _STOP if last_poll else _NOTHING_NEW
 
@@ -187,7 +181,6 @@ def iterate_checkpoints(
             continue
         seen = answer
         yield seen
-        since = time.monotonic()
 
 
 def require(directory: epath.Path, step: int) -> None:

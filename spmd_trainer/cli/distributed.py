@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from absl import logging
 
 from spmd_trainer import multihost
-from spmd_trainer.cli import interruption, peer_watch, rendezvous, rendezvous_wire
+from spmd_trainer.cli import log_lines, peer_watch, rendezvous, rendezvous_wire
 from spmd_trainer.errors import UserError
 from spmd_trainer.watch.link import job
 
@@ -174,8 +174,8 @@ class Processes:
                 signal.signal(
                     signal.SIGINT, signal.SIG_IGN
                 )  # one more Ctrl-C must not cut off what the others are told
-            interruption.say()
-            status, how = interruption.STATUS_INTERRUPTED, "was interrupted"
+            log_lines.say_interrupted()
+            status, how = log_lines.STATUS_INTERRUPTED, "was interrupted"
         elif isinstance(error, UserError):
             status = error.exit_status  # the same as in a job of one process
             sys.stderr.write(f"spmd-trainer: {error}\n")
@@ -255,7 +255,9 @@ def _connect(cluster: Cluster, watch: peer_watch.PeerWatch) -> None:
             cluster.process_id,
             cluster.local_device_ids,
             cluster_detection_method="deactivate",
-            heartbeat_timeout_seconds=_jax_heartbeat_timeout(cluster.heartbeat_seconds),
+            # JAX then aborts surely later than `peer_watch` exits with a message: it sends a heartbeat twice in its timeout, so
+            # that a process that is lost just before it sends one is noticed after half of it.
+            heartbeat_timeout_seconds=4 * cluster.heartbeat_seconds + 10,
             initialization_timeout=int(_CONNECT_SECONDS) + 30,
         )
     except Exception as error:
@@ -265,14 +267,6 @@ def _connect(cluster: Cluster, watch: peer_watch.PeerWatch) -> None:
         ) from error
     finally:
         limit.cancel()
-
-
-def _jax_heartbeat_timeout(heartbeat_seconds: int) -> int:
-    """Returns a timeout after which JAX aborts surely later than `peer_watch` exits with a message.
-
-    JAX sends a heartbeat twice in its timeout. So a process that is lost just before it sends one is noticed after half of it.
-    """
-    return 4 * heartbeat_seconds + 10
 
 
 def _say_serving(watch: peer_watch.PeerWatch) -> None:

@@ -113,7 +113,8 @@ def _unresolvable_packages() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    if installation.installed_version("jax") is None:
+    version = installation.installed_version("jax")
+    if version is None:
         return
     status, output, error = _run(_PROBE)
     if status:
@@ -126,14 +127,10 @@ def _devices() -> Iterator[Finding]:
     fix = None
     if found["platform"] == "cpu":
         if _NVIDIA_DRIVER.exists():
-            kind, fix = f"{kind}, although there is an NVIDIA GPU", _jax_with("cuda12")
+            kind, fix = f"{kind}, although there is an NVIDIA GPU", _install(f"jax[cuda12]=={version}")
         elif any(pathlib.Path("/dev").glob("accel[0-9]*")):
-            kind, fix = f"{kind}, although there is a TPU", _jax_with("tpu")
+            kind, fix = f"{kind}, although there is a TPU", _install(f"jax[tpu]=={version}")
     yield Finding(f"devices: {count} x {kind} ({found['platform']})", fix)
-
-
-def _jax_with(extra: str) -> str:
-    return _install(f"jax[{extra}]=={installation.installed_version('jax')}")
 
 
 def _install(requirement: str) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pathlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jax
-from absl import flags
+from absl import flags, logging
 
-from spmd_trainer import experiment_registry, multihost
+from spmd_trainer import experiment_registry, multihost, storage
 from spmd_trainer.callbacks import CallbackError
 from spmd_trainer.checkpointing import CheckpointError
-from spmd_trainer.cli import compile_cache, distributed, live_line, log_lines, run_flags
+from spmd_trainer.cli import distributed, live_line, log_lines, run_flags
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, first_paragraph, user_code
 from spmd_trainer.experiment_registry import modules
@@ -22,6 +25,9 @@ from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import ChipsConfig, RunConfig
 from spmd_trainer.training.run_directory import LOGS
 from spmd_trainer.training.same_settings import check_same_settings
+
+# Seconds. JAX's own threshold of 1 would exclude the steps of small models and most evaluation and decode steps.
+_MIN_COMPILE_SECONDS = 0.1
 
 
 def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.RunLog) -> None:
@@ -94,6 +100,63 @@ def open_log(config: RunConfig, run_log: log_lines.RunLog) -> None:
         run_log.open(config.job_log_dir / LOGS / name)
 
 
+def enable_compile_cache(directory: str | None) -> str | None:
+    """Enables JAX's persistent compilation cache, which is on by default. Call it before anything is compiled; touches no device.
+
+    Several processes may share the directory: all of them read it, and JAX lets only process 0 write to it. If JAX can't read an
+    entry, it compiles the program again.
+
+    JAX's own settings (JAX_COMPILATION_CACHE_DIR, jax_enable_compilation_cache) take precedence over the default directory,
+    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, logs a
+    warning and leaves the cache off.
+
+    Args:
+      directory: the cache directory; None for JAX's own setting, or else the default; '' for no cache.
+
+    Returns:
+      The directory in use, or None.
+
+    Raises:
+      UserError: a path that no storage is known for, see `storage.directory`.
+    """
+    config: Any = jax.config  # Any: its attributes are created at run time.
+    if directory == "":
+        config.update("jax_compilation_cache_dir", None)
+        return None
+    if directory is None and (config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache):
+        return config.jax_compilation_cache_dir
+    given = None if directory is None else os.fspath(storage.directory("--jax_cache_dir", directory))
+    path = given if given and storage.is_remote(given) else _cache_directory(given)
+    if path is None:
+        return None
+    config.update("jax_compilation_cache_dir", path)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+    return path
+
+
+def _cache_directory(directory: str | None) -> str | None:
+    """Creates a local cache directory and returns its path; logs a warning and returns None if it can't be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    # By default it belongs to one user, because the trainer executes what it reads from there.
+    path = pathlib.Path(directory or f"{base}/spmd-trainer/jax").expanduser().absolute()
+    try:
+        # Private to the user: anyone who can write here can make the trainer execute their code.
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK | os.X_OK)
+        reason = "not writable"
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown.
+        writable, reason = False, str(error)
+    if writable:
+        return str(path)
+    logging.warning(
+        "the compilation cache is off: can't use %s (%s); set --jax_cache_dir=DIR, or --jax_cache_dir= for no cache",
+        path,
+        reason,
+    )
+    return None
+
+
 def build_job(config: RunConfig) -> Job:
     """Checks everything that can be checked before a run starts, then builds its job. Writes nothing into the run's directory.
 
@@ -102,7 +165,7 @@ def build_job(config: RunConfig) -> Job:
     """
     # A program compiled for a topology could be read back only on a machine with its chips.
     has_topology = isinstance(config, ChipsConfig) and config.topology
-    compile_cache.enable("" if has_topology else config.jax_cache_dir)
+    enable_compile_cache("" if has_topology else config.jax_cache_dir)
     if config.jax_profiler_port:
         with contextlib.suppress(ValueError):  # an earlier call in this process has started one
             jax.profiler.start_server(config.jax_profiler_port)

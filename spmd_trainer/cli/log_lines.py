@@ -38,6 +38,9 @@ _KEPT_RECORDS = 10_000
 _REMOTE_SECONDS = 10.0
 _REMOTE_ATTEMPTS = 2
 
+# The shells' exit status for a program that SIGINT ended: 128 + 2.
+STATUS_INTERRUPTED = 130
+
 
 class _Format(std_logging.Formatter):
     def format(self, record: std_logging.LogRecord) -> str:
@@ -229,3 +232,8 @@ def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
 def log_traceback(error: BaseException) -> None:
     """Writes an error's traceback to the full log only."""
     std_logging.getLogger("spmd_trainer").error("traceback:", exc_info=error, extra={_FILE_ONLY: True})
+
+
+def say_interrupted() -> None:
+    """Writes to stderr that Ctrl-C has ended the process: that it was interrupted, and what to do."""
+    sys.stderr.write("spmd-trainer: interrupted; the same command continues from the newest checkpoint\n")

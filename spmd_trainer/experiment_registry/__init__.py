@@ -27,7 +27,6 @@ __all__ = [
     "get",
     "get_all",
     "get_registry_tags",
-    "import_all",
     "register",
     "short_name",
 ]
@@ -166,15 +165,6 @@ def _matches_after_imports(name: str) -> list[str]:
     if found := _matches(name):
         return found
     raise modules.unknown(name, imported, _full_names_by_key, failures)
-
-
-def import_all(package: str = EXPERIMENTS_PACKAGE) -> None:
-    """Imports every module of `package`, so that `get_all` returns all of its experiments.
-
-    Raises:
-      ValueError: there is no such package, or one of its modules can't be imported; all others are imported.
-    """
-    modules.import_package(package)
 
 
 def get_all() -> Mapping[str, type]:

@@ -156,7 +156,7 @@ def unknown(
         return UserError(_class_text(imported[0], class_name))
     keys = nearest_names(name, known, count=6)
     near = list(dict.fromkeys(short_name(full) for key in keys for full in known[key]))[:3]
-    if module_name and (not near or _has_parent(module_name)):
+    if module_name and (not near or _exists(module_name.partition(".")[0])):
         text = _no_module_text(module_name)
     else:
         hint = suggestion_text(near) or ". --list shows the registered ones."
@@ -236,14 +236,6 @@ def _class_text(module: types.ModuleType, class_name: str) -> str:
     near = [f"{short_name(module.__name__)}.{name}" for name in nearest_names(class_name, classes)]
     hint = suggestion_text(near) or f"; its experiments: {', '.join(classes) or 'none'}"
     return f"module {module.__name__} ({module.__file__}) has no class {class_name!r}{hint}"
-
-
-def _has_parent(module_name: str) -> bool:
-    """Returns True if the top-level package of a module exists."""
-    try:
-        return importlib.util.find_spec(module_name.partition(".")[0]) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _no_module_text(module_name: str) -> str:

@@ -49,8 +49,9 @@ def export(job: Job) -> int:
         raise UserError("--export_adapter: the experiment has no adapters (task.lora is None); leave the flag out")
     # The processes do what the first one sees.
     own = decided_by_process_0(lambda: checkpoints.prefers_own(job.config))
-    source = dataclasses.replace(job, config=checkpoints.config_of_source(job.config, own=own))
-    restored = checkpoints.restore_with_record(source, use_ema=settings.use_ema)
+    config = dataclasses.replace(job.config, restore_checkpoint_dir=None) if own else job.config
+    source = dataclasses.replace(job, config=config)
+    restored = checkpoints.restore_for_inference(source, use_ema=settings.use_ema)
     imported_from = _imported_from(job, restored.metadata["metadata"])
     logging.info("exporting step %d of %s", restored.step, source.config.checkpoint_dir)
     with Phase(f"writing step {restored.step} to {settings.directory}"):

@@ -38,10 +38,10 @@ def evaluate(job: Job) -> dict[str, float]:
     with Phase("finding the tasks of lm-eval", announce_after=2.0):
         tasks = Tasks(settings)
     harness = make_runner(job, settings, tasks)
-    step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
+    restored = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
     directory = job.config.job_log_dir
     with contextlib.closing(SummaryWriters(directory, enabled=jax.process_index() == 0)) as writers:
-        results = harness.run(state, step, directory, writers)
+        results = harness.run(restored.state, restored.step, directory, writers)
         writers.flush()
         say_results(directory)
     return results

@@ -372,6 +372,6 @@ def _from_process_0(answers: dict[str, Any] | None) -> dict[str, Any]:
             size = 0
         parts[-1][key] = answer
     found: dict[str, Any] = {}
-    for index in range(multihost.from_process_0(len(parts))):
+    for index in range(multihost.broadcast(len(parts))):
         found |= multihost.broadcast(parts[index] if index < len(parts) else {}, name="answers")
     return found

@@ -154,7 +154,7 @@ def score_step(
     del rest
     if hasattr(layout.task.model, "return_predictions"):
         layout = _with_model(layout, return_predictions=True)
-    output = step_fns.evaluate(layout, state.mdl_vars, key, inputs)
+    output, _ = step_fns.forward(layout, state.mdl_vars, key, inputs, do_eval=True)
     xent, argmax = _of_labels(output.per_example_out, inputs)
     is_greedy = jnp.all((argmax == inputs.labels) | (inputs.weights == 0), axis=-1)
     return None, (-xent.astype(jnp.float32), is_greedy, inputs.row_index)

@@ -50,8 +50,8 @@ STANDING: dict[str, dict[str, str]] = {
         "base_experiment": "BaseEvalProgram BaseTrainProgram Program SingleTaskEvalProgram SingleTaskTrainProgram"
     },
     "shard_map_partitioning": {  # no name of Pax, but one that users import
-        "step.accumulation": "accumulate_gradients",
         "step.collectives": "fold_rng_over_axis gather_params shard_params sync_gradients",
+        "step.minibatches": "accumulate_gradients",
         "step.shard_map": "ShardMapPartitioner",
     },
 }

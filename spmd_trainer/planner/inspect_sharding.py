@@ -11,7 +11,7 @@ from absl import logging
 from spmd_trainer.errors import UserError
 from spmd_trainer.planner import plan, plan_page
 from spmd_trainer.storage import files
-from spmd_trainer.training import attention_kernels, input_layouts
+from spmd_trainer.training import report_parts
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import ChipsConfig, InspectConfig
 from spmd_trainer.training.run_directory import report_directory, write_report
@@ -19,7 +19,7 @@ from spmd_trainer.training.run_directory import report_directory, write_report
 
 def inspect_job(job: Job) -> None:
     """Prints the sharding report and, if requested, the plan. If a directory was given, also writes both to files there."""
-    report = job.sharding_report(_attention_lines(job), input_layouts.of_job(job))
+    report = job.sharding_report(_attention_lines(job), report_parts.of_inputs(job))
     sys.stdout.write(f"{report}\n")
     if job.config.writes_reports:
         for path in write_report(report, report_directory(job.config.job_log_dir)):
@@ -32,7 +32,7 @@ def inspect_job(job: Job) -> None:
 def _attention_lines(job: Job) -> list[str]:
     """Returns the lines about attention kernels. They are optional: a forward pass that can't be traced only logs a warning."""
     try:
-        return attention_kernels.of_forward_pass(job)
+        return report_parts.of_forward_pass(job)
     except Exception as error:  # an experiment's own code may raise anything
         logging.warning("the report doesn't name the attention kernels: %s: %s", type(error).__name__, error)
         return []

@@ -31,7 +31,7 @@ from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.planner.topologies import topology_devices
 from spmd_trainer.sharding.messages import bytes_text, count_text
-from spmd_trainer.step import model_mesh
+from spmd_trainer.step import mesh_choice
 from spmd_trainer.step.mesh_choice import mesh_over_slices
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.job import BatchSettings, Job
@@ -85,7 +85,7 @@ def build_job(config: PlanConfig) -> Job:
         return Job.build(config)
     except UserError:
         task = tasks_lib.build_task(config.experiment.task_p)
-        declared = model_mesh.declared_mesh(task.model)
+        declared = mesh_choice.declared_mesh(task.model)
         if config.mesh or "mesh" not in config.search or declared is None:
             raise
         devices = topology_devices(config.topology, config.num_slices)

@@ -33,7 +33,7 @@ from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.step.step_fns import GradFn, Padded
+from spmd_trainer.step.step_fns import GradFn
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoint_sources, run_directory, start_up
 from spmd_trainer.training.adapter_checkpoints import FrozenBase
@@ -123,12 +123,7 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
 
 
 def _named_step(
-    layout: Layout,
-    state: TrainState,
-    key: jax.Array,
-    rows: PyTree,
-    grad_fn: GradFn | None = None,
-    padded: Padded | None = None,
+    layout: Layout, state: TrainState, key: jax.Array, rows: PyTree, grad_fn: GradFn | None = None
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """`train_step`, with names on the gradients; returns the loss and the summaries by name."""
 
@@ -139,7 +134,7 @@ def _named_step(
         paths = iter([path for path, _ in named_leaves(grads)])
         return output, written, jax.tree.map(lambda x: checkpoint_name(x, _GRADIENT + next(paths)), grads)
 
-    new_state, output = step_fns.train_step(layout, state, key, rows, named, padded)
+    new_state, output = step_fns.train_step(layout, state, key, rows, named)
     summaries = {f"summary {name}": x for name, x in output.summary_tensors.items()}
     assert output.loss is not None  # only decoding has none
     return new_state, {"loss": output.loss, **summaries}
@@ -169,7 +164,7 @@ def _newest_written(job: Job) -> int | None:
 def _restore(job: Job, step: int) -> Restored:
     """Restores the newest whole checkpoint before a step, or the one of `--restore_checkpoint_step`."""
     directory = job.config.checkpoint_dir
-    if checkpoint_sources.is_foreign(directory):
+    if decided_by_process_0(lambda: checkpoint_sources.is_foreign(directory)):
         raise UserError(f"{directory} is of another trainer; --mode=replay needs a run of this one")
     own, layout = Checkpointer(directory, read_only=True), job.partitioner.metadata
     there = decided_by_process_0(lambda: steps.whole(directory))

@@ -1,15 +1,14 @@
 """A step: its maths on logical shapes, and how it runs on a mesh.
 
 The maths knows no mesh, no padding and no devices. Start with `step_fns.py`: its `train_step` is the step. `minibatches.py`
-computes the gradients of a batch in parts, `accumulation.py` adds up gradients and outputs over the parts, and
-`initialization.py` makes the state before the first step.
+computes the gradients of a batch in parts, and adds up gradients and outputs over the parts.
 
 On a mesh: start with `partitioner.py`, then `layout.py`, where every variable and batch lives, and `compiled_step.py`, which
 wraps a step for the mesh and jits it. There are two partitioners: `pjit.py`, whose collectives the compiler chooses, and
 `shard_map.py`, whose collectives are written out (`shard_map_passes.py`, `collectives.py`, `gathered_on_use.py`).
-`state_layout.py` decides where each variable lives, `vocabulary_padding.py` and `batch_padding.py` are special cases of
-padding, `moving.py` moves a live state to another mesh, and `functional.py` has the steps as plain functions, for people who
-write their own training loop.
+`mesh_choice.py` chooses the mesh, `state_layout.py` makes the first state and decides where each variable lives,
+`vocabulary_padding.py` is a special case of padding, `moving.py` moves a live state to another mesh, and `functional.py` has the
+steps as plain functions, for people who write their own training loop.
 The names below are Pax's, except `Partitioner`.
 """
 

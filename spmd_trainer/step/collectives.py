@@ -13,7 +13,7 @@ is the mean over its rows:
     grads = sync_gradients(grads, variables, "data")          # averages the gradients of the other parameters
 
 A mean over devices counts each device equally. If devices hold unequal weights, reduce sums and weights and divide afterwards
-(`weighted_sum` and `weighted_mean` of `step/accumulation.py`).
+(`weighted_sum` and `weighted_mean` of `step/minibatches.py`).
 """
 
 from __future__ import annotations
@@ -98,13 +98,12 @@ def plan_shards(
     def decide(path: str, leaf: jax.Array | jax.ShapeDtypeStruct, first: int) -> VariableSpec:
         shape, dtype = leaf_shape_dtype(path, leaf)
         size = math.prod(shape)
-        if size < min_weight_size:
-            reason = f"replicated: {size:,} elements, fewer than min_weight_size={min_weight_size:,}"
-            return make_variable_spec(path, shape, dtype, PartitionSpec(), sizes, reason)
         candidates = [dim for dim in range(first, len(shape)) if shape[dim] > 1]
-        if count == 1 or not candidates:
-            reason = "replicated: one device on its axes" if count == 1 else "replicated: no dimension can be split"
-            return make_variable_spec(path, shape, dtype, PartitionSpec(), sizes, reason)
+        if size < min_weight_size or count == 1 or not candidates:
+            reason = "one device on its axes" if count == 1 else "no dimension can be split"
+            if size < min_weight_size:
+                reason = f"{size:,} elements, fewer than min_weight_size={min_weight_size:,}"
+            return make_variable_spec(path, shape, dtype, PartitionSpec(), sizes, f"replicated: {reason}")
         dim = min(candidates, key=lambda d: (-shape[d] % count / shape[d], -shape[d]))
         entry = axes[0] if len(axes) == 1 else axes
         spec = PartitionSpec(*(entry if d == dim else None for d in range(len(shape))))

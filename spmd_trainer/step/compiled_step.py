@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -11,16 +10,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd_trainer.sharding.even_program import evenly
-from spmd_trainer.step import batch_padding
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.step.step_fns import Padded
 from spmd_trainer.train_states import NestedJTensor, NestedPartitionSpec, NestedShapeDtypeStruct, TrainState
 
-# A pure step: (layout, state, key, inputs, ...) -> (new state or None, outputs). A partitioner may pass further arguments
-# (`step_fns.train_step`), so a step of your own takes `*rest` and passes it on.
+# A pure step: (layout, state, key, inputs, ...) -> (new state or None, outputs). A partitioner may pass a pass of its own as a
+# fifth argument (`step_fns.train_step`), so a step of your own takes `*rest` and passes it on.
 StepFn: TypeAlias = Callable[..., tuple[TrainState | None, Any]]
-# Padded variables and inputs -> the arguments of a step function after `inputs`.
-ExtraArgs: TypeAlias = Callable[[Padded], tuple[Any, ...]]
+# Padded variables and inputs, as the devices hold them -> its own `step_fns.GradFn` or `EvalFn`.
+OwnPass: TypeAlias = Callable[[NestedJTensor, NestedJTensor], Callable[..., Any]]
 
 
 class CompiledStep:
@@ -82,7 +79,7 @@ def compile_step(
     inputs_shape_dtype: NestedShapeDtypeStruct,
     *,
     is_eval: bool,
-    extra_args: ExtraArgs = lambda padded: (),
+    own_pass: OwnPass | None = None,
 ) -> CompiledStep:
     """Wraps a pure step for the mesh and jits it.
 
@@ -95,14 +92,14 @@ def compile_step(
       step_fn: the pure step.
       inputs_shape_dtype: ShapeDtypeStructs of the global batch, before any padding.
       is_eval: True for steps that return no state.
-      extra_args: padded variables and inputs -> further arguments of `step_fn`.
+      own_pass: makes what the partitioner passes to `step_fn` instead of the pass of `step_fns`.
     """
 
     def step(state: TrainState, prng_key: jax.Array, inputs: NestedJTensor) -> tuple[TrainState | None, Any]:
-        rows = jax.tree.map(functools.partial(batch_padding.without_added, layout.mesh), inputs, inputs_shape_dtype)
-        rows, logical = layout.reshard(rows), layout.slice(state)
-        extra = extra_args(Padded(state.mdl_vars, inputs))
-        new_state, outputs = step_fn(layout, logical, prng_key, rows, *extra)
+        rows = layout.reshard(jax.tree.map(layout.without_added, inputs, inputs_shape_dtype))
+        logical = layout.slice(state)
+        own = () if own_pass is None else (own_pass(state.mdl_vars, inputs),)
+        new_state, outputs = step_fn(layout, logical, prng_key, rows, *own)
         return (None if new_state is None else layout.pad(new_state)), outputs
 
     padded = layout.pad_inputs_shape_dtype(inputs_shape_dtype)

@@ -15,24 +15,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.specs import axes_by_dim
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import collectives
-from spmd_trainer.step.state_layout import NestedVariableSpec
-from spmd_trainer.train_states import NestedJTensor, PyTree
 
 # (axes that the dimension is split over, the split dimension, its logical size), as `collectives.gather_array` takes them
 GatherArgs: TypeAlias = tuple[tuple[str, ...], int, int]
-
-
-def gathered_on_use(shards: NestedJTensor, variables: NestedVariableSpec) -> PyTree:
-    """Boxes each piece of a split variable, so that a model that reads it gets the gathered variable.
-
-    Args:
-      shards: a Flax variable tree of this device's pieces, in the dtypes to gather in.
-      variables: their VariableSpecs, same structure.
-
-    Returns:
-      The tree to pass to `model.apply`. Arrays that are not split are not boxed.
-    """
-    return jax.tree.map(GatheredOnUse.box, shards, variables)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -107,20 +92,8 @@ _REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 # Primitives whose results are computed again in the backward pass: gathering parameters, and plain data movement.
 _NOT_KEPT = frozenset(
     {
-        "all_gather",
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "dynamic_slice",
-        "name",
-        "pad",
-        "reshape",
-        "rev",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
+        *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "name"),
+        *("pad", "reshape", "rev", "slice", "split", "squeeze", "transpose"),
     }
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from praxis import base_layer
 
 from spmd_trainer import sharding
 from spmd_trainer.optim import masks
+from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import (
@@ -53,7 +55,7 @@ class Layout(LogicalLayout):
       variables: a TrainState whose leaves are VariableSpecs.
       in_step: the VariableSpecs that the step computes with; same structure. They differ from `variables` where a step keeps
         padding and sees it as part of the logical shape (`vocabulary_padding.for_step`).
-      init_variables: `initialization.variables_initialiser` of the task.
+      init_variables: `state_layout.variables_initialiser` of the task.
       row_padding: how missing rows of a batch are filled.
     """
 
@@ -185,6 +187,25 @@ class Layout(LogicalLayout):
         if jax.process_count() == 1:
             return jax.device_put(rows, shardings)
         return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, x), rows, shardings)
+
+    def without_added(self, x: jax.Array, logical: jax.ShapeDtypeStruct) -> jax.Array:
+        """Removes the rows that `put` added. Under jit. Each process added rows after its own rows."""
+        rows = logical.shape[0]
+        if x.shape[0] == rows:
+            return x
+        if jax.process_count() == 1:
+            return slice_off(x, (rows, *x.shape[1:]))
+        # The batch is split over the mesh's devices in order, and the devices of a process need not be adjacent.
+        per_device, own_rows = x.shape[0] // self.mesh.size, rows // jax.process_count()
+        seen: dict[int, int] = collections.Counter()
+        kept: list[int] = []
+        added: list[int] = []
+        for position, device in enumerate(self.mesh.devices.flat):
+            first = seen[device.process_index]
+            seen[device.process_index] += per_device
+            for i in range(per_device):
+                (kept if first + i < own_rows else added).append(position * per_device + i)
+        return slice_off(x[np.array(kept + added)], (rows, *x.shape[1:]))
 
     def reshard(self, inputs: NestedJTensor) -> NestedJTensor:
         """Splits inputs as the task's `inputs_split_mapping` says. Under jit."""

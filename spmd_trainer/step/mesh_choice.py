@@ -12,44 +12,101 @@ import jax
 from jax.sharding import Mesh
 
 from spmd_trainer import sharding
+from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.messages import count_text, mesh_text
-from spmd_trainer.step import model_mesh
 
+# Name of the only axis of a model that declares no mesh: data-parallel over all devices.
+DEFAULT_AXIS = "data"
 # The size of an axis in --mesh.
 _SIZE = re.compile(r"-?[0-9]{1,18}")
 
 
-class AdaptsMesh(Protocol):
-    """What the choice of a mesh asks of an experiment."""
+class DeclaresMesh(Protocol):
+    """A praxis model, or its config.
 
-    def adapt_mesh(self, mesh_shape: dict[str, int], num_devices: int) -> Mapping[str, int] | None:
-        """Returns a mesh for `num_devices` devices, where `mesh_shape` does not fit; None if there is none."""
-        ...
+    Attributes:
+      ici_mesh_shape: size of each axis within a slice or host; None for one axis over all devices.
+      dcn_mesh_shape: size of each axis over slices or hosts; may be None.
+      mesh_axis_names: names of the axes.
+    """
+
+    ici_mesh_shape: Sequence[int] | None
+    dcn_mesh_shape: Sequence[int] | None
+    mesh_axis_names: Sequence[str] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshChoice:
-    """A mesh and the reason for choosing it.
+class DeclaredMesh:
+    """The mesh that a model declares.
 
     Attributes:
-      mesh: the mesh, over all devices of the job.
-      reason: a clause for the log, such as 'as --mesh says'.
+      axis_names: names, outermost axis first.
+      ici: size of each axis within a slice or host; -1: the rest of the devices.
+      dcn: size of each axis over slices or hosts.
     """
 
-    mesh: Mesh
-    reason: str
+    axis_names: tuple[str, ...]
+    ici: tuple[int, ...]
+    dcn: tuple[int, ...]
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Size of each axis over all slices; -1: the rest of the devices."""
+        sizes = zip(self.axis_names, self.ici, self.dcn, strict=True)
+        return {name: -1 if -1 in (i, d) else i * d for name, i, d in sizes}
+
+    @property
+    def num_devices(self) -> int | None:
+        """Number of devices that the mesh needs; None if a size is -1."""
+        sizes = self.shape.values()
+        return None if -1 in sizes else math.prod(sizes)
+
+
+def declared_mesh(model: DeclaresMesh) -> DeclaredMesh | None:
+    """Returns the mesh that a praxis model or its config declares; None if it declares none.
+
+    Raises:
+      UserError: ici_mesh_shape, dcn_mesh_shape and mesh_axis_names differ in length.
+    """
+    ici, dcn, names = model.ici_mesh_shape, model.dcn_mesh_shape, model.mesh_axis_names
+    if ici is None:
+        return None
+    for field, shape in (("ici_mesh_shape", ici), ("dcn_mesh_shape", dcn)):
+        if shape is not None and (names is None or len(shape) != len(names)):
+            raise UserError(
+                f"task.model.{field} is {list(shape)} and task.model.mesh_axis_names is {names}: one size per name is needed"
+            )
+    return DeclaredMesh(tuple(names or ()), tuple(ici), tuple(dcn or [1] * len(ici)))
+
+
+def mesh_from_model(model: DeclaresMesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds the mesh that a praxis model (or its config) declares.
+
+    Args:
+      model: declares the mesh.
+      devices: the devices to use; None for all.
+
+    Raises:
+      ValueError: names and sizes don't fit each other or the devices.
+    """
+    declared = declared_mesh(model)
+    if declared is None:
+        return sharding.create_device_mesh([(DEFAULT_AXIS, -1)], devices=devices)
+    if any(size != 1 for size in declared.dcn):
+        return sharding.create_hybrid_mesh(declared.ici, declared.dcn, declared.axis_names, devices=devices)
+    return sharding.create_device_mesh(list(declared.shape.items()), devices=devices)
 
 
 def choose_mesh(
-    experiment: AdaptsMesh,
-    model: model_mesh.DeclaresMesh,
+    experiment: BaseExperiment,
+    model: DeclaresMesh,
     *,
     name: str,
     given: Sequence[tuple[str, int]] | None,
     devices: Sequence[jax.Device] | None,
-) -> MeshChoice:
-    """Chooses the mesh of a job.
+) -> tuple[Mesh, str]:
+    """Returns the mesh of a job, over all of its devices, and a clause for the log that says why, such as 'as --mesh says'.
 
     Args:
       experiment: its `adapt_mesh` is called if the declared mesh does not fit the devices.
@@ -63,23 +120,27 @@ def choose_mesh(
       ValueError: the model's declaration contradicts itself.
     """
     count = len(devices) if devices is not None else jax.device_count()
-    found = model_mesh.declared_mesh(model)
+    found = declared_mesh(model)
     declared = None if found is None else found.shape
     if given:
-        return MeshChoice(_given_mesh(given, declared, devices, count), "as --mesh says")
+        return _given_mesh(given, declared, devices, count), "as --mesh says"
     if declared is None or _fits(declared, count):
         reason = "the experiment declares no mesh" if declared is None else "as the experiment declares it"
-        return MeshChoice(model_mesh.mesh_from_model(model, devices), reason)
+        return mesh_from_model(model, devices), reason
     adapted = experiment.adapt_mesh(declared, count)
     if adapted is None:
-        raise UserError(_fixed_text(name, declared, count))
+        raise UserError(
+            f"experiment {name} declares the mesh ({mesh_text(declared)}), which needs {_needed(declared)}, and there "
+            f"{_are(count)}. Run it with --mesh={mesh_flag(_nearest(declared, count).items())}, or let the experiment adapt its "
+            "mesh (adapt_mesh)"
+        )
     if math.prod(adapted.values()) != count:
         raise UserError(
             f"{type(experiment).__name__}.adapt_mesh returns the mesh ({mesh_text(adapted)}), which needs "
             f"{math.prod(adapted.values())} devices; there {_are(count)}. Return sizes whose product is {count}"
         )
     mesh = mesh_over_slices(adapted, devices)
-    return MeshChoice(mesh, f"adapted from the declared ({mesh_text(declared)}), which needs {_needed(declared)}")
+    return mesh, f"adapted from the declared ({mesh_text(declared)}), which needs {_needed(declared)}"
 
 
 def _fits(shape: Mapping[str, int], count: int) -> bool:
@@ -138,13 +199,6 @@ def mesh_over_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device] | N
     across = [slices if name == outermost else 1 for name in whole]
     inside = [size // count for size, count in zip(whole.values(), across, strict=True)]
     return sharding.create_hybrid_mesh(inside, across, tuple(whole), devices)
-
-
-def _fixed_text(name: str, declared: Mapping[str, int], count: int) -> str:
-    return (
-        f"experiment {name} declares the mesh ({mesh_text(declared)}), which needs {_needed(declared)}, and there {_are(count)}. "
-        f"Run it with --mesh={mesh_flag(_nearest(declared, count).items())}, or let the experiment adapt its mesh (adapt_mesh)"
-    )
 
 
 def _nearest(shape: Mapping[str, int], count: int) -> dict[str, int]:

@@ -1,7 +1,9 @@
 """Gradients of a batch computed in parts, one after the other: less memory for activations, the same update.
 
 `accumulated_gradients` is the forward and backward pass for a step that the compiler splits over the mesh, and `Outputs` adds a
-step's outputs up over the parts. `step/shard_map_passes.py` does the same with the rows of one device.
+step's outputs up over the parts. `step/shard_map_passes.py` does the same with the rows of one device. Both accumulate by
+`accumulate_gradients`, which works for any model: sums and weights are carried separately, and divided at the very end
+(`weighted_sum`, `weighted_mean`).
 
 Floats that a model writes are means over rows, so the parts' values can be averaged. Integers can't: a counter of steps grows by
 1 in each part and by 1 for the whole batch, a counter of rows by the rows of each part. So they are not taken from the parts,
@@ -12,7 +14,7 @@ of steps or rows, nothing remains but an addition. Integers that depend on activ
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +24,104 @@ from praxis import base_layer
 from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.step import accumulation, step_fns
+from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout, LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput
 from spmd_trainer.train_states import NestedJTensor, PyTree
 
 # (sum of value * weight, sum of the weights)
 Pair: TypeAlias = tuple[jax.Array, jax.Array]
+Carry = TypeVar("Carry")
+# (loss, (carry, sums, outputs with the rows in dimension 0))
+LossAndAux: TypeAlias = tuple[jax.Array, tuple[PyTree, PyTree, PyTree]]
+# (params, carry, rows, key, number of the minibatch) -> loss and the rest
+MinibatchLoss: TypeAlias = Callable[[PyTree, PyTree, PyTree, jax.Array, jax.Array], LossAndAux]
+
+
+def accumulate_gradients(
+    loss_fn: MinibatchLoss, params: PyTree, carry: PyTree, batch: PyTree, key: jax.Array, num_minibatches: int = 1
+) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    """Adds up gradients over the minibatches of a device's rows, one after the other. It does no communication.
+
+    Reduce the result once (`sync_gradients`). If `loss_fn` gathers parameters itself, there is one reduction for each
+    minibatch instead; gather them before the call to have one reduction in all.
+
+    Args:
+      loss_fn: differentiated with respect to `params`. It must return sums, not means, because its results are added up.
+      params: the parameters.
+      carry: passed from minibatch to minibatch.
+      batch: arrays [rows of this device, ...].
+      key: folded with the minibatch's number.
+      num_minibatches: divides the rows.
+
+    Returns:
+      (gradients, carry after the last minibatch, total sums, outputs of all rows in the order of the batch).
+
+    Raises:
+      ValueError: `num_minibatches` doesn't divide the rows.
+    """
+
+    def one(carry: PyTree, minibatch: PyTree, index: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        grad_fn = jax.grad(loss_fn, has_aux=True)
+        grads, (carry, sums, rows) = grad_fn(params, carry, minibatch, jax.random.fold_in(key, index), index)
+        return carry, (grads, sums), rows
+
+    carry, (grads, sums), rows = over_minibatches(one, carry, batch, num_minibatches)
+    return grads, carry, sums, rows
+
+
+def over_minibatches(
+    fn: Callable[[Carry, PyTree, jax.Array], tuple[Carry, PyTree, PyTree]],
+    carry: Carry,
+    batch: PyTree,
+    num_minibatches: int,
+) -> tuple[Carry, PyTree, PyTree]:
+    """Calls a function on one minibatch after the other and adds up its results.
+
+    Args:
+      fn: (carry, minibatch, number of the minibatch) -> (carry, sums, rows). `sums` are arrays to add up, `rows` arrays with
+        the minibatch's rows in dimension 0.
+      carry: the carry of the first call.
+      batch: arrays [rows, ...].
+      num_minibatches: divides the rows.
+
+    Returns:
+      The carry of the last call, the total sums, and the rows of all minibatches in the order of the batch.
+
+    Raises:
+      ValueError: `num_minibatches` doesn't divide the rows.
+    """
+    for path, leaf in named_leaves(batch):
+        if leaf.shape[0] % num_minibatches:
+            raise ValueError(
+                f"{path}: {leaf.shape[0]} rows on a device don't make {num_minibatches} minibatches of equal size; "
+                f"choose a num_minibatches that divides {leaf.shape[0]}"
+            )
+    if num_minibatches == 1:
+        return fn(carry, batch, jnp.zeros((), jnp.int32))
+    split = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)
+    numbers = jnp.arange(num_minibatches, dtype=jnp.int32)
+    _, sums, _ = jax.eval_shape(fn, carry, jax.tree.map(lambda x: x[0], split), numbers[0])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+
+    def body(state: tuple[Carry, PyTree], x: tuple[PyTree, jax.Array]) -> tuple[tuple[Carry, PyTree], PyTree]:
+        carry, totals = state
+        carry, sums, rows = fn(carry, *x)
+        return (carry, jax.tree.map(jnp.add, totals, sums)), rows
+
+    (carry, sums), rows = lax.scan(body, (carry, zeros), (split, numbers))
+    return carry, sums, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+
+
+def weighted_sum(value: jax.typing.ArrayLike, weight: jax.typing.ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Returns (value * weight, weight) in float32; (0, 0) where the weight is 0, even if the value is NaN."""
+    value, weight = jnp.asarray(value, jnp.float32), jnp.asarray(weight, jnp.float32)
+    return jnp.where(weight == 0, 0.0, value * weight), weight
+
+
+def weighted_mean(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns total / weight; 0 where the weight is 0."""
+    return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
 def accumulated_gradients(
@@ -56,7 +149,7 @@ def accumulated_gradients(
 
     def loss_fn(
         params: NestedJTensor, written: NestedJTensor, rows: NestedJTensor, key: jax.Array, index: jax.Array
-    ) -> accumulation.LossAndAux:
+    ) -> LossAndAux:
         del index
         merged = {**step_fns.merge(excluded, params, mdl_vars), **written}
         output, new = step_fns.forward(layout, merged, key, layout.reshard(rows), do_eval=False)
@@ -65,7 +158,7 @@ def accumulated_gradients(
         return output.loss * lax.stop_gradient(sums["loss"][1]), (written, sums, by_row)
 
     # Each minibatch takes every n-th row, so that each has rows on every device.
-    grads, written, sums, by_row = accumulation.accumulate_gradients(
+    grads, written, sums, by_row = accumulate_gradients(
         loss_fn,
         masks.mask_out(mdl_vars, excluded),
         written,
@@ -74,7 +167,7 @@ def accumulated_gradients(
         num_minibatches,
     )
     by_row = [_transposed(x, (num_minibatches, -1)) for x in by_row]
-    inverse = accumulation.weighted_mean(jnp.ones(()), sums["loss"][1])
+    inverse = weighted_mean(jnp.ones(()), sums["loss"][1])
     grads = jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
     written = advance_integers(written, layout, mdl_vars, prng_key, inputs)
     return outputs.put_back(sums, by_row, 1, num_rows), written, grads
@@ -152,7 +245,7 @@ class Outputs:
         leaves, self._treedef = jax.tree.flatten(output.per_example_out)
         self._by_row = [jnp.ndim(x) > 0 and x.shape[0] == num_rows for x in leaves]
         self._scalars = type(output.weighted_scalars)
-        pair = accumulation.weighted_sum
+        pair = weighted_sum
         sums = {
             "loss": pair(cast(jax.Array, output.loss), weight * real),  # only decoding has no loss
             "scalars": {name: pair(v, w * real) for name, (v, w) in output.weighted_scalars.items()},
@@ -173,9 +266,11 @@ class Outputs:
           num_devices: the number of devices that `sums` were averaged over.
           num_rows: rows of the batch without padding.
         """
-        mean = accumulation.weighted_mean
+        mean = weighted_mean
         rows, others = iter(by_row), iter(sums["others"])
-        leaves = [_first_rows(next(rows), num_rows) if is_row else mean(*next(others)) for is_row in self._by_row]
+        leaves = [next(rows) if is_row else mean(*next(others)) for is_row in self._by_row]
+        pairs = zip(leaves, self._by_row, strict=True)
+        leaves = [slice_off(x, (num_rows, *x.shape[1:])) if is_row else x for x, is_row in pairs]
         scalars = {name: (mean(s, w), w * num_devices) for name, (s, w) in sums["scalars"].items()}
         # Minibatches that hold padding are the last ones, and none holds both rows and padding.
         clu = jax.tree.unflatten(self._clu, [x[: num_rows // self._minibatch_rows] for x in rows])
@@ -186,10 +281,6 @@ class Outputs:
             summary_tensors={name: mean(s, w) for name, (s, w) in sums["summaries"].items()},
             clu_metrics={name: metric.reduce() for name, metric in (clu or {}).items()},
         )
-
-
-def _first_rows(x: jax.Array, num_rows: int) -> jax.Array:
-    return slice_off(x, (num_rows, *x.shape[1:]))
 
 
 def check_count(num_minibatches: int, num_rows: int) -> None:

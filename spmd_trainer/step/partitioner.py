@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer import sharding
-from spmd_trainer.sharding.specs import AnyMesh
-from spmd_trainer.step import batch_padding, initialization, state_layout
+from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, axes_text
+from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.step import state_layout
 from spmd_trainer.step.compiled_step import CompiledStep, StepFn
 from spmd_trainer.step.layout import Layout, RowPadding
-from spmd_trainer.step.model_mesh import mesh_from_model
+from spmd_trainer.step.mesh_choice import mesh_from_model
 from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedShapeDtypeStruct, TrainState
+from spmd_trainer.train_states import NestedPartitionSpec, NestedShapeDtypeStruct, TrainState
 
 # What happens to the global batch on fewer devices: each device holds more rows; the same rows in more minibatches; fewer rows.
 ElasticBatch: TypeAlias = Literal["whole", "accumulate", "scale"]
@@ -33,9 +35,7 @@ class Partitioner(abc.ABC):
 
     Attributes:
       layout: where the task's variables and batches live; set by `setup`.
-      num_minibatches: number of parts that training divides its rows into, one after the other.
-      elastic: whether the run asks its experiment after each step which devices are available, and continues on them.
-      elastic_batch: what happens to the global batch when the number of devices changes; see `PjitPartitioner`.
+      num_minibatches, elastic, elastic_batch: the settings; see the constructor.
     """
 
     layout: Layout
@@ -43,6 +43,7 @@ class Partitioner(abc.ABC):
     def __init__(
         self,
         mesh: AnyMesh | None = None,
+        *,
         devices: Sequence[jax.Device] | None = None,
         num_minibatches: int = 1,
         elastic: bool = False,
@@ -53,9 +54,10 @@ class Partitioner(abc.ABC):
         Args:
           mesh: the mesh; None for the one that the task's model declares.
           devices: the devices for the mesh that the model declares; None for all.
-          num_minibatches: see the class.
-          elastic: see the class.
-          elastic_batch: see the class.
+          num_minibatches: training divides the global batch, or each device's rows, into this many parts, one after the other.
+          elastic: the run asks its experiment after each step which devices are available, and continues on them.
+          elastic_batch: on n times fewer devices, each device holds n times the rows ('whole'), or processes its rows in n
+            times the minibatches ('accumulate'), or the global batch is n times smaller with the same learning rate ('scale').
 
         Raises:
           ValueError: a setting has a value that doesn't exist.
@@ -139,9 +141,9 @@ class Partitioner(abc.ABC):
         if mapping is not None:
             sharding.validate_split_mapping(mapping, mesh.axis_names, inputs_shape_dtype)
             specs = sharding.input_partition_specs(mapping, dict(mesh.shape), inputs_shape_dtype)
-            for note in batch_padding.notes(inputs_shape_dtype, specs, dict(mesh.shape)):
+            for note in batch_notes(inputs_shape_dtype, specs, dict(mesh.shape)):
                 logging.warning("%s", note)
-        init_variables = initialization.variables_initialiser(task, inputs_shape_dtype)
+        init_variables = state_layout.variables_initialiser(task, inputs_shape_dtype)
         hparams, variables = state_layout.build(task, init_variables, mesh, plan)
         return Layout(task, hparams, mesh, variables, variables, init_variables, row_padding)
 
@@ -173,7 +175,7 @@ class Partitioner(abc.ABC):
 
         def init(prng_key: jax.Array) -> TrainState:
             mdl_vars = base_layer.maybe_unbox_value(layout.init_variables(prng_key))
-            return layout.pad(initialization.create_train_state(layout, mdl_vars, with_opt_states=with_opt_states))
+            return layout.pad(state_layout.create_train_state(layout, mdl_vars, with_opt_states=with_opt_states))
 
         # It runs once, so compiling it must be cheap: on CPU this level halves the compile time and gives the same values.
         on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
@@ -184,3 +186,30 @@ class Partitioner(abc.ABC):
         """Runs `init_fn`; the state has the layout of `layout`."""
         state: TrainState = self.init_fn(with_opt_states=with_opt_states)(prng_key)
         return state
+
+
+def batch_notes(inputs: NestedShapeDtypeStruct, specs: NestedPartitionSpec, sizes: Mapping[str, int]) -> list[str]:
+    """Returns a sentence for each dimension of a batch that its axes don't divide: what it costs, and which sizes cost nothing.
+
+    Args:
+      inputs: ShapeDtypeStructs of the global batch.
+      specs: PartitionSpecs in which the step computes on it, same structure.
+      sizes: {axis: size} of the mesh.
+    """
+    found: dict[tuple[int, int, tuple[str, ...]], str] = {}
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    for (path, x), spec in zip(named_leaves(inputs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True):
+        for dim, (size, axes) in enumerate(zip(x.shape, axes_by_dim(spec, len(x.shape)), strict=True)):
+            shards = math.prod(sizes[axis] for axis in axes)
+            if not size % shards:
+                continue
+            held = -(-size // shards) * shards
+            what = f"the batch has {size} rows" if dim == 0 else f"dimension {dim} of input {path!r} has size {size}"
+            below = f"{held - shards} or " if held > shards else ""
+            # Inputs share their rows, so that they are named once.
+            found.setdefault(
+                (dim, size, axes) if dim == 0 else (dim, id(x), axes),
+                f"{what}, which {axes_text(axes, sizes)} does not divide: each step computes {held} "
+                f"({held / size - 1:.1%} more). {below}{held} cost nothing.",
+            )
+    return list(found.values())

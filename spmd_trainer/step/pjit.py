@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.step import minibatches, vocabulary_padding
 from spmd_trainer.step.compiled_step import CompiledStep, StepFn, compile_step
-from spmd_trainer.step.partitioner import ElasticBatch, Partitioner
+from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct
 
 
 class PjitPartitioner(Partitioner):
-    """Partitions a task's steps over its mesh with `jax.jit`. Attributes and methods: see `Partitioner`."""
-
-    def __init__(
-        self,
-        mesh: Mesh | None = None,
-        *,
-        devices: Sequence[jax.Device] | None = None,
-        num_minibatches: int = 1,
-        elastic: bool = False,
-        elastic_batch: ElasticBatch = "whole",
-    ):
-        """Stores the settings.
-
-        Args:
-          mesh: the mesh; None for the one that the task's model declares.
-          devices: the devices for the mesh that the model declares; None for all.
-          num_minibatches: training divides the global batch into this many parts, one after the other
-            (`minibatches.accumulated_gradients`).
-          elastic: the run asks its experiment after each step which devices are available, and continues on them.
-          elastic_batch: on n times fewer devices, each device holds n times the rows ('whole'), or processes its rows in n
-            times the minibatches ('accumulate'), or the global batch is n times smaller with the same learning rate ('scale').
-
-        Raises:
-          ValueError: a setting has a value that doesn't exist.
-        """
-        super().__init__(mesh, devices, num_minibatches, elastic, elastic_batch)
+    """Partitions a task's steps over its mesh with `jax.jit`. Settings, attributes and methods: see `Partitioner`."""
 
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
         """See `Partitioner.setup`. Variables are laid out as their layers or `task.train.sharding_strategy` say."""
@@ -60,7 +33,7 @@ class PjitPartitioner(Partitioner):
         if is_eval or self.num_minibatches == 1:
             return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=is_eval)
         grad_fn = functools.partial(minibatches.accumulated_gradients, layout, self.num_minibatches)
-        return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=False, extra_args=lambda padded: (grad_fn,))
+        return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=False, own_pass=lambda *padded: grad_fn)
 
     def rows_to_split(self, num_rows: int, num_devices: int) -> int:
         """See `Partitioner.rows_to_split`. The global batch is divided into minibatches."""

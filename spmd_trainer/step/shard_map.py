@@ -86,13 +86,14 @@ class ShardMapPartitioner(Partitioner):
           gather: when fsdp gathers parameters; None for 'layer' with one minibatch, 'step' with several.
           mesh: the mesh; None for the one that the task's model declares.
           devices: the devices for the mesh that the model declares; None for all.
-          elastic: as for `PjitPartitioner`.
-          elastic_batch: as for `PjitPartitioner`.
+          elastic, elastic_batch: see `Partitioner`.
 
         Raises:
           ValueError: a setting has a value that doesn't exist, or two settings contradict each other.
         """
-        super().__init__(mesh, devices, num_minibatches, elastic, elastic_batch)
+        super().__init__(
+            mesh, devices=devices, num_minibatches=num_minibatches, elastic=elastic, elastic_batch=elastic_batch
+        )
         if sharding not in ("dp", "fsdp"):
             raise ValueError(f"ShardMapPartitioner: sharding is {sharding!r}; it must be 'dp' or 'fsdp'")
         if gather not in ("layer", "step", None):
@@ -155,7 +156,7 @@ class ShardMapPartitioner(Partitioner):
         return plan
 
     def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
-        """See `Partitioner.partition`. The step gets a `grad_fn` or `eval_fn` that works on padded variables and inputs.
+        """See `Partitioner.partition`. The step gets a `grad_fn` or `eval_fn` that takes the padded variables and inputs instead.
 
         Raises:
           ValueError: there are several processes, and the devices don't divide the rows.
@@ -176,7 +177,11 @@ class ShardMapPartitioner(Partitioner):
         )
         run = functools.partial(shard_map_passes.evaluate if is_eval else shard_map_passes.gradients, settings)
         return compile_step(
-            layout, step_fn, inputs_shape_dtype, is_eval=is_eval, extra_args=lambda padded: (run, padded)
+            layout,
+            step_fn,
+            inputs_shape_dtype,
+            is_eval=is_eval,
+            own_pass=lambda mdl_vars, inputs: lambda _, key, __: run(mdl_vars, key, inputs),
         )
 
     def rows_to_split(self, num_rows: int, num_devices: int) -> int:

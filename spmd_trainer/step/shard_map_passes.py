@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
-from spmd_trainer.step import accumulation, collectives, step_fns
-from spmd_trainer.step.gathered_on_use import gathered_on_use, without_keeping_gathered
+from spmd_trainer.step import collectives, minibatches, step_fns
+from spmd_trainer.step.gathered_on_use import GatheredOnUse, without_keeping_gathered
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.minibatches import Outputs, advance_integers, is_integer, keep_integers
 from spmd_trainer.step.state_layout import NestedVariableSpec
@@ -75,7 +76,8 @@ def gradients(
     layout = settings.layout
     excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
     trainable = masks.mask_out(settings.variables, excluded)
-    minibatches = _minibatches(settings, inputs, settings.num_minibatches)
+    count, size = _divided(settings, inputs, settings.num_minibatches)
+    is_real = functools.partial(_is_real, settings, count, size)
     outputs = Outputs(str(layout.task.learner.loss_name))
 
     def run(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> tuple[PyTree, PyTree, PyTree, PyTree]:
@@ -85,24 +87,22 @@ def gradients(
 
         def loss_fn(
             params: NestedJTensor, written: NestedJTensor, rows: NestedJTensor, key: jax.Array, index: jax.Array
-        ) -> accumulation.LossAndAux:
+        ) -> minibatches.LossAndAux:
             merged = {**step_fns.merge(excluded, params, frozen), **written}
             output, new = step_fns.forward(layout, merged, key, rows, do_eval=False, prepare=prepare)
-            real = minibatches.is_real(index)
+            real = is_real(index)
             written = {name: _where(real, new.get(name, old), old) for name, old in written.items()}
-            sums, by_row = outputs.take(output, real, minibatches.num_rows)
+            sums, by_row = outputs.take(output, real, size)
             # A sum, because it is added up over minibatches and devices; the weight divides it at the very end.
             return output.loss * lax.stop_gradient(sums["loss"][1]), (written, sums, by_row)
 
         minibatch_loss = without_keeping_gathered(loss_fn) if settings.gather_on_use else loss_fn
-        grads, new, sums, by_row = accumulation.accumulate_gradients(
-            minibatch_loss, params, old, inputs, key, minibatches.count
-        )
+        grads, new, sums, by_row = minibatches.accumulate_gradients(minibatch_loss, params, old, inputs, key, count)
         grads = reduce_scatter(grads)
         grads, sums = collectives.sync_gradients((grads, sums), (trainable, None), settings.axes)
-        inverse = accumulation.weighted_mean(jnp.ones(()), sums["loss"][1])
+        inverse = minibatches.weighted_mean(jnp.ones(()), sums["loss"][1])
         grads = jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
-        return grads, _agree(new, minibatches), sums, by_row
+        return grads, _agree(new, is_real(0), settings.axes), sums, by_row
 
     specs = jax.tree.map(lambda v: v.spec, trainable)
     mapped = _on_each_device(settings, run, (specs, PartitionSpec(), PartitionSpec()))
@@ -126,7 +126,7 @@ def evaluate(
 
     Parameters are gathered where layers read them. There is one all-reduce, of the metrics.
     """
-    minibatches = _minibatches(settings, inputs, 1)
+    count, size = _divided(settings, inputs, 1)
     outputs = Outputs(str(settings.layout.task.learner.loss_name))
 
     def run(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> tuple[PyTree, PyTree]:
@@ -139,9 +139,9 @@ def evaluate(
                 do_eval=True,
                 prepare=_gather_on_use(settings),
             )
-            return carry, *outputs.take(output, minibatches.is_real(index), minibatches.num_rows)
+            return carry, *outputs.take(output, _is_real(settings, count, size, index), size)
 
-        _, sums, by_row = accumulation.over_minibatches(measure, None, inputs, minibatches.count)
+        _, sums, by_row = minibatches.over_minibatches(measure, None, inputs, count)
         return collectives.sync_gradients(sums, None, settings.axes), by_row
 
     sums, by_row = _on_each_device(settings, run, (PartitionSpec(),))(mdl_vars, inputs, prng_key)
@@ -189,46 +189,27 @@ def _gathered(
 
 
 def _gather_on_use(settings: PassSettings) -> VarsFn:
-    return lambda mdl_vars: gathered_on_use(mdl_vars, settings.variables)
+    """Boxes each piece of a split variable, so that a model that reads it gets the gathered variable."""
+    return lambda mdl_vars: jax.tree.map(GatheredOnUse.box, mdl_vars, settings.variables)
 
 
-def _agree(new: NestedJTensor, minibatches: _Minibatches) -> NestedJTensor:
-    """Averages the floats that the forward pass wrote over the devices. Integers are set later, by `advance_integers`."""
+def _agree(new: NestedJTensor, real: jax.Array, axes: tuple[str, ...]) -> NestedJTensor:
+    """Averages the floats that the forward pass wrote over the devices where `real` is 1.0. Integers are set later."""
     leaves, treedef = jax.tree.flatten(new)
     floats = [i for i, leaf in enumerate(leaves) if not is_integer(leaf)]
     if floats:
-        real = minibatches.is_real(jnp.zeros((), jnp.int32))
-        share = real / lax.psum(real, minibatches.axes)
-        means = lax.psum([leaves[i] * share.astype(leaves[i].dtype) for i in floats], minibatches.axes)
+        share = real / lax.psum(real, axes)
+        means = lax.psum([leaves[i] * share.astype(leaves[i].dtype) for i in floats], axes)
         for i, mean in zip(floats, means, strict=True):
             leaves[i] = mean
     return jax.tree.unflatten(treedef, leaves)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Minibatches:
-    """How each device's rows are divided.
-
-    Attributes:
-      count: minibatches on each device.
-      num_rows: rows of a minibatch.
-      num_real_rows: rows of the global batch without padding; they come first.
-      axes: names of the mesh axes.
-    """
-
-    count: int
-    num_rows: int
-    num_real_rows: int
-    axes: tuple[str, ...]
-
-    def is_real(self, index: jax.Array) -> jax.Array:
-        """Returns 1.0 if minibatch `index` of this device holds rows of the batch, 0.0 if it holds padding."""
-        first = (lax.axis_index(self.axes) * self.count + index) * self.num_rows
-        return (first < self.num_real_rows).astype(jnp.float32)
-
-
-def _minibatches(settings: PassSettings, inputs: NestedJTensor, requested: int) -> _Minibatches:
+def _divided(settings: PassSettings, inputs: NestedJTensor, requested: int) -> tuple[int, int]:
     """Divides each device's rows into the requested number of minibatches, or more if one would also hold padding.
+
+    Returns:
+      The number of minibatches on each device, and the rows of each.
 
     Raises:
       ValueError: `requested` doesn't divide a device's rows.
@@ -251,7 +232,13 @@ def _minibatches(settings: PassSettings, inputs: NestedJTensor, requested: int) 
             count,
             requested,
         )
-    return _Minibatches(count, size, num_rows, settings.axes)
+    return count, size
+
+
+def _is_real(settings: PassSettings, count: int, size: int, index: jax.Array | int) -> jax.Array:
+    """Returns 1.0 if minibatch `index` of this device holds rows of the batch, which come first, and 0.0 if it holds padding."""
+    first = (lax.axis_index(settings.axes) * count + index) * size
+    return (first < settings.num_rows).astype(jnp.float32)
 
 
 def _where(real: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -1,4 +1,7 @@
-"""Decides where each part of the train state lives, from the abstract initialisation: one `VariableSpec` per variable."""
+"""The state before the first step, and where each part of it lives, by its abstract initialisation: one `VariableSpec` each.
+
+Initialisation knows logical shapes alone: no mesh, no padding, no devices.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 from absl import logging
 from jax.sharding import Mesh, PartitionSpec
-from praxis import base_layer
+from praxis import base_layer, optimizers, py_utils
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.optim import masks, optax_bridge
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
-from spmd_trainer.step import initialization
+from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
+from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
 
 # VariableSpecs, in the structure of the variables or of the state.
 NestedVariableSpec: TypeAlias = PyTree
@@ -48,7 +52,7 @@ def build(
 
     Args:
       task: the built task.
-      init_variables: `initialization.variables_initialiser` of the task.
+      init_variables: `variables_initialiser` of the task.
       mesh: the device mesh.
       plan: decides every variable, instead of its layer and the strategy.
 
@@ -60,16 +64,16 @@ def build(
     """
     if task.lora is None:
         # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
-        layout = LogicalLayout(task, initialization.abstract_hparams(init_variables))
+        layout = LogicalLayout(task, abstract_hparams(init_variables))
         hparams, reasons = _planned(layout, mesh, plan)
     else:
         hparams, reasons = _with_adapters(task, init_variables, mesh, plan)
     layout = LogicalLayout(task, hparams)
     logical = jax.eval_shape(
-        functools.partial(initialization.create_train_state, layout),
+        functools.partial(create_train_state, layout),
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
     )
-    grad_tx, excluded = initialization.grad_transformation(layout)
+    grad_tx, excluded = grad_transformation(layout)
     opt_hparams = _unmask(grad_tx.init_partition_spec(masks.mask_out(hparams, excluded)))
     specs = TrainState(
         step=PartitionSpec(),
@@ -88,6 +92,65 @@ def build(
         return make_variable_spec(path_str(path), leaf.shape, leaf.dtype, spec, dict(mesh.shape), reason)
 
     return hparams, jax.tree_util.tree_map_with_path(record, logical, specs, why)
+
+
+def variables_initialiser(
+    task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct
+) -> Callable[[jax.Array], NestedJTensor]:
+    """Returns the function that initialises the model's variables at their logical shapes.
+
+    The function is jitted, so that asking for shapes first and for values later traces the model only once.
+
+    Args:
+      task: the built task.
+      inputs_shape_dtype: ShapeDtypeStructs of the global batch.
+
+    Returns:
+      key -> the variables. Those whose layer declares WeightHParams are in a praxis BoxedParam with them.
+    """
+    do_eval = not task.train.always_use_train_for_model_init
+    context = step_fns.model_context(task, do_eval=do_eval)
+
+    def initialise(prng_key: jax.Array) -> NestedJTensor:
+        inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
+        # praxis logs a line for each variable here.
+        with py_utils.logging_verbosity_level("WARNING"), base_layer.JaxContext.new_context(hparams=context):
+            _, inputs = step_fns.to_fprop_dtype(LogicalLayout(task, {}), {}, inputs)
+            mdl_vars = task.model_for_steps.init_variables(prng_key, inputs)
+        # Axis names of Flax modules' parameters: metadata, not variables.
+        mdl_vars.pop("params_axes", None)
+        return mdl_vars
+
+    return jax.jit(initialise)
+
+
+def abstract_hparams(init_variables: Callable[[jax.Array], NestedJTensor]) -> NestedWeightHParams:
+    """Returns the WeightHParams of a model's variables; allocates nothing.
+
+    Args:
+      init_variables: from `variables_initialiser`.
+    """
+    hparams: NestedWeightHParams = base_layer.unbox_meta(
+        jax.eval_shape(init_variables, jax.eval_shape(jax.random.key, 0))
+    )
+    return hparams
+
+
+def create_train_state(layout: LogicalLayout, mdl_vars: NestedJTensor, *, with_opt_states: bool = True) -> TrainState:
+    """Returns the state before the first step, for variables of logical shapes; usable under `jax.eval_shape`."""
+    if not with_opt_states:
+        return TrainState.create(mdl_vars, [])
+    grad_tx, excluded = grad_transformation(layout)
+    return TrainState.create(mdl_vars, [grad_tx.init(masks.mask_out(mdl_vars, excluded))])
+
+
+def grad_transformation(
+    layout: LogicalLayout,
+) -> tuple[optimizers.ShardedGradientTransformation, PyTree]:
+    """Returns the learner's gradient transformation, and a tree of bools: True for variables without an optimizer state."""
+    hparams, learner = layout.var_weight_hparams, layout.task.learner
+    excluded = masks.get_excluded_var_mask_for_opt(hparams, learner)
+    return learner.get_grad_tx(masks.mask_out(hparams, excluded)), excluded
 
 
 def _planned(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[NestedWeightHParams, PyTree]:
@@ -117,7 +180,7 @@ def _with_adapters(
     from spmd_trainer.decoder import lora  # here, so that models without adapters train without that room
 
     with lora.traced_on(mesh):
-        hparams = initialization.abstract_hparams(init_variables)
+        hparams = abstract_hparams(init_variables)
     names = tuple(map(str, mesh.axis_names))
     for axis in task.lora.rank_axes:
         if axis not in names:

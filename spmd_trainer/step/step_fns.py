@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from praxis import base_layer
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.optim import masks
-from spmd_trainer.step import update_ratios
+from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import NestedJTensor, PyTree, TrainState
+from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
 
 Tree = TypeVar("Tree")
 
@@ -50,13 +50,6 @@ class StepFnOutput:
     per_example_out: NestedJTensor
     summary_tensors: dict[str, jax.Array]
     clu_metrics: Mapping[str, Any] | None = None
-
-
-class Padded(NamedTuple):
-    """A step's variables and inputs as the devices hold them, with the padding that the mesh needs."""
-
-    mdl_vars: NestedJTensor
-    inputs: NestedJTensor
 
 
 # (mdl_vars, key, inputs) -> (output, collections that the forward pass wrote, gradients)
@@ -94,20 +87,8 @@ def gradients(
     return output, forward_vars, grads
 
 
-def evaluate(
-    layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
-) -> StepFnOutput:
-    """Runs the model in evaluation on the whole batch at once. Arguments as in `gradients`."""
-    return forward(layout, mdl_vars, prng_key, inputs, do_eval=True)[0]
-
-
 def train_step(
-    layout: LogicalLayout,
-    state: TrainState,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    grad_fn: GradFn | None = None,
-    padded: Padded | None = None,
+    layout: LogicalLayout, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, grad_fn: GradFn | None = None
 ) -> tuple[TrainState, StepFnOutput]:
     """Takes one training step: forward, backward, learner.
 
@@ -117,15 +98,12 @@ def train_step(
       prng_key: the run's key; the step number is folded in here, so the same key serves every step.
       inputs: the global batch.
       grad_fn: the forward and backward pass; None for `gradients` of the layout. A partitioner may bring its own.
-      padded: the variables and inputs to call `grad_fn` with, for one that works on padded arrays; None for `state.mdl_vars`
-        and `inputs`.
 
     Returns:
       The state after n + 1 steps, and the step's outputs.
     """
     task, run = layout.task, grad_fn or functools.partial(gradients, layout)
-    mdl_vars, rows = padded or Padded(state.mdl_vars, inputs)
-    output, forward_vars, grads = run(mdl_vars, jax.random.fold_in(prng_key, state.step), rows)
+    output, forward_vars, grads = run(state.mdl_vars, jax.random.fold_in(prng_key, state.step), inputs)
     output = _with_task_metrics(task, output)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=False)):
         new_vars, opt_state = _learn(layout, state, grads, forward_vars)
@@ -135,33 +113,24 @@ def train_step(
 
 
 def eval_step(
-    layout: LogicalLayout,
-    state: TrainState,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    eval_fn: EvalFn | None = None,
-    padded: Padded | None = None,
+    layout: LogicalLayout, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, eval_fn: EvalFn | None = None
 ) -> tuple[None, StepFnOutput]:
     """Evaluates the model on one global batch; returns no state.
 
     Args:
       layout, state, prng_key, inputs: as in `train_step`.
-      eval_fn: the forward pass; None for `evaluate` of the layout. A partitioner may bring its own.
-      padded: the variables and inputs to call `eval_fn` with; as in `train_step`.
+      eval_fn: the forward pass; None for `forward` of the layout. A partitioner may bring its own.
     """
-    run = eval_fn or functools.partial(evaluate, layout)
-    mdl_vars, rows = padded or Padded(state.mdl_vars, inputs)
-    output = run(mdl_vars, jax.random.fold_in(prng_key, state.step), rows)
+    key = jax.random.fold_in(prng_key, state.step)
+    if eval_fn is None:
+        output, _ = forward(layout, state.mdl_vars, key, inputs, do_eval=True)
+    else:
+        output = eval_fn(state.mdl_vars, key, inputs)
     return None, _floats_to_float32(_with_task_metrics(layout.task, output))
 
 
 def decode_step(
-    layout: LogicalLayout,
-    state: TrainState,
-    prng_key: jax.Array,
-    inputs: NestedJTensor,
-    eval_fn: EvalFn | None = None,
-    padded: Padded | None = None,
+    layout: LogicalLayout, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, eval_fn: EvalFn | None = None
 ) -> tuple[None, StepFnOutput]:
     """Decodes one global batch with `model.decode`; returns no state.
 
@@ -169,9 +138,9 @@ def decode_step(
 
     Args:
       layout, state, prng_key, inputs: as in `train_step`.
-      eval_fn, padded: not used. Partitioners pass them to every inference step, and decoding is always split by the compiler.
+      eval_fn: not used. Partitioners pass it to every inference step, and decoding is always split by the compiler.
     """
-    del eval_fn, padded
+    del eval_fn
     task = layout.task
     mdl_vars, inputs = to_fprop_dtype(layout, state.mdl_vars, inputs)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=True)):
@@ -286,10 +255,54 @@ def _learn(
             name = "/".join(str(getattr(key, "key", key)) for key in path)
             base_layer.add_global_summary(f"vars/{name}", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))))
     if train.update_ratio_summary:
-        found = update_ratios.norms(excluded_for_grad, layout.var_weight_hparams, state.mdl_vars, new_vars, raw_grads)
+        found = _update_ratios(excluded_for_grad, layout.var_weight_hparams, state.mdl_vars, new_vars, raw_grads)
         for name, norm in found:
             base_layer.add_global_summary(name, norm, base_layer.SummaryType.AGGREGATE_SCALAR)
     return new_vars, opt_state
+
+
+def _update_ratios(
+    no_grad: PyTree,
+    var_weight_hparams: NestedWeightHParams,
+    old_vars: NestedJTensor,
+    new_vars: NestedJTensor,
+    grads: NestedJTensor,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the norms of every variable that has a gradient.
+
+    A variable of repeated layers has one number for each of them: an array of the shape of its `repeat_prefix`. All others have
+    a scalar. Everything is float32. Where padding is kept (a vocabulary's), it is zero and adds nothing.
+
+    Args:
+      no_grad: True for the variables without a gradient.
+      var_weight_hparams: WeightHParams, same structure.
+      old_vars: the variables before the step.
+      new_vars: the variables after it.
+      grads: the gradients before clipping; whatever is at the places of variables without one is left out.
+
+    Yields:
+      ('layers/grad_norm/PATH', L2 norm of the gradient), ('layers/var_norm/PATH', L2 norm of the variable before the step), and
+      ('layers/update_ratio/PATH', L2 norm of the change / that of the variable; 0 for a variable of zeros).
+    """
+    treedef: Any = jax.tree.structure(no_grad)
+    trees = (treedef.flatten_up_to(tree) for tree in (var_weight_hparams, old_vars, new_vars, grads))
+    for (key_path, without), hparams, old, new, grad in zip(
+        jax.tree_util.tree_leaves_with_path(no_grad), *trees, strict=True
+    ):
+        # fp8 scales are overwritten with their gradient, which is none.
+        if without or base_layer.var_overwrite_with_gradient(hparams) or not jnp.issubdtype(old.dtype, jnp.floating):
+            continue
+        path, stacked = path_str(key_path), len(hparams.repeat_prefix or ())
+        size = _norm(old, stacked)
+        change = _norm(new.astype(jnp.float32) - old.astype(jnp.float32), stacked)
+        yield f"layers/grad_norm/{path}", _norm(grad, stacked)
+        yield f"layers/var_norm/{path}", size
+        yield f"layers/update_ratio/{path}", jnp.where(size == 0, 0.0, change / jnp.where(size == 0, 1.0, size))
+
+
+def _norm(x: jax.Array, stacked: int) -> jax.Array:
+    """Returns the L2 norm over all dimensions but the first `stacked`."""
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(stacked, x.ndim))))
 
 
 def to_fprop_dtype(

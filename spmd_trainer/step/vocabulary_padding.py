@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -144,15 +144,9 @@ def _is_known(layer: type) -> bool:
 def _is_elementwise(learner: Learner) -> bool:
     if learner.scale_update_by_var_norm:
         return False
-    return all(
-        type(optimizer) in _ELEMENTWISE and getattr(optimizer, "epsilon", 1.0) > 0
-        for optimizer in _all_optimizers(learner)
-    )
-
-
-def _all_optimizers(learner: Learner) -> Iterator[object]:
-    for optimizer in [learner.optimizer, *getattr(learner, "auxiliary_optimizers", ())]:
-        yield getattr(optimizer, "base_optimizer", optimizer)
+    every = [learner.optimizer, *getattr(learner, "auxiliary_optimizers", ())]
+    every = [getattr(optimizer, "base_optimizer", optimizer) for optimizer in every]
+    return all(type(optimizer) in _ELEMENTWISE and getattr(optimizer, "epsilon", 1.0) > 0 for optimizer in every)
 
 
 def _with_vocabulary(task: SingleTask, vocab_size: int, padded_vocab_size: int) -> SingleTask:

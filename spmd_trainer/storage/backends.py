@@ -133,11 +133,6 @@ def object_store(scheme: str) -> ObjectStore:
     return ObjectStore(scheme, fsspec.filesystem(scheme, **settings), _ATTEMPTS[scheme])
 
 
-def reset() -> None:
-    """Drops this process's connections, so that changed environment variables take effect. For tests."""
-    object_store.cache_clear()
-
-
 def scheme_of(path: epath.PathLike) -> str | None:
     """Returns 'gs' or 's3' for a path in an object store, None for a local one."""
     scheme, separator, _ = os.fspath(path).partition("://")

@@ -27,6 +27,7 @@ from spmd_trainer.checkpointing import (
     records,
 )
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
+from spmd_trainer.checkpointing.checksums import checksums
 from spmd_trainer.checkpointing.frozen_base import BASE_KEY, SETTINGS_KEY, BaseRecord, is_base
 from spmd_trainer.checkpointing.loading_rules import ResolvedRules
 from spmd_trainer.checkpointing.own_steps import OwnStep
@@ -116,10 +117,12 @@ def begins_with(job: Job, directory: epath.Path) -> bool:
     Raises:
       HfMismatchError: it holds adapters of PEFT, and the task has none.
     """
-    has_adapters = checkpoint_sources.is_peft_folder_agreed(directory)
+    has_adapters = decided_by_process_0(lambda: checkpoint_sources.is_peft_folder(directory))
     if has_adapters and job.task.lora is None:
         checkpoint_sources.open_source(directory, None, job.partitioner.metadata.variables, task=job.task)
-    return job.task.lora is not None and (has_adapters or checkpoint_sources.is_hf_folder_agreed(directory))
+    if job.task.lora is None:
+        return False
+    return has_adapters or decided_by_process_0(lambda: checkpoint_sources.is_hf_folder(directory))
 
 
 def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | None]:
@@ -136,7 +139,7 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
     Raises:
       UserError: the folder holds another model, or it is not known where the base is.
     """
-    if checkpoint_sources.is_hf_folder_agreed(directory):
+    if decided_by_process_0(lambda: checkpoint_sources.is_hf_folder(directory)):
         rooms.need("hf").require_model(directory, job.task)
         return {directory: _ALL}, str(directory)
     if rules := job.task.train.init_from_checkpoint_rules:
@@ -203,7 +206,10 @@ def origin_of(restored: Restored) -> dict[str, Any]:
 
 def _resolve(job: Job, variables: TrainState, rules: Mapping[Any, Any]) -> ResolvedRules:
     resolved = loading_rules.resolve_rules(
-        variables, rules, check_contents=True, open_foreign=checkpoint_sources.opener(job.task)
+        variables,
+        rules,
+        check_contents=True,
+        open_foreign=functools.partial(checkpoint_sources.open_source, task=job.task),
     )
     if (hf := rooms.find("hf")) is not None:
         for source, _ in resolved.parts:
@@ -228,7 +234,8 @@ def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[d
     """
     rules: Mapping[Any, Any] = job.task.train.init_from_checkpoint_rules or {}
     restored_from = recorded.restored_from
-    if restored_from is not None and checkpoint_sources.is_hf_folder_agreed(epath.Path(restored_from)):
+    is_folder = checkpoint_sources.is_hf_folder
+    if restored_from is not None and decided_by_process_0(functools.partial(is_folder, restored_from)):
         rules = {restored_from: _ALL}
     elif restored_from is not None and not rules:
         raise CheckpointMismatchError(
@@ -282,7 +289,9 @@ def _record(
         )
     directories, sources = tuple(directory for directory, _, _ in used), tuple(source for _, source, _ in used)
     with Phase("computing the checksums of the frozen base"):
-        return BaseRecord.of(base, frozen_base.base_specs(variables), directories, sources, restored_from)
+        specs = frozen_base.base_specs(variables)
+        dtypes = {path: records.dtype_name(specs[path].dtype) for path in base}
+        return BaseRecord(directories, sources, checksums(base, specs), dtypes, restored_from)
 
 
 def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -> dict[str, jax.Array]:

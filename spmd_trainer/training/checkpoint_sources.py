@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,6 @@ from etils import epath
 
 from spmd_trainer import pax
 from spmd_trainer.checkpointing import CheckpointSource, flax
-from spmd_trainer.checkpointing.agreement import decided_by_process_0
-from spmd_trainer.checkpointing.sources import OpenForeign
 from spmd_trainer.training import rooms
 
 if TYPE_CHECKING:
@@ -52,16 +49,6 @@ def open_source(
     return source
 
 
-def opener(task: SingleTask) -> OpenForeign:
-    """Returns `open_source` for a task."""
-    return functools.partial(open_source, task=task)
-
-
-def is_foreign(directory: epath.Path) -> bool:
-    """Returns True for what `open_whole_model` opens, without opening it. Called by every process."""
-    return is_hf_folder_agreed(directory) or pax.find_agreed(directory) is not None
-
-
 def _room(module: str, directory: epath.PathLike) -> ModuleType | None:
     """Imports a module that reads folders of Hugging Face; None if it is absent and the directory is not such a folder.
 
@@ -85,11 +72,7 @@ def is_peft_folder(directory: epath.PathLike) -> bool:
     return peft is not None and bool(peft.is_folder(directory))
 
 
-def is_hf_folder_agreed(directory: epath.PathLike) -> bool:
-    """Returns `is_hf_folder` as process 0 sees it. Called by every process."""
-    return decided_by_process_0(lambda: is_hf_folder(directory))
-
-
-def is_peft_folder_agreed(directory: epath.PathLike) -> bool:
-    """Returns `is_peft_folder` as process 0 sees it. Called by every process."""
-    return decided_by_process_0(lambda: is_peft_folder(directory))
+def is_foreign(directory: epath.Path) -> bool:
+    """Returns True for what this process sees as a folder of Hugging Face or PEFT, or as checkpoints of Pax."""
+    is_folder = is_hf_folder(directory) or is_peft_folder(directory)
+    return is_folder or pax.find(directory) is not None

@@ -5,10 +5,13 @@ They are of this trainer, of Pax, or folders of Hugging Face and PEFT.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import jax
 from absl import logging
 from etils import epath
 
@@ -28,12 +31,14 @@ from spmd_trainer.checkpointing import (
 )
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.errors import UserError
+from spmd_trainer.metrics.writers import SummaryWriters
 from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.storage.run_files import has_run
-from spmd_trainer.train_states import TrainState, is_adapter
+from spmd_trainer.train_states import is_adapter
 from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, rooms, run_directory
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
+from spmd_trainer.training.ending import say_results
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import RunConfig
@@ -41,8 +46,8 @@ from spmd_trainer.training.run_config import RunConfig
 
 def restore_for_inference(
     job: Job, *, use_ema: bool, step: int | None = None, base: FrozenBase | None = None
-) -> tuple[int, TrainState]:
-    """Restores one checkpoint onto the job's mesh.
+) -> Restored:
+    """Restores one checkpoint onto the job's mesh, without optimizer states.
 
     Args:
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
@@ -50,20 +55,9 @@ def restore_for_inference(
       step: this step instead of the flag's.
       base: the frozen base of adapters; give the same one for several steps of a run. None: it is loaded.
 
-    Returns:
-      The step, and the state without optimizer states.
-
     Raises:
       UserError: no such checkpoint, or it is another experiment's.
     """
-    restored = restore_with_record(job, use_ema=use_ema, step=step, base=base)
-    return restored.step, restored.state
-
-
-def restore_with_record(
-    job: Job, *, use_ema: bool, step: int | None = None, base: FrozenBase | None = None
-) -> Restored:
-    """Restores one checkpoint as `restore_for_inference` does, and returns its record too."""
     directory = job.config.checkpoint_dir
     step = job.config.restore_checkpoint_step if step is None else step
     if use_ema and not has_ema(job.task.learner):
@@ -181,16 +175,6 @@ def prefers_own(config: RunConfig) -> bool:
     return _has_own(config)
 
 
-def config_of_source(config: RunConfig, *, own: bool) -> RunConfig:
-    """Returns the config with the directory of checkpoints to export.
-
-    Args:
-      config: the config.
-      own: take the run's own checkpoints; see `prefers_own`.
-    """
-    return dataclasses.replace(config, restore_checkpoint_dir=None) if own else config
-
-
 def resumes(config: RunConfig) -> bool:
     """Returns True if a training run goes on from its own checkpoints, as process 0 sees it. Called by every process."""
     return decided_by_process_0(lambda: _has_own(config))
@@ -201,7 +185,7 @@ def _has_own(config: RunConfig) -> bool:
     return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
 
 
-def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
+def follow(job: Job, *, use_ema: bool) -> Iterator[Restored]:
     """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
 
     The last one is the checkpoint of step `num_train_steps`, or the step with which training ended earlier. With
@@ -215,7 +199,7 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
         yield restore_for_inference(job, use_ema=use_ema)
         return
     directory = job.config.checkpoint_dir
-    if checkpoint_sources.is_foreign(directory) or checkpoint_sources.is_peft_folder_agreed(directory):
+    if decided_by_process_0(lambda: checkpoint_sources.is_foreign(directory)):
         logging.info(
             "%s is of another trainer, and nothing there tells whether its run goes on: only the newest checkpoint is used",
             directory,
@@ -245,6 +229,17 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[tuple[int, TrainState]]:
         raise UserError(failed)
 
 
+def run_on(job: Job, make: Callable[[Job, SummaryWriters], Any], checkpoints: Iterable[Restored]) -> None:
+    """Makes evaluations or decodes of a job, and runs them on one checkpoint after the other. Logs where the results are."""
+    with contextlib.closing(SummaryWriters(job.config.job_log_dir, enabled=jax.process_index() == 0)) as writers:
+        work = make(job, writers)
+        for restored in checkpoints:
+            work.run(restored.state, restored.step)
+            # If the job is restarted, it skips what is on disk.
+            writers.flush()
+        say_results(job.config.job_log_dir)
+
+
 def _failure(directory: epath.Path) -> str:
     """Returns how the training run of a directory of checkpoints failed; nothing if it has not."""
     failed = run_directory.failure(directory.parent)
@@ -265,13 +260,7 @@ def require_run(directory: epath.Path) -> None:
     Raises:
       UserError: there is neither a checkpoint nor a run that has begun.
     """
-    if (
-        checkpoint_sources.is_hf_folder(directory)
-        or checkpoint_sources.is_peft_folder(directory)
-        or pax.find(directory) is not None
-        or any(directory.glob("[0-9]*"))
-        or has_run(directory.parent)
-    ):
+    if checkpoint_sources.is_foreign(directory) or any(directory.glob("[0-9]*")) or has_run(directory.parent):
         return
     raise UserError(
         f"no checkpoint in {directory}, and no training run has begun in {directory.parent}; start training first, or give "

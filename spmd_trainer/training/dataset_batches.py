@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
@@ -15,12 +16,15 @@ from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.models.config_lines import lines_of
 from spmd_trainer.sharding.messages import short_hash
+from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step.compiled_step import CompiledStep
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import first_batch
 from spmd_trainer.training.agreed_input import agree_on_input
 from spmd_trainer.training.job import Job, vocabulary_size
 from spmd_trainer.training.phases import Phase
+
+# Differences that one message lists.
+_LISTED = 5
 
 
 def no_op() -> None:
@@ -113,18 +117,15 @@ class FiniteDataset:
 
     def _batches(self) -> Iterator[PyTree]:
         """Yields the batches of the input until it ends. The first is compared with the declared specs."""
-        unchecked, vocabulary = self._job.task.train.enforce_input_specs, vocabulary_size(self._job.task)
         added_rows = getattr(self._input, "batch_padding_size", 0)
+        check = batch_checker(self._job, self.name, _with_rows(self._specs, added_rows))
         limit = _limit(self._input)
         for _ in itertools.count() if limit is None else range(limit):
             try:
                 batch = self._input.get_next_padded()
             except StopIteration:
                 return
-            if unchecked:
-                first_batch.check(self.name, batch, _with_rows(self._specs, added_rows))
-                unchecked = False
-            check_values(self.name, batch, vocabulary)
+            check(batch)
             yield batch
 
 
@@ -178,3 +179,66 @@ def _limit(data: Any) -> int | None:
 
 def _with_rows(declared: PyTree, added: int) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + added, *x.shape[1:]), x.dtype), declared)
+
+
+def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], None]:
+    """Returns a function that checks each batch of an input; the first also by `task.train.enforce_input_specs`.
+
+    Args:
+      job: the job.
+      name: the input's name.
+      declared: ShapeDtypeStructs of a batch of this process.
+    """
+    unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
+
+    def check(batch: PyTree) -> None:
+        nonlocal unchecked
+        if unchecked:
+            check_specs(name, batch, declared)
+            unchecked = False
+        check_values(name, batch, vocabulary)
+
+    return check
+
+
+def check_specs(name: str, batch: Any, declared: Any) -> None:
+    """Checks that a batch has the declared structure, shapes and dtypes.
+
+    Args:
+      name: the input's name.
+      batch: one process's batch, a tree of arrays.
+      declared: the same tree of ShapeDtypeStructs.
+
+    Raises:
+      UserError: they differ. The message has the input's name and, for each leaf, its path and both shapes and dtypes.
+    """
+    given, wanted = _leaves(batch), _leaves(declared)
+    problems = list(_differences(given, wanted))
+    if not problems:
+        return
+    more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+    raise UserError(
+        f"the first batch of input {name!r} differs from its declared specs: {'; '.join(problems[:_LISTED])}{more}. Change "
+        "the input's batches or its specs (get_input_specs_provider_params() for training, the input's input_specs() for "
+        "evaluation and decode). task.train.enforce_input_specs=False skips this check"
+    )
+
+
+def _differences(given: dict[str, str], wanted: dict[str, str]) -> Iterator[str]:
+    for path, declared in wanted.items():
+        if path not in given:
+            yield f"{path} is missing, declared as {declared}"
+        elif given[path] != declared:
+            yield f"{path} is {given[path]}, declared as {declared}"
+    for path in given.keys() - wanted.keys():
+        yield f"{path} ({given[path]}) is not declared"
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    """Returns {path: dtype and shape}, e.g. {'image/pixels': 'float32 [8, 28, 28]'}."""
+    return {path_str(path): _dtype_and_shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _dtype_and_shape(leaf: Any) -> str:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return f"{dtype} {list(np.shape(leaf))}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,17 +16,15 @@ from praxis import decoder_hparams
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
-from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import checkpoints, decode_records, decoded_text, rooms
+from spmd_trainer.training import checkpoints, decode_records, rooms
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
-from spmd_trainer.training.decode_output import DecodeOutput
-from spmd_trainer.training.ending import say_results
+from spmd_trainer.training.decode_records import DecodeOutput
 from spmd_trainer.training.job import Job
 
 # Number of decoded examples per dataset that are also logged.
@@ -54,15 +52,11 @@ class Decodes:
           between_batches: called before each batch. If it raises, decoding stops; the next `run` continues from that batch.
 
         Raises:
-          UserError: the experiment has no decode dataset, one is empty, or a prompt is too long. Earlier outputs are kept.
+          UserError: a dataset is empty, or a prompt is too long. Earlier outputs are kept.
         """
         job = self._job
         if self._datasets is None:
             configs = job.config.experiment.config.decode_datasets
-            if not configs:
-                raise UserError(
-                    f"experiment {job.config.experiment.label} has no decode datasets; return some from decode_datasets()"
-                )
             self._datasets = [DecodeDataset(job, config, index) for index, config in enumerate(configs)]
         prefix = job.task.decode.metrics_prefix
         for dataset in self._datasets:
@@ -124,11 +118,11 @@ class DecodeDataset(FiniteDataset):
         writes = jax.process_index() == 0
         output = DecodeOutput(self._directory, step, self.fingerprint(state))
         metrics = output.finished_metrics() if writes else None
-        if multihost.from_process_0(int(metrics is not None)):
+        if multihost.broadcast(metrics is not None):
             logging.info("%s at step %d was already decoded with these variables: %s", self.name, step, output.path)
             return metrics or {}
         self._check_prompts()
-        done = multihost.from_process_0(output.batches_done() if writes else 0)
+        done = multihost.broadcast(output.batches_done() if writes else 0)
         if done:
             logging.info("%s at step %d: %d batches were already decoded", self.name, step, done)
         batches = self._decode_batches(state, step, done, output if writes else None, between_batches)
@@ -166,7 +160,7 @@ class DecodeDataset(FiniteDataset):
             records = list(decode_records.records(self._input, outputs, inputs, first=first, text_of=self._text_of))
             output.add(index, records, scalars.means, scalars.weights)
             for record in records[: _LOGGED - logged]:
-                decoded_text.say(self.name, step, record, output.path)
+                decode_records.say(self.name, step, record, output.path)
                 logged += 1
         return batches
 
@@ -213,20 +207,11 @@ def with_sampling_keys(task: SingleTask, inputs: NestedMap, key: jax.Array) -> N
 
 def decode_once(job: Job) -> int:
     """Decodes with one checkpoint, `--restore_checkpoint_step` or the newest, and returns its step."""
-    step, state = checkpoints.restore_for_inference(job, use_ema=job.task.train.decode_use_ema_states)
-    _with_writers(job, [(step, state)])
-    return step
+    restored = checkpoints.restore_for_inference(job, use_ema=job.task.train.decode_use_ema_states)
+    checkpoints.run_on(job, Decodes, [restored])
+    return restored.step
 
 
 def decode_checkpoints(job: Job) -> None:
     """Decodes with the newest checkpoint and then with each new one, up to the training run's last step."""
-    _with_writers(job, checkpoints.follow(job, use_ema=job.task.train.decode_use_ema_states))
-
-
-def _with_writers(job: Job, states: Iterable[tuple[int, TrainState]]) -> None:
-    with contextlib.closing(SummaryWriters(job.config.job_log_dir, enabled=jax.process_index() == 0)) as writers:
-        decodes = Decodes(job, writers)
-        for step, state in states:
-            decodes.run(state, step)
-            writers.flush()
-        say_results(job.config.job_log_dir)
+    checkpoints.run_on(job, Decodes, checkpoints.follow(job, use_ema=job.task.train.decode_use_ema_states))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,6 @@ from absl import logging
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
-from spmd_trainer.errors import UserError
 from spmd_trainer.metrics import clu_metrics
 from spmd_trainer.metrics.packing import Packed, ScalarPacking, Scalars, WeightedMean
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
@@ -26,7 +24,7 @@ from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoints
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
 from spmd_trainer.training.decode_records import arrays_of_row
-from spmd_trainer.training.ending import say_results, shown
+from spmd_trainer.training.ending import shown
 from spmd_trainer.training.job import Job
 
 # The key in `metrics.jsonl` for the fingerprint of what was evaluated.
@@ -73,7 +71,7 @@ class Evaluations:
         results: dict[str, float] = {}
         if train_batch is None and next_batch is not None:
             record = read_metrics(self._job.config.job_log_dir, "eval_train").get(step, {})
-            if multihost.from_process_0(int(bool(record))):
+            if multihost.broadcast(bool(record)):
                 results |= _results_again("train", step, record)
             else:
                 train_batch = next_batch()
@@ -88,7 +86,7 @@ class Evaluations:
     ) -> dict[str, float]:
         same = dataset.fingerprint(state)
         record = read_metrics(self._job.config.job_log_dir, f"eval_{dataset.name}").get(step, {})
-        if multihost.from_process_0(int(record.get(_IDENTITY) == same)):
+        if multihost.broadcast(record.get(_IDENTITY) == same):
             return _results_again(dataset.name, step, record)
         return self._write(dataset.name, step, dataset.evaluate(state, step, between_batches), {_IDENTITY: same})
 
@@ -200,17 +198,6 @@ def evaluate_checkpoints(job: Job) -> None:
     With `--restore_checkpoint_step`, evaluates only that checkpoint.
 
     Raises:
-      UserError: the experiment has no evaluation datasets, or there is no run to follow.
+      UserError: there is no run to follow.
     """
-    if not job.config.experiment.config.eval_datasets:
-        raise UserError(
-            f"experiment {job.config.experiment.label} has no evaluation datasets; return some with is_training=False "
-            "from datasets()"
-        )
-    with contextlib.closing(SummaryWriters(job.config.job_log_dir, enabled=jax.process_index() == 0)) as writers:
-        evaluations = Evaluations(job, writers)
-        for step, state in checkpoints.follow(job, use_ema=job.task.train.eval_use_ema_states):
-            evaluations.run(state, step)
-            # If the job is restarted, it skips the evaluations that are on disk.
-            writers.flush()
-        say_results(job.config.job_log_dir)
+    checkpoints.run_on(job, Evaluations, checkpoints.follow(job, use_ema=job.task.train.eval_use_ema_states))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -17,12 +19,15 @@ from spmd_trainer import experiment_registry, sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph, user_code
 from spmd_trainer.models.config_lines import without_addresses
-from spmd_trainer.step import model_mesh
+from spmd_trainer.step import mesh_choice
 from spmd_trainer.training import class_overrides
 
+_DATASETS = ("train_datasets", "eval_datasets", "decode_datasets")
 # Longer values are abbreviated.
 _MAX_CHARS = 2000
-# Memory addresses in reprs differ from run to run and are not settings.
+_HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
+# XLA can't start with arbitrarily many. A mesh that needs more is refused later: it doesn't fit the devices that are there.
+_MAX_HOST_DEVICES = 2**14
 
 
 @dataclasses.dataclass
@@ -80,8 +85,8 @@ class ResolvedExperiment:
 def resolve(
     exp: str | type[BaseExperiment] | BaseExperiment,
     overrides: Iterable[str] = (),
-    *,
-    before_datasets: Callable[[Any], None] | None = None,
+    mesh: Sequence[tuple[str, int]] | None = None,
+    join: Callable[[], int] | None = None,
 ) -> ResolvedExperiment:
     """Finds the experiment, applies the overrides and validates the result. Builds nothing.
 
@@ -89,11 +94,13 @@ def resolve(
       exp: see `experiment_registry.find`.
       overrides: overrides of fields, each as 'path.to.field=value', and of class attributes, each as 'NAME=value'. The
         value is a Python literal. Class attributes are set first, because the config is built from them.
-      before_datasets: called with the task's config, overrides applied, before the experiment's dataset methods, because
-        those of Pax's experiments call `jax.local_device_count()`.
+      mesh: what `--mesh` says, or None.
+      join: joins the job's processes and returns how many there are; None: no run follows. Host devices then stand in for the
+        mesh, before the experiment's dataset methods are called: those of Pax's experiments call `jax.local_device_count()`.
 
     Raises:
-      UserError: unknown experiment, field or attribute, an invalid value, or an experiment whose settings contradict each other.
+      UserError: unknown experiment, field or attribute, an invalid value, or an experiment whose settings contradict each other;
+        see also `let_host_devices_stand_in`.
     """
     found, overrides = experiment_registry.find(exp), tuple(overrides)
     _check_class(found.cls, exp, found.label)
@@ -107,11 +114,12 @@ def resolve(
         with _errors_of(experiment, found.label):
             _validate_kinds(config)
             _validate_mesh(config.task)
-        if before_datasets is not None:
-            before_datasets(config.task)
+        if join is not None:
+            let_host_devices_stand_in(config.task, mesh, join())
         # The experiment's own methods must see the overridden task.
         experiment.task = lambda: config.task  # type: ignore[method-assign]
-        _add_datasets(experiment, config)
+        for kind in _DATASETS:
+            setattr(config, kind, list(getattr(experiment, kind)()))
         for assignment in overrides:
             if assignment not in of_task and assignment not in of_class:
                 apply_override(config, assignment)
@@ -189,15 +197,9 @@ def _task_config(experiment: BaseExperiment) -> Any:
     return task_p
 
 
-def _add_datasets(experiment: BaseExperiment, config: Any) -> None:
-    config.train_datasets = list(experiment.train_datasets())
-    config.eval_datasets = list(experiment.eval_datasets())
-    config.decode_datasets = list(experiment.decode_datasets())
-
-
 def _use_datasets(experiment: BaseExperiment, config: Any) -> None:
     """Makes the experiment's own methods return the overridden configs."""
-    for kind in ("train_datasets", "eval_datasets", "decode_datasets"):
+    for kind in _DATASETS:
         configs = getattr(config, kind)
         setattr(experiment, kind, lambda configs=configs: list(configs))
 
@@ -268,7 +270,7 @@ def _validate_kinds(config: Any) -> None:
 
 
 def _validate_datasets(config: Any) -> None:
-    for kind in ("train_datasets", "eval_datasets", "decode_datasets"):
+    for kind in _DATASETS:
         datasets = getattr(config, kind)
         if not isinstance(datasets, list | tuple):
             raise UserError(f"{kind} is {datasets!r:.80}; give a list of configs of inputs")
@@ -280,7 +282,7 @@ def _validate_mesh(task_p: Any) -> None:
     for field in ("ici_mesh_shape", "dcn_mesh_shape"):
         if model_p.ici_mesh_shape is not None and getattr(model_p, field) is not None:
             _validate_sizes(f"task.model.{field}", getattr(model_p, field))
-    declared = model_mesh.declared_mesh(model_p)
+    declared = mesh_choice.declared_mesh(model_p)
     if declared is not None and task_p.train.inputs_split_mapping is not None:
         sharding.validate_split_mapping(task_p.train.inputs_split_mapping, declared.axis_names)
 
@@ -304,3 +306,29 @@ def _validate_names(config: Any) -> None:
             raise UserError(
                 f"{kind} has several inputs named {', '.join(twice)}; give each its own name, which names its outputs"
             )
+
+
+def let_host_devices_stand_in(task_p: Any, mesh: Sequence[tuple[str, int]] | None, processes: int = 1) -> None:
+    """Lets host devices stand in for the mesh's if there is no accelerator. Touches no device.
+
+    A device count that XLA_FLAGS gives is left alone.
+
+    Args:
+      task_p: the task's config, whose model declares the mesh.
+      mesh: what `--mesh` replaces it with, or None.
+      processes: how many processes share the mesh, each with as many devices.
+
+    Raises:
+      UserError: the processes don't divide the mesh.
+    """
+    declared = mesh_choice.declared_mesh(task_p.model)
+    needed = None if declared is None else declared.num_devices
+    if mesh:
+        sizes = [size for _, size in mesh]
+        needed = None if -1 in sizes else math.prod(sizes)
+    if needed is None or not 1 < needed <= _MAX_HOST_DEVICES or _HOST_DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
+        return
+    if needed % processes:
+        raise UserError(f"{processes} processes can't share a mesh of {needed} devices evenly; change one of the two")
+    # Only the CPU backend reads this; on an accelerator the mesh is made of its own devices.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_HOST_DEVICES_FLAG}={needed // processes}".strip()

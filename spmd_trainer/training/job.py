@@ -29,7 +29,7 @@ from spmd_trainer.step.mesh_choice import choose_mesh
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree
-from spmd_trainer.training import config_file, reference_files, rooms
+from spmd_trainer.training import reference_files, rooms
 from spmd_trainer.training.run_config import ChipsConfig, RunConfig, StepConfig
 
 
@@ -179,10 +179,14 @@ class Job:
 
     def settings_lines(self) -> list[str]:
         """Returns the resolved config and what the run adds to it, one 'path: value' a line."""
-        about = config_file.run_lines(
-            self.partitioner.mesh_shape(), jax.process_count(), self.num_rows, self.partitioner.num_minibatches
-        )
-        return [*self.config.experiment.lines(), *about, *self.config.noted_lines()]
+        return [
+            *self.config.experiment.lines(),
+            f"mesh: ({mesh_text(self.partitioner.mesh_shape())})",
+            f"processes: {jax.process_count()}",
+            f"global batch rows: {self.num_rows}",
+            f"minibatches: {self.partitioner.num_minibatches}",
+            *self.config.noted_lines(),
+        ]
 
     def sharding_report(
         self, attention: Sequence[str] = (), inputs: Sequence[InputLayout] = ()
@@ -190,8 +194,8 @@ class Job:
         """Returns where every variable lives, headed by what this job is.
 
         Args:
-          attention: lines of `attention.kernels.choice_lines`, for the header.
-          inputs: the layouts of the job's inputs (`input_layouts.of_job`).
+          attention: lines about attention kernels (`report_parts.of_forward_pass`), for the header.
+          inputs: the layouts of the job's inputs (`report_parts.of_inputs`).
         """
         about = {
             "experiment": self.config.experiment.name,
@@ -233,14 +237,16 @@ def _use_mesh(
     if not (config.mesh or devices is not None) and partitioner.has_own_mesh:
         return  # `partitioner()` chose the mesh; `setup` builds it
     experiment = config.experiment
-    choice = choose_mesh(experiment.experiment, task.model, name=experiment.label, given=config.mesh, devices=devices)
-    partitioner.use_mesh(choice.mesh)
-    count, device = choice.mesh.size, choice.mesh.devices.flat[0]
+    mesh, reason = choose_mesh(
+        experiment.experiment, task.model, name=experiment.label, given=config.mesh, devices=devices
+    )
+    partitioner.use_mesh(mesh)
+    count, device = mesh.size, mesh.devices.flat[0]
     if device.platform == "cpu":
         what = f"{count_text(count, 'host device')} (no accelerator)"
     else:
         what = f"{count_text(count, 'device')} ({device.device_kind})"
-    logging.info("%s: mesh %s on %s, %s", experiment.label, mesh_text(choice.mesh.shape), what, choice.reason)
+    logging.info("%s: mesh %s on %s, %s", experiment.label, mesh_text(mesh.shape), what, reason)
 
 
 def _topology_devices(topology: str, num_slices: int) -> Sequence[jax.Device]:

@@ -4,21 +4,134 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from spmd_trainer.callbacks.base import CallbackList, Run
-from spmd_trainer.errors import UserError
+from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.optim.learner import extract_ema, has_ema
-from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.optim.learner import extract_ema
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import decode, evaluate
 from spmd_trainer.training.dataset_batches import no_op
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.schedule import Due, Schedule
+from spmd_trainer.training.run_config import TrainConfig
 from spmd_trainer.training.signals import Interrupted, SaveRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """What is to be done after a step."""
+
+    save: bool
+    evaluate: bool
+    decode: bool
+
+    @property
+    def any(self) -> bool:
+        """True if any action is due."""
+        return self.save or self.evaluate or self.decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The intervals of a run as plain numbers: the loop asks after every step, and reading a config's fields is slow.
+
+    Attributes:
+      num_steps: the last training step.
+      saves: whether the run saves checkpoints.
+      save_interval: steps between two saves; 0 for none.
+      eval_interval: steps between two evaluations; 0 for none.
+      evaluates_at_end: whether training ends with an evaluation: there is an interval, and something to evaluate (datasets,
+        or the training batch).
+      decode_interval: steps between two decodes; 0 for none.
+      decodes_at_end: whether training ends with a decode.
+      decode_start: no decode before this step.
+    """
+
+    num_steps: int
+    saves: bool
+    save_interval: int
+    eval_interval: int
+    evaluates_at_end: bool
+    decode_interval: int
+    decodes_at_end: bool
+    decode_start: int
+
+    @classmethod
+    def of_run(cls, config: TrainConfig) -> Schedule:
+        """Reads the intervals of a run."""
+        experiment = config.experiment.config
+        train_p = experiment.task.train
+        eval_interval = int(train_p.eval_interval_steps or 0) if config.eval_on_test else 0
+        decode_interval = int(train_p.decode_interval_steps or 0) if config.decode_during_train else 0
+        return cls(
+            num_steps=int(train_p.num_train_steps),
+            saves=config.enable_checkpoint_saving,
+            save_interval=int(train_p.save_interval_steps or 0) if config.enable_checkpoint_saving else 0,
+            eval_interval=eval_interval,
+            evaluates_at_end=bool(eval_interval and (experiment.eval_datasets or not train_p.eval_skip_train)),
+            decode_interval=decode_interval,
+            decodes_at_end=bool(decode_interval and experiment.decode_datasets),
+            decode_start=train_p.decode_start_after_n_steps,
+        )
+
+    def saves_at_start(self, checkpoints: Checkpointer, step: int) -> bool:
+        """Returns True if the run is to save the state that it begins with: that of step 0, as in Pax.
+
+        A run that is killed before its first interval ends then has a checkpoint to evaluate and to continue from. Called by
+        every process.
+
+        Args:
+          checkpoints: the run's own checkpoints.
+          step: the step of the state that the run begins with.
+        """
+        return self.saves and step == 0 and checkpoints.should_save(step)
+
+    def due(self, checkpoints: Checkpointer, step: int, *, asked: bool, leaves: bool) -> Due:
+        """Returns what is due after `step`. After the last step that is a save alone; `due_at_end` gives the rest.
+
+        Args:
+          checkpoints: says at which steps it saves.
+          step: the step just taken.
+          asked: whether a signal asked for a checkpoint.
+          leaves: whether the run ends here. It then saves after its loop, and does nothing else.
+        """
+        if leaves:
+            return Due(save=False, evaluate=False, decode=False)
+        if step >= self.num_steps:
+            return Due(save=self.saves, evaluate=False, decode=False)
+        return Due(
+            save=self.saves and (asked or checkpoints.should_save(step)),
+            evaluate=bool(self.eval_interval) and step % self.eval_interval == 0,
+            decode=bool(self.decode_interval) and step >= self.decode_start and step % self.decode_interval == 0,
+        )
+
+    def upcoming(self, step: int) -> dict[str, int]:
+        """Returns the step of the next 'save', 'eval' and 'decode' after `step`, as far as there are any."""
+        found = {}
+        for what, interval, first in (
+            ("save", self.save_interval, 0),
+            ("eval", self.eval_interval, 0),
+            ("decode", self.decode_interval, self.decode_start),
+        ):
+            if interval:
+                found[what] = min(-(-max(step + 1, first) // interval) * interval, self.num_steps)
+        return found
+
+    def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
+        """Returns what training, complete at `step`, still lacks there, whether or not an interval ends there.
+
+        Args:
+          step: the last step.
+          evaluated: the step of this run's last evaluation; None for none.
+          decoded: the step of this run's last decode; None for none.
+        """
+        return Due(
+            save=False,
+            evaluate=self.evaluates_at_end and evaluated != step,
+            decode=self.decodes_at_end and step >= self.decode_start and decoded != step,
+        )
 
 
 class PeriodicWork:
@@ -66,17 +179,17 @@ class PeriodicWork:
             run.begin(f"evaluation at step {run.step}", "evaluation")
             skips = task.train.eval_skip_train
             self.results = self._evaluations.run(
-                _eval_state(task, run.state, ema=task.train.eval_use_ema_states),
+                _eval_state(run.state, ema=task.train.eval_use_ema_states),
                 run.step,
                 None if skips else batch,
-                next_batch=None if skips else lambda: peek(batches),
+                next_batch=None if skips else lambda: getattr(batches.peek(), "batch", None),  # the next step takes it
                 between_batches=between_batches,
             )
             self.evaluated = run.step
             self._callbacks.call("after_eval", run, run.step, self.results)
         if due.decode:
             run.begin(f"decoding at step {run.step}", "decode")
-            eval_state = _eval_state(task, run.state, ema=task.train.decode_use_ema_states)
+            eval_state = _eval_state(run.state, ema=task.train.decode_use_ema_states)
             self._decodes.run(eval_state, run.step, between_batches)
             self._decoded = run.step
             if jax.process_index() == 0:
@@ -105,19 +218,9 @@ class PeriodicWork:
             self.interrupted = "evaluation" if due.evaluate and self.evaluated != step else "decode"
 
 
-def peek(batches: Prefetcher) -> Any:
-    """Returns the batch of the next step and leaves it to that step, or None if the input has ended."""
-    prefetched = batches.peek()
-    return None if prefetched is None else prefetched.batch
-
-
-def _eval_state(task: SingleTask, state: TrainState, *, ema: bool) -> TrainState:
+def _eval_state(state: TrainState, *, ema: bool) -> TrainState:
     """Returns the part of the training state that evaluation reads, with averaged variables if asked."""
     if not ema:
         return state.to_eval_state()
-    if not has_ema(task.learner):
-        raise UserError(
-            "task.train.eval_use_ema_states or decode_use_ema_states is set, but the learner's optimizer has no ema_decay"
-        )
     averages = extract_ema(state.opt_states, state.mdl_vars)
     return dataclasses.replace(state.to_eval_state(), mdl_vars=averages)

@@ -38,7 +38,11 @@ _MODEL = ("task.lora", "task.model.lm_tpl", "task.model.fprop_dtype", "task.mode
 def inputs_of(job: Job) -> list[Any]:
     """Returns the configs of the inputs that read reference log-probabilities from the run's files."""
     config = job.config.experiment.config
-    return [input_p for input_p in (*config.train_datasets[:1], *config.eval_datasets) if _reads_file(input_p)]
+    return [
+        input_p
+        for input_p in (*config.train_datasets[:1], *config.eval_datasets)
+        if isinstance(input_p.cls, type) and issubclass(input_p.cls, PreferenceInput) and input_p.reference is not None
+    ]
 
 
 def compute(job: Job, state: TrainState) -> None:
@@ -134,11 +138,6 @@ def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray
     """
     order = np.argsort(pairs)
     return logps[order[pairs[order] >= first]]
-
-
-def _reads_file(input_p: Any) -> bool:
-    kind = input_p.cls  # may be a function
-    return isinstance(kind, type) and issubclass(kind, PreferenceInput) and input_p.reference is not None
 
 
 def _model_text(job: Job, state: TrainState) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -34,16 +35,11 @@ _of_training = functools.partial(_training, carried=True, noted=True)
 _of_watch = functools.partial(_of_training, room="watch")
 
 
-def _directory(flag: str, value: Any) -> epath.Path:
-    from spmd_trainer import storage
-
-    return storage.directory(flag, value)
+def _reader(module: str, function: str) -> Callable[[str, Any], Any]:
+    return lambda flag, value: getattr(importlib.import_module(f"spmd_trainer.{module}"), function)(flag, value)
 
 
-def _mesh(flag: str, value: Any) -> tuple[tuple[str, int], ...]:
-    from spmd_trainer.step import mesh_choice
-
-    return mesh_choice.read_mesh(flag, value)
+_directory, _mesh = _reader("storage", "directory"), _reader("step.mesh_choice", "read_mesh")
 
 
 def _xla_options(flag: str, value: Any) -> Options:
@@ -388,13 +384,13 @@ def make_run_config(
       **settings: further fields of the mode's class.
 
     Raises:
-      UserError: a wrong value, or one that needs a room that is absent; see also `host_devices.resolve`.
+      UserError: a wrong value, or one that needs a room that is absent; see also `experiment_config.resolve`.
     """
-    from spmd_trainer.training import host_devices
+    from spmd_trainer.training import experiment_config
 
     overrides = texts("overrides", overrides)
     cls = cast(type[RunConfig], config_class(mode))
     # Without an experiment first: resolving it is what takes long.
     asked = cls(cast(Any, None), _directory("--job_log_dir", job_log_dir), mode, **settings)
     rooms.check_settings(asked)
-    return dataclasses.replace(asked, experiment=host_devices.resolve(exp, overrides, asked.mesh, join))
+    return dataclasses.replace(asked, experiment=experiment_config.resolve(exp, overrides, asked.mesh, join))

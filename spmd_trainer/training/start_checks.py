@@ -8,6 +8,7 @@ reads no arrays.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
     from spmd_trainer.training.run_config import RunConfig
 
 _DECODE_MODES = ("decode", "decode_once", "infer")
+# What messages say of datasets that are missing, and what to return.
+_DATASETS = {
+    "train": ("training dataset", "one with is_training=True from datasets()"),
+    "eval": ("evaluation datasets", "some with is_training=False from datasets()"),
+    "decode": ("decode datasets", "some from decode_datasets()"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,21 +123,11 @@ def check_settings(config: RunConfig) -> None:
     task_p = resolved.task_p
     _check_numbers(task_p)
     _check_averages(task_p, mode)
-    if mode == "eval" and not resolved.config.eval_datasets:
-        raise UserError(
-            f"--mode=eval: experiment {_name(resolved)} has no evaluation datasets; return some with is_training=False from "
-            "datasets()"
-        )
-    if mode in _DECODE_MODES:
-        _require_decode_datasets(resolved, f"--mode={mode}")
+    if mode in ("train", "eval", *_DECODE_MODES):
+        _require_datasets(resolved, "decode" if mode in _DECODE_MODES else mode, f"--mode={mode}")
     if isinstance(config, TrainConfig):
         if config.track:
             rooms.need("tracking.base").check(config.track, "--track")
-        if not resolved.config.train_datasets:
-            raise UserError(
-                f"--mode=train: experiment {_name(resolved)} has no training dataset; return one with is_training=True from "
-                "datasets()"
-            )
         if config.decode_during_train:
             _check_decode_during_train(resolved)
         _check_early_stopping(resolved, evaluates=config.eval_on_test)
@@ -156,7 +153,8 @@ def check_directories(config: RunConfig) -> None:
         # Process 0 writes.
         if multihost.joined()[1] == 0:
             rooms.need("hf").check_directory("--export_dir", config.directory)
-        config = checkpoints.config_of_source(config, own=checkpoints.prefers_own(config))
+        if checkpoints.prefers_own(config):
+            config = dataclasses.replace(config, restore_checkpoint_dir=None)
     there = checkpoints.present_in_source(config)
     if there is not None:
         _check_source(config, there)
@@ -198,7 +196,8 @@ def check_training(job: Job) -> None:
     # Reading a checkpoint's record takes all processes: they do what the first one sees.
     if not checkpoints.resumes(job.config) and rules and job.config.restore_checkpoint_dir is None:
         # The files' contents are checked once, before the arrays are loaded.
-        variables, opener = job.partitioner.metadata.variables, checkpoint_sources.opener(job.task)
+        variables = job.partitioner.metadata.variables
+        opener = functools.partial(checkpoint_sources.open_source, task=job.task)
         loading_rules.resolve_rules(variables, rules, check_contents=False, open_foreign=opener)
 
 
@@ -255,14 +254,11 @@ def _check_averages(task_p: Any, mode: str) -> None:
     )
 
 
-def _name(resolved: ResolvedExperiment) -> str:
-    return experiment_registry.short_name(resolved.name)
-
-
-def _require_decode_datasets(resolved: ResolvedExperiment, asked: str) -> None:
-    if not resolved.config.decode_datasets:
+def _require_datasets(resolved: ResolvedExperiment, kind: str, asked: str) -> None:
+    if not getattr(resolved.config, f"{kind}_datasets"):
+        what, fix = _DATASETS[kind]
         raise UserError(
-            f"{asked}: experiment {_name(resolved)} has no decode datasets; return some from decode_datasets()"
+            f"{asked}: experiment {experiment_registry.short_name(resolved.name)} has no {what}; return {fix}"
         )
 
 
@@ -273,7 +269,7 @@ def _check_decode_during_train(resolved: ResolvedExperiment) -> None:
             f"--decode_during_train: task.train.decode_interval_steps is {interval!r}, so nothing would be decoded; set "
             "e.g. --fdl.set='task.train.decode_interval_steps=1000', or leave it out"
         )
-    _require_decode_datasets(resolved, "--decode_during_train")
+    _require_datasets(resolved, "decode", "--decode_during_train")
 
 
 def _check_early_stopping(resolved: ResolvedExperiment, *, evaluates: bool) -> None:

@@ -1,4 +1,7 @@
-"""From a built job to the first training step: the state, the compiled step and the input, made side by side."""
+"""From a built job to the first training step: the state, the compiled step and the input, made side by side.
+
+A run begins with its own newest checkpoint, with another run's, or with fresh variables (`first_state`).
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,137 @@ import contextlib
 import dataclasses
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
+from etils import epath
 
 from spmd_trainer import multihost
 from spmd_trainer.callbacks.base import CallbackList, Run
-from spmd_trainer.checkpointing import Checkpointer
+from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, frozen_base
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors.installation import library_versions
-from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.prefetch import Prefetcher
+from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.metrics.packing import Packed, ScalarPacking
+from spmd_trainer.optim.learner import has_ema, reset_ema
+from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.step import step_fns
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import attention_kernels, elastic, first_batch, reference_logps, run_directory, xla_flags
+from spmd_trainer.training import (
+    adapter_checkpoints,
+    checkpoint_sources,
+    elastic,
+    reference_logps,
+    report_parts,
+    rooms,
+    run_directory,
+    xla_flags,
+)
+from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
 from spmd_trainer.training.agreed_input import agree_on_input
-from spmd_trainer.training.initial_state import first_state
-from spmd_trainer.training.job import Job, vocabulary_size
+from spmd_trainer.training.checkpoints import restore_from
+from spmd_trainer.training.dataset_batches import batch_checker
+from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.run_config import TrainConfig
+
+
+class FirstState(NamedTuple):
+    """What a training run begins with.
+
+    Attributes:
+      state: the state.
+      input_state: the input's position as it was saved; None: from the beginning.
+      origin: what the run's checkpoints note of where its variables came from; see `adapter_checkpoints.Beginning`.
+    """
+
+    state: TrainState
+    input_state: dict[str, Any] | None
+    origin: dict[str, Any]
+
+
+def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
+    """Restores the run's newest checkpoint, else the one of `--restore_checkpoint_dir`, else initialises.
+
+    Args:
+      job: the job.
+      checkpoints: the run's own checkpoints.
+
+    Raises:
+      UserError: `--restore_checkpoint_dir` holds no checkpoint.
+      CheckpointError: the checkpoint is another model's; the run has checkpoints and none is whole; or there is no room for
+        its own.
+    """
+    config, train_p = job.config.of(TrainConfig), job.task.train
+    metadata = job.partitioner.metadata
+    if config.enable_checkpoint_saving:
+        size = checkpoint_bytes(frozen_base.trained_part(metadata.variables, metadata.variables))
+        check_storage(checkpoints.directory, size, train_p.save_max_to_keep)
+        if isinstance(job.task.early_stopping_fn, EarlyStopping):
+            check_storage(config.job_log_dir / "best", size, 1)
+    # A run whose steps are all damaged must not start over: restoring them raises.
+    if checkpoints.holds_steps():
+        with Phase("restoring the newest step") as phase:
+            restored = checkpoints.restore(
+                metadata.variables, metadata.mesh, with_input=bool(train_p.enable_input_checkpointing)
+            )
+            restored = FrozenBase(job).joined(restored, metadata.variables, checkpoints.directory)
+            phase.done = f"restored step {restored.step} from {checkpoints.directory}"
+        return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
+    if config.restore_checkpoint_dir is not None:
+        return _restore_from(config.restore_checkpoint_dir, config.restore_checkpoint_step, job)
+    return _fresh(job, train_p.init_from_checkpoint_rules or {})
+
+
+def _fresh(job: Job, rules: Mapping[Any, Any], *, restored_from: str | None = None) -> FirstState:
+    """Initialises the variables, and loads those that rules name."""
+    with Phase("initialising the variables", _sizes(job)):
+        # Waited for: what takes long here is the devices' work.
+        state = jax.block_until_ready(job.partitioner.initialize_train_state(job.prng_key))
+    begun = adapter_checkpoints.begin(job, job.partitioner.metadata, state, rules, restored_from=restored_from)
+    report = begun.report
+    if report is None:
+        return FirstState(begun.state, None, begun.origin)
+    logging.log(logging.WARNING if report.warnings else logging.INFO, "init_from_checkpoint_rules: %s", report)
+    state = begun.state if report.opt_states_loaded else _with_averages(job, begun.state)
+    return FirstState(state, None, begun.origin)
+
+
+def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstState:
+    if adapter_checkpoints.begins_with(job, directory):
+        rules, restored_from = adapter_checkpoints.rules_of(job, directory)
+        return _fresh(job, rules, restored_from=restored_from)
+    if decided_by_process_0(lambda: checkpoint_sources.is_hf_folder(directory)):
+        with Phase(f"reading the Hugging Face folder {directory}") as phase:
+            state = _with_averages(job, rooms.need("hf").load(directory, job))
+            phase.done = f"read the variables of {directory}; the optimizer states are fresh"
+        return FirstState(state, None, {FOLDER_KEY: {"path": str(directory)}})
+    with_input = bool(job.task.train.enable_input_checkpointing)
+    restored = restore_from(job, job.partitioner.metadata, step=step, with_input=with_input)
+    logging.info("this run's own checkpoints go to %s", job.config.job_log_dir / "checkpoints")
+    return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
+
+
+def _sizes(job: Job) -> str:
+    """How much there is to initialise: '15 variables; with optimizer states, 44.1 KiB per device'."""
+    metadata, mesh_shape = job.partitioner.metadata, job.partitioner.mesh_shape()
+    num_bytes = sum(variable.bytes_per_device(mesh_shape) for variable in metadata.records())
+    variables = count_text(len(jax.tree.leaves(metadata.variables.mdl_vars)), "variable")
+    return f"{variables}; with optimizer states, {bytes_text(num_bytes)} per device"
+
+
+def _with_averages(job: Job, state: TrainState) -> TrainState:
+    """Returns the state with moving averages, if the learner has them, that begin at the loaded variables."""
+    if not has_ema(job.task.learner):
+        return state
+    restarted: TrainState = jax.jit(
+        lambda s: s.replace(opt_states=reset_ema(s.opt_states, s.mdl_vars)),
+        out_shardings=job.partitioner.metadata.shardings,
+        donate_argnums=0,
+    )(state)
+    return restarted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +150,7 @@ class CompiledTrainStep:
     Attributes:
       fn: (state, key, batch) -> (new state, packed scalars); None for a run that is finished already.
       packing: unpacks them.
-      attention: the kernels of the attention layers, a line each; see `attention_kernels`.
+      attention: the kernels of the attention layers, a line each; see `report_parts.traced`.
       xla_flags: the flags that the experiment asked for and the step is compiled with.
     """
 
@@ -148,7 +262,7 @@ def _seems_finished(job: Job, checkpointer: Checkpointer) -> bool:
         finished = True
     else:
         finished = newest >= int(job.task.train.num_train_steps)
-    return bool(multihost.from_process_0(int(finished)))
+    return multihost.broadcast(finished)
 
 
 def compile_train_step(job: Job) -> CompiledTrainStep:
@@ -167,7 +281,7 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         return job.partitioner.partition(step, job.inputs_shape_dtype, is_eval=False).lower(job.abstract_prng_key)
 
     with Phase("compiling the train step"):
-        lowered, attention = attention_kernels.traced(lower)
+        lowered, attention = report_parts.traced(lower)
         flags = _flags(job)
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
     return CompiledTrainStep(compiled, packing, attention, flags)
@@ -188,15 +302,10 @@ def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Pref
         logging.warning("the training input %r has no position, so it starts from the beginning", train_input.name)
     elif input_state is not None:
         train_input.set_state(input_state["state"])
-    declared = job.process_inputs_shape_dtype
-    unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
+    check = batch_checker(job, train_input.name, job.process_inputs_shape_dtype)
 
     def put(batch: PyTree) -> PyTree:
-        nonlocal unchecked
-        if unchecked:
-            first_batch.check(train_input.name, batch, declared)
-            unchecked = False
-        check_values(train_input.name, batch, vocabulary)
+        check(batch)
         return job.partitioner.layout.put(batch)
 
     with Prefetcher(train_input, put) as batches:

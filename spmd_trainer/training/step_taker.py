@@ -2,18 +2,78 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+from collections.abc import Callable
 
+import jax
 from absl import logging
 
 from spmd_trainer.callbacks.base import CallbackList, Run
 from spmd_trainer.inputs.prefetch import Prefetcher
+from spmd_trainer.metrics import clu_metrics
+from spmd_trainer.metrics.packing import Packed, ScalarPacking, Scalars
 from spmd_trainer.train_states import PyTree
-from spmd_trainer.training.in_flight import StepsInFlight
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.start_up import CompiledTrainStep
 
 INPUT_ENDED = "the training input has ended"
+
+
+class StepsInFlight:
+    """Hands out the scalars of training steps late, so that the host never waits for the step it has just dispatched.
+
+    Attributes:
+      packing: unpacks the scalars of the steps added next.
+      last: the scalars of the last step handed out, or None.
+      is_waiting: True while the host waits for the devices. Any thread may look.
+    """
+
+    def __init__(self, keep: int, report: Callable[[int, Scalars], object]):
+        """Starts empty.
+
+        Args:
+          keep: how many steps may be in flight (`task.train.max_inflight_steps`).
+          report: takes the number of a step and its scalars, in order.
+        """
+        self.packing = ScalarPacking()
+        self.last: Scalars | None = None
+        self.is_waiting = False
+        self._keep = keep
+        self._report = report
+        self._steps: collections.deque[tuple[int, Packed]] = collections.deque()
+
+    def add(self, step: int, packed: Packed) -> None:
+        """Adds a step just dispatched; reports the oldest ones until only `keep` are in flight.
+
+        Args:
+          step: its number.
+          packed: its scalars, packed.
+        """
+        self._steps.append((step, packed))
+        # The first step is waited for: a person wants to know at once that training works.
+        self._report_until(self._keep if self.last is not None else 0)
+
+    def drain(self) -> None:
+        """Waits for every step in flight and reports it."""
+        self._report_until(0)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the loss, the weighted scalars and the clu metrics of the last step reported; empty before the first."""
+        if self.last is None:
+            return {}
+        loss = {} if self.last.loss is None else {"loss": self.last.loss}
+        return loss | dict(self.last.means) | clu_metrics.computed(self.last.clu)
+
+    def _report_until(self, keep: int) -> None:
+        while len(self._steps) > keep:
+            step, packed = self._steps.popleft()
+            self.is_waiting = True
+            # The one copy to the host that the steady loop is meant to make.
+            with jax.transfer_guard_device_to_host("allow"):
+                self.last = self.packing.unpack(packed)
+            self.is_waiting = False
+            self._report(step, self.last)
 
 
 class StepTaker:
@@ -41,7 +101,7 @@ class StepTaker:
 
     def use(self, compiled: CompiledTrainStep) -> None:
         """Takes the next steps with this program."""
-        self._compiled = compiled
+        self._fn = self._watch.around(compiled.fn, self._run)
         self.in_flight.packing = compiled.packing
 
     def take(self, batches: Prefetcher) -> PyTree | None:
@@ -62,7 +122,9 @@ class StepTaker:
             logging.warning("%s after step %d of %d", INPUT_ENDED, run.step, run.num_steps)
             run.stop(INPUT_ENDED)
             return None
-        run.state, packed = watch.take(self._compiled.fn, run, self._key, prefetched.batch)
+        watch.dispatching()
+        run.state, packed = self._fn(run.state, self._key, prefetched.batch)
+        watch.dispatched(run.step + 1, packed)
         run.step += 1
         run.dispatched = prefetched.batch
         self._callbacks.call("after_dispatch", run, run.step)

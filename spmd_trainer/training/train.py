@@ -25,10 +25,9 @@ from spmd_trainer.storage.lock import locked
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import elastic, ending, garbage, rooms, run_directory, start_up
 from spmd_trainer.training.job import Job
-from spmd_trainer.training.periodic import PeriodicWork
+from spmd_trainer.training.periodic import PeriodicWork, Schedule
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import TrainConfig
-from spmd_trainer.training.schedule import Schedule
 from spmd_trainer.training.signals import SaveRequest, save_requests
 from spmd_trainer.training.step_taker import INPUT_ENDED, StepTaker
 

@@ -18,7 +18,7 @@ from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.packing import summary_name
 from spmd_trainer.sharding.messages import mesh_text
-from spmd_trainer.step import model_mesh, pjit, step_fns
+from spmd_trainer.step import mesh_choice, pjit, step_fns
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
@@ -167,7 +167,7 @@ def _close(x: float | None, y: float | None, tolerance: float) -> bool:
 
 def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> pjit.PjitPartitioner:
     """Returns a partitioner on a one-device mesh with the model's axis names, on which nothing is split or padded."""
-    names = task.model.mesh_axis_names or [model_mesh.DEFAULT_AXIS]
+    names = task.model.mesh_axis_names or [mesh_choice.DEFAULT_AXIS]
     mesh = sharding.create_device_mesh([(name, 1) for name in names], devices=jax.local_devices()[:1])
     partitioner = pjit.PjitPartitioner(mesh)
     partitioner.setup(task, inputs_shape_dtype)
@@ -193,15 +193,8 @@ def verify(job: Job) -> None:
     on_mesh = functools.partial(run_steps, job.partitioner, batches, job.prng_key)
     if options is None:
         one_device = single_device_partitioner(job.task, job.process_inputs_shape_dtype)
-        _compare_runs(
-            job,
-            Runs(
-                run_steps(one_device, batches, job.prng_key),
-                on_mesh(),
-                ("one device", "mesh"),
-                f"on one device and on {mesh}",
-            ),
-        )
+        first = run_steps(one_device, batches, job.prng_key)
+        _compare_runs(job, first, on_mesh(), ("one device", "mesh"), f"on one device and on {mesh}")
         return
     device = job.partitioner.mesh.devices.flat[0]
     own = xla_flags.flags_for(job.config.experiment.experiment, device)
@@ -214,7 +207,7 @@ def verify(job: Job) -> None:
         on_mesh(compiled=functools.partial(compiled, flags=own)),
         on_mesh(compiled=functools.partial(compiled, flags={**own, **options})),
     )
-    _compare_runs(job, Runs(without, with_options, ("without", "with"), f"on {mesh} without and with {shown}"))
+    _compare_runs(job, without, with_options, ("without", "with"), f"on {mesh} without and with {shown}")
 
 
 def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: jax.Device) -> None:
@@ -235,34 +228,26 @@ def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: j
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """Two runs of the same steps.
+def _compare_runs(
+    job: Job, first: Iterator[Snapshot], second: Iterator[Snapshot], names: tuple[str, str], between: str
+) -> None:
+    """Prints a line for each step of two runs, and whether the numbers are the same.
 
-    Attributes:
+    Args:
+      job: the job.
       first, second: a snapshot after each step.
       names: of the two, for the table's header.
       between: what the runs were on, e.g. 'on one device and on data=4'.
-    """
-
-    first: Iterator[Snapshot]
-    second: Iterator[Snapshot]
-    names: tuple[str, str]
-    between: str
-
-
-def _compare_runs(job: Job, runs: Runs) -> None:
-    """Prints a line for each step, and whether the numbers are the same.
 
     Raises:
       SystemExit: with status 1 if they are not.
     """
     tolerance = Tolerance.for_task(job.task)
-    losses = [f"loss, {name}" for name in runs.names]
+    losses = [f"loss, {name}" for name in names]
     sys.stdout.write(_row("step", *losses, "grad norm", "grad norm", "deviation", "of variable"))
     failed: Comparison | None = None
     same_bits = True
-    for one, other in zip(runs.first, runs.second, strict=True):
+    for one, other in zip(first, second, strict=True):
         result = compare(one, other, tolerance)
         same_bits &= all(x.tobytes() == other.variables[path].tobytes() for path, x in one.variables.items())
         numbers = [_number(x) for x in (*result.loss, *result.grad_norm)]
@@ -271,11 +256,11 @@ def _compare_runs(job: Job, runs: Runs) -> None:
         failed = failed or (None if result.passed else result)
     if failed is None:
         bits = "; all bits are the same" if same_bits else ""
-        sys.stdout.write(f"same numbers {runs.between} (tolerance: {_text(tolerance)}{bits})\n")
+        sys.stdout.write(f"same numbers {between} (tolerance: {_text(tolerance)}{bits})\n")
         return
     where = failed.departed[0] if failed.departed else "only the loss or the gradient norm"
     sys.stdout.write(
-        f"DIFFERENT numbers {runs.between}, starting at step {failed.step} (tolerance: {_text(tolerance)})\n"
+        f"DIFFERENT numbers {between}, starting at step {failed.step} (tolerance: {_text(tolerance)})\n"
         f"first difference: {where}; {len(failed.departed)} variables outside the tolerance at that step\n"
     )
     logging.error("verify failed at step %d", failed.step)

@@ -44,36 +44,26 @@ class RepeatCheck:
         """
         self._every = every
 
-    def take(
-        self,
-        fn: StepFn,
-        run: Run,
-        prng_key: jax.Array,
-        batch: PyTree,
-    ) -> tuple[TrainState, Packed]:
-        """Takes the step after `run.step`. Every process calls it.
+    def around(self, fn: StepFn, run: Run) -> StepFn:
+        """Returns what takes the step after `run.step`: the compiled train step `fn`, if none is checked. Every process calls it.
 
-        Args:
-          fn: the compiled train step; donates the state.
-          run: gives the state and the step.
-          prng_key: the run's key.
-          batch: the step's batch, on the devices.
-
-        Returns:
-          The new state and the packed scalars.
-
-        Raises:
-          RepeatError: the step was taken twice and gave other bits, on all processes.
+        The function raises RepeatError, on all processes, if a step was taken twice and gave other bits.
         """
-        step = run.step + 1
-        if not self._every or step % self._every:
-            return fn(run.state, prng_key, batch)
-        run.begin(f"training step {step}, for the first of two times", "other")
-        first = _sums(fn(jax.tree.map(jnp.copy, run.state), prng_key, batch))
-        run.begin(f"training step {step}, for the second time", "step")
-        result = fn(run.state, prng_key, batch)
-        _compare(first, _sums(result), step)
-        return result
+        if not self._every:
+            return fn
+
+        def take(state: TrainState, prng_key: jax.Array, batch: PyTree) -> tuple[TrainState, Packed]:
+            step = run.step + 1
+            if step % self._every:
+                return fn(state, prng_key, batch)
+            run.begin(f"training step {step}, for the first of two times", "other")
+            first = _sums(fn(jax.tree.map(jnp.copy, state), prng_key, batch))
+            run.begin(f"training step {step}, for the second time", "step")
+            result = fn(state, prng_key, batch)
+            _compare(first, _sums(result), step)
+            return result
+
+        return take
 
 
 def _sums(result: tuple[TrainState, Packed]) -> _Checksums:

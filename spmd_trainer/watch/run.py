@@ -8,8 +8,8 @@ from absl import logging
 from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.storage.run_files import PAGE, has_run
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.periodic import Schedule
 from spmd_trainer.training.run_config import TrainConfig
-from spmd_trainer.training.schedule import Schedule
 from spmd_trainer.watch.invalid_batches import InvalidBatches
 from spmd_trainer.watch.loss_spikes import LossSpikes
 from spmd_trainer.watch.pages import run_page

@@ -18,8 +18,7 @@ import jax
 
 from spmd_trainer.callbacks.base import Callback, Run
 from spmd_trainer.callbacks.step_watch import StepFn, StepWatch
-from spmd_trainer.metrics.packing import Packed, Scalars
-from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.watch.device_watch import Clock, DeviceWatch
 from spmd_trainer.watch.repeat_check import RepeatCheck
 
@@ -125,16 +124,9 @@ class StepParts(Callback, StepWatch):
             own = max(0.0, wait - (for_others - self._for_others))
             self._own_input, self._waited = own, wait - own
 
-    def take(self, fn: StepFn, run: Run, prng_key: jax.Array, batch: PyTree) -> tuple[TrainState, Packed]:
-        """Takes the step after `run.step`, and the times of its dispatch. Arguments as in `StepWatch.take`.
-
-        Raises:
-          RepeatError: the step was taken twice and gave other bits.
-        """
-        self.dispatching()
-        state, packed = self._repeats.take(fn, run, prng_key, batch)
-        self.dispatched(run.step + 1, packed)
-        return state, packed
+    def around(self, fn: StepFn, run: Run) -> StepFn:
+        """Returns what takes the steps; see `RepeatCheck.around`."""
+        return self._repeats.around(fn, run)
 
     def dispatching(self) -> None:
         """Notes that the compiled step is about to be called."""

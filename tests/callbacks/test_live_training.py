@@ -8,7 +8,7 @@ import pytest
 
 from spmd_trainer.metrics.live_status import Memory, live
 from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.training.schedule import Schedule
+from spmd_trainer.training.periodic import Schedule
 from spmd_trainer.watch.progress import ProgressLines
 
 SCHEDULE = Schedule(

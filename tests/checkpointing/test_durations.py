@@ -6,7 +6,7 @@ import pytest
 from facts import raises_naming
 
 from spmd_trainer.checkpointing import Checkpointer
-from spmd_trainer.checkpointing.durations import parse_duration
+from spmd_trainer.checkpointing.retired_steps import parse_duration
 from spmd_trainer.errors import UserError
 
 

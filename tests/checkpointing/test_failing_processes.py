@@ -120,8 +120,8 @@ tell(lambda: check_storage(directory, 1000, 1))
 
 # Each process has a disk of its own under the same name.
 NOT_SHARED = """
-from spmd_trainer.checkpointing import storage_check
-storage_check._VISIBLE_SECONDS = 1.0
+from spmd_trainer.checkpointing import saving
+saving._VISIBLE_SECONDS = 1.0
 tell(lambda: check_storage(directory / f"host_{index}", 1000, 1))
 tell(lambda: check_storage(directory / "shared", 1000, 1))
 print(sorted(path.name for path in (directory / "shared").iterdir()))

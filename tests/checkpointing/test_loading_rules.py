@@ -10,12 +10,12 @@ import pytest
 from checkpoint_helpers import logical_of, make_mesh, partition_specs, place, specs_for, train_state
 from facts import assert_names, raises_naming
 from praxis import pax_fiddle
+from warm_starts import init_from_rules
 
 from spmd_trainer.checkpointing import (
     LOAD_ALL,
     CheckpointLoadingRules,
     CheckpointMismatchError,
-    init_from_rules,
     loading_rules,
     orbax_io,
 )

@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from spmd_trainer.cli import live_columns
+from spmd_trainer.cli import live_line
 from spmd_trainer.metrics.live_status import LiveStatus, Memory, PhaseStatus, TrainingStatus
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def shown(width, training=None, phases=(), encoding="utf-8"):
     status.training = None if training is None else lambda: training
     for phase in phases:
         status.begin(phase)
-    line = live_columns.line(status, width)
+    line = live_line.line(status, width)
     if line is None:
         return None
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)

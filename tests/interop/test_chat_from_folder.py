@@ -20,7 +20,7 @@ from spmd_trainer.cli import launch
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ChatPromptInput
-from spmd_trainer.training import experiment_config, host_devices
+from spmd_trainer.training import experiment_config
 from spmd_trainer.training.run_config import RunConfig
 
 NAME = "lm.finetune.ChatFromFolder"
@@ -136,7 +136,9 @@ class Terminal(io.StringIO):
 def show(given, tmp_path, monkeypatch, name=NAME, stdout=None):
     """Runs `--mode=data`; returns its output."""
     config = RunConfig(
-        experiment=host_devices.resolve(name, given, None, lambda: 1), job_log_dir=epath.Path(tmp_path), mode="data"
+        experiment=experiment_config.resolve(name, given, None, lambda: 1),
+        job_log_dir=epath.Path(tmp_path),
+        mode="data",
     )
     stdout = stdout or io.StringIO()
     monkeypatch.setattr(sys, "stdout", stdout)

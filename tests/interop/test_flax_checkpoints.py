@@ -17,6 +17,7 @@ from praxis import pax_fiddle
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "models"))
 import model_helpers
+from warm_starts import init_from_rules
 
 from spmd_trainer import models, sharding
 from spmd_trainer.checkpointing import (
@@ -24,7 +25,6 @@ from spmd_trainer.checkpointing import (
     CheckpointLoadingRules,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    init_from_rules,
 )
 from spmd_trainer.checkpointing import flax as flax_checkpoints
 from spmd_trainer.step import PjitPartitioner

@@ -19,7 +19,7 @@ from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, Checkpo
 from spmd_trainer.cli import run_flags
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import export_mode
-from spmd_trainer.training import checkpoint_sources, initial_state, start_checks
+from spmd_trainer.training import checkpoint_sources, start_checks, start_up
 from spmd_trainer.training.job import Job
 
 LLAMA = DATA / "llama_biases"
@@ -32,7 +32,7 @@ def job():
 
 @pytest.mark.full
 def test_training_begins_with_the_folder_and_a_fresh_optimizer(job):
-    state, position, origin = initial_state._restore_from(epath.Path(LLAMA), None, job)
+    state, position, origin = start_up._restore_from(epath.Path(LLAMA), None, job)
     assert position is None
     assert origin == {"hugging_face_folder": {"path": str(LLAMA)}}
     assert int(state.step) == 0
@@ -127,7 +127,7 @@ def test_how_to_open_an_export_is_logged_for_local_ones(job, tmp_path, monkeypat
     directory = directory if "://" in directory else str(tmp_path / directory)
     config = command("--mode=export", f"--export_dir={directory}", f"--job_log_dir={tmp_path / 'run'}")
     restored = types.SimpleNamespace(step=3, state=None, metadata={"metadata": {}})
-    monkeypatch.setattr(export_mode.checkpoints, "restore_with_record", lambda *_, **__: restored)
+    monkeypatch.setattr(export_mode.checkpoints, "restore_for_inference", lambda *_, **__: restored)
     monkeypatch.setattr(export_mode.hf, "export", lambda *_, **__: None)
     with caplog.at_level("INFO", logger="absl"):
         assert export_mode.export(Job(config, job.task, job.partitioner, None)) == 3

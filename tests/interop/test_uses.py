@@ -13,6 +13,7 @@ import pytest
 from etils import epath
 from facts import assert_names, raises_naming
 from pax_models import EXPERIMENTS, assert_holds, job_on, snapshot
+from warm_starts import init_from_rules
 
 import spmd_trainer
 from spmd_trainer import pax
@@ -22,7 +23,6 @@ from spmd_trainer.checkpointing import (
     CheckpointLoadingRules,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    init_from_rules,
 )
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.variables import named_leaves
@@ -119,12 +119,14 @@ def test_averages_are_taken_for_inference(pax_data):
     job = job_on(EMA, (1, 4, 2))
     config = dataclasses.replace(job.config, restore_checkpoint_dir=epath.Path(pax_data.checkpoints(EMA)))
     reading = dataclasses.replace(job, config=config)
-    step, state = checkpoints.restore_for_inference(reading, use_ema=True)
+    restored = checkpoints.restore_for_inference(reading, use_ema=True)
+    step, state = restored.step, restored.state
     assert step == 20
     for path, value in named_leaves(state.mdl_vars):
         np.testing.assert_array_equal(value, expected[f"state/opt_states/0/4/ema/{path}"])
     # The newest step, and no waiting for others.
-    [(step, state)] = list(checkpoints.follow(reading, use_ema=False))
+    [restored] = list(checkpoints.follow(reading, use_ema=False))
+    step, state = restored.step, restored.state
     assert step == 20
     for path, value in named_leaves(state.mdl_vars):
         np.testing.assert_array_equal(value, expected[f"state/mdl_vars/{path}"])

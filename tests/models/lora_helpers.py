@@ -15,7 +15,7 @@ from praxis import base_layer
 from spmd_trainer import models, tasks_lib
 from spmd_trainer.decoder import lora
 from spmd_trainer.optim import masks
-from spmd_trainer.step import initialization, step_fns
+from spmd_trainer.step import state_layout, step_fns
 
 KEY = jax.random.key(5)
 
@@ -109,7 +109,7 @@ def lora_task(model, *, strategy=EVERYTHING, optimizer=None, learner=(), **setti
 def variables(task, inputs=None, *, seed=7):
     """Initial variables, with random numbers in all adapters."""
     shapes = shapes_of(inputs or batch())
-    values = base_layer.maybe_unbox_value(initialization.variables_initialiser(task, shapes)(KEY))
+    values = base_layer.maybe_unbox_value(state_layout.variables_initialiser(task, shapes)(KEY))
 
     def drawn(path, x):
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))

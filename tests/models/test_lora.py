@@ -19,7 +19,7 @@ from spmd_trainer.decoder import lora
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.errors import UserError
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.step import PjitPartitioner, initialization, step_fns
+from spmd_trainer.step import PjitPartitioner, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 
 KINDS = ["function", "linen", "nnx"]
@@ -66,7 +66,7 @@ def test_before_training_the_outputs_are_those_of_the_base(kind, dora):
 
 def trace(task):
     """Initialises the variables without computing them: the dimensions of the targets follow."""
-    jax.eval_shape(initialization.variables_initialiser(task, shapes_of(batch())), KEY)
+    jax.eval_shape(state_layout.variables_initialiser(task, shapes_of(batch())), KEY)
 
 
 def test_the_dimensions_of_the_targets_follow_from_their_products():

@@ -14,7 +14,7 @@ from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.decoder import lora
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.optim import masks
-from spmd_trainer.step import PjitPartitioner, initialization, step_fns
+from spmd_trainer.step import PjitPartitioner, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.training import experiment_config, verify
 
@@ -47,8 +47,8 @@ def shapes_of(batch):
 def ready(**settings):
     """A task, a batch, and variables with random numbers in all adapters."""
     task, batches = built(**settings)
-    init = initialization.variables_initialiser(task, shapes_of(batches[0]))
-    hparams = initialization.abstract_hparams(init)
+    init = state_layout.variables_initialiser(task, shapes_of(batches[0]))
+    hparams = state_layout.abstract_hparams(init)
     mdl_vars = base_layer.maybe_unbox_value(init(KEY))
     keys = itertools.count()
 
@@ -167,8 +167,8 @@ def test_the_policy_of_rematerialisation_keeps_no_more_than_without_adapters(pol
         batch = jax.tree.map(jnp.asarray, batches[0])
         if name == "base":
             task.lora = None
-        init = initialization.variables_initialiser(task, shapes_of(batch))
-        hparams = initialization.abstract_hparams(init)
+        init = state_layout.variables_initialiser(task, shapes_of(batch))
+        hparams = state_layout.abstract_hparams(init)
         mdl_vars = jax.eval_shape(lambda key, init=init: base_layer.maybe_unbox_value(init(key)), KEY)
         run = functools.partial(step_fns.gradients, LogicalLayout(task, hparams))
         jaxpr = jax.make_jaxpr(lambda v, batch, run=run: run(v, KEY, batch)[::2])(mdl_vars, batch)
@@ -244,7 +244,7 @@ def test_each_row_is_decoded_with_its_own_adapter():
     task, _, mdl_vars, _ = ready(generation=GENERATION)
     several, batches = built(generation=GENERATION, adapters=("poet", "lawyer"))
     batch = {**batches[0], "adapter": np.zeros(len(batches[0]["ids"]), np.int32)}
-    initialization.abstract_hparams(initialization.variables_initialiser(several, shapes_of(NestedMap(batch))))
+    state_layout.abstract_hparams(state_layout.variables_initialiser(several, shapes_of(NestedMap(batch))))
     other = jax.tree.map(lambda x: -0.7 * x, mdl_vars["params"]["lora"])
     params = mdl_vars["params"]
     both = jax.tree.map(lambda x, y: jnp.stack([x, y]), params["lora"], other)

@@ -13,7 +13,7 @@ from model_helpers import KEY, Config, Net, batch, failing_steps, loss, nnx_task
 from spmd_trainer import models, sharding
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
-from spmd_trainer.step import PjitPartitioner, initialization, state_layout, step_fns
+from spmd_trainer.step import PjitPartitioner, state_layout, step_fns
 
 
 def by_path(tree):
@@ -24,7 +24,7 @@ def by_path(tree):
 
 
 def initial(built):
-    boxed = initialization.variables_initialiser(built, shapes_of(batch()))(KEY)
+    boxed = state_layout.variables_initialiser(built, shapes_of(batch()))(KEY)
     return jax.tree.map(lambda box: box.value, boxed, is_leaf=lambda x: hasattr(x, "meta"))
 
 

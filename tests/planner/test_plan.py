@@ -185,7 +185,7 @@ def test_the_report_is_written_if_the_forward_pass_cannot_be_traced(tmp_path, mo
     def fail(job):
         raise TypeError("no such kernel")
 
-    monkeypatch.setattr(inspect_sharding.attention_kernels, "of_forward_pass", fail)
+    monkeypatch.setattr(inspect_sharding.report_parts, "of_forward_pass", fail)
     inspect_sharding.inspect_job(Job.build(make_run_config(TINY, tmp_path, mode="inspect")))
     assert (tmp_path / "sharding_report.txt").exists()
     assert_names(caplog.text, "TypeError", "no such kernel")

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
-from spmd_trainer.step import PjitPartitioner, batch_padding, step_fns
+from spmd_trainer.step import PjitPartitioner, partitioner, step_fns
 
 SIZES = {"data": 4, "mdl": 2}
 
 
 def notes(shapes, specs):
-    return batch_padding.notes({k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}, specs, SIZES)
+    return partitioner.batch_notes({k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}, specs, SIZES)
 
 
 def test_rows_are_named_once_with_the_cost_and_the_sizes_that_cost_nothing():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from spmd_trainer import sharding
-from spmd_trainer.step import accumulation, collectives
+from spmd_trainer.step import collectives, minibatches
 
 MESH = sharding.create_device_mesh([("replica", 2), ("data", 4)], devices=jax.devices()[:8])
 BOTH = ("replica", "data")
@@ -111,7 +111,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(num_minibatches):
         predictions = jnp.tanh(minibatch @ params)
         return jnp.sum(predictions), (carry + 1, {"sum": jnp.sum(predictions)}, predictions)
 
-    grads, calls, sums, outputs = accumulation.accumulate_gradients(
+    grads, calls, sums, outputs = minibatches.accumulate_gradients(
         loss_fn, weights, 0, rows, jax.random.key(0), num_minibatches
     )
     np.testing.assert_allclose(grads, jax.grad(lambda p: jnp.sum(jnp.tanh(rows @ p)))(weights), rtol=1e-5)
@@ -122,7 +122,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(num_minibatches):
 
 def test_rows_that_do_not_divide_are_named():
     with pytest.raises(ValueError, match=r"x: 6 rows .* 4 minibatches"):
-        accumulation.accumulate_gradients(
+        minibatches.accumulate_gradients(
             lambda *_: (jnp.zeros(()), (None, None, None)), None, None, {"x": jnp.ones((6, 1))}, jax.random.key(0), 4
         )
 
@@ -135,8 +135,8 @@ def test_metrics_are_weighted_means_over_all_devices(pairs):
     values[weights == 0] = np.nan  # a mean over nothing
 
     def reduce(value, weight):
-        pair = collectives.sync_gradients(accumulation.weighted_sum(value[0], weight[0]), None, BOTH)
-        return accumulation.weighted_mean(*pair)
+        pair = collectives.sync_gradients(minibatches.weighted_sum(value[0], weight[0]), None, BOTH)
+        return minibatches.weighted_mean(*pair)
 
     expected = np.sum(values[weights > 0] * weights[weights > 0]) / max(weights.sum(), 1)
     np.testing.assert_allclose(on_devices(reduce, (P(BOTH), P(BOTH)), P(), values, weights), expected, atol=1e-5)

@@ -13,8 +13,7 @@ from spmd_trainer import experiment_registry, sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError
 from spmd_trainer.step import mesh_choice
-from spmd_trainer.step.mesh_choice import choose_mesh
-from spmd_trainer.step.model_mesh import declared_mesh
+from spmd_trainer.step.mesh_choice import choose_mesh, declared_mesh
 
 
 class Fixed(BaseExperiment):
@@ -35,7 +34,10 @@ def model(ici=(1, 4, 2), dcn=None, names=("replica", "data", "mdl")) -> types.Si
 
 
 def choose(experiment, count, given=None, declared=None):
-    return choose_mesh(experiment, declared or model(), name="my.Exp", given=given, devices=jax.devices()[:count])
+    mesh, reason = choose_mesh(
+        experiment, declared or model(), name="my.Exp", given=given, devices=jax.devices()[:count]
+    )
+    return types.SimpleNamespace(mesh=mesh, reason=reason)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_fitted_mesh_has_the_devices_product_and_changes_no_more_than_it_must(
         assert {axis: fitted[axis] for axis in others} == others
 
 
-experiment_registry.import_all()
+experiment_registry.modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
 SHIPPED = sorted(
     name
     for name in experiment_registry.get_all()

@@ -11,7 +11,8 @@ from praxis import base_layer, pax_fiddle
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches, synthetic
-from spmd_trainer.step import batch_padding, pjit, step_fns
+from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.step.layout import Layout
 
 # One pytest worker, so that the shared fixtures are compiled once.
 pytestmark = pytest.mark.xdist_group("partitioning")
@@ -170,11 +171,11 @@ def test_a_missing_rank_names_input_shape_and_fix():
 def test_the_rows_that_each_process_added_are_removed_for_any_order_of_devices(monkeypatch, order):
     """2 processes have 5 rows and 4 devices each: 2 rows per device, of which each process added its last 3."""
     devices = np.array([types.SimpleNamespace(process_index=process) for process in order], dtype=object)
-    mesh = types.SimpleNamespace(devices=devices.reshape(2, 4), size=8)
+    layout = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=devices.reshape(2, 4), size=8))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     own = {process: iter([process * 10 + i for i in range(5)] + [-1] * 3) for process in (0, 1)}
     arrived = np.array([next(own[process]) for process in order for _ in range(2)])
-    kept = batch_padding.without_added(mesh, jax.numpy.asarray(arrived), jax.ShapeDtypeStruct((10,), int))
+    kept = Layout.without_added(layout, jax.numpy.asarray(arrived), jax.ShapeDtypeStruct((10,), int))
     assert sorted(kept.tolist()) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
 
 

@@ -4,16 +4,14 @@ import jax
 import pytest
 
 from spmd_trainer.inputs import batches
-from spmd_trainer.step import initialization, step_fns
-from spmd_trainer.step.step_fns import Padded
+from spmd_trainer.step import state_layout, step_fns
 from tests.step.test_partitioning import KEY, LENGTH, make_partitioner, make_task
 
 ROWS = 2
 SHAPES = batches.lm_input_specs(ROWS, LENGTH)
-PADDED = Padded("padded variables", "padded inputs")
 
 
-def trace(step_fn, pass_fn, *extra, with_opt_states=True):
+def trace(step_fn, pass_fn, *, with_opt_states=True):
     """Traces a step; returns the arguments (mdl_vars, inputs) of each call of `pass_fn`, and the logical ones."""
     partitioner = make_partitioner((1, 1, 1), rows=ROWS)
     calls, logical = [], []
@@ -24,37 +22,37 @@ def trace(step_fn, pass_fn, *extra, with_opt_states=True):
             return pass_fn(layout, state.mdl_vars, key, inputs)
 
         logical.append((state.mdl_vars, inputs))
-        return step_fn(layout, state, key, inputs, recorded, *extra)
+        return step_fn(layout, state, key, inputs, recorded)
 
     layout = partitioner.layout if with_opt_states else partitioner.layout.without_opt_states()
     jax.eval_shape(step, layout.padded_shapes, KEY, SHAPES)
     return calls, logical
 
 
-def test_a_train_step_calls_its_gradient_function_with_the_padded_arguments_if_it_has_some():
+def evaluate(*args):
+    return step_fns.forward(*args, do_eval=True)[0]
+
+
+def test_a_train_step_calls_its_gradient_function_with_its_variables_and_inputs():
     calls, logical = trace(step_fns.train_step, step_fns.gradients)
     assert calls == logical
-    calls, _ = trace(step_fns.train_step, step_fns.gradients, PADDED)
-    assert calls == [PADDED]
 
 
 @pytest.mark.full
-def test_an_eval_step_calls_its_forward_function_with_the_padded_arguments_if_it_has_some():
-    calls, logical = trace(step_fns.eval_step, step_fns.evaluate, with_opt_states=False)
+def test_an_eval_step_calls_its_forward_function_with_its_variables_and_inputs():
+    calls, logical = trace(step_fns.eval_step, evaluate, with_opt_states=False)
     assert calls == logical
-    calls, _ = trace(step_fns.eval_step, step_fns.evaluate, PADDED, with_opt_states=False)
-    assert calls == [PADDED]
 
 
 def test_decoding_does_not_call_the_forward_function(monkeypatch):
     monkeypatch.setattr(type(make_task().model), "decode", lambda self, inputs: ({}, {}))
-    calls, _ = trace(step_fns.decode_step, step_fns.evaluate, PADDED, with_opt_states=False)
+    calls, _ = trace(step_fns.decode_step, evaluate, with_opt_states=False)
     assert calls == []
 
 
 def test_the_initial_state_for_evaluation_has_no_optimizer_states():
     layout = make_partitioner((1, 1, 1), rows=ROWS).layout
     boxed = jax.eval_shape(layout.init_variables, KEY)
-    state = initialization.create_train_state(layout, boxed, with_opt_states=False)
+    state = state_layout.create_train_state(layout, boxed, with_opt_states=False)
     assert state.opt_states == []
     assert int(state.step) == 0

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_trainer.step import accumulation, step_fns
+from spmd_trainer.step import minibatches, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import TrainState
 
@@ -61,5 +61,5 @@ def test_each_minibatch_has_a_key_of_its_own(num_minibatches):
         return params, (carry, {}, jax.random.key_data(key)[None])
 
     batch = jnp.zeros((4, 1))
-    *_, keys = accumulation.accumulate_gradients(loss_fn, jnp.ones(()), (), batch, KEY, num_minibatches)
+    *_, keys = minibatches.accumulate_gradients(loss_fn, jnp.ones(()), (), batch, KEY, num_minibatches)
     assert len(np.unique(keys, axis=0)) == num_minibatches

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from spmd_trainer.step import accumulation
+from spmd_trainer.step import minibatches
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,6 @@ from spmd_trainer.step import accumulation
     ],
 )
 def test_a_part_without_weight_does_not_count_whatever_its_value(parts, mean):
-    sums = [accumulation.weighted_sum(value, weight) for value, weight in parts]
+    sums = [minibatches.weighted_sum(value, weight) for value, weight in parts]
     total, weight = (sum(column) for column in zip(*sums, strict=True))
-    assert accumulation.weighted_mean(total, weight) == mean
+    assert minibatches.weighted_mean(total, weight) == mean

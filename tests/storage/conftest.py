@@ -64,11 +64,11 @@ def use(monkeypatch):
         environment = _environment(scheme, address)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        backends.reset()
+        backends.object_store.cache_clear()  # new environment variables, new connections
         return environment
 
     yield set_up
-    backends.reset()
+    backends.object_store.cache_clear()  # new environment variables, new connections
 
 
 @pytest.fixture(params=SCHEMES)

@@ -12,7 +12,7 @@ from spmd_trainer import experiment_registry
 from spmd_trainer.decoder import experiment
 from spmd_trainer.training import experiment_config
 
-experiment_registry.import_all()
+experiment_registry.modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
 
 # Numbers of parameters of the published checkpoints, tied embeddings counted once; of the text part alone for Gemma 3 from 4B on.
 PUBLISHED = {

@@ -10,7 +10,7 @@ from facts import assert_names, raises_naming
 
 import spmd_trainer
 from spmd_trainer import main  # noqa: F401  # defines the flags
-from spmd_trainer.cli import help_page
+from spmd_trainer.cli import flag_parsing
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import names
 from spmd_trainer.tracking import base
@@ -51,7 +51,7 @@ def test_names_are_separated_by_commas_or_given_several_times():
     assert names("--track", ["wandb, mlflow", "trackio", ""]) == ("wandb", "mlflow", "trackio")
     values = flags.FLAGS
     assert "track" in values
-    assert "--track=NAME,..." in help_page.text()
+    assert "--track=NAME,..." in flag_parsing.help_page()
 
 
 def test_python_takes_a_list(tmp_path):

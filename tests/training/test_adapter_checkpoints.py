@@ -32,14 +32,7 @@ from spmd_trainer.experiments.lm.finetune import LoraFromFolder
 from spmd_trainer.experiments.lm.hf import FromFolder
 from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.training import (
-    adapter_checkpoints,
-    checkpoint_sources,
-    checkpoints,
-    initial_state,
-    start_checks,
-    train,
-)
+from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, checkpoints, start_checks, start_up, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 
@@ -76,13 +69,13 @@ def job_of(directory, exp=None, *, mode="train", overrides=(), rules=None, **set
 
 def first_state(job):
     with Checkpointer(job.config.job_log_dir / "checkpoints") as own:
-        return initial_state.first_state(job, own)
+        return start_up.first_state(job, own)
 
 
 def restored(directory, exp=None, **settings):
     """The variables that evaluation restores, by path, at logical shapes."""
     job = job_of(directory, exp, mode="eval", **settings)
-    _, state = checkpoints.restore_for_inference(job, use_ema=False)
+    state = checkpoints.restore_for_inference(job, use_ema=False).state
     return logical(job.partitioner.layout.without_opt_states(), state)
 
 
@@ -353,7 +346,7 @@ def test_following_a_run_loads_the_base_once(trained, monkeypatch):
     job = job_of(run, mode="eval")
     states = [
         logical(job.partitioner.layout.without_opt_states(), state)
-        for _, state in checkpoints.follow(job, use_ema=False)
+        for state in (restored.state for restored in checkpoints.follow(job, use_ema=False))
     ]
     assert len(loads) == 1
     assert [int(state["step"]) for state in states] == [0, 2, STEPS]

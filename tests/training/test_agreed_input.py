@@ -18,7 +18,9 @@ def source(tmp_path):
 
 def answers(monkeypatch, *others):
     """Other processes that answer with these functions of this process's text."""
-    monkeypatch.setattr(agreed_input, "gather", lambda name, text: [text, *(answer(text) for answer in others)])
+    monkeypatch.setattr(
+        agreed_input.multihost, "gather", lambda name, text: [text, *(answer(text) for answer in others)]
+    )
 
 
 def test_one_process_needs_no_agreement(source):

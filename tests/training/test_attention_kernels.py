@@ -9,7 +9,7 @@ from facts import raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.planner import plan
-from spmd_trainer.training import attention_kernels, run_directory, train
+from spmd_trainer.training import report_parts, run_directory, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 
@@ -23,7 +23,7 @@ def job_of(exp, *overrides, directory="."):
 @pytest.mark.full
 def test_the_plan_and_the_report_name_the_kernel():
     job = job_of(*FUSED)
-    lines = attention_kernels.of_forward_pass(job)
+    lines = report_parts.of_forward_pass(job)
     # Rows are short.
     assert lines == ["attention kernel: reference"]
     report = job.sharding_report(lines)
@@ -34,12 +34,12 @@ def test_the_plan_and_the_report_name_the_kernel():
 
 @pytest.mark.full
 def test_a_model_without_attention_kernels_has_no_lines():
-    assert attention_kernels.of_forward_pass(job_of("lm.stdlib.StdlibBytesTiny")) == []
+    assert report_parts.of_forward_pass(job_of("lm.stdlib.StdlibBytesTiny")) == []
 
 
 def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason():
     with raises_naming(UserError, "'cudnn'", "can't be used", "NVIDIA GPUs", "a cpu"):
-        attention_kernels.of_forward_pass(job_of(*FUSED, "ATTENTION_KERNEL='cudnn'"))
+        report_parts.of_forward_pass(job_of(*FUSED, "ATTENTION_KERNEL='cudnn'"))
 
 
 @pytest.fixture

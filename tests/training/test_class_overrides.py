@@ -7,7 +7,8 @@ from facts import assert_names
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.training import config_file, experiment_config
+from spmd_trainer.models import config_lines
+from spmd_trainer.training import experiment_config
 from spmd_trainer.training.class_overrides import make_experiment
 
 
@@ -102,9 +103,9 @@ def test_overridden_attributes_are_settings_of_the_run():
     resolved = experiment_config.resolve(Reads, ["WIDTH=16"])
     assert "WIDTH: 16" in resolved.lines()
     assert resolved.overrides == ("WIDTH=16",)
-    assert [str(change) for change in config_file.changes(before, resolved.lines())] == ["WIDTH is new: 16"]
+    assert [str(change) for change in config_lines.changes(before, resolved.lines())] == ["WIDTH is new: 16"]
     again = experiment_config.resolve(Reads, ["WIDTH=32"]).lines()
-    assert [str(change) for change in config_file.changes(resolved.lines(), again)] == ["WIDTH was 16, is now 32"]
+    assert [str(change) for change in config_lines.changes(resolved.lines(), again)] == ["WIDTH was 16, is now 32"]
 
 
 @pytest.mark.parametrize(

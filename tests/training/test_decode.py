@@ -16,7 +16,7 @@ from trained_helpers import STEPS, TINY, logits, make_job, read_lines, restored,
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
-from spmd_trainer.training import checkpoints, decode
+from spmd_trainer.training import checkpoints, decode, start_checks
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("trained")
@@ -237,7 +237,7 @@ def test_prompts_wider_than_the_model_decodes_are_refused(tmp_path):
 @pytest.mark.full
 def test_an_empty_dataset_is_refused(tmp_path, monkeypatch):
     job = decode_job(tmp_path)
-    state = checkpoints.restore_for_inference(job, use_ema=False)[1]
+    state = checkpoints.restore_for_inference(job, use_ema=False).state
     decodes = decode.Decodes(job, SummaryWriters(tmp_path))
     monkeypatch.setattr(decode.DecodeDataset, "_batches", lambda self: iter(()))
     with raises_naming(UserError, "decode dataset heldout_prompts", "empty"):
@@ -247,7 +247,7 @@ def test_an_empty_dataset_is_refused(tmp_path, monkeypatch):
 def test_an_experiment_without_decode_datasets_is_refused(tmp_path):
     job = decode_job(tmp_path, customize=lambda config: config.decode_datasets.clear())
     with raises_naming(UserError, job.config.experiment.label, "no decode datasets", "decode_datasets()"):
-        decode.decode_once(job)
+        start_checks.check_settings(job.config)
 
 
 def start(directory, mode, *fields):

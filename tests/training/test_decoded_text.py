@@ -5,14 +5,14 @@ from etils import epath
 from facts import assert_names
 
 from spmd_trainer.metrics.live_status import live
-from spmd_trainer.training import decoded_text
+from spmd_trainer.training import decode_records
 
 FILE = epath.Path("/runs/mine/decode_out/prompts/step_4.jsonl")
 
 
 def said(caplog, **record):
     with caplog.at_level("INFO", logger="absl"):
-        decoded_text.say("prompts", 4, {"index": 7, **record}, FILE)
+        decode_records.say("prompts", 4, {"index": 7, **record}, FILE)
     return caplog.messages[-1].split("\n")
 
 
@@ -35,10 +35,10 @@ def test_what_has_no_shape_is_written_out(caplog):
 
 @pytest.mark.parametrize(("text", "left"), [("a" * 5000, 3000), ("a\n" * 50, 53), (" " * 5000, 3000)])
 def test_a_long_text_ends_with_where_the_rest_is(text, left):
-    lines = decoded_text.shown(text, FILE)
+    lines = decode_records.shown(text, FILE)
     assert lines[-1] == f"[{left:,} more characters in {FILE}]"
     assert len("\n".join(lines)) < 2200
-    assert decoded_text.shown("a" * 2000, FILE) == ["a" * 2000]
+    assert decode_records.shown("a" * 2000, FILE) == ["a" * 2000]
 
 
 def test_outputs_of_other_models_are_json(caplog):

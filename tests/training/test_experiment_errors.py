@@ -12,7 +12,7 @@ from spmd_trainer.training import experiment_config
 
 def message(experiment, *overrides: str) -> str:
     with pytest.raises(UserError) as raised:
-        experiment_config.resolve(experiment, overrides, before_datasets=lambda task_p: None)
+        experiment_config.resolve(experiment, overrides)
     return str(raised.value)
 
 

@@ -13,7 +13,7 @@ from trained_helpers import STEPS, make_job, trained
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.tasks.lm import input_generator
-from spmd_trainer.training import evaluate, first_batch, start_up, train
+from spmd_trainer.training import dataset_batches, evaluate, start_up, train
 from spmd_trainer.training.dataset_batches import _num_batches
 from spmd_trainer.training.job import Job
 
@@ -29,7 +29,7 @@ def batch(**changes):
 
 
 def test_what_is_declared_passes():
-    first_batch.check("x", batch(), DECLARED)
+    dataset_batches.check_specs("x", batch(), DECLARED)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_each_difference_is_named(change, field, facts):
     given = batch()
     change(given)
     with raises_naming(UserError, "first batch", "input 'x'", field, *facts) as error:
-        first_batch.check("x", given, DECLARED)
+        dataset_batches.check_specs("x", given, DECLARED)
     assert set(missing_facts(str(error.value), "ids", "image/pixels", "more")) == {"ids", "image/pixels", "more"} - {
         field
     }
@@ -54,7 +54,7 @@ def test_each_difference_is_named(change, field, facts):
 def test_a_long_list_is_cut():
     given = NestedMap({f"leaf{i}": np.zeros(1) for i in range(9)})
     with pytest.raises(UserError, match="and 4 more"):
-        first_batch.check("x", given, NestedMap())
+        dataset_batches.check_specs("x", given, NestedMap())
 
 
 class Casts:

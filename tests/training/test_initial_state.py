@@ -8,7 +8,7 @@ import pytest
 from trained_helpers import make_job, trained
 
 from spmd_trainer.checkpointing import Checkpointer, CheckpointNotFoundError
-from spmd_trainer.training import initial_state
+from spmd_trainer.training import start_up
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(run):
         Checkpointer(run / "checkpoints") as checkpoints,
         pytest.raises(CheckpointNotFoundError, match=r"(?s)step 12 is refused.*step 4 is refused.*move these steps"),
     ):
-        initial_state.first_state(make_job(run), checkpoints)
+        start_up.first_state(make_job(run), checkpoints)
     assert names_in(run / "checkpoints") == ["0", "12", "4", "8"]
 
 
@@ -41,6 +41,6 @@ def test_a_run_on_a_full_disk_resumes_if_another_checkpoint_fits(run, monkeypatc
     usage = shutil.disk_usage(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * size))
     with Checkpointer(run / "checkpoints") as checkpoints:
-        state, position, _ = initial_state.first_state(make_job(run), checkpoints)
+        state, position, _ = start_up.first_state(make_job(run), checkpoints)
     assert int(state.step) == 12
     assert position is not None

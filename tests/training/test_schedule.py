@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_trainer.training.schedule import Due, Schedule
+from spmd_trainer.training.periodic import Due, Schedule
 
 SCHEDULE = Schedule(
     num_steps=10,

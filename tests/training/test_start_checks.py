@@ -26,7 +26,7 @@ from spmd_trainer.checkpointing import (
 from spmd_trainer.checkpointing.own_steps import OwnStep
 from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.training import evaluate, experiment_config, initial_state, start_checks, train
+from spmd_trainer.training import evaluate, experiment_config, start_checks, start_up, train
 from spmd_trainer.training.run_config import TrainConfig, config_class
 
 TINY = "synthetic.structures.TinyLm"
@@ -446,7 +446,7 @@ def test_the_contents_of_a_warm_start_s_checkpoint_are_checked_once(tmp_path, mo
     start_checks.check_training(job)
     assert not checked
     with Checkpointer(tmp_path / "checkpoints") as own:
-        initial_state.first_state(job, own)
+        start_up.first_state(job, own)
     assert checked == [trained() / "checkpoints" / "8"]
 
 

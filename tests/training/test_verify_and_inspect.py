@@ -12,7 +12,7 @@ from trained_helpers import make_job
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.report_data import input_data
-from spmd_trainer.training import input_layouts, verify, xla_flags
+from spmd_trainer.training import report_parts, verify, xla_flags
 
 TINY = "--exp=lm.stdlib.StdlibBytesTiny"
 
@@ -148,7 +148,7 @@ def test_inspect_prints_and_writes_the_report(tmp_path):
 
 def test_an_input_whose_batches_are_not_known_says_why(tmp_path):
     job = make_job(tmp_path, fields=(f"decode_datasets[0].files='{tmp_path}/none/*.txt'",))
-    layouts = {layout.use: layout for layout in input_layouts.of_job(job)}
+    layouts = {layout.use: layout for layout in report_parts.of_inputs(job)}
     assert layouts["decode"].problem.startswith("PromptInput 'heldout_prompts'")
     text = job.sharding_report(inputs=list(layouts.values())).text()
     assert "not known: PromptInput 'heldout_prompts'" in text
@@ -160,7 +160,7 @@ def test_rows_that_are_added_and_inputs_without_a_mapping(tmp_path):
         config.task.train.inputs_split_mapping = None
 
     job = make_job(tmp_path, fields=("eval_datasets[0].batch_size=3",), customize=unmapped)
-    (layout,) = [layout for layout in input_layouts.of_job(job) if layout.use == "eval"]
+    (layout,) = [layout for layout in report_parts.of_inputs(job) if layout.use == "eval"]
     fields = {field["path"]: field for field in input_data(layout)["fields"]}
     assert (fields["labels"]["shape"][0], fields["labels"]["padded_shape"][0]) == (3, 8)
     assert fields["labels"]["arrives"] == fields["labels"]["in_step"] == [("replica", "data", "mdl"), ()]

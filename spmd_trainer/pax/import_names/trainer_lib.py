@@ -24,7 +24,7 @@ from spmd_trainer.checkpoint_paths import CheckpointType
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
-from spmd_trainer.step import accumulation, initialization, minibatches, step_fns
+from spmd_trainer.step import minibatches, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
 from spmd_trainer.tasks_lib import EarlyStoppingFn, RunningMode, SingleTask
@@ -114,10 +114,10 @@ def initialize_model_state(
             "give do_init_checkpoint_rules=False, and read variables with spmd_trainer.checkpointing or spmd_trainer.pax"
         )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), inputs_shape_dtype)
-    boxed = initialization.variables_initialiser(jax_task, shapes)(prng_key)
+    boxed = state_layout.variables_initialiser(jax_task, shapes)(prng_key)
     mdl_vars = base_layer.maybe_unbox_value(boxed)
     layout = LogicalLayout(jax_task, base_layer.unbox_meta(boxed))
-    state = initialization.create_train_state(layout, mdl_vars, with_opt_states=not discard_opt_states)
+    state = state_layout.create_train_state(layout, mdl_vars, with_opt_states=not discard_opt_states)
     return state, None
 
 
@@ -216,7 +216,7 @@ def decode_step(
 def _layout(task: SingleTask, inputs: NestedJTensor, given: NestedWeightHParams | None) -> LogicalLayout:
     if given is None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-        given = initialization.abstract_hparams(initialization.variables_initialiser(task, shapes))
+        given = state_layout.abstract_hparams(state_layout.variables_initialiser(task, shapes))
     return LogicalLayout(task, given)
 
 
@@ -231,7 +231,7 @@ def _pmap_gradients(
     output, written, grads = step_fns.gradients(layout, mdl_vars, prng_key, inputs)
     weight = _loss_weight(layout.task, output)
     # The loss is a mean over this device's rows: its part of the mean over all rows.
-    share = accumulation.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
+    share = minibatches.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
     grads = jax.tree.map(lambda g: (g * share).astype(g.dtype), grads)
     written = jax.tree.map(
         lambda x: x if minibatches.is_integer(x) else jax.lax.pmean(x, PMAP_PARALLEL_AXIS_NAME), written
@@ -242,7 +242,7 @@ def _pmap_gradients(
 def _pmap_evaluate(
     layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> StepFnOutput:
-    return _over_devices(layout.task, step_fns.evaluate(layout, mdl_vars, prng_key, inputs))
+    return _over_devices(layout.task, step_fns.forward(layout, mdl_vars, prng_key, inputs, do_eval=True)[0])
 
 
 def _loss_weight(task: SingleTask, output: StepFnOutput) -> jax.Array:
@@ -256,7 +256,7 @@ def _over_devices(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
         value, weight = jnp.asarray(value), jnp.asarray(weight)
         total = jax.lax.psum(value * weight, PMAP_PARALLEL_AXIS_NAME)
         weights = jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME)
-        return accumulation.weighted_mean(total, weights), weights
+        return minibatches.weighted_mean(total, weights), weights
 
     scalars: WeightedScalars = type(output.weighted_scalars)(
         {name: mean(*pair) for name, pair in output.weighted_scalars.items()}  # type: ignore[call-arg]

@@ -1,22 +1,62 @@
-"""How the batches of a job's inputs are split on its mesh, for the sharding report."""
+"""What reports say of a job besides its variables: which kernels its attention layers use, and how its batches are split."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import fiddle as fdl
+import jax
 from absl import logging
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import first_line
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.sharding.report_data import InputLayout
+from spmd_trainer.step import step_fns
+from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.pjit import PjitPartitioner
-from spmd_trainer.train_states import PyTree
+from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.training import rooms
 from spmd_trainer.training.job import Job
 
+_T = TypeVar("_T")
 
-def of_job(job: Job) -> list[InputLayout]:
+
+def traced(trace: Callable[[], _T]) -> tuple[_T, list[str]]:
+    """Returns what `trace` returns, and a line for each choice of a kernel while it traced a program."""
+    kernels = rooms.find("kernels.kernels")
+    if kernels is None:
+        return trace(), []
+    with kernels.recording() as recorded:
+        result = trace()
+    return result, kernels.choice_lines(recorded)
+
+
+def of_forward_pass(job: Job) -> list[str]:
+    """Returns one line for each choice of a kernel, such as 'attention kernel: chunked; not cudnn: ...', with the reasons.
+
+    Traces the forward pass of the train step on the job's mesh, or that of evaluation with a partitioner that brings its own
+    (`ShardMapPartitioner`). A model without attention layers gives no lines.
+
+    Raises:
+      UserError: a layer asks for a kernel that can't be used.
+    """
+
+    def forward(
+        layout: Layout, state: TrainState, prng_key: Any, inputs: Any, *own: Any
+    ) -> tuple[None, jax.Array | None]:
+        if own:
+            return None, step_fns.eval_step(layout, state, prng_key, inputs, *own)[1].loss
+        return None, step_fns.forward(layout, state.mdl_vars, prng_key, inputs, do_eval=False)[0].loss
+
+    def trace() -> None:
+        job.partitioner.partition(forward, job.inputs_shape_dtype, is_eval=True).lower(job.abstract_prng_key)
+
+    return traced(trace)[1]
+
+
+def of_inputs(job: Job) -> list[InputLayout]:
     """Returns the layouts of the training inputs, then those for evaluation, then those for decode.
 
     An input whose shapes can't be found out, for example because its files are not on this machine, has the reason instead.
