@@ -21,7 +21,7 @@ from xla_flags import xla_flags
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Threads that each get an arena of memory keep what they freed: a worker would hold a quarter more. Workers are started after this.
+# With an arena of memory for each thread, a worker would hold a quarter more. Workers are started after this.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 os.environ["XLA_FLAGS"] = xla_flags(
     os.environ.get("XLA_FLAGS", ""),
