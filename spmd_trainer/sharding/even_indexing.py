@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_trainer.sharding.even_rules import HIGHEST, LOWEST, Rule, bind, common_shape, neutral, results, whole_in
-from spmd_trainer.sharding.even_values import Pins, Shape, Value
+from spmd_trainer.sharding.even_rules import HIGHEST, LOWEST, Rule, bind, common_shape, neutral, results
+from spmd_trainer.sharding.even_values import Pins, Shape, Value, whole_in
 
 _NEUTRAL: dict[str, Any] = {"scatter-add": 0, "scatter-mul": 1, "scatter-max": LOWEST, "scatter-min": HIGHEST}
 
@@ -186,7 +186,7 @@ def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         tuple(common[dim] if trivial[dim] else v.shape[dim] for dim in range(rank)) if v.shape else () for v in values
     ]
     taken = [pins.whole(v.at(shape), dims) if v.shape else v.array for v, shape in zip(values, held, strict=True)]
-    return results(pins, eqn, [pins.whole(x, dims) for x in bind(eqn, taken)], whole_in(arrays[0].axes, dims))
+    return results(pins, eqn, [pins.whole(x, dims) for x in bind(eqn, taken)], whole_in(values[0].axes, dims))
 
 
 _SCATTERS = ("scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter")

@@ -3,6 +3,9 @@
 XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1) gets a product wrong if the program asks for a split of the result in which an axis
 that was summed over splits one dimension, and the axis that the operands suggest for this dimension splits another
 (`docs/partitioner_faults.md`). A constraint asks for a split, and so does the sharding of a variable, for its gradient.
+
+On a mesh of three axes or more, splits that nothing in the program states are enough for that, so all products are constrained
+there.
 """
 
 from __future__ import annotations
@@ -78,8 +81,8 @@ class Operands:
         return once_each(self.suggested)
 
 
-def is_suspect(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
-    """Returns True if a product of which these splits are asked must not be left to XLA unchanged."""
+def is_changed(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
+    """Returns True if a product of which these splits are asked is not left to XLA; on three axes or more no product is."""
     return _num_real_axes(sizes) > 2 or _may_be_wrong(eqn, asked, sizes)
 
 
@@ -87,8 +90,7 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
     """Multiplies; the padding of contracted dimensions is masked in both operands, because 0 * NaN is NaN.
 
     On a mesh of more than two axes, the operands are split as they are known to be, and so is a result of which nothing is asked.
-    XLA might split them in other ways, for the sake of arrays that they are added to, and get the product wrong. It would also
-    choose slower ways.
+    XLA might split them in other ways, for the sake of arrays that they are added to, and get the product wrong.
     """
     (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
     x_held, y_held = list(x.physical), list(y.physical)
@@ -100,12 +102,12 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
         return pins.value(bind(eqn, [left, right])[0], shape, operands.axes)
     sizes = mesh_shape_of(pins.mesh)
     is_pinned = _num_real_axes(sizes) > 2
-    if is_pinned:  # what is unknown of operands is left to XLA only if it can't make the product wrong
+    if is_pinned:
+        # Few axes asked of a result with at most one unknown dimension can't make the product wrong, so XLA may split that one.
         is_free = not _may_be_wrong(eqn, asked, sizes) and operands.suggested.count(None) < 2
-        left, right = (
-            pins.split(array, tuple(() if over is None and not is_free else over for over in v.axes))
-            for array, v in ((left, x), (right, y))
-        )
+        pairs = list(zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True))
+        left = pins.split(left, _operand_axes(x.axes, {i: y.axes[j] for i, j in pairs}, is_free))
+        right = pins.split(right, _operand_axes(y.axes, {j: x.axes[i] for i, j in pairs}, is_free))
     (found,) = bind(eqn, [left, right])
     wanted = asked or frozenset({operands.axes} if is_pinned else ())
     if (spec := safe_split(wanted, operands, found.shape, sizes)) is not None:
@@ -113,6 +115,18 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
     elif is_pinned and not asked:
         found = pins.split(found, operands.axes)
     return pins.value(found, shape, operands.axes)
+
+
+def _operand_axes(axes: DimAxes, others: Mapping[int, tuple[str, ...] | None], is_free: bool) -> DimAxes:
+    """Returns how to split an operand: in a dimension whose axes are unknown, as the other operand, or left to XLA, or whole.
+
+    Args:
+      axes: as it is known to be split.
+      others: {dimension: how the same dimension of the other operand is split}.
+      is_free: True to leave to XLA what the other operand does not say.
+    """
+    found = [others.get(dim) if over is None else over for dim, over in enumerate(axes)]
+    return once_each(tuple(() if over is None and not is_free else over for over in found))
 
 
 def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec | None:

@@ -7,7 +7,7 @@ logical shapes, and its operations then run one by one on the padded arrays:
 - a slice that `slice_off` made costs nothing: the array stays padded, and its logical shape is remembered;
 - a constraint on a dimension that its axes don't divide pads this dimension;
 - each operation's rule (`even_rules`, `even_indexing`) decides which dimensions keep their padding, and what to mask;
-- an operation without a rule gets arrays without padding, whose dimensions are then whole on each device;
+- an operation without a rule gets arrays without padding; a dimension that had padding is then whole on each device;
 - `put_back` fills the padding with zeros.
 
 All constraints get their axes in an order for which XLA computes correct products (`constraints.computable`). Operations that
@@ -42,7 +42,7 @@ from spmd_trainer.sharding.constraints import (
 )
 from spmd_trainer.sharding.even_products import CALLS
 from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
-from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, Pins, Shape, Value, padded_sizes
+from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, Pins, Shape, Value, agreed_axes, padded_sizes
 from spmd_trainer.sharding.specs import PyTree, mesh_shape_of
 
 _RULES: dict[str, Rule] = {**even_rules.RULES, **even_indexing.RULES}
@@ -115,7 +115,7 @@ class EvenProgram:
             return True
         if self.pins.mesh is not None and name == "dot_general":
             sizes, asked = mesh_shape_of(self.pins.mesh), self.asked.get(id(eqn), frozenset())
-            return even_products.is_suspect(eqn, asked, sizes)
+            return even_products.is_changed(eqn, asked, sizes)
         if name == "sharding_constraint":
             return bool(place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
         if self.pins.mesh is not None and self.pins.mesh.size > 1 and _is_unsafe(name, params):
@@ -184,11 +184,13 @@ class EvenProgram:
         free = {dim for dim, entry in enumerate(sharding.spec) if entry is PartitionSpec.UNCONSTRAINED}
         spec = computable(sharding.spec, sizes, self.pairs)
         axes = split_axes(spec, rank)
+        is_own = self.pins.mesh is not None and sizes == mesh_shape_of(self.pins.mesh)
         physical = padded_sizes(value.shape, value.physical, axes, sizes)
         physical = tuple(value.physical[dim] if dim in free else size for dim, size in enumerate(physical))
         kept = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
         array = lax.with_sharding_constraint(value.at(physical), kept)
-        return self.pins.value(array, value.shape, tuple(None if d in free else a for d, a in enumerate(axes)))
+        known = tuple(None if dim in free or not is_own else over for dim, over in enumerate(axes))
+        return self.pins.value(array, value.shape, known)
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
         physical: list[Value] = []
@@ -285,18 +287,27 @@ class EvenProgram:
             given = [self._like(x, v) for x, v in zip(arrays, operands, strict=True)]
             return self.run(branch.jaxpr, branch.consts, given)
 
-        arrays = [v.array for v in operands]
-        shapes = [
-            jax.eval_shape(lambda *a, branch=branch: [v.array for v in inside(branch, a)], *arrays)
-            for branch in branches
-        ]
+        arrays, axes = [v.array for v in operands], []
+
+        def measured(branch: Any) -> list[Any]:
+            def run(*arrays: Any) -> list[Any]:
+                found = inside(branch, arrays)
+                axes.append([v.axes for v in found])
+                return [v.array for v in found]
+
+            return list(jax.eval_shape(run, *arrays))
+
+        shapes = [measured(branch) for branch in branches]
         held = [tuple(map(max, zip(*(x.shape for x in results), strict=True))) for results in zip(*shapes, strict=True)]
 
         def branch_of(branch: Any) -> Callable[..., list[Any]]:
             return lambda *a: [v.at(shape) for v, shape in zip(inside(branch, a), held, strict=True)]
 
         found = lax.switch(index.array, [branch_of(branch) for branch in branches], *arrays)
-        return [self.pins.value(x, var.aval.shape) for x, var in zip(found, eqn.outvars, strict=True)]
+        agreed = [agreed_axes(several) for several in zip(*axes, strict=True)]
+        return [
+            self.pins.value(x, var.aval.shape, over) for x, var, over in zip(found, eqn.outvars, agreed, strict=True)
+        ]
 
     def _settled(
         self,

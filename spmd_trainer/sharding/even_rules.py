@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value
+from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value, agreed_axes, whole_in
 
 Rule: TypeAlias = Callable[[Pins, Any, list[Value]], list[Value]]
 
@@ -48,12 +48,6 @@ def bind(eqn: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
 def without_padding(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     """Runs an operation on arrays without padding."""
     return [pins.value(x) for x in bind(eqn, [v.at(v.shape) for v in values])]
-
-
-def whole_in(axes: DimAxes, dims: Iterable[int]) -> DimAxes:
-    """Returns the axes of each dimension of an array if some dimensions are whole on each device."""
-    whole = set(dims)
-    return tuple(() if dim in whole else over for dim, over in enumerate(axes))
 
 
 def results(pins: Pins, eqn: Any, arrays: Sequence[Any], axes: DimAxes | None = None) -> list[Value]:
@@ -95,12 +89,14 @@ def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape],
 
 
 def _agreed_axes(values: Sequence[Value], shape: Shape) -> DimAxes:
-    """Returns the axes of each dimension on which all values with known axes agree, but for those that repeat the dimension."""
-    known = [
-        [v.axes[dim] for v in values if v.axes[dim] is not None and (v.shape[dim] != 1 or size == 1)]
-        for dim, size in enumerate(shape)
-    ]
-    return tuple(dim[0] if dim and all(axes == dim[0] for axes in dim) else None for dim in known)
+    """Returns the axes on which all values agree that don't repeat the dimension; see `agreed_axes`."""
+    repeats = [[v.shape[dim] == 1 != size for dim, size in enumerate(shape)] for v in values]
+    return agreed_axes(
+        [
+            tuple(None if r else over for r, over in zip(*pair, strict=True))
+            for pair in zip(repeats, [v.axes for v in values], strict=True)
+        ]
+    )
 
 
 def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -183,16 +179,29 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
             for dim in padded:
                 kept[dim] = x.shape[dim]
     array = lax.reshape(x.at(tuple(kept)), tuple(physical))
-    return results(pins, eqn, [array], _reshaped_axes(x.axes, x.shape, new))
+    return results(pins, eqn, [array], _reshaped_axes(pins, x, new, array.shape))
 
 
-def _reshaped_axes(axes: DimAxes, old: Shape, new: Shape) -> DimAxes:
-    """Returns the axes of each dimension after a reshape: the outermost of merged dimensions keeps its own."""
+def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes:
+    """Returns the axes of each dimension after a reshape: of merged or divided dimensions, the outermost has them.
+
+    If it has fewer elements than there are shards, the next ones have the rest; if they don't divide it, all are unknown.
+    """
     found: list[tuple[str, ...] | None] = [()] * len(new)
-    for old_dims, new_dims in dim_groups(old, new):
-        was, becomes = ([dim for dim in dims if shape[dim] != 1] for dims, shape in ((old_dims, old), (new_dims, new)))
-        if was and becomes:
-            found[becomes[0]] = None if any(axes[dim] for dim in was[1:]) else axes[was[0]]
+    for old_dims, new_dims in dim_groups(x.shape, new):
+        was, becomes = (
+            [dim for dim in dims if shape[dim] != 1] for dims, shape in ((old_dims, x.shape), (new_dims, new))
+        )
+        over = x.axes[was[0]] if was and not any(x.axes[dim] for dim in was[1:]) else None
+        left = over or ()
+        for dim in becomes:
+            count = next(n for n in range(len(left), -1, -1) if physical[dim] % pins.shards(left[:n]) == 0)
+            found[dim], left, pieces = left[:count], left[count:], pins.shards(left[:count])
+            if pieces != physical[dim]:
+                break
+        if over is None or left:
+            for dim in becomes:
+                found[dim] = None
     return tuple(found)
 
 
@@ -262,8 +271,8 @@ def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     dim, common = eqn.params["dimension"], list(common_shape(values))
     held = [tuple(v.shape[dim] if at == dim else size for at, size in enumerate(common)) for v in values]
     arrays = [v.at(shape) for v, shape in zip(values, held, strict=True)]
-    axes = whole_in(_agreed_axes(values, tuple(common)), [dim])
-    return results(pins, eqn, pins.resizing(arrays, [dim], lambda arrays: bind(eqn, arrays)), axes)
+    axes = agreed_axes([v.axes for v in values])
+    return results(pins, eqn, *pins.resizing(arrays, axes, [dim], lambda arrays: bind(eqn, arrays)))
 
 
 def along_one(param: str) -> Rule:
@@ -276,7 +285,7 @@ def along_one(param: str) -> Rule:
         for v in values:
             common[dim] = v.shape[dim]
             arrays.append(pins.whole(v.at(tuple(common)), [dim]))
-        axes = whole_in(_agreed_axes(values, tuple(common)), [dim])
+        axes = whole_in(agreed_axes([v.axes for v in values]), [dim])
         return results(pins, eqn, [pins.whole(x, [dim]) for x in bind(eqn, arrays)], axes)
 
     return rule
@@ -288,7 +297,8 @@ def losing(param: str) -> Rule:
     def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         (x,), dims = values, eqn.params[param]
         dims = [dims] if isinstance(dims, int) else dims
-        return results(pins, eqn, bind(eqn, [x.at(x.without_padding_of(dims))]), whole_in(x.axes, dims))
+        axes = whole_in(x.axes, [dim for dim in dims if x.physical[dim] != x.shape[dim]])
+        return results(pins, eqn, bind(eqn, [x.at(x.without_padding_of(dims))]), axes)
 
     return rule
 
@@ -300,7 +310,7 @@ def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     array = x.at(x.without_padding_of(changed))
     dilated = any(interior for _, _, interior in eqn.params["padding_config"])
     run = lambda arrays: bind(eqn, [*arrays, fill.array])  # noqa: E731
-    return results(pins, eqn, pins.resizing([array], changed, run, always=dilated), whole_in(x.axes, changed))
+    return results(pins, eqn, *pins.resizing([array], x.axes, changed, run, always=dilated))
 
 
 def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -314,7 +324,7 @@ def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
     ends = tuple(limit if dim in parts else physical[dim] for dim, limit in enumerate(limits))
     cut = lambda arrays: [lax.slice(arrays[0], starts, ends, strides)]  # noqa: E731
     strided = any(stride != 1 for stride in strides)
-    return results(pins, eqn, pins.resizing([x.at(physical)], parts, cut, always=strided), whole_in(x.axes, parts))
+    return results(pins, eqn, *pins.resizing([x.at(physical)], x.axes, parts, cut, always=strided))
 
 
 def dynamic_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:

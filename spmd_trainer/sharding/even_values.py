@@ -22,7 +22,7 @@ from spmd_trainer.sharding.specs import mesh_shape_of
 Shape: TypeAlias = tuple[int, ...]
 # Names of the functions that mark padding in a program.
 SLICE_OFF, PUT_BACK = "slice_off_padding", "put_padding_back"
-# The axes that split each dimension; None if unknown.
+# The axes that split each dimension: () if it is whole on each device, None if that is unknown.
 DimAxes: TypeAlias = tuple[tuple[str, ...] | None, ...]
 
 
@@ -34,7 +34,8 @@ class Value:
       shape: logical shape.
       physical: shape in memory; for a deferred array, its smallest possible one.
       make: physical shape -> the array in this shape.
-      axes: the axes that split each dimension; those that split an earlier one are left out.
+      axes: the axes that split each dimension, as far as they follow from the program; XLA may split the array in another way.
+        Axes that split an earlier dimension are left out.
       is_held: True if the array exists. A deferred one is computed by `make` in any shape from `physical` on: e.g. a mask of
         positions gets the padding of the array that it masks.
       depth: length of the chain of deferred operations.
@@ -95,6 +96,18 @@ def once_each(dims: DimAxes) -> DimAxes:
     return tuple(found)
 
 
+def whole_in(axes: DimAxes, dims: Iterable[int]) -> DimAxes:
+    """Returns the axes of each dimension of an array if these dimensions are whole on each device."""
+    whole = set(dims)
+    return tuple(() if dim in whole else over for dim, over in enumerate(axes))
+
+
+def agreed_axes(several: Sequence[DimAxes]) -> DimAxes:
+    """Returns the axes of each dimension on which all agree that know them; None if they disagree, or none of them knows."""
+    known = [{over for over in dim if over is not None} for dim in zip(*several, strict=True)]
+    return tuple(dim.pop() if len(dim) == 1 else None for dim in known)
+
+
 def _filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Array:
     """Returns `x` with `fill` beyond its logical shape in some dimensions."""
     for dim in dims:
@@ -146,35 +159,44 @@ class Pins:
         """
         if self.mesh is None:
             return x
-        sizes = mesh_shape_of(self.mesh)
         entries: list[Any] = []
         for over, size in zip(axes, x.shape, strict=True):
-            divides = over is None or size % math.prod(sizes[axis] for axis in over) == 0
+            divides = over is None or size % self.shards(over) == 0
             entries.append(PartitionSpec.UNCONSTRAINED if over is None else over if divides else None)
         found: jax.Array = lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
         return found
 
+    def shards(self, over: Iterable[str]) -> int:
+        """Returns the number of pieces into which these axes split a dimension."""
+        return 1 if self.mesh is None else math.prod(mesh_shape_of(self.mesh)[axis] for axis in over)
+
     def resizing(
         self,
         arrays: Sequence[jax.Array],
+        axes: DimAxes,
         dims: Iterable[int],
         run: Callable[[list[jax.Array]], list[jax.Array]],
         always: bool = False,
-    ) -> list[jax.Array]:
+    ) -> tuple[list[jax.Array], DimAxes]:
         """Runs an operation that changes the sizes of some dimensions, which would be uneven before or after it if split.
 
         Args:
           arrays: the operands.
+          axes: the axes that split their dimensions.
           dims: the dimensions.
           run: the operation.
           always: keep the dimensions whole even if they divide before and after.
+
+        Returns:
+          The results, and the axes that split their dimensions.
         """
         devices = 1 if self.mesh is None else self.mesh.size
         changing = list(dims)
         sizes = [x.shape[dim] for x in (*arrays, *jax.eval_shape(run, list(arrays))) for dim in changing]
         if not always and all(size % devices == 0 for size in sizes):
-            return run(list(arrays))
-        return [self.whole(x, changing) for x in run([self.whole(x, changing) for x in arrays])]
+            return run(list(arrays)), axes
+        found = [self.whole(x, changing) for x in run([self.whole(x, changing) for x in arrays])]
+        return found, whole_in(axes, changing)
 
     def resized(self, x: jax.Array, shape: Shape, physical: Shape) -> jax.Array:
         """Returns an array in another physical shape; new padding holds zeros.

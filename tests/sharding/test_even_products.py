@@ -1,4 +1,4 @@
-"""Products are right however their operands and results are split, and usual layouts cost nothing."""
+"""Products are right however their operands and results are split, and usual layouts cost no more than XLA's own choice."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ LAYOUTS = {  # split of the product, what its operands suggest, what is summed o
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_usual_layouts_are_left_to_xla(name):
+def test_usual_layouts_need_no_other_split(name):
     asked, suggested, summed, num_batch = LAYOUTS[name]
     shape = (8,) * len(asked)
     assert safe_split(frozenset({asked}), Operands(suggested, frozenset(summed), num_batch), shape, SIZES) is None
@@ -188,3 +188,53 @@ def test_a_safe_split_divides():
         spec = safe_split(frozenset({asked}), Operands(suggested, summed, 0), (size, 8), sizes)
         assert spec == PartitionSpec(("b",) if size % 2 == 0 else None, None)
         assert math.prod(sizes[axis] for axis in spec[0] or ()) in (1, 2)
+
+
+def fused(p, h):
+    gate, up = jnp.split(h @ p["w"], 2, -1)
+    return h + jax.nn.silu(gate) * up @ p["o"]
+
+
+def skipped(p, h):
+    return lax.cond(h.sum() > 0, lambda h: h + jnp.tanh(h @ p["w"]) @ p["o"], lambda h: h, h)
+
+
+@pytest.mark.parametrize("layer", [fused, skipped])
+def test_usual_layers_cost_no_more_than_by_xlas_own_choice(layer):
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()[:8]).reshape(2, 2, 2), SIZES, axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    specs = {"o": PartitionSpec("mdl", None), "w": PartitionSpec(None, "mdl")}
+    params = {"o": jnp.ones((64, 16)), "w": jnp.ones((16, 128 if layer is fused else 64))}
+    h = jnp.ones((8, 4, 16))
+    on = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+
+    def step(p, h):
+        h = split(h, mesh, [("replica", "data")])
+        grads = jax.grad(lambda p: (layer(p, h) ** 2).sum())(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    def costs(fn):
+        shardings = jax.tree.map(on, specs)
+        rows = on(PartitionSpec(("replica", "data")))
+        compiled = jax.jit(fn, in_shardings=(shardings, rows), out_shardings=shardings).lower(params, h).compile()
+        return compiled.cost_analysis()["flops"], compiled.as_text().count(" all-gather(")
+
+    flops, gathers = costs(evenly(step, mesh, specs=jax.tree.leaves(specs), returns_variables=True))
+    by_xla = costs(step)
+    assert flops <= 1.01 * by_xla[0]
+    assert gathers <= by_xla[1]
+
+
+def test_a_constraint_on_another_mesh_of_the_same_devices_says_nothing_of_the_steps_mesh():
+    other, mesh = probe.mesh_of((4, 2)), probe.mesh_of((2, 2, 2))
+    other = jax.sharding.Mesh(other.devices, ("x", "axis0"), axis_types=other.axis_types)
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    step = lambda x, y: split(split(x, other, ("x", "axis0")) @ y, other, ("axis0", "x"))  # noqa: E731
+    np.testing.assert_allclose(jax.jit(evenly(step, mesh))(x, y), x @ y, atol=1e-4)
+
+
+def test_windows_of_a_scalar():
+    step = lambda x, y: lax.reduce_window(x.sum(), 0.0, lax.add, (), (), ()) + (x @ y).sum()  # noqa: E731
+    x, y = np.ones((2, 8, 8), np.float32)
+    assert jax.jit(evenly(step, probe.mesh_of((2, 2, 2))))(x, y) == 64 + 512
