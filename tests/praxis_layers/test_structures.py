@@ -29,7 +29,7 @@ def value_and_grads(layer, variables):
         out = apply(layer, {**variables, PARAMS: params}, X, PADDINGS, segment_mask=MASK)
         return (out * normal(*out.shape, seed=3)).sum(), out
 
-    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(variables[PARAMS])
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables[PARAMS])
     return out, grads
 
 
