@@ -33,5 +33,6 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     },
 )
 __path__.append(os.path.join(__path__[0], "pax", "import_names"))
-sys.meta_path.append(import_table.PaxModules())
+# First: a folder of a module that was one, where a checkout leaves its compiled files, would be taken for a package.
+sys.meta_path.insert(0, import_table.PaxModules())
 bridge.install()

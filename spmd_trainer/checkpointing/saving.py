@@ -282,7 +282,8 @@ def _room(directory: epath.Path, checkpoint_bytes: int, keep: int | None) -> str
         return None
     advice = "Free some space, choose another --job_log_dir, or keep fewer steps (task.train.save_max_to_keep)."
     if free < checkpoint_bytes:
-        return f"A checkpoint needs {bytes_text(checkpoint_bytes)} in {directory}, but only {bytes_text(free)} are free. {advice}"
+        needs, has = (f"{size / 2**30:.2f} GiB" for size in (checkpoint_bytes, free))
+        return f"A checkpoint needs {needs} in {directory}, but only {has} are free. {advice}"
     # Besides those kept there is the one that is being written.
     needed, room = checkpoint_bytes * ((keep or 1) + 1), free + _used(directory)
     if room < needed:

@@ -318,7 +318,9 @@ def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotaryScaling | None:
-    check_types(parameters, inside=name)
+    check_types(
+        parameters, frozenset({"rope_theta"}).union(*(keys.values() for keys in _SCALING_KEYS.values())), inside=name
+    )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _ROTARY_KINDS:
         raise HfError(

@@ -146,8 +146,10 @@ def entries_of(files: object) -> list[str]:
     if isinstance(given, str | bytes | os.PathLike):
         given = [given]
     if given is not None and not isinstance(given, Iterable):
-        raise UserError(f"files={given!r}; give paths, a glob such as 'corpus/*.txt', or a function that returns paths")
-    entries = [_path(entry) for entry in given or ()]
+        raise UserError(
+            f"files={given!r}; give paths, a glob such as 'corpus/*.txt', a directory, or a function that returns paths"
+        )
+    entries = [_path(entry) for entry in (() if given is None else given)]
     if not entries:
         name = (
             f"the function of `files`, {getattr(files, '__name__', files)}(), returned"

@@ -78,6 +78,8 @@ class CheckpointedInput(base_input.BaseInput):
         try:
             yield
         except UnicodeEncodeError as error:
+            if error.encoding != "utf-8":  # of the user's own code
+                raise
             raise self.error(f"{where}the text has half of a surrogate pair: {error}") from error
         except UserError as error:
             raise self.error(f"{where}{first_paragraph(error)}") from error

@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from typing import BinaryIO
 
 import google_crc32c
@@ -125,7 +126,7 @@ class RecordFiles:
             sizes = (self._bounds[index][numbers + 1] - begins).tolist()
             frames = self._read(index, list(zip(begins.tolist(), sizes, strict=True)))
             for row, frame, size in zip(rows.tolist(), frames, sizes, strict=True):
-                found[row] = data_of(frame, size, self.describe(int(records[row])))
+                found[row] = data_of(frame, size, functools.partial(self.describe, int(records[row])))
         return found
 
     def _read(self, index: int, spans: list[tuple[int, int]]) -> list[bytes]:
@@ -154,18 +155,18 @@ class RecordFiles:
         return mmap.mmap(file.number, 0, prot=mmap.PROT_READ)
 
 
-def data_of(frame: bytes, size: int, where: str) -> bytes:
-    """Checks the frame of a record of `size` bytes, and returns its data. `where` names the record in errors.
+def data_of(frame: bytes, size: int, where: Callable[[], str]) -> bytes:
+    """Checks the frame of a record of `size` bytes, and returns its data. `where()` names the record in errors.
 
     Raises:
       BrokenRecord: the data don't match their checksum.
       UserError: the frame isn't one, or is shorter: the file has changed.
     """
     if len(frame) != size or int.from_bytes(frame[:_LENGTH_BYTES], "little") != size - _FRAME:
-        raise UserError(f"{where} is no longer where this run found it; start the run again")
+        raise UserError(f"{where()} is no longer where this run found it; start the run again")
     data = frame[_HEADER.size : -_FOOTER.size]
     if int.from_bytes(frame[-_FOOTER.size :], "little") != masked_crc(data):
-        raise BrokenRecord(f"{where} is broken: its data don't match their checksum. {_FIX}")
+        raise BrokenRecord(f"{where()} is broken: its data don't match their checksum. {_FIX}")
     return data
 
 

@@ -267,7 +267,7 @@ def test_a_disk_with_room_for_one_checkpoint_is_warned_of(tmp_path, monkeypatch,
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused(tmp_path, monkeypatch):
     free_space(monkeypatch, (1 << 30) - 1)
-    with pytest.raises(CheckpointError, match=r"A checkpoint needs 1.0 GiB in .*Free some space"):
+    with pytest.raises(CheckpointError, match=r"A checkpoint needs 1.00 GiB in .*Free some space"):
         check_storage(tmp_path / "checkpoints", 1 << 30, keep=None)
     file = tmp_path / "file"
     file.touch()

@@ -129,3 +129,10 @@ def test_record_files_take_a_pattern(tmp_path):
     (batch,) = drain(base_hyperparams.instantiate(config))
     np.testing.assert_array_equal(batch.n, [0, 1])
     assert record_files.RecordFiles(str(tmp_path / "*-1.*")).counts == [1]
+
+
+def test_an_array_of_paths(tmp_path):
+    paths = [str(tmp_path / name) for name in ("b.txt", "a.txt")]
+    for path in paths:
+        pathlib.Path(path).write_text("x")
+    assert found(np.array(paths)) == paths

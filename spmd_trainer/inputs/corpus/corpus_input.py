@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import threading
+import weakref
 from typing import Any
 
 import jax
@@ -64,9 +66,12 @@ class CorpusInput(text_base.TokenizedInput):
     _at: Any = dataclasses.field(default=None, init=False, repr=False)
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
     _maker: Any = dataclasses.field(default=None, init=False, repr=False)
-    # The next window of `_maker`, and the last one of the maker before it.
+    # The next window of `_maker`.
     _ahead: Any = dataclasses.field(default=None, init=False, repr=False)
-    _abandoned: Any = dataclasses.field(default=None, init=False, repr=False)
+    # Held by the one thread that reads the sources.
+    _reading: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
+    # Cancels `_maker`; also when this input is collected.
+    _cancel: Any = dataclasses.field(default=None, init=False, repr=False)
     _ended_at: Any = dataclasses.field(default=None, init=False, repr=False)
     _rows_read: int = dataclasses.field(default=0, init=False, repr=False)
     _tokens_read: int = dataclasses.field(default=0, init=False, repr=False)
@@ -199,12 +204,13 @@ class CorpusInput(text_base.TokenizedInput):
             self._maker = windows.WindowMaker(
                 self.sources, self._settings, at.cursor, lambda text: UserError(prefix + text)
             )
-            self._ahead = windows.make_ahead(self._maker, self.name, after=self._abandoned)
-            self._abandoned = None
+            self._cancel = weakref.finalize(self, self._maker.cancel)
         try:
+            if self._ahead is None:
+                self._ahead = windows.make_ahead(self._maker, self.name, self._reading)
             window = self._ahead.result()
             if not isinstance(window, windows.Ended):
-                self._ahead = windows.make_ahead(self._maker, self.name)
+                self._ahead = windows.make_ahead(self._maker, self.name, self._reading)
         except BaseException:
             self._stop()  # the next call tries again
             raise
@@ -250,9 +256,9 @@ class CorpusInput(text_base.TokenizedInput):
         return json.dumps(self._data, sort_keys=True)
 
     def _stop(self) -> None:
-        if self._maker is not None:
-            self._maker.cancel()
-            self._maker, self._ahead, self._abandoned = None, None, self._ahead
+        if self._cancel is not None:
+            self._cancel()
+        self._maker = self._ahead = self._cancel = None
 
     def _go_to(self, at: cursors.InputPosition) -> None:
         self._stop()

@@ -130,7 +130,7 @@ class TfRecordDocuments(IndexedFiles):
     def record(self, index: int, number: int, content: bytes) -> Record:
         where = record_files.describe(self.paths[index], number, int(self._starts[index][number]))
         try:
-            features = example_bytes(record_files.data_of(content, len(content), where))
+            features = example_bytes(record_files.data_of(content, len(content), lambda: where))
         except record_files.BrokenRecord as error:
             return BadRecord(where, str(error).removeprefix(where).strip())
         except DecodeError as error:

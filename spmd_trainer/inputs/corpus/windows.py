@@ -247,27 +247,31 @@ class WindowMaker:
         return table, Cursor(number, used - int(starts[cut]), pending[cut].before)
 
 
-def make_ahead(maker: WindowMaker, name: str, *, after: Ahead | None = None) -> Ahead:
+def make_ahead(maker: WindowMaker, name: str, reading: threading.Lock) -> Ahead:
     """Makes the next window in a thread, which ends with it.
 
     Args:
-      maker: makes the window. Nobody else may use it, nor its sources, before the result is there.
+      maker: makes the window.
       name: the input's name.
-      after: the last result of another maker on the same sources; the thread waits for it.
+      reading: a lock, held while the window is made: makers of one input share their sources.
     """
     found: Ahead = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            if after is not None:
-                concurrent.futures.wait([after])
-            found.set_result(maker.next_window())
-        except BaseException as error:  # else the consumer would wait forever
-            found.set_exception(error)
-
     # Not an executor's: Python waits for those at its end, and this one may be waiting for a disk.
-    threading.Thread(target=run, name=f"windows-{name}", daemon=True).start()
+    threading.Thread(target=_make, args=(maker, found, reading), name=f"windows-{name}", daemon=True).start()
     return found
+
+
+def _make(maker: WindowMaker, found: Ahead, reading: threading.Lock) -> None:
+    try:
+        with reading:
+            window = maker.next_window()
+        found.set_result(window)
+    except Cancelled:  # nobody waits
+        pass
+    except BaseException as error:  # else the consumer would wait forever
+        found.set_exception(error)
+    finally:
+        del maker, found  # an error's traceback holds this frame
 
 
 def best_fit_decreasing(sizes: list[int], room: int) -> Fit:

@@ -1,6 +1,7 @@
 """Positions of a corpus input: one global sequence whatever the number of processes, the batch size and the stops."""
 
 import gc
+import itertools
 import json
 import signal
 import threading
@@ -224,6 +225,35 @@ def test_an_interrupt_ends_the_wait_for_a_source_and_loses_no_row():
         found.extend(iter(source.get_next, None))
     Blocking.released.set()
     assert_same(found + drain(source), expected)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_interrupt_while_a_thread_starts_loses_no_row_and_reads_no_source_twice_at_once(nth, monkeypatch):
+    some = texts(60)
+    expected = drain(make(documents(some), is_training=False))
+    readers, started = [], itertools.count(1)
+
+    class Slow(MemoryDocuments):
+        def read_chunk(self, chunk, start):
+            for record in super().read_chunk(chunk, start):
+                readers.append(threading.current_thread())
+                time.sleep(0.001)
+                yield record
+
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name.startswith("windows-") and next(started) == nth:
+            raise KeyboardInterrupt
+
+    source = make(Documents(Slow([some]), shuffle=None), is_training=False)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        source.get_next()
+    assert_same(drain(source), expected)
+    turns = [thread for thread, _ in itertools.groupby(readers)]
+    assert len(turns) == len(set(turns))
 
 
 def test_threads_end_with_their_inputs():
