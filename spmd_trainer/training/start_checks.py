@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 _DECODE_MODES = ("decode", "decode_once", "infer")
 # What messages say of datasets that are missing, and what to return.
-_DATASETS = {
-    "train": ("training dataset", "one with is_training=True from datasets()"),
-    "eval": ("evaluation datasets", "some with is_training=False from datasets()"),
-    "decode": ("decode datasets", "some from decode_datasets()"),
+_NO_DATASETS = {
+    "train": "{asked}: experiment {name} has no training dataset; return one with is_training=True from datasets()",
+    "eval": "{asked}: experiment {name} has no evaluation datasets; return some with is_training=False from datasets()",
+    "decode": "{asked}: experiment {name} has no decode datasets; return some from decode_datasets()",
 }
 
 
@@ -256,10 +256,7 @@ def _check_averages(task_p: Any, mode: str) -> None:
 
 def _require_datasets(resolved: ResolvedExperiment, kind: str, asked: str) -> None:
     if not getattr(resolved.config, f"{kind}_datasets"):
-        what, fix = _DATASETS[kind]
-        raise UserError(
-            f"{asked}: experiment {experiment_registry.short_name(resolved.name)} has no {what}; return {fix}"
-        )
+        raise UserError(_NO_DATASETS[kind].format(asked=asked, name=experiment_registry.short_name(resolved.name)))
 
 
 def _check_decode_during_train(resolved: ResolvedExperiment) -> None:
