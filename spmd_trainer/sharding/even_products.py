@@ -28,7 +28,7 @@ from spmd_trainer.sharding.specs import mesh_shape_of
 Splits: TypeAlias = frozenset[DimAxes]
 # Programs that an operation runs on its own arguments.
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
-_REMAT = frozenset({"checkpoint", "remat", "remat2"})
+REMAT = frozenset({"checkpoint", "remat", "remat2"})
 # Operations that keep the dimensions: what is asked of the result is asked of the operands of its rank.
 _PASSING = ELEMENTWISE | {"concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice", "split"}
 
@@ -94,7 +94,8 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
     """
     (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
     x_held, y_held = list(x.physical), list(y.physical)
-    for i, j in zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True):
+    pairs = list(zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True))
+    for i, j in pairs:
         x_held[i] = y_held[j] = max(x_held[i], y_held[j])
     left, right = x.masked(x_contract, 0, tuple(x_held)), y.masked(y_contract, 0, tuple(y_held))
     operands, shape = Operands.of(eqn, x, y), eqn.outvars[0].aval.shape
@@ -105,7 +106,6 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
     if is_pinned:
         # Few axes asked of a result with at most one unknown dimension can't make the product wrong, so XLA may split that one.
         is_free = not _may_be_wrong(eqn, asked, sizes) and operands.suggested.count(None) < 2
-        pairs = list(zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True))
         left = pins.split(left, _operand_axes(x.axes, {i: y.axes[j] for i, j in pairs}, is_free))
         right = pins.split(right, _operand_axes(y.axes, {j: x.axes[i] for i, j in pairs}, is_free))
     (found,) = bind(eqn, [left, right])
@@ -304,7 +304,7 @@ def _of_while(
 
 def _of_call(eqn: Any, results: list[Splits], found: dict[int, Splits], nothing: list[Splits]) -> list[Splits]:
     """Follows calls of the same arguments; not those of `shard_map`, which XLA does not divide."""
-    if eqn.primitive.name not in CALLS | _REMAT:
+    if eqn.primitive.name not in CALLS | REMAT:
         return nothing
     inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return _ask(getattr(inner, "jaxpr", inner), results, found)

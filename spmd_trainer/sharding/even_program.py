@@ -40,7 +40,7 @@ from spmd_trainer.sharding.constraints import (
     uneven,
     unsplit,
 )
-from spmd_trainer.sharding.even_products import CALLS
+from spmd_trainer.sharding.even_products import CALLS, REMAT
 from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
 from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, Pins, Shape, Value, agreed_axes, padded_sizes
 from spmd_trainer.sharding.specs import PyTree, mesh_shape_of
@@ -336,10 +336,8 @@ class EvenProgram:
 
 
 _CONTROL: Mapping[str, Callable[[EvenProgram, Any, list[Value]], list[Value]]] = {
-    "checkpoint": EvenProgram._remat,
+    **dict.fromkeys(REMAT, EvenProgram._remat),
     "cond": EvenProgram._cond,
-    "remat": EvenProgram._remat,
-    "remat2": EvenProgram._remat,
     "scan": EvenProgram._scan,
     "while": EvenProgram._while,
 }

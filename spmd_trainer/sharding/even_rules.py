@@ -90,12 +90,8 @@ def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape],
 
 def _agreed_axes(values: Sequence[Value], shape: Shape) -> DimAxes:
     """Returns the axes on which all values agree that don't repeat the dimension; see `agreed_axes`."""
-    repeats = [[v.shape[dim] == 1 != size for dim, size in enumerate(shape)] for v in values]
     return agreed_axes(
-        [
-            tuple(None if r else over for r, over in zip(*pair, strict=True))
-            for pair in zip(repeats, [v.axes for v in values], strict=True)
-        ]
+        [tuple(None if v.shape[dim] == 1 != size else v.axes[dim] for dim, size in enumerate(shape)) for v in values]
     )
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from spmd_trainer.training.run_config import RunConfig
 
 _DECODE_MODES = ("decode", "decode_once", "infer")
-# What messages say of datasets that are missing, and what to return.
+# Messages about datasets that are missing.
 _NO_DATASETS = {
     "train": "{asked}: experiment {name} has no training dataset; return one with is_training=True from datasets()",
     "eval": "{asked}: experiment {name} has no evaluation datasets; return some with is_training=False from datasets()",
