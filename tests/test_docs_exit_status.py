@@ -11,8 +11,9 @@ import yaml
 from facts import assert_names
 
 from spmd_trainer.checkpointing import errors as checkpoint_errors
-from spmd_trainer.cli import log_lines, peer_watch
+from spmd_trainer.cli import log_lines
 from spmd_trainer.errors import UserError
+from spmd_trainer.multihost import loss
 from spmd_trainer.watch.link import STATUS_HANG
 from spmd_trainer.watch.replica_check import ReplicaError
 from tools.launch import supervise
@@ -52,7 +53,7 @@ def test_table_has_the_statuses_of_the_code_and_no_others() -> None:
     }
     named = {
         log_lines.STATUS_INTERRUPTED,
-        peer_watch.STATUS_LOST_PROCESS,
+        loss.STATUS_LOST_PROCESS,
         ReplicaError.exit_status,
         STATUS_HANG,
     } | _statuses_of_errors()
@@ -63,7 +64,7 @@ def test_table_has_the_statuses_of_the_code_and_no_others() -> None:
 def test_meanings_are_those_of_the_constants() -> None:
     rows = _rows()
     assert_names(rows[UserError.exit_status][0], "mistake", "command")
-    assert "process was lost" in rows[peer_watch.STATUS_LOST_PROCESS][0]
+    assert "process was lost" in rows[loss.STATUS_LOST_PROCESS][0]
     assert "no progress" in rows[STATUS_HANG][0]
     assert "none is whole" in rows[checkpoint_errors.NoWholeCheckpointError.exit_status][0]
     assert "damaged" in rows[checkpoint_errors.DamagedCheckpointError.exit_status][0]

@@ -11,7 +11,8 @@ from spmd_trainer.storage.backends import ObjectPath
 ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 # What each file needs, and what to do when it is gone.
 ADVICE = {
-    "multihost.py": "JAX's client of the coordination service and its detection of clusters: look for them in jax.distributed",
+    "multihost/service.py": "JAX's coordination service, its client, the state of jax.distributed and the detection of clusters: "
+    "read what jax.distributed.initialize does by then; tests/multiprocess say what must hold",
     "kernels/cudnn.py": "cuDNN's fused attention with packed rows: jax.nn.dot_product_attention may take segments by then",
     "kernels/attend.py": "whether this is a vmap over a mesh axis: give shard_map check_vma=False where that can't be asked",
     "checkpointing/unpadded_arrays.py": "the parts of Orbax' ArrayHandler.serialize: write it again after Orbax' own",
@@ -20,6 +21,8 @@ ADVICE = {
 }
 # The one file that changes a library: Orbax asks module functions whether a path is an object store.
 PATCHING = {"storage/orbax_s3.py"}
+# JAX's record of the job that this process is in. `jax.distributed.initialize` fills it in, and so do we, instead of that.
+RECORDS = {("multihost/service.py", "global_state")}
 
 
 def tree_of(path):
@@ -95,6 +98,8 @@ def test_nothing_of_a_library_is_replaced():
                 owner = target
                 while isinstance(owner, ast.Attribute):
                     owner = owner.value
+                if isinstance(owner, ast.Name) and (file, owner.id) in RECORDS:
+                    continue
                 if isinstance(target, ast.Attribute) and isinstance(owner, ast.Name) and owner.id in foreign:
                     found.append(f"{file}:{node.lineno} {ast.unparse(target)}")
     assert not found

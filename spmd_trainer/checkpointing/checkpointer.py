@@ -13,6 +13,7 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
+from spmd_trainer import multihost
 from spmd_trainer.checkpointing import (
     input_states,
     manifest,
@@ -223,6 +224,8 @@ class Checkpointer:
             logging.debug("Checkpoint step %d exists already.", step)
             return False
         times.begin()
+        # However late a process comes. The collectives of the first save wait for 30 s only.
+        multihost.barrier("the state is ready to be saved")
         specs = records.by_path(variables)
         arrays = saving.arrays_by_path(state, variables, specs)
         saving.refuse_non_finite(step, state, arrays, check_finite)

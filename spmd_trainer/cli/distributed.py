@@ -4,41 +4,37 @@
         processes.join(mode)
         ...
 
-Processes that don't form one job are refused with a message (`rendezvous`). If a process fails inside the block, it tells the
-others why and exits at once. If a process dies, the others exit with a message that names it (`peer_watch`). JAX's own barrier
-at exit would make the others wait for minutes.
+Processes that don't form one job are refused with a message (`multihost.join`). If a process fails inside the block, it tells the
+others why and exits at once. If a process dies, the others exit with a message that names it (`multihost.loss`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging as std_logging
 import os
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import jax
 from absl import logging
 
-from spmd_trainer import multihost
-from spmd_trainer.cli import log_lines, peer_watch, rendezvous, rendezvous_wire
+from spmd_trainer.cli import log_lines
 from spmd_trainer.errors import UserError
+from spmd_trainer.multihost import join, loss, service
 from spmd_trainer.watch.link import job
 
 _EXPLICIT = ("coordinator_address", "num_processes", "process_id")
 # How long a process waits for the others to join: a scheduler may start them minutes apart.
 _JOIN_SECONDS = 300.0
-# How long it takes JAX at most to connect processes that have met: none of them waits for a scheduler any more.
-_CONNECT_SECONDS = 60.0
 _MAX_PORT = 65535
-# How long a failing process waits to hear whether the loss of another process caused its error.
-_NEWS_SECONDS = 5.0
-# How much of an error the other processes are told.
-_LONGEST_ERROR = 2000
+# How long process 0 of a run that hangs waits for the others: they have more to write.
+_HANG_SECONDS = 100.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +46,16 @@ class Cluster:
       num_processes: number of processes in the job.
       process_id: id of this process, from 0.
       heartbeat_seconds: a process that sends no heartbeat for this many seconds is treated as lost.
+      bind_address: 'host:port' where process 0 listens; None for the coordinator's address.
       local_device_ids: the accelerators of this process, as JAX has detected them; None for all.
     """
 
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
-    heartbeat_seconds: int = 30
+    heartbeat_seconds: int = 20
     local_device_ids: Sequence[int] | None = None
+    bind_address: str | None = None
 
 
 def cluster_from_flags(flag_values: Any) -> Cluster | None:
@@ -67,10 +65,13 @@ def cluster_from_flags(flag_values: Any) -> Cluster | None:
       UserError: some of the flags are missing, or contradict each other.
     """
     given = {name: getattr(flag_values, name) for name in _EXPLICIT if getattr(flag_values, name) is not None}
+    bind_address = flag_values.coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    if bind_address is not None:
+        _check_address("coordinator_bind_address", bind_address)
     if flag_values.distributed == "auto":
         if given:
             raise UserError(f"--distributed=auto detects --{next(iter(given))} itself; give only one of the two")
-        return Cluster(heartbeat_seconds=flag_values.heartbeat_seconds)
+        return Cluster(heartbeat_seconds=flag_values.heartbeat_seconds, bind_address=bind_address)
     if not given:
         return None
     missing = [f"--{name}" for name in _EXPLICIT if name not in given]
@@ -81,12 +82,18 @@ def cluster_from_flags(flag_values: Any) -> Cluster | None:
     address, count, index = given.values()
     if not 0 <= index < count:
         raise UserError(f"--process_id={index} with --num_processes={count}; ids go from 0 to {count - 1}")
+    _check_address("coordinator_address", address)
+    return (
+        Cluster(address, count, index, flag_values.heartbeat_seconds, bind_address=bind_address) if count > 1 else None
+    )
+
+
+def _check_address(flag: str, address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal()):
-        raise UserError(f"--coordinator_address={address} is not of the form host:port, e.g. 10.0.0.1:8476")
+        raise UserError(f"--{flag}={address} is not of the form host:port, e.g. 10.0.0.1:8476")
     if not 1 <= int(port) <= _MAX_PORT:
-        raise UserError(f"--coordinator_address={address}: port {port} is not between 1 and {_MAX_PORT}")
-    return Cluster(address, count, index, flag_values.heartbeat_seconds) if count > 1 else None
+        raise UserError(f"--{flag}={address}: port {port} is not between 1 and {_MAX_PORT}")
 
 
 class Processes:
@@ -97,7 +104,7 @@ class Processes:
 
     def __init__(self, cluster: Cluster | None):
         self._cluster = cluster
-        self._watch: peer_watch.PeerWatch | None = None
+        self._watch: loss.Peers | None = None
         self._is_joining = False
 
     def join(self, mode: str) -> int:
@@ -116,20 +123,34 @@ class Processes:
         if self._cluster is None or self._watch is not None:
             return 1 if self._watch is None else self._watch.count
         self._is_joining = True
-        import jax
-
         # The service intercepts SIGTERM, so SIGTERM could not end a mode that never polls the service.
         jax.config.update("jax_enable_preemption_service", mode == "train")
-        address, count, index, local_device_ids = _located(self._cluster)
-        heartbeat = self._cluster.heartbeat_seconds
-        peers = _meet(address, count, index, heartbeat)
+        located = _located(self._cluster)
+        address, count, index = located.address, located.count, located.index
+        if count == 1:
+            return 1
+        try:
+            names = join.meet(
+                address,
+                join.Member(index, count),
+                bind_address=self._cluster.bind_address,
+                seconds=_JOIN_SECONDS,
+                local_device_ids=located.local_device_ids,
+            )
+        except join.AbsentError as error:
+            sys.stderr.write(f"spmd-trainer: process {index} exits: {error}\n")
+            sys.stderr.flush()
+            os._exit(loss.STATUS_LOST_PROCESS)
         if index:
             logging.set_verbosity(logging.WARNING)
         logging.get_absl_handler().addFilter(_with_process(index))
-        self._watch = peer_watch.PeerWatch(peers, count, index, heartbeat)
-        self._watch.attach(job)
-        self._watch.start()
-        _connect(Cluster(address, count, index, heartbeat, local_device_ids), self._watch)
+        self._watch = watch = loss.Peers(
+            names, index, self._cluster.heartbeat_seconds, lambda process: job.last_beat(process)
+        )
+        job.before_leaving = watch.begin_to_leave
+        job.say_why = functools.partial(watch.say_failed, seconds=_HANG_SECONDS)
+        job.status_of_others = loss.STATUS_LOST_PROCESS
+        watch.start()
         logging.info("%d processes, coordinated at %s", count, address)
         return count
 
@@ -153,14 +174,14 @@ class Processes:
         if self._cluster is None:
             return
         try:
-            address, count, index, _ = _located(self._cluster)
+            located = _located(self._cluster)
         except UserError:  # nobody can be told
             return
         if isinstance(error, UserError):
             sys.stderr.write(f"spmd-trainer: {error}\n")
-        if count > 1:
-            failed = " ".join(_described(error).split())[:_LONGEST_ERROR]
-            rendezvous.say_failed(address, rendezvous_wire.Member(index, count, failed=failed))
+        if located.count > 1:
+            own = join.Member(located.index, located.count, failed=join.one_line(_described(error)))
+            join.say_failed(located.address, own, self._cluster.bind_address)
         if isinstance(error, UserError):
             raise SystemExit(error.exit_status) from error
 
@@ -169,6 +190,9 @@ class Processes:
         if watch is None:
             raise error
         how = "failed"
+        if _is_broken_collective(error):
+            # A lost process makes every collective of the others fail, with an error that doesn't name it.
+            watch.wait_for_news()
         if isinstance(error, KeyboardInterrupt):
             if threading.current_thread() is threading.main_thread():
                 signal.signal(
@@ -183,8 +207,6 @@ class Processes:
                 watch.say_goodbye()
                 raise SystemExit(status) from error
         else:
-            # A lost process makes every collective of the others fail, with an error that doesn't name it.
-            watch.wait_for_news(_NEWS_SECONDS)
             status = 1
             logging.error("this process failed", exc_info=error)
         watch.say_failed(_described(error), how)
@@ -200,16 +222,35 @@ def _described(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def _located(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
-    """Returns the coordinator's address, the number of processes, this process's id and its accelerators.
+def _is_broken_collective(error: BaseException | None) -> bool:
+    """Returns whether devices or the coordination service raised an error, or what it came from."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where this process is in its job: see `Cluster`."""
+
+    address: str
+    count: int
+    index: int
+    local_device_ids: Sequence[int] | None
+
+
+def _located(cluster: Cluster) -> _Place:
+    """Returns where this process is in its job.
 
     Raises:
-      UserError: JAX is to detect them, and finds no cluster.
+      UserError: JAX is to detect it, and finds no cluster.
     """
     if cluster.coordinator_address and cluster.num_processes and cluster.process_id is not None:
-        return cluster.coordinator_address, cluster.num_processes, cluster.process_id, cluster.local_device_ids
+        return _Place(cluster.coordinator_address, cluster.num_processes, cluster.process_id, cluster.local_device_ids)
     try:
-        address, count, index, local_device_ids = multihost.detected_cluster(_JOIN_SECONDS)
+        address, count, index, local_device_ids = service.detected_cluster(_JOIN_SECONDS)
         if address is None or count is None or index is None:
             raise ValueError("no known environment")
     except Exception as error:
@@ -217,72 +258,7 @@ def _located(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
             f"--distributed=auto found no cluster ({error}); it detects Slurm, Open MPI, Kubernetes and Cloud TPU. "
             "Elsewhere give --coordinator_address, --num_processes and --process_id"
         ) from error
-    return address, count, index, local_device_ids
-
-
-def _meet(address: str, count: int, index: int, heartbeat_seconds: int) -> rendezvous_wire.Peers:
-    """Waits until all processes are here; ends this process with a message if they don't come."""
-    if count == 1:
-        return rendezvous_wire.Peers()
-    try:
-        return rendezvous.meet(
-            address, rendezvous_wire.Member(index, count), seconds=_JOIN_SECONDS, heartbeat_seconds=heartbeat_seconds
-        )
-    except rendezvous_wire.AbsentError as error:
-        sys.stderr.write(f"spmd-trainer: process {index} exits: {error}\n")
-        raise SystemExit(peer_watch.STATUS_LOST_PROCESS) from error
-
-
-def _connect(cluster: Cluster, watch: peer_watch.PeerWatch) -> None:
-    """Runs `jax.distributed.initialize` for processes that have met.
-
-    JAX aborts with a C++ stack trace if they can't connect. So this process exits with a clear message shortly before that.
-    """
-    import jax
-
-    if cluster.process_id:
-        # A connection that comes before the service listens is tried again only after a second.
-        watch.wait_until_serving(_CONNECT_SECONDS)
-    else:
-        threading.Thread(target=_say_serving, args=(watch,), daemon=True).start()
-    limit = threading.Timer(_CONNECT_SECONDS, _end_alone, (cluster,))
-    limit.daemon = True
-    limit.start()
-    try:
-        jax.distributed.initialize(
-            cluster.coordinator_address,
-            cluster.num_processes,
-            cluster.process_id,
-            cluster.local_device_ids,
-            cluster_detection_method="deactivate",
-            # JAX then aborts surely later than `peer_watch` exits with a message: it sends a heartbeat twice in its timeout, so
-            # that a process that is lost just before it sends one is noticed after half of it.
-            heartbeat_timeout_seconds=4 * cluster.heartbeat_seconds + 10,
-            initialization_timeout=int(_CONNECT_SECONDS) + 30,
-        )
-    except Exception as error:
-        raise UserError(
-            f"process {cluster.process_id} could not join {cluster.num_processes} processes at "
-            f"{cluster.coordinator_address}: {error}"
-        ) from error
-    finally:
-        limit.cancel()
-
-
-def _say_serving(watch: peer_watch.PeerWatch) -> None:
-    """Tells the other processes once JAX's service runs here; `jax.distributed.initialize` returns only after they connect."""
-    while not multihost.is_serving():
-        time.sleep(0.002)
-    watch.say_serving()
-
-
-def _end_alone(cluster: Cluster) -> None:
-    sys.stderr.write(
-        f"spmd-trainer: process {cluster.process_id} exits: JAX could not connect the {cluster.num_processes} processes at "
-        f"{cluster.coordinator_address} within {_CONNECT_SECONDS:.0f} s, although they had met there. Start the job again\n"
-    )
-    sys.stderr.flush()
-    os._exit(peer_watch.STATUS_LOST_PROCESS)
+    return _Place(address, count, index, local_device_ids)
 
 
 def _with_process(index: int) -> Any:

@@ -64,6 +64,11 @@ class ProcessFlags:
         "Address where process 0 listens, e.g. 10.0.0.1:8476. For a job of several processes without --distributed=auto.",
         value="HOST:PORT",
     )
+    coordinator_bind_address: str | None = _processes(
+        None,
+        "Address where process 0 listens, if it is not the one that the others reach it by, e.g. 0.0.0.0:8476.",
+        value="HOST:PORT",
+    )
     num_processes: int | None = _processes(
         None, "Number of processes in the job. Required with --coordinator_address.", value="N", at_least=1
     )
@@ -74,7 +79,7 @@ class ProcessFlags:
         at_least=0,
     )
     heartbeat_seconds: int = _processes(
-        30,
+        20,
         "If a process sends no heartbeat for this many seconds, the others treat it as lost and exit.",
         value="SECONDS",
         at_least=2,

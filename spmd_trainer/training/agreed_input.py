@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from typing import Any
 
-import jax
 from absl import logging
 
 from spmd_trainer import multihost
@@ -17,11 +15,6 @@ from spmd_trainer.inputs.prefetch import Input, is_end
 
 # Names of exchanges are unique in the life of a job, and a job may build an input several times.
 _numbers = itertools.count()
-_PREFIX = "spmd_trainer/exchange"
-# How long to wait for the slowest process. Its own errors are reported sooner: they end the whole job.
-DEADLINE_SECONDS = 600.0
-# How soon a cancelled wait ends.
-_POLL_SECONDS = 0.5
 
 
 def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: bool) -> Any:
@@ -51,7 +44,7 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
                 f"{states[0]} on process 0. Give all processes the same files and settings"
             )
         if source.num_batches is None:
-            return source  # endless
+            return _Endless(source, kind)
     number = getattr(source, "num_batches", None)
     lengths = multihost.gather(f"{name}: batches", str(number))
     is_known = isinstance(number, int) and number > 0
@@ -60,88 +53,31 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
     return AgreedInput(source, kind, name, must_end_together=must_end_together)
 
 
-class Votes:
-    """Votes, one after the other, in which every process says yes or no, and all hear who said yes.
+class _Endless:
+    """An input that says that it has no end. If it ends all the same, the other processes would wait for its next batch."""
 
-    They go through JAX's coordination service, without touching devices: collectives there would wait for the steps in flight,
-    and only one thread may call them. A vote may be held by any thread, and can be cancelled.
+    def __init__(self, source: IndexedInput, kind: str):
+        self._source = source
+        self._kind = kind
 
-    Process 0 collects the votes, so a vote costs every other process one message and one answer.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
-    Attributes:
-      count: number of processes.
-    """
-
-    def __init__(self, name: str):
-        """Begins with the first vote.
-
-        Args:
-          name: what is voted on; unique in the life of the job.
-        """
-        self._client = multihost.client()
-        self.count, self._index = multihost.joined()
-        self._name = name
-        self._numbers = itertools.count()
-        # Seconds of the votes so far, and when the one in progress began: one attribute, for other threads.
-        self._times: tuple[float, float | None] = (0.0, None)
-
-    @property
-    def seconds(self) -> float:
-        """How long all votes have taken, the one in progress included. Any thread may ask."""
-        ended, since = self._times
-        return ended if since is None else ended + time.monotonic() - since
-
-    def ask(self, yes: bool, *, cancelled: threading.Event) -> tuple[int, ...] | None:
-        """Returns the indices of the processes that said yes. Every process calls it, the same number of times.
-
-        Args:
-          yes: this process's vote.
-          cancelled: once set, ends the wait; the result is then None.
+    def get_next_padded(self) -> Any:
+        """Returns the next batch.
 
         Raises:
-          UserError: a process did not vote in time.
+          UserError: there is none.
         """
-        self._times = (self.seconds, time.monotonic())
         try:
-            return self._ask(yes, cancelled)
-        finally:
-            self._times = (self.seconds, None)
-
-    def _ask(self, yes: bool, cancelled: threading.Event) -> tuple[int, ...] | None:
-        number, client = next(self._numbers), self._client
-        name, vote = f"{self._name}/{number}", "yes" if yes else "no"
-        if self._index:
-            client.key_value_set(f"{_PREFIX}/{name}/{self._index}", vote)
-            result = _get(client, name, "result", 0, cancelled)
-        else:
-            votes = [vote]
-            for other in range(1, self.count):
-                answer = _get(client, name, str(other), other, cancelled)
-                if answer is None:
-                    return None
-                votes.append(answer)
-            result = ",".join(str(other) for other, answer in enumerate(votes) if answer == "yes")
-            client.key_value_set(f"{_PREFIX}/{name}/result", result)
-            if number:  # All have read the result of the vote before, or they would not have voted now.
-                client.key_value_delete(f"{_PREFIX}/{self._name}/{number - 1}/")
-        return None if result is None else tuple(int(other) for other in result.split(",") if other)
-
-
-def _get(client: Any, name: str, key: str, process: int, cancelled: threading.Event) -> str | None:
-    """Returns a value once its process has set it; None if the wait was cancelled."""
-    ends = time.monotonic() + DEADLINE_SECONDS
-    while not cancelled.is_set():
-        try:
-            return str(client.blocking_key_value_get(f"{_PREFIX}/{name}/{key}", int(_POLL_SECONDS * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
+            return self._source.get_next_padded()
+        except Exception as error:
+            if not is_end(error):
                 raise
-            if time.monotonic() >= ends:
-                raise UserError(
-                    f"process {process} did not answer within {DEADLINE_SECONDS:.0f} s ({name}). It hangs, is far slower than "
-                    "the others, or does something else: look at its log, then start the job again"
-                ) from error
-    return None
+            raise UserError(
+                f"the {self._kind} input {self._source.name!r} has ended on process {multihost.joined()[1]}, although its "
+                "num_batches is None, for endless. Let it say how many batches it has"
+            ) from error
 
 
 class AgreedInput:
@@ -168,7 +104,7 @@ class AgreedInput:
         self.waits_for_others = False
         self._batches = 0
         self._cancelled = threading.Event()
-        self._votes = Votes(name)
+        self._votes = multihost.Votes(name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)

@@ -19,6 +19,7 @@ from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step.compiled_step import CompiledStep
 from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.training import same_settings
 from spmd_trainer.training.agreed_input import agree_on_input
 from spmd_trainer.training.job import Job, vocabulary_size
 from spmd_trainer.training.phases import Phase
@@ -129,22 +130,26 @@ class FiniteDataset:
             yield batch
 
 
-def log_first_call(fn: CompiledStep, activity: str) -> CompiledStep | Callable[..., tuple[Any, Any]]:
+def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, Any]]:
     """Returns `fn` with a log line for its first call, which compiles it.
+
+    With several processes each waits there for the others' compilers: collectives wait for 30 s only.
 
     Args:
       fn: a jitted step.
       activity: e.g. 'compiling the evaluation step for heldout'.
     """
-    is_compiled = False
+    step: CompiledStep | jax.stages.Compiled | None = None
 
     def call(*args: Any) -> tuple[Any, Any]:
-        nonlocal is_compiled
-        if is_compiled:
-            return fn(*args)
+        nonlocal step
+        if step is not None:
+            return step(*args)
         with Phase(activity, announce_after=2.0):
-            result = fn(*args)
-        is_compiled = True
+            compiled = fn.lower(args[1]).compile() if jax.process_count() > 1 else fn
+            same_settings.check_same_code()
+            result = compiled(*args)
+        step = compiled
         return result
 
     return call

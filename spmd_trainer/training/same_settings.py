@@ -1,13 +1,17 @@
-"""Refuses a job whose processes were started with different settings: the result would match neither of them."""
+"""Refuses a job whose processes were started with different settings or code: the result would match neither of them."""
 
 from __future__ import annotations
 
+import ast
 import base64
+import functools
 import hashlib
-import inspect
+import os
 import pathlib
 import platform
 import re
+import sys
+import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping
 
@@ -16,14 +20,24 @@ import jax
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import installed_version
 from spmd_trainer.models.config_lines import without_addresses
-from spmd_trainer.multihost import gather, joined
+from spmd_trainer.multihost import broadcast, gather, joined
 from spmd_trainer.training.run_config import RunConfig
 
+_TRAINER = pathlib.Path(__file__).parents[1]
 _PACKAGES = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-checkpoint", "numpy", "fiddle")
 # Options of JAX that change a step's numbers or its program.
 JAX_OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision", "jax_threefry_partitionable")
 # Each process has its own share of the data.
 _OF_ONE_PROCESS = re.compile(r"\.(infeed_host_index|num_infeed_hosts): ")
+# Flags of XLA that change no program.
+_OF_ONE_HOST = re.compile(r"--xla_(dump_\w+|force_host_platform_device_count)\b")
+_XLA_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
+# Environment variables that differ between the processes of a job because a launcher or a host sets them.
+_OWN_VARIABLE = re.compile(
+    r"SLURM_|OMPI_|PMI|JAX_|TPU_|CLOUD_TPU_|CUDA_VISIBLE_DEVICES|XLA_FLAGS|LIBTPU_INIT_ARGS|(LOCAL_|NODE_|GROUP_)?RANK$"
+    r"|JOB_COMPLETION_INDEX|POD_|NODE_NAME|HOST|PATH$|PWD|HOME$|USER$|LOGNAME$|TMPDIR$|SPMD_TRAINER_"
+)
 
 
 def check_same_settings(config: RunConfig) -> None:
@@ -39,15 +53,81 @@ def check_same_settings(config: RunConfig) -> None:
     lines = list(_settings(config))
     text = "\n".join(lines)
     hashes = gather("settings hash", hashlib.sha256(text.encode()).hexdigest())
-    if len(set(hashes)) == 1:
+    if len(set(hashes)) > 1:
+        texts = gather("settings", base64.b64encode(zlib.compress(text.encode())).decode())
+        other = next(index for index, digest in enumerate(hashes) if digest != hashes[0])
+        first, second = (_parse(zlib.decompress(base64.b64decode(texts[index])).decode()) for index in (0, other))
+        raise _other_settings(other, _difference(first, second))
+    check_same_code()
+
+
+def check_same_code() -> None:
+    """Makes sure that all processes have imported the same code, and that its environment variables are the same.
+
+    Called by every process: at the start, and again once a step is traced, which imports what the user's functions import.
+    Modules that only one of two processes has imported are not compared. Touches no device.
+
+    Raises:
+      UserError: a module differs, or an environment variable whose name stands in the user's code.
+    """
+    if joined()[0] == 1:
         return
-    texts = gather("settings", base64.b64encode(zlib.compress(text.encode())).decode())
-    other = next(index for index, digest in enumerate(hashes) if digest != hashes[0])
-    first, second = (_parse(zlib.decompress(base64.b64decode(texts[index])).decode()) for index in (0, other))
-    raise UserError(
-        f"process {other} was started with other settings than process 0: {_difference(first, second)}. Start all processes "
-        "with the same command, code and packages"
+    own = _code()
+    first = broadcast(own, name="the code")
+    difference = next((name for name in sorted(own.keys() & first.keys()) if own[name] != first[name]), None)
+    differences = gather("differences of the code", difference)
+    other = next((index for index, name in enumerate(differences) if name is not None), None)
+    if other is not None:
+        raise _other_settings(other, f"{differences[other]} differs")
+
+
+def _other_settings(process: int, difference: str) -> UserError:
+    return UserError(
+        f"process {process} was started with other settings than process 0: {difference}. Start all processes with the same "
+        "command, code, packages and environment"
     )
+
+
+def _code() -> dict[str, str]:
+    """Returns checksums of the modules imported so far, and of the environment variables whose names stand in the user's."""
+    checksums: dict[str, str] = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or not file.endswith(".py") or _is_library(file):
+            continue
+        checksum, variables = _of_file(file)
+        checksums[f"the code of {name}"] = checksum
+        for variable in variables:
+            checksums[f"the environment variable {variable}"] = _checksum(os.environ.get(variable, "").encode())
+    return checksums
+
+
+def _is_library(file: str) -> bool:
+    """Returns whether a file belongs to Python or an installed package. Those are compared by version."""
+    return file.startswith(tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+@functools.cache
+def _of_file(file: str) -> tuple[str, frozenset[str]]:
+    """Returns the checksum of a file, and the environment variables that it may read: names in capitals that it quotes."""
+    try:
+        source = pathlib.Path(file).read_bytes()
+        quoted = {
+            node.value
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+    except (OSError, SyntaxError, RecursionError):
+        return "", frozenset()
+    if pathlib.Path(file).is_relative_to(_TRAINER):
+        return _checksum(source), frozenset()
+    return _checksum(source), frozenset(
+        name for name in quoted if _VARIABLE.fullmatch(name) and not _OWN_VARIABLE.match(name)
+    )
+
+
+def _checksum(text: bytes) -> str:
+    return f"{zlib.crc32(text):08x}"
 
 
 def _settings(config: RunConfig) -> Iterator[str]:
@@ -64,19 +144,8 @@ def _settings(config: RunConfig) -> Iterator[str]:
     yield f"version of Python: {platform.python_version()}"
     for package in _PACKAGES:
         yield f"version of {package}: {installed_version(package)}"
-    for cls in type(experiment.experiment).__mro__:
-        file = _source(cls)
-        if file is not None:
-            yield f"code of {cls.__module__}: crc32 {zlib.crc32(file.read_bytes()):08x}"
-
-
-def _source(cls: type) -> pathlib.Path | None:
-    """Returns the file that defines a class; None for builtins and a notebook's own classes."""
-    try:
-        file = inspect.getsourcefile(cls)
-    except TypeError:
-        return None
-    return pathlib.Path(file) if file is not None and pathlib.Path(file).is_file() else None
+    for name in _XLA_VARIABLES:
+        yield f"{name}: {' '.join(flag for flag in os.environ.get(name, '').split() if not _OF_ONE_HOST.match(flag))}"
 
 
 def _parse(text: str) -> dict[str, str]:

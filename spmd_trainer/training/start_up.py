@@ -36,6 +36,7 @@ from spmd_trainer.training import (
     report_parts,
     rooms,
     run_directory,
+    same_settings,
     xla_flags,
 )
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
@@ -204,6 +205,8 @@ def start(
         run.times.begin("compile")
         step = compiling.result() if compiling else compile_train_step(job)
         run.times.begin("start")
+        # Here each process waits for the others' compilers. In the first step its collectives would wait, and give up after 30 s.
+        same_settings.check_same_code()
         for line in step.attention:
             logging.info("%s", line)
         said = f"training from step {run.step} to {run.num_steps}"

@@ -17,7 +17,7 @@ DEVICES = "waiting for the devices"
 # This process's batch is ready.
 OTHERS_INPUT = "input of other processes"
 # Parts in which a process waits for nothing but itself.
-_ALONE = frozenset({"input", "other"})
+_ALONE = frozenset({"input", "other", "compile"})
 # Processes, and places, that a text names.
 _NAMED = 8
 

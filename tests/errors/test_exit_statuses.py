@@ -3,8 +3,9 @@
 import pytest
 
 from spmd_trainer.checkpointing import errors as checkpoint_errors
-from spmd_trainer.cli import log_lines, peer_watch
+from spmd_trainer.cli import log_lines
 from spmd_trainer.errors import UserError
+from spmd_trainer.multihost import loss
 from spmd_trainer.watch.replica_check import ReplicaError
 from spmd_trainer.watch.watchdog import HangError
 
@@ -30,4 +31,4 @@ def test_an_error_may_have_the_status_of_its_cause():
 
 
 def test_processes_that_end_because_of_others():
-    assert (peer_watch.STATUS_LOST_PROCESS, log_lines.STATUS_INTERRUPTED) == (3, 130)
+    assert (loss.STATUS_LOST_PROCESS, log_lines.STATUS_INTERRUPTED) == (3, 130)

@@ -29,10 +29,17 @@ MOMENTS = {
     "save": ("saving step", 0.15),
     "evaluate": (r"step \d*0/", 0.4),
 }
-# Exit statuses of the processes that weren't killed: ended by the trainer's watchdog, aborted by JAX's coordination service,
-# or failed at the broken connection before either.
-ENDED_BY_LOSS = (STATUS_LOST_PROCESS, -signal.SIGABRT, 1)
 LONGEST_END_SECONDS = 45
+# Mesh of a job by its number of processes; each has one device, or two. Global batches of `ROWS` rows are for all of them.
+MESHES = {
+    1: "replica:1,data:2,mdl:2",
+    2: "replica:1,data:2,mdl:2",
+    3: "replica:1,data:3,mdl:1",
+    4: "replica:1,data:4,mdl:1",
+    5: "replica:1,data:5,mdl:1",
+    8: "replica:1,data:8,mdl:1",
+}
+ROWS = 120
 # The last line of a job that ended cleanly, complete or after a signal.
 ENDED = re.compile(r"(?:finished:|finished at|stopped at) step (\d+) of")
 
@@ -123,17 +130,18 @@ class Chain:
 
     def with_processes(self, count: int) -> Settings:
         """Returns the settings of the next job, with `count` processes."""
-        return dataclasses.replace(self.settings, processes=count)
+        mesh = MESHES[count] if self.settings.rows == ROWS else None
+        return dataclasses.replace(self.settings, processes=count, mesh=mesh)
 
-    def kill(self, processes: int, moment: str) -> tuple[str, list[str]]:
-        """Kills one process of a job at a random time; returns the phase it was in and the problems found."""
+    def kill(self, processes: int, moment: str, number: signal.Signals = signal.SIGKILL) -> tuple[str, list[str]]:
+        """Kills or stops one process of a job at a random time; returns the phase it was in and the problems found."""
         before = steps_on_disk(self.directory)
         with started(self.with_processes(processes)) as job:
             victim = self.random.randrange(processes)
             self._wait(job, moment)
-            job.send(signal.SIGKILL, victim)
+            job.send(number, victim)
             killed, hit = time.monotonic(), phase(job)
-            statuses = job.finish()
+            statuses = job.finish_but(victim)
             took = time.monotonic() - killed
             problems = self._after_kill(job, victim, statuses, took)
         return hit, problems + self._check(job, before)
@@ -164,12 +172,10 @@ class Chain:
         for index, status in enumerate(statuses):
             if index == victim or (status == 0 and ENDED.search(job.logs[0])):
                 continue
-            if status not in ENDED_BY_LOSS:
+            if status != STATUS_LOST_PROCESS:
                 problems.append(f"process {index} ended with status {status}\n{job.logs[index][-3000:]}")
-            named = f"because process {victim} (" in job.logs[index] or (
-                victim == 0 and "leader task" in job.logs[index]
-            )
-            if not named and not re.search(rf"unhealthy[^\n]*\n.*\b{victim}\b", job.logs[index]):
+            # A process that ends before all have joined has no name yet for the others but its id.
+            if not re.search(rf"process {index} exits[^\n]*process(es)? [\d, ]*\b{victim}\b", job.logs[index]):
                 problems.append(f"process {index} does not name process {victim}\n{job.logs[index][-3000:]}")
         return problems
 

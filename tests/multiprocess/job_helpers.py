@@ -186,6 +186,15 @@ class RunningJob:
             reader.join()
         return [process.returncode for process in self.processes]
 
+    def finish_but(self, victim: int, seconds: float = TIMEOUT_SECONDS) -> list[int | None]:
+        """Waits for all processes but one, which may be stopped for ever; returns their exit statuses."""
+        deadline = time.monotonic() + seconds
+        for index, process in enumerate(self.processes):
+            if index != victim:
+                process.wait(max(0.1, deadline - time.monotonic()))
+                self._readers[index].join()
+        return [process.poll() for process in self.processes]
+
     def end(self) -> None:
         """Kills the processes that are still running, and waits for them."""
         for process in self.processes:

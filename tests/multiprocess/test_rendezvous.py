@@ -29,13 +29,17 @@ pytestmark = pytest.mark.xdist_group("multiprocess")
 # Joins, says so, stays until its stdin is closed, and fails if it was told to.
 JOIN = f"""
 import os, sys
-from spmd_trainer.cli import distributed, rendezvous_wire
+from spmd_trainer.cli import distributed
 from spmd_trainer.errors import UserError
+from spmd_trainer.multihost import join
 address, count, index, seconds, version = sys.argv[1:]
 distributed._JOIN_SECONDS = float(seconds)
-rendezvous_wire.REPORT_SECONDS = 0.5
-rendezvous_wire.__version__ = version or rendezvous_wire.__version__
-cluster = distributed.Cluster(address or None, int(count) or None, int(index) if address else None, 5)
+join.REPORT_SECONDS = 0.5
+join.__version__ = version or join.__version__
+bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+cluster = distributed.Cluster(
+    address or None, int(count) or None, int(index) if address else None, 5, bind_address=bind_address
+)
 try:
     with distributed.Processes(cluster) as processes:
         if "FAILS" in os.environ:
@@ -305,7 +309,8 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting(job):
     with socket.create_connection(("localhost", job.port)) as scan:
         scan.sendall(b"GET / HTTP/1.0\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
-            assert scan.recv(100) == b""
+            while scan.recv(100):  # its own protocol's greeting, and then the end
+                pass
     job.start(1, 2)
     job.wait_for_line("joined 2 processes", 1)
     assert "joined 2 processes" in job.logs[1], job.log()
@@ -337,7 +342,7 @@ def test_a_process_that_dies_is_named_by_the_other(job, lost):
     statuses = job.finish()
     assert (statuses[lost], statuses[1 - lost]) == (-signal.SIGKILL, STATUS_LOST_PROCESS), job.log()
     assert re.search(
-        rf"process {1 - lost} exits because process {lost} \(\S+, pid \d+\) of 2 was lost", job.logs[1 - lost]
+        rf"process {1 - lost} exits because process {lost} \(\S+, pid \d+\) of 2 is lost", job.logs[1 - lost]
     )
 
 
@@ -377,8 +382,7 @@ def test_a_stopped_process_is_named_and_ends_once_it_goes_on(job, stopped):
     job.send(signal.SIGCONT, stopped)
     statuses = job.finish()
     assert statuses[other] == STATUS_LOST_PROCESS, job.log()
-    # It loses its connections, either to the other one or, if that was process 0, to JAX's service.
-    assert statuses[stopped] in (STATUS_LOST_PROCESS, -signal.SIGABRT), job.log()
+    assert statuses[stopped] == STATUS_LOST_PROCESS, job.log()
 
 
 @pytest.mark.full

@@ -1,0 +1,307 @@
+"""JAX's coordination service: the one place that reaches it, by private names (`tests/test_private_names.py` has their canary).
+
+JAX has no public name for the service, and `jax.distributed.initialize` is not used, because a process can neither survive its
+errors nor learn what they are: it connects with its id alone, waits for all others, and aborts with a C++ stack trace if two
+processes have one id, an id is too high, or process 0 dies. The service itself can do better:
+
+- It is *recoverable*: the loss of one task is no error of the others, and a task may connect again. So process 0 connects once as
+  every task when it starts the service. From then on a process that comes is connected at once, whoever else is missing, and can
+  use the key-value store to find out whether it belongs to this job (`join`).
+- A client aborts its process when its *error poll* fails, which it does as soon as process 0 is gone. A newer poll of the same
+  task ends the older one quietly, so `connect` lets a second client poll once and drops it. What then ends a process is
+  `loss.Peers`, with a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import jax
+from absl import logging
+from jax._src.distributed import global_state
+from jax._src.lib import _jax
+
+from spmd_trainer.errors import UserError
+
+# How long a port may stay busy: the job that ran there before may still be ending.
+BUSY_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+# JAX's own heartbeats never end a process: `loss.Peers` does, much sooner.
+_NEVER_SECONDS = 10**7
+# How long a client may take to connect to a service that listens.
+_CONNECT_SECONDS = 5
+_PROBE_SECONDS = 2.0
+# Time in which the service takes a poll that was sent before an answered request.
+_POLL_SECONDS = 0.02
+_ANY_ADDRESS = ("0.0.0.0", "::")  # compared with, not listened on
+
+
+class Client(Protocol):
+    """A connection to the service, as jaxlib has it. A failed call raises `jax.errors.JaxRuntimeError`."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Sets a key; without `allow_overwrite` a second value is refused."""
+
+    def key_value_try_get(self, key: str) -> str:
+        """Returns a value; `NOT_FOUND` if there is none."""
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Waits for a value; `DEADLINE_EXCEEDED` if none comes."""
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Returns the keys and values below a key."""
+
+    def key_value_delete(self, key: str) -> None:
+        """Deletes a key and all keys below it."""
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
+        """Waits until all processes are here; `DEADLINE_EXCEEDED` if one does not come."""
+
+
+def joined() -> tuple[int, int]:
+    """Returns the number of processes in the job and the id of this one; (1, 0) before joining. Touches no device."""
+    # `jax.process_count()` would initialise the devices.
+    return (global_state.num_processes or 1, global_state.process_id or 0)
+
+
+def client() -> Client | None:
+    """Returns JAX's client of the job's coordination service; None before joining. Touches no device."""
+    found: Client | None = global_state.client
+    return found
+
+
+def has_timed_out(error: Exception) -> bool:
+    """Returns whether a call of a client failed because what it waited for did not come in time."""
+    return "DEADLINE_EXCEEDED" in str(error)
+
+
+def wait_for(client: Client, key: str, seconds: float) -> str | None:
+    """Returns a value once it is set, or None if it is not set within `seconds`."""
+    try:
+        return client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if has_timed_out(error):
+            return None
+        raise
+
+
+def look(client: Client, key: str) -> str | None:
+    """Returns a value, or None if it is not set."""
+    try:
+        return client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def set_first(client: Client, key: str, value: str) -> bool:
+    """Sets a key unless another process was first. Returns whether this one was."""
+    try:
+        client.key_value_set(key, value)
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" in str(error):
+            return False
+        raise
+    return True
+
+
+def serve(address: str, bind_address: str | None, count: int) -> Client:
+    """Starts the service on process 0, and connects to it as every task of the job.
+
+    Args:
+      address: 'host:port' by which the other processes reach it.
+      bind_address: 'host:port' to listen on; None for `address`.
+      count: number of processes.
+
+    Returns:
+      A client for process 0.
+
+    Raises:
+      UserError: it can't listen there.
+    """
+    bound = bind_address or _default_bind_address(address)
+    _check_is_free(bound, bind_address is not None)
+    level = jax.config.jax_logging_level  # type: ignore[attr-defined]  # made at run time
+    jax.config.update("jax_logging_level", "ERROR")  # it warns that tasks which may connect again are an experiment
+    global_state.service = _jax.get_distributed_runtime_service(
+        bound, count, heartbeat_timeout=_NEVER_SECONDS, recoverable=True
+    )
+    jax.config.update("jax_logging_level", level)
+    host, port = host_and_port(bound)
+    near = f"{'localhost' if host in _ANY_ADDRESS else _bracketed(host)}:{port}"
+    # `connect` of each returns only once all are connected.
+    clients = [_new_client(near, task) for task in range(count)]
+    threads = [threading.Thread(target=each.connect) for each in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return connect(near, 0)
+
+
+def connect(address: str, task: int) -> Client:
+    """Returns a client that is connected as a task, and does not abort this process when process 0 is gone.
+
+    Args:
+      address: 'host:port' of the service.
+      task: id of the task. A task may have several clients.
+
+    Raises:
+      ConnectionError: no coordination service answers there, or it has no such task.
+    """
+    made = _new_client(address, task)
+    newer = _new_client(address, task)
+    for each in (made, newer):
+        try:
+            each.connect()
+            # The service has the poll that `connect` sent once it has answered a later request.
+            look(each, "spmd_trainer")
+        except (RuntimeError, jax.errors.JaxRuntimeError) as error:  # RuntimeError: its own error can't reach Python
+            raise ConnectionError(f"no coordination service of JAX answers at {address}") from error
+        time.sleep(_POLL_SECONDS)
+    return made
+
+
+def _new_client(address: str, task: int) -> _jax.DistributedRuntimeClient:
+    return _jax.get_distributed_runtime_client(
+        address,
+        task,
+        init_timeout=_CONNECT_SECONDS,
+        heartbeat_timeout=_NEVER_SECONDS,
+        shutdown_on_destruction=False,
+        use_compression=True,
+        # With one, a refused connection raises RuntimeError; without one, it aborts.
+        missed_heartbeat_callback=lambda *status: None,
+    )
+
+
+def adopt(client: Client, address: str, index: int, count: int, local_device_ids: Sequence[int] | None) -> None:
+    """Makes JAX use this client: does what `jax.distributed.initialize` does after it has connected.
+
+    Args:
+      client: from `connect`.
+      address: 'host:port' of the service.
+      index: id of this process.
+      count: number of processes.
+      local_device_ids: the accelerators of this process; None for all.
+    """
+    if local_device_ids:
+        for platform in ("cuda", "rocm"):
+            jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, local_device_ids)))
+    global_state.coordinator_address = address
+    global_state.process_id = index
+    global_state.num_processes = count
+    global_state.client = client
+    global_state.initialize_preemption_sync_manager()
+    partition = os.environ.get("JAX_PARTITION_INDEX")
+    global_state.partition_index = None if partition is None else int(partition)
+
+
+def let_go() -> None:
+    """Ends JAX's use of the service at the end of this process, which the others need not be told of."""
+    if global_state.preemption_sync_manager is not None:
+        global_state.preemption_sync_manager.shutdown()
+        global_state.preemption_sync_manager = None
+    global_state.client = None
+
+
+def detected_cluster(seconds: float) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
+    """Returns the coordinator's address, the number of processes, this process's id and its accelerators, as JAX detects them.
+
+    Args:
+      seconds: how long a detection that asks a server may take.
+
+    Raises:
+      RuntimeError, ValueError: JAX knows no such cluster.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    local_ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    found: tuple[str | None, int | None, int | None, Sequence[int] | None]
+    found = ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        None,
+        None,
+        [int(number) for number in local_ids.split(",")] if local_ids else None,
+        None,
+        int(seconds),
+    )
+    return found
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Splits 'host:port'; an IPv6 address may stand in brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def answers(address: str) -> str:
+    """Returns '' if something listens at an address, or else why not.
+
+    A client of JAX can't tell: it waits for a service, and tries again ever more rarely.
+    """
+    try:
+        socket.create_connection(host_and_port(address), timeout=_PROBE_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _default_bind_address(address: str) -> str:
+    """Returns the coordinator's address, or all addresses if this host calls itself by a name that only it can reach.
+
+    Debian's /etc/hosts gives a host's own name the address 127.0.1.1.
+    """
+    host, port = host_and_port(address)
+    with contextlib.suppress(OSError):
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        is_loopback = all(each.startswith("127.") or each == "::1" for each in found)
+        if is_loopback and host != "localhost" and host not in found:
+            logging.info(
+                "%s is a loopback address here, so process 0 listens on all addresses: see --coordinator_bind_address",
+                host,
+            )
+            return f"[::]:{port}"
+    return address
+
+
+def _check_is_free(address: str, given: bool) -> None:
+    """Waits a little for a port. jaxlib ends the process if it can't listen, and shares a port with another job's service.
+
+    Raises:
+      UserError: something else listens there, or the address is not one of this host's.
+    """
+    host, port = host_and_port(address)
+    ends = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            for family, place in _places(host, port):
+                with socket.create_server(place, family=family):
+                    pass
+            return
+        except OSError as error:
+            if time.monotonic() > ends:
+                flag = "coordinator_bind_address" if given else "coordinator_address"
+                raise UserError(
+                    f"process 0 can't listen on port {port} of {host} ({error.strerror or error}). Is another program or job "
+                    f"using it, do two processes have --process_id=0, or is {host} another host? Give --{flag} a free port of "
+                    "the host of process 0, and each process an id of its own. If the others reach process 0 by an address "
+                    "that is not its own, give --coordinator_bind_address as well"
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+def _places(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, tuple[str, int]]]:
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        yield family, (str(place[0]), port)

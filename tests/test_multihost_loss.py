@@ -1,0 +1,144 @@
+"""What a process concludes of the others' silence, and how it says so."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from facts import assert_names
+
+from spmd_trainer.multihost import join, loss, service
+
+NAMES = {0: "process 0 (first, pid 11)", 1: "process 1 (other, pid 12)"}
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+class Store(dict):
+    """The key-value store, in this process."""
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self, key
+        self[key] = value
+
+    def key_value_dir_get(self, key):
+        return [(name, value) for name, value in self.items() if name.startswith(f"{key}/")]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """The store of a job whose processes end by `Ended`."""
+    store = Store()
+    monkeypatch.setattr(service, "client", lambda: store)
+    monkeypatch.setattr(loss, "_LAST_SECONDS", 0.1)
+
+    def end(status):
+        raise Ended(status)
+
+    monkeypatch.setattr(loss.os, "_exit", end)
+    return store
+
+
+def watching(last_beat=lambda process: ""):
+    """Process 0, which has last heard of process 1 just now."""
+    peers = loss.Peers(NAMES, 0, 10.0, last_beat)
+    peers._hear()
+    return peers
+
+
+def test_a_silent_process_is_named_with_its_last_beat(store, caplog, capsys):
+    peers = watching(lambda process: f"training step 1{process}, input")
+    peers._look(time.monotonic() + 7.0)
+    assert_names(caplog.text, NAMES[1], "7 s", "training step 11, input", "10 s")
+    with pytest.raises(Ended, match=str(loss.STATUS_LOST_PROCESS)):
+        peers._look(time.monotonic() + 11.0)
+    assert_names(
+        capsys.readouterr().err, "process 0 exits", NAMES[1], "lost", "host is gone", "training step 11, input"
+    )
+    told = loss._News.parse(store[loss._NEWS])
+    assert (told.kind, told.process) == ("lost", 1)
+    assert_names(told.what, NAMES[1])
+
+
+def test_without_a_run_nothing_is_said_of_beats(store, capsys):
+    with pytest.raises(Ended):
+        watching()._look(time.monotonic() + 11.0)
+    assert "beat" not in capsys.readouterr().err
+
+
+def test_a_process_that_beats_again_is_not_lost(store, caplog):
+    peers = watching()
+    peers._look(time.monotonic() + 7.0)
+    store[f"{loss._BEAT}/1"] = "2"
+    peers._hear()
+    assert_names(caplog.text, NAMES[1], "answers again")
+    peers._look(time.monotonic() + 7.0)
+    assert peers.lost() == ()
+
+
+def test_a_process_that_does_not_answer_the_bell_is_lost_sooner(store):
+    peers = watching()
+    peers._called = time.monotonic()
+    peers._look(time.monotonic() + loss._CALLED_SECONDS - 1)
+    with pytest.raises(Ended):
+        peers._look(time.monotonic() + loss._CALLED_SECONDS + 1)
+
+
+def test_a_process_that_answers_the_bell_is_not_lost(store):
+    peers = watching()
+    peers._called = time.monotonic()
+    store[f"{loss._BEAT}/1"] = "2"
+    peers._hear()
+    peers._look(time.monotonic() + loss._CALLED_SECONDS + 1)
+
+
+def test_a_process_that_has_ended_is_not_missed(store):
+    peers = watching()
+    store[f"{loss._GONE}/1"] = loss._DONE
+    peers._hear()
+    peers._look(time.monotonic() + 60.0)
+
+
+def test_a_process_that_was_stopped_hears_that_the_others_have_given_it_up(store, capsys):
+    peers = watching()
+    store[f"{loss._GONE}/1"] = "exited because process 0 is lost"
+    with pytest.raises(Ended):
+        peers._hear()
+    assert_names(capsys.readouterr().err, "process 0 exits", NAMES[1], "process 0 is lost")
+
+
+def test_news_of_strangers_are_no_news(monkeypatch):
+    monkeypatch.setenv("SPMD_TRAINER_JOB_TOKEN", "secret")
+    own = loss._News("failed", 1, "out of luck").text()
+    assert loss._News.parse(own).what == "out of luck"
+    assert "secret" not in own
+    assert loss._News.parse("- failed 1 pwned") is None
+    monkeypatch.setenv("SPMD_TRAINER_JOB_TOKEN", "other")
+    assert loss._News.parse(own) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[" * 100_000,
+        '{"index": -1, "count": 2}',
+        '{"index": 7, "count": 2}',
+        '{"index": "0", "count": 2}',
+        '{"index": 1, "count": 2, "unknown": 1}',
+        "GET / HTTP/1.0",
+        "",
+    ],
+    ids=["brackets", "negative", "too high", "text", "field", "http", "nothing"],
+)
+def test_what_no_process_says_is_ignored(said):
+    assert join.Member.parse(f"- {said}") is None
+    assert join.Member.parse(said) is None
+
+
+def test_what_another_process_says_is_shown_as_one_line():
+    said = join.Member(1, 2, failed="out\x1b[2J of\n luck", name="host\x07, pid 3")
+    text = join.sealed(join.json.dumps(join.dataclasses.asdict(said)))
+    assert join.Member.parse(text).failed == "out [2J of luck"
+    assert join.Member.parse(text).name == "host , pid 3"
