@@ -7,6 +7,7 @@ from facts import assert_names
 from process_helpers import lines, run_processes
 
 from spmd_trainer import multihost
+from spmd_trainer.errors import UserError
 
 EXCHANGES = """
 from spmd_trainer import multihost
@@ -83,5 +84,5 @@ def test_one_process_agrees_with_itself():
 
 
 def test_a_disagreement_is_an_error_of_the_user():
-    with pytest.raises(multihost.UserError):
+    with pytest.raises(UserError):
         raise multihost.DisagreementError("x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import jax
 import pytest
 from facts import assert_names
 
@@ -22,6 +23,11 @@ class Store(dict):
     def key_value_set(self, key, value, allow_overwrite=False):
         assert allow_overwrite or key not in self, key
         self[key] = value
+
+    def key_value_try_get(self, key):
+        if key not in self:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self[key]
 
     def key_value_dir_get(self, key):
         return [(name, value) for name, value in self.items() if name.startswith(f"{key}/")]
@@ -44,7 +50,7 @@ def store(monkeypatch):
 def watching(last_beat=lambda process: ""):
     """Process 0, which has last heard of process 1 just now."""
     peers = loss.Peers(NAMES, 0, 10.0, last_beat)
-    peers._hear()
+    peers._beat()
     return peers
 
 
@@ -72,7 +78,7 @@ def test_a_process_that_beats_again_is_not_lost(store, caplog):
     peers = watching()
     peers._look(time.monotonic() + 7.0)
     store[f"{loss._BEAT}/1"] = "2"
-    peers._hear()
+    peers._beat()
     assert_names(caplog.text, NAMES[1], "answers again")
     peers._look(time.monotonic() + 7.0)
     assert peers.lost() == ()
@@ -90,14 +96,14 @@ def test_a_process_that_answers_the_bell_is_not_lost(store):
     peers = watching()
     peers._called = time.monotonic()
     store[f"{loss._BEAT}/1"] = "2"
-    peers._hear()
+    peers._beat()
     peers._look(time.monotonic() + loss._CALLED_SECONDS + 1)
 
 
 def test_a_process_that_has_ended_is_not_missed(store):
     peers = watching()
     store[f"{loss._GONE}/1"] = loss._DONE
-    peers._hear()
+    peers._beat()
     peers._look(time.monotonic() + 60.0)
 
 
@@ -105,8 +111,19 @@ def test_a_process_that_was_stopped_hears_that_the_others_have_given_it_up(store
     peers = watching()
     store[f"{loss._GONE}/1"] = "exited because process 0 is lost"
     with pytest.raises(Ended):
-        peers._hear()
+        peers._beat()
     assert_names(capsys.readouterr().err, "process 0 exits", NAMES[1], "process 0 is lost")
+
+
+def test_process_0_whose_interpreter_is_held_is_lost_although_its_service_answers(store, capsys):
+    peers = loss.Peers(NAMES, 1, 10.0)
+    store[f"{loss._BEAT}/0"] = "1"
+    peers._beat()
+    peers._beat()
+    assert peers.lost() == ()
+    with pytest.raises(Ended):
+        peers._look(time.monotonic() + 11.0)
+    assert_names(capsys.readouterr().err, "process 1 exits", NAMES[0])
 
 
 def test_news_of_strangers_are_no_news(monkeypatch):

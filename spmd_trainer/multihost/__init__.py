@@ -4,7 +4,6 @@
     multihost.agree('the seed', seed)           the same value everywhere, or an error that names the processes
     multihost.broadcast(value)                  process 0's value
     multihost.gather('the parts', mine)         everybody's values
-    multihost.Votes('the input has ended')      yes or no, again and again, from any thread
     multihost.barrier('the file is written')
     multihost.join.meet(...)                    before any device is touched; the command line calls it
     multihost.loss.Peers(...)                   who is lost, and why
@@ -14,23 +13,25 @@ A Python program that has called `jax.distributed.initialize` itself can use all
 
 from spmd_trainer.multihost.exchange import (
     TIMEOUT_SECONDS,
+    Cancelled,
     DisagreementError,
-    Votes,
     agree,
     barrier,
     broadcast,
     gather,
+    waits_at,
 )
 from spmd_trainer.multihost.service import client, joined
 
 __all__ = [
     "TIMEOUT_SECONDS",
+    "Cancelled",
     "DisagreementError",
-    "Votes",
     "agree",
     "barrier",
     "broadcast",
     "client",
     "gather",
     "joined",
+    "waits_at",
 ]

@@ -19,8 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
 
 import jax
 from absl import logging
@@ -31,7 +30,7 @@ from spmd_trainer.multihost import service
 from spmd_trainer.sharding.messages import named_text
 
 _PREFIX = "spmd_trainer/join"
-_HELLO, _TOLD, _VERDICT, _SERVED_BY = (f"{_PREFIX}/{name}" for name in ("hello", "told", "verdict", "served_by"))
+_HELLO, _TOLD, _VERDICT = (f"{_PREFIX}/{name}" for name in ("hello", "told", "verdict"))
 _GO, _REFUSED, _ABSENT = "go", "refused", "absent"
 _TOKEN = "SPMD_TRAINER_JOB_TOKEN"  # the name of a variable
 # How often a waiting process says that it is still there, and after how long a silent one is lost.
@@ -131,239 +130,157 @@ def meet(
       UserError: the processes don't form one job, or something else uses the port.
       AbsentError: a process did not come in time, or was lost.
     """
-    if own.index:
-        names = _join(address, own, seconds)
-    else:
+    judge: threading.Thread | None = None
+    refusal: UserError | None = None
+    elsewhere = threading.Event()
+    if own.index == 0:
         try:
             client = service.serve(address, bind_address, own.count)
-        except UserError:
-            with contextlib.suppress(ConnectionError, jax.errors.JaxRuntimeError):
-                if refusal := _refusal_of_another_0(address, own):
-                    raise UserError(refusal) from None
-            raise
-        names = _Host(address, own, client).gather(seconds)
+            judge = threading.Thread(target=_judge, args=(client, address, own, seconds, elsewhere), name="join")
+            judge.start()
+        except UserError as error:
+            refusal, seconds = error, _BEAT_SECONDS  # unless another process 0 answers there, and says more
+    try:
+        names = _join(address, own, seconds)
+    except AbsentError:
+        if refusal is not None:
+            raise refusal from None
+        raise
+    finally:
+        if judge is not None:
+            if service.look(client, _VERDICT) is None:  # so the verdict on this process came from another process 0
+                elsewhere.set()
+            judge.join()
     service.adopt(service.connect(address, own.index), address, own.index, own.count, local_device_ids)
     return names
 
 
 def say_failed(address: str, own: Member, bind_address: str | None = None) -> None:
-    """Tells the other processes why this one will not join, so that they don't wait for it.
-
-    Takes `_LINGER_SECONDS` at most, less if all others that must know it are there.
+    """Tells the other processes why this one will not join, so that they don't wait for it. Takes `_LINGER_SECONDS` at most.
 
     Args:
       address: 'host:port' of the coordinator.
       own: this process; `failed` says why.
       bind_address: 'host:port' where process 0 listens; None for `address`.
     """
-    if own.index == 0:
-        with contextlib.suppress(UserError):
-            _Host(address, own, service.serve(address, bind_address, own.count)).tell_all(_ABSENT, _failure(own))
+    with contextlib.suppress(UserError, AbsentError):
+        meet(address, own, bind_address=bind_address, seconds=_LINGER_SECONDS)
+
+
+def _judge(client: service.Client, address: str, own: Member, seconds: float, elsewhere: threading.Event) -> None:
+    """Waits on process 0 for all processes, and publishes the verdict. If it is not to go, stays to tell it to all."""
+    members: dict[str, Member] = {}
+    verdict, text = _decided(client, address, own, seconds, elsewhere, members)
+    if elsewhere.is_set():
         return
+    client.key_value_set(_VERDICT, sealed(f"{verdict} {text}"))
     ends = time.monotonic() + _LINGER_SECONDS
-    while time.monotonic() < ends:
-        if not service.answers(address):
-            with contextlib.suppress(ConnectionError, jax.errors.JaxRuntimeError):
-                client = service.connect(address, 0)
-                own.say(client)
-                service.wait_for(client, _VERDICT, max(0.1, ends - time.monotonic()))
+    while verdict != _GO and time.monotonic() < ends:
+        told = {key.rsplit("/", 1)[1] for key, _ in client.key_value_dir_get(_TOLD)}
+        _take(client, members)
+        here = {member.index for nonce, member in members.items() if nonce in told}
+        if told.issuperset(members) and here.issuperset(range(own.count)):
             return
         time.sleep(_RETRY_SECONDS)
 
 
-class _Host:
-    """Process 0's side: waits until all processes of the job are here, or says why it can't start."""
-
-    def __init__(self, address: str, own: Member, client: service.Client):
-        self._address = address
-        self._own = own
-        self._client = client
-        client.key_value_set(_SERVED_BY, own.nonce)
-        self._members: dict[str, Member] = {}
-        self._heard: dict[str, float] = {}
-
-    def gather(self, seconds: float) -> dict[int, str]:
-        """Returns the names of all processes once they are here, and tells them to go on.
-
-        Raises:
-          UserError: the processes don't form one job.
-          AbsentError: not all came in time, or one was lost.
-        """
-        with contextlib.closing(_OwnAddress(self._address, self._own)) as own_address:
-            self._wait(seconds, own_address)
-        names = {member.index: str(member) for member in (self._own, *self._members.values())}
-        nonces = [self._own.nonce, *self._members]
-        self._publish(_GO, json.dumps({"names": names, "nonces": nonces}))
-        return names
-
-    def tell_all(self, verdict: str, text: str) -> None:
-        """Tells all processes why the job can't start, also those that come within the next seconds."""
-        self._publish(verdict, text)
-        ends = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < ends:
-            told = {key.rsplit("/", 1)[1] for key, _ in self._client.key_value_dir_get(_TOLD)}
-            self._take()
-            done = {member.index for nonce, member in self._members.items() if nonce in told or member.failed}
-            if done.issuperset(range(1, self._own.count)) and told.issuperset(
-                nonce for nonce, member in self._members.items() if not member.failed
-            ):
-                return
-            time.sleep(_RETRY_SECONDS)
-
-    def _publish(self, verdict: str, text: str) -> None:
-        self._client.key_value_set(_VERDICT, sealed(f"{verdict} {text}"))
-
-    def _wait(self, seconds: float, own_address: _OwnAddress) -> None:
-        began = last_report = time.monotonic()
-        while len(self._members) < self._own.count - 1:
-            for nonce in self._take():
-                if self._members[nonce].failed:
-                    self._end(_ABSENT, _failure(self._members[nonce]))
-                if problem := self._problem(self._members[nonce]):
-                    self._end(_REFUSED, problem)
-            now = time.monotonic()
-            if own_address.refusal:  # the other processes come to that process 0
-                raise UserError(own_address.refusal)
-            lost = next((nonce for nonce, heard in self._heard.items() if now - heard > _SILENT_SECONDS), None)
-            if lost is not None:
-                self._end(
-                    _ABSENT,
-                    f"{self._members[lost]} was lost before all processes had joined; see its log, then start the job again",
+def _decided(
+    client: service.Client,
+    address: str,
+    own: Member,
+    seconds: float,
+    elsewhere: threading.Event,
+    members: dict[str, Member],
+) -> tuple[str, str]:
+    """Returns the verdict and its text; takes the members meanwhile."""
+    began = last_report = time.monotonic()
+    heard: dict[str, float] = {}
+    while not elsewhere.is_set():
+        now = time.monotonic()
+        for nonce in _take(client, members):
+            heard[nonce] = now
+            if failed := members[nonce].failed:
+                return _ABSENT, (
+                    f"{members[nonce]} of {own.count} failed before it joined: {failed}. Correct it, then start the job again"
                 )
-            if now - began > seconds:
-                self._end(
-                    _ABSENT,
-                    f"{self._missing()} did not join at {self._address} within {seconds:.0f} s. See its log: it was not started, "
-                    f"died, or can't reach that address{own_address.problem}. Then start the job again",
-                )
-            if now - last_report > REPORT_SECONDS:
-                waited, last_report = now - began, now
-                logging.warning(
-                    "waiting for %s at %s for %.0f s%s", self._missing(), self._address, waited, own_address.problem
-                )
-            time.sleep(_RETRY_SECONDS)
-
-    def _take(self) -> list[str]:
-        """Takes what the processes say; returns those that are new or have failed since."""
-        news = []
-        for key, text in self._client.key_value_dir_get(_HELLO):
-            member = Member.parse(text)
-            nonce = key.rsplit("/", 1)[1]
-            if member is None or member.nonce != nonce or nonce == self._own.nonce:
-                continue
-            before = self._members.get(nonce)
-            if before is None or member.beat != before.beat or member.failed:
-                self._heard[nonce] = time.monotonic()
-            if before is None or member.failed != before.failed:
-                news.append(nonce)
-            self._members[nonce] = member
-        return news
-
-    def _problem(self, member: Member) -> str:
-        """Returns why a process can't be part of this job; '' if it can."""
-        own = self._own
-        if member.version != own.version:
+            if problem := _problem(members[nonce], own, members.values()):
+                return _REFUSED, problem
+        missing = sorted(set(range(own.count)) - {member.index for member in members.values()})
+        if not missing:
+            names = {member.index: str(member) for member in members.values()}
+            return _GO, json.dumps({"names": names, "nonces": list(members)})
+        lost = next((nonce for nonce, since in heard.items() if now - since > _SILENT_SECONDS), None)
+        if lost is not None:
             return (
-                f"{member} has version {member.version} of spmd-trainer, and {own} has {own.version}. Install the same version "
-                "for all processes"
+                _ABSENT,
+                f"{members[lost]} was lost before all processes had joined; see its log, then start the job again",
             )
-        if member.count != own.count:
-            return (
-                f"{member} was started with --num_processes={member.count}, and {own} with --num_processes={own.count}. Start "
-                "all processes with the same number"
+        who = f"{named_text(missing, 'process', 'processes')} of {own.count}"
+        if now - began > seconds:
+            return _ABSENT, (
+                f"{who} did not join at {address} within {seconds:.0f} s. See its log: it was not started, died, or can't reach "
+                "that address, which must be one of the host of process 0. Then start the job again"
             )
-        others = (own, *(other for other in self._members.values() if other.nonce != member.nonce))
-        same = next((other for other in others if other.index == member.index), None)
-        if same is None:
-            return ""
+        if now - last_report > REPORT_SECONDS:
+            last_report = now
+            logging.warning("waiting for %s at %s for %.0f s", who, address, now - began)
+        time.sleep(_RETRY_SECONDS)
+    return _ABSENT, ""
+
+
+def _take(client: service.Client, members: dict[str, Member]) -> list[str]:
+    """Takes what the processes say; returns who has said something new."""
+    news = []
+    for key, text in client.key_value_dir_get(_HELLO):
+        member = Member.parse(text)
+        if member is not None and key.endswith(f"/{member.nonce}") and members.get(member.nonce) != member:
+            members[member.nonce] = member
+            news.append(member.nonce)
+    return news
+
+
+def _problem(member: Member, own: Member, members: Iterable[Member]) -> str:
+    """Returns why a process can't be part of this job; '' if it can."""
+    if member.version != own.version:
         return (
-            f"two processes have --process_id={member.index}: {same.name} and {member.name}. Give each process an id of its own, "
-            f"from 0 to {own.count - 1}"
+            f"{member} has version {member.version} of spmd-trainer, and {own} has {own.version}. Install the same version "
+            "for all processes"
         )
-
-    def _end(self, verdict: str, text: str) -> NoReturn:
-        self.tell_all(verdict, text)
-        raise UserError(text) if verdict == _REFUSED else AbsentError(text)
-
-    def _missing(self) -> str:
-        came = {member.index for member in self._members.values()}
-        missing = [index for index in range(1, self._own.count) if index not in came]
-        return f"{named_text(missing, 'process', 'processes')} of {self._own.count}"
-
-
-def _failure(member: Member) -> str:
-    """Returns what a process that will not join says to the others."""
-    return f"{member} of {member.count} failed before it joined: {member.failed}. Correct it, then start the job again"
-
-
-class _OwnAddress:
-    """Finds out in the background whether process 0 is what answers at the coordinator's address.
-
-    Attributes:
-      refusal: what another process 0 answers there; '' if there is none.
-      problem: ' (and ...)' while process 0 can't reach itself there, for messages; otherwise ''.
-    """
-
-    def __init__(self, address: str, own: Member):
-        self.refusal = self.problem = ""
-        self._address = address
-        self._own = own
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="own-address", daemon=True).start()
-
-    def close(self) -> None:
-        """Stops trying."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(_RETRY_SECONDS):
-            why = service.answers(self._address)
-            if not why:
-                try:
-                    self.refusal = _refusal_of_another_0(self._address, self._own)
-                    self.problem = ""
-                    return
-                except (ConnectionError, jax.errors.JaxRuntimeError) as error:
-                    why = str(error).partition("\n")[0]
-            self.problem = f" (process 0 itself can't: {why}; it must run on the host of the coordinator's address)"
-            self._stopped.wait(1.0)
-
-
-def _refusal_of_another_0(address: str, own: Member) -> str:
-    """Returns what another process 0 answers at the coordinator's address; '' if that is this one, or has a job that runs.
-
-    Raises:
-      ConnectionError: no process 0 answers there.
-    """
-    client = service.connect(address, 0)
-    if service.wait_for(client, _SERVED_BY, _BEAT_SECONDS) == own.nonce:
+    if member.count != own.count:
+        return (
+            f"{member} was started with --num_processes={member.count}, and {own} with --num_processes={own.count}. Start "
+            "all processes with the same number"
+        )
+    same = next((other for other in members if other.index == member.index and other.nonce != member.nonce), None)
+    if same is None:
         return ""
-    verdict, text = _wait_for_verdict(client, own, _LINGER_SECONDS)
-    return text if verdict == _REFUSED else ""
+    return (
+        f"two processes have --process_id={member.index}: {same.name} and {member.name}. Give each process an id of its own, "
+        f"from 0 to {own.count - 1}"
+    )
 
 
 def _join(address: str, own: Member, seconds: float) -> dict[int, str]:
-    """Says to process 0 that this process is here, and waits for its `go`."""
+    """Says to process 0 that this process is here, and returns the names of all processes at its `go`."""
     began = last_report = time.monotonic()
     foreign_since: float | None = None
-    problem = ""
     while (waited := time.monotonic() - began) < seconds:
         problem = service.answers(address)
         if not problem:
             try:
-                client = service.connect(address, 0)
-                return _told(client, address, own, seconds - waited)
+                return _told(service.connect(address, 0), address, own, seconds - waited)
             except ConnectionError:
                 foreign_since = foreign_since or time.monotonic()
+                problem = "something else answers there"
         if foreign_since is not None and time.monotonic() - foreign_since > service.BUSY_SECONDS:
             raise UserError(_in_use(address, own))
-        if time.monotonic() - last_report > REPORT_SECONDS:
+        if own.index and time.monotonic() - last_report > REPORT_SECONDS:
             last_report = time.monotonic()
             logging.warning("waiting for process 0 at %s for %.0f s (%s)", address, waited, problem)
         time.sleep(_RETRY_SECONDS)
     raise AbsentError(
-        f"process 0 did not answer at {address} within {seconds:.0f} s ({problem or 'something else answers there'}). It was not "
-        "started, died, or can't be reached there; see its log, then start the job again"
+        f"process 0 did not answer at {address} within {seconds:.0f} s ({problem}). It was not started, died, or can't be "
+        "reached there; see its log, then start the job again"
     )
 
 
@@ -376,44 +293,34 @@ def _in_use(address: str, own: Member) -> str:
 
 
 def _told(client: service.Client, address: str, own: Member, seconds: float) -> dict[int, str]:
-    """Returns the names of all processes once process 0 says go.
+    """Says until process 0 answers that this process is here; returns the names of all processes if it says go.
 
     Raises:
       UserError: it says that they don't form one job, or it has a job without this process.
       AbsentError: it says that one is missing, or is lost itself.
     """
+    # Process 0 gives up after `seconds` too, and says which processes are missing.
+    ends, text, beat = time.monotonic() + seconds + 2 * _LINGER_SECONDS, None, 0
     try:
-        # Process 0 gives up after `seconds` too, and says which processes are missing.
-        verdict, text = _wait_for_verdict(client, own, seconds + 2 * _LINGER_SECONDS)
+        while text is None and time.monotonic() < ends:
+            dataclasses.replace(own, beat=beat).say(client)
+            beat += 1
+            said = service.wait_for(client, _VERDICT, _BEAT_SECONDS)
+            text = None if said is None else opened(said)
+            if said is not None and text is None:  # not process 0's
+                time.sleep(_BEAT_SECONDS)
+        client.key_value_set(f"{_TOLD}/{own.nonce}", "")
     except jax.errors.JaxRuntimeError as error:
         raise AbsentError(f"process 0 at {address} was lost before all processes had joined; see its log") from error
+    verdict, _, rest = (text or "").partition(" ")
     if verdict == _GO:
-        job = json.loads(text)
+        job = json.loads(rest)
         if own.nonce not in job["nonces"]:
             raise UserError(_in_use(address, own))
         return {int(index): one_line(name) for index, name in job["names"].items()}
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set(f"{_TOLD}/{own.nonce}", "")
     if verdict == _REFUSED:
-        raise UserError(text)
-    raise AbsentError(text or f"process 0 at {address} did not start the job within {seconds:.0f} s; see its log")
-
-
-def _wait_for_verdict(client: service.Client, own: Member, seconds: float) -> tuple[str, str]:
-    """Returns process 0's verdict and its text, and says until then that this process is here; two '' if none comes."""
-    ends = time.monotonic() + seconds
-    beat = 0
-    while time.monotonic() < ends:
-        dataclasses.replace(own, beat=beat).say(client)
-        beat += 1
-        said = service.wait_for(client, _VERDICT, _BEAT_SECONDS)
-        text = None if said is None else opened(said)
-        if text is not None:
-            verdict, _, rest = text.partition(" ")
-            return verdict, rest if verdict == _GO else one_line(rest)
-        if said is not None:  # not process 0's
-            time.sleep(_BEAT_SECONDS)
-    return "", ""
+        raise UserError(one_line(rest))
+    raise AbsentError(one_line(rest) or f"process 0 at {address} did not start the job in time; see its log")
 
 
 def sealed(text: str) -> str:

@@ -1,8 +1,8 @@
 """Who is lost: notices that a process of the job died, failed or stopped, and ends the others with a message that names it.
 
-Every process beats: it counts up a number in the key-value store of JAX's coordination service. Process 0 watches all numbers;
-the others watch whether process 0 answers. Whoever knows a reason to end writes it as the job's *news* and rings a bell, on
-which every process waits between two beats. A process whose collective breaks rings it without news, and all beat at once: then
+Every process beats: it counts up a number in the key-value store of JAX's coordination service. Process 0 watches all
+numbers; the others watch that of process 0. Whoever knows a reason to end writes it as the job's *news* and rings a bell, on
+which every process waits between two beats. A process whose collective breaks rings without news, and all beat at once: then
 a process that is gone is known after seconds.
 """
 
@@ -34,7 +34,7 @@ _CALLED_SECONDS = 6.0
 # Beats within the time after which a silent process is lost.
 _BEATS = 4
 _CLOCK_SECONDS = 0.5
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.1
 _PREFIX = "spmd_trainer/loss"
 _BEAT, _GONE, _BELL, _NEWS = (f"{_PREFIX}/{name}" for name in ("beat", "gone", "bell", "news"))
 _FAILED, _LOST = "failed", "lost"
@@ -106,9 +106,10 @@ class Peers:
         self._leaving = threading.Event()
         self._has_news = threading.Event()
         now = time.monotonic()
-        # Process 0 hears of all others; each of them hears of process 0, whenever the service answers.
+        # Process 0 hears of all others; each of them hears of process 0.
         watched = range(1, self.count) if index == 0 else (0,)
         self._others = {process: _Other("", now) for process in watched}
+        self._number = 0
         self._called: float | None = None
         self._refused: float | None = None
         self._looked = now
@@ -116,7 +117,8 @@ class Peers:
 
     def start(self) -> None:
         """Starts the threads: one beats, which can take as long as process 0 doesn't answer; one looks at the clock."""
-        threading.Thread(target=self._beats, name="beats", daemon=True).start()
+        self._thread = threading.Thread(target=self._beats, name="heartbeat", daemon=True)
+        self._thread.start()
         threading.Thread(target=self._clock, name="peer-watch", daemon=True).start()
 
     def lost(self) -> tuple[int, ...]:
@@ -131,6 +133,9 @@ class Peers:
     def say_goodbye(self) -> None:
         """Tells the others that this process has finished its work. Process 0 stays until all have, because it serves them."""
         self.begin_to_leave()
+        # A thread that is in a call of jaxlib when Python ends aborts the process.
+        self._client.key_value_set(f"{_BELL}/{self._index}", "", allow_overwrite=True)
+        self._thread.join(_LAST_SECONDS)
         self._say_gone(_DONE)
         self._let_others_go(math.inf)
         service.let_go()
@@ -160,15 +165,13 @@ class Peers:
             time.sleep(_GRACE_SECONDS + _LAST_SECONDS + 1)
 
     def _beats(self) -> None:
-        number = bells = 0
+        bell = f"{_BELL}/{self._index}"
         while not self._leaving.is_set():
-            number += 1
             try:
-                self._client.key_value_set(f"{_BEAT}/{self._index}", str(number), allow_overwrite=True)
-                self._hear()
+                self._beat()
                 wait = self._limit / _BEATS if self._called is None else _CLOCK_SECONDS
-                if service.wait_for(self._client, f"{_BELL}/{bells}", wait) is not None:
-                    bells += 1
+                if service.wait_for(self._client, bell, wait) is not None:
+                    self._client.key_value_delete(bell)
                     self._called = time.monotonic()
                     if (news := _News.parse(service.look(self._client, _NEWS))) is not None:
                         self._on_news(news)
@@ -177,15 +180,16 @@ class Peers:
                     self._refused = self._refused or time.monotonic()
                 time.sleep(_CLOCK_SECONDS)
 
-    def _hear(self) -> None:
-        """Notes who has beaten; the service has just answered."""
-        now = time.monotonic()
-        self._refused = None
+    def _beat(self) -> None:
+        """Beats once, and notes who else has."""
+        self._number += 1
+        self._client.key_value_set(f"{_BEAT}/{self._index}", str(self._number), allow_overwrite=True)
         if self._index:
-            beats = {0: str(now)}
+            beats = {0: service.look(self._client, f"{_BEAT}/0") or ""}
         else:
             beats = {int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get(_BEAT)}
             self._take_gone()
+        self._refused, now = None, time.monotonic()
         for process, other in list(self._others.items()):
             beat = beats.get(process, "")
             if beat == other.beat:
@@ -259,9 +263,8 @@ class Peers:
         _briefly(publish)
 
     def _ring(self) -> None:
-        bell = 0
-        while not service.set_first(self._client, f"{_BELL}/{bell}", ""):
-            bell += 1
+        for process in range(self.count):
+            self._client.key_value_set(f"{_BELL}/{process}", "", allow_overwrite=True)
 
     def _say_gone(self, why: str) -> None:
         _briefly(lambda: self._client.key_value_set(f"{_GONE}/{self._index}", why, allow_overwrite=True))
@@ -270,14 +273,16 @@ class Peers:
         """Watches those no more that have said that they end. One that has not finished its work ends the others."""
         for key, why in self._client.key_value_dir_get(_GONE):
             process = int(key.rsplit("/", 1)[1])
-            if self._others.pop(process, None) is not None and why != _DONE and not self._leaving.is_set():
+            if self._others.pop(process, None) is None or why == _DONE or self._leaving.is_set():
+                continue
+            if service.look(self._client, _NEWS) is None:  # it took this process for lost
                 self._end(_News(_LOST, process, f"{self._names[process]} of {self.count} {one_line(why)}"))
 
     def _let_others_go(self, seconds: float) -> None:
         """Lets the others exit before process 0, with which the service ends."""
         ends = time.monotonic() + seconds
         while self._index == 0 and self._others and time.monotonic() < ends:
-            self._hear()
+            self._beat()
             for process in self.lost():
                 self._others.pop(process, None)
             time.sleep(_POLL_SECONDS)

@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -76,17 +76,12 @@ def client() -> Client | None:
     return found
 
 
-def has_timed_out(error: Exception) -> bool:
-    """Returns whether a call of a client failed because what it waited for did not come in time."""
-    return "DEADLINE_EXCEEDED" in str(error)
-
-
 def wait_for(client: Client, key: str, seconds: float) -> str | None:
     """Returns a value once it is set, or None if it is not set within `seconds`."""
     try:
         return client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
     except jax.errors.JaxRuntimeError as error:
-        if has_timed_out(error):
+        if "DEADLINE_EXCEEDED" in str(error):
             return None
         raise
 
@@ -286,9 +281,8 @@ def _check_is_free(address: str, given: bool) -> None:
     ends = time.monotonic() + BUSY_SECONDS
     while True:
         try:
-            for family, place in _places(host, port):
-                with socket.create_server(place, family=family):
-                    pass
+            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            socket.create_server((str(place[0]), port), family=family).close()
             return
         except OSError as error:
             if time.monotonic() > ends:
@@ -300,8 +294,3 @@ def _check_is_free(address: str, given: bool) -> None:
                     "that is not its own, give --coordinator_bind_address as well"
                 ) from error
         time.sleep(_RETRY_SECONDS)
-
-
-def _places(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, tuple[str, int]]]:
-    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        yield family, (str(place[0]), port)

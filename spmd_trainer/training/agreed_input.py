@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from absl import logging
@@ -12,9 +14,12 @@ from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.indexed import IndexedInput
 from spmd_trainer.inputs.prefetch import Input, is_end
+from spmd_trainer.sharding.messages import named_text
 
 # Names of exchanges are unique in the life of a job, and a job may build an input several times.
 _numbers = itertools.count()
+# How long to wait for the slowest process. Its own errors are reported sooner: they end the whole job.
+_TIMEOUT_SECONDS = 600.0
 
 
 def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: bool) -> Any:
@@ -104,7 +109,9 @@ class AgreedInput:
         self.waits_for_others = False
         self._batches = 0
         self._cancelled = threading.Event()
-        self._votes = multihost.Votes(name)
+        self._name = name
+        # Seconds of the votes so far, and when the one in progress began: one attribute, for other threads.
+        self._times: tuple[float, float | None] = (0.0, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -112,7 +119,8 @@ class AgreedInput:
     @property
     def seconds_for_others(self) -> float:
         """Seconds spent waiting for other processes' batches while this process's own was ready. Any thread may ask."""
-        return self._votes.seconds
+        ended, since = self._times
+        return ended if since is None else ended + time.monotonic() - since
 
     def cancel(self) -> None:
         """Ends a vote that other processes no longer take part in; `get_next_padded` then raises StopIteration."""
@@ -137,18 +145,28 @@ class AgreedInput:
             if not is_end(raised):
                 raise
             error = raised
-        self.waits_for_others = True
-        ended = self._votes.ask(error is not None, cancelled=self._cancelled)
-        self.waits_for_others = False
-        if ended == ():
+        ended = self._ended(error is not None)
+        if not any(ended):
             self._batches += 1
             return batch
-        if ended is not None and len(ended) < self._votes.count:
-            self._report(ended)
+        if not all(ended):
+            self._report([process for process, has_ended in enumerate(ended) if has_ended])
         raise StopIteration from error
 
-    def _report(self, ended: tuple[int, ...]) -> None:
-        who = f"process{'es' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
+    def _ended(self, here: bool) -> list[bool]:
+        """Returns which processes' inputs have ended: this one's alone if the wait for the others was cancelled."""
+        self.waits_for_others = True
+        self._times = (self.seconds_for_others, time.monotonic())
+        try:
+            return multihost.gather(self._name, here, timeout=_TIMEOUT_SECONDS, cancelled=self._cancelled)
+        except multihost.Cancelled:
+            return [True]
+        finally:
+            self._times = (self.seconds_for_others, None)
+            self.waits_for_others = False
+
+    def _report(self, ended: Sequence[int]) -> None:
+        who = named_text(ended, "process", "processes")
         text = (
             f"the {self._kind} input {self._source.name!r} has ended on {who} after {self._batches} batches, and not on the "
             "others"

@@ -16,6 +16,8 @@ from spmd_trainer.sharding.messages import format_duration
 DEVICES = "waiting for the devices"
 # This process's batch is ready.
 OTHERS_INPUT = "input of other processes"
+# It has come to a point where all processes meet.
+OTHERS = "waiting for other processes"
 # Parts in which a process waits for nothing but itself.
 _ALONE = frozenset({"input", "other", "compile"})
 # Processes, and places, that a text names.
@@ -32,7 +34,7 @@ class Beat:
       step: the last training step that it has handed to its devices.
       finished: the last step whose scalars have arrived.
       activity: what it does, e.g. 'training step 12'.
-      part: what its time counts as, one of `metrics.run_times.PARTS`, or what it waits for: `DEVICES`, `OTHERS_INPUT`.
+      part: what its time counts as, one of `metrics.run_times.PARTS`, or what it waits for: `DEVICES`, `OTHERS_INPUT`, `OTHERS`.
       seconds: how long that part has lasted.
       phase: what goes on within the activity, e.g. 'evaluating heldout at step 20'; empty for nothing of its own.
       batches: batches that the phase has finished.
@@ -130,8 +132,9 @@ def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
     """Says who is behind. The first of these rules that names some processes, but not all of them, decides.
 
     Behind are those whose beats have stopped; those that have dispatched the fewest steps; those that have finished the fewest;
-    those with the fewest batches of the activity that all are in; those that do something alone, such as reading input,
-    while others are where processes wait for each other; those that are elsewhere than more than half of all.
+    those that have not come where others wait for all; those with the fewest batches of the activity that all are in; those
+    that do something alone, such as reading input, while others are where processes wait for each other; those that are
+    elsewhere than more than half of all.
 
     Args:
       seen: all processes.
@@ -144,6 +147,7 @@ def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
         lambda all_: [one for one in all_ if one.silent > silent_after],
         lambda all_: _least(all_, lambda beat: beat.step),
         lambda all_: _least(all_, lambda beat: beat.finished),
+        lambda all_: [one for one in all_ if one.beat.part != OTHERS],
         _fewest_batches,
         _alone,
         _minority,

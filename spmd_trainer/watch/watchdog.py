@@ -23,7 +23,7 @@ from spmd_trainer.storage.run_files import LOGS
 from spmd_trainer.watch import link
 from spmd_trainer.watch.board import Board, Digest
 from spmd_trainer.watch.stacks import LONGEST, HeldInterpreter, stacks
-from spmd_trainer.watch.stuck import DEVICES, OTHERS_INPUT, Beat
+from spmd_trainer.watch.stuck import DEVICES, OTHERS, OTHERS_INPUT, Beat
 
 # A process that has not beaten for this long is stopped, or its interpreter is held. Less than half of --heartbeat_seconds (30),
 # so that the warning of half that time can say where it was.
@@ -197,6 +197,8 @@ class Watchdog(Callback):
             part = OTHERS_INPUT
         if run.waits_for_devices():
             part = DEVICES
+        if multihost.waits_at():
+            part = OTHERS
         phases = list(live.phases())
         return Beat(
             process=self._index,

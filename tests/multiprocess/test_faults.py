@@ -46,7 +46,7 @@ def reference(tmp_path_factory, cache) -> dict[int, float]:
 
 def test_kills_and_stops_at_random_times(table, cache, tmp_path):
     settings = Settings(tmp_path / "run", 1, cache, FIELDS, rows=ROWS)
-    fields = FIELDS | {"num_train_steps": 600, "save_interval_steps": 600, "eval_interval_steps": 0}
+    fields = FIELDS | {"num_train_steps": 200, "save_interval_steps": 200, "eval_interval_steps": 0}
     whole = dataclasses.replace(settings, directory=tmp_path / "whole", fields=fields, mesh=MESHES[1])
     chain = Chain(settings, losses(run(whole).settings.directory), TOLERANCE, SEED)
     moments = list(MOMENTS)

@@ -1,4 +1,4 @@
-"""`make faults`: jobs of 1, 2, 3 and 5 processes with inputs of their own, in which one process is not like the others.
+"""`make faults`: jobs of 1, 2, 3, 5 and 8 processes with inputs of their own, in which one process is not like the others.
 
 FAULT_LATE_SECONDS sets how much later than the others a process is started.
 """
@@ -49,8 +49,8 @@ WITHOUT_END = FIELDS | {"num_train_steps": 100_000, "save_interval_steps": 50}
 START_SECONDS = 60
 # `--heartbeat_seconds` of these jobs.
 HEARTBEAT = 10
-several = pytest.mark.parametrize("count", [2, 3, 5])
-from_one = pytest.mark.parametrize("count", [1, 2, 3, 5])
+several = pytest.mark.parametrize("count", [2, 3, 5, 8])
+from_one = pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 
 
 class Rows:
@@ -152,7 +152,7 @@ def test_another_version_of_the_experiment(rows, streams, count, tmp_path):
     module.write_text(f"{module.read_text()}\n# Another version.\n")
     path = os.pathsep.join([str(module.parent), os.environ["PYTHONPATH"]])
     settings = streams(count, prefixes={count - 1: ("env", f"PYTHONPATH={path}")})
-    message = rf"process {count - 1} was started with other settings .*: code of uneven_inputs is crc32 [0-9a-f]+ there"
+    message = rf"process {count - 1} was started with other settings .*the code of uneven_inputs differs"
     check_all_refuse(rows, "another version of the code", settings, message)
 
 
@@ -177,13 +177,12 @@ def test_the_coordinator_dies(rows, streams, count):
         statuses = job.finish()
         seconds = time.monotonic() - killed
     assert statuses[0] == -signal.SIGKILL
-    assert set(statuses[1:]) <= {STATUS_LOST_PROCESS, -signal.SIGABRT}, job.log()
-    named = re.compile(r"exits because process 0 \(|leader task")
-    assert all(named.search(log) for log in job.logs[1:]), job.log()
+    assert set(statuses[1:]) <= {STATUS_LOST_PROCESS}, job.log()
+    assert all("exits because process 0 (" in log for log in job.logs[1:]), job.log()
     newest = steps_on_disk(settings.directory)[-1]
     again = run(dataclasses.replace(settings, fields=FIELDS | {"num_train_steps": newest + 2}))
     assert f"restored step {newest} from" in again.logs[0]
-    rows.add("the coordinator dies", seconds, 5, statuses)
+    rows.add("the coordinator dies", seconds, 10, statuses)
 
 
 @several
@@ -198,9 +197,9 @@ def test_a_stopped_process(rows, streams, count):
         job.send(signal.SIGCONT, count - 1)
         statuses = job.finish()
     assert statuses[:-1] == [STATUS_LOST_PROCESS] * (count - 1), job.log()
-    named = rf"exits because process {count - 1} \(.*\) has not answered for \d+ s"
+    named = rf"exits because process {count - 1} \(.*\) of {count} is lost\. It has not answered for \d+ s"
     assert all(re.search(named, log) for log in job.logs[:-1]), job.log()
-    assert statuses[-1] in (STATUS_LOST_PROCESS, -signal.SIGABRT), job.log()
+    assert statuses[-1] == STATUS_LOST_PROCESS, job.log()
     rows.add(f"the last process is stopped, H={HEARTBEAT} s", seconds, HEARTBEAT * 1.5 + 5, statuses)
 
 

@@ -1,5 +1,6 @@
 """Inputs that several processes read: other data is refused, unknown ends are voted on."""
 
+import numpy as np
 import pytest
 from facts import raises_naming
 from trained_helpers import make_job
@@ -27,9 +28,22 @@ def test_one_process_needs_no_agreement(source):
     assert agree_on_input(source, "training", count=1, must_end_together=False) is source
 
 
-def test_an_endless_input_of_the_same_data_stays_as_it_is(source, monkeypatch):
+def test_an_endless_input_of_the_same_data_is_not_voted_on(source, monkeypatch):
     answers(monkeypatch, lambda text: text)
-    assert agree_on_input(source, "training", count=2, must_end_together=False) is source
+    agreed = agree_on_input(source, "training", count=2, must_end_together=False)
+    assert not isinstance(agreed, AgreedInput)
+    assert agreed.get_state() == source.get_state()
+    first = agreed.get_next_padded()
+    source.reset()
+    np.testing.assert_array_equal(first.ids, source.get_next_padded().ids)
+
+
+def test_an_endless_input_that_ends_is_an_error(source, monkeypatch):
+    answers(monkeypatch, lambda text: text)
+    agreed = agree_on_input(source, "training", count=2, must_end_together=False)
+    monkeypatch.setattr(source, "get_next_padded", lambda: next(iter(())))
+    with raises_naming(UserError, "training input", repr(source.name), "process 0", "num_batches"):
+        agreed.get_next_padded()
 
 
 def test_other_data_on_another_process_is_refused(source, monkeypatch):

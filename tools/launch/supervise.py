@@ -9,6 +9,8 @@ Everything after `--` is passed to each `spmd-trainer` process. On a cluster the
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -78,8 +80,9 @@ class Supervisor:
             arguments.append(f"--fdl.set=train_datasets[0].batch_size={self._options.global_batch // count}")
         command = [sys.executable, "-m", "spmd_trainer.main", *arguments]
         several = [f"--coordinator_address=localhost:{port}", f"--num_processes={count}"] if count > 1 else []
+        env = os.environ | {"SPMD_TRAINER_JOB_TOKEN": secrets.token_hex(16)}
         self._processes = [
-            subprocess.Popen([*command, *several, *([f"--process_id={index}"] if several else [])])
+            subprocess.Popen([*command, *several, *([f"--process_id={index}"] if several else [])], env=env)
             for index in range(count)
         ]
         return self._wait()
