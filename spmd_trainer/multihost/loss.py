@@ -36,7 +36,7 @@ _BEATS = 4
 _CLOCK_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _PREFIX = "spmd_trainer/loss"
-_BEAT, _GONE, _BELL, _NEWS = (f"{_PREFIX}/{name}" for name in ("beat", "gone", "bell", "news"))
+_BEAT, _GONE, _ALL_DONE, _BELL, _NEWS = (f"{_PREFIX}/{name}" for name in ("beat", "gone", "all_done", "bell", "news"))
 _FAILED, _LOST = "failed", "lost"
 _DONE = "done"
 
@@ -131,13 +131,24 @@ class Peers:
         self._leaving.set()
 
     def say_goodbye(self) -> None:
-        """Tells the others that this process has finished its work. Process 0 stays until all have, because it serves them."""
+        """Tells the others that this process has finished its work, and waits until all have.
+
+        The devices of the others may still wait for what this process's devices send.
+        """
         self.begin_to_leave()
         # A thread that is in a call of jaxlib when Python ends aborts the process.
         self._client.key_value_set(f"{_BELL}/{self._index}", "", allow_overwrite=True)
         self._thread.join(_LAST_SECONDS)
         self._say_gone(_DONE)
-        self._let_others_go(math.inf)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 ends as soon as all have finished
+            if self._index == 0:
+                self._let_others_go(math.inf)
+                self._client.key_value_set(_ALL_DONE, "")
+                time.sleep(_POLL_SECONDS)
+            while self._index and not self.lost():
+                if service.wait_for(self._client, _ALL_DONE, self._limit / _BEATS) is not None:
+                    break
+                self._beat()
         service.let_go()
 
     def say_failed(self, why: str, how: str = "failed", *, seconds: float = _LAST_SECONDS) -> None:
