@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from spmd_trainer.callbacks import CallbackError
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import distributed, live_line, log_lines, run_flags
 from spmd_trainer.cli.modes import MODES
-from spmd_trainer.errors import UserError, first_paragraph, user_code
+from spmd_trainer.errors import UserError, first_paragraph, terminal, user_code
 from spmd_trainer.experiment_registry import modules
 from spmd_trainer.storage import access
 from spmd_trainer.training import garbage, start_checks
@@ -48,7 +47,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
     with distributed.Processes(cluster) as processes:
         config = run_flags.run_config_from_flags(flag_values, processes.join)
         if flag_values.dump:
-            sys.stdout.write("\n".join([*config.experiment.lines(), ""]))
+            terminal.write("\n".join([*config.experiment.lines(), ""]))
             return
         check_same_settings(config)
         _, index = multihost.joined()
@@ -195,6 +194,6 @@ def print_experiments() -> None:
     }
     width = max((len(name) for name in rows), default=0)
     for name, summary in rows.items():
-        sys.stdout.write(f"{name:{width}}  {summary}\n")
+        terminal.write(f"{name:{width}}  {summary}\n")
     if failures:
         raise UserError("\n".join(failures))

@@ -15,7 +15,7 @@ from logging.handlers import MemoryHandler
 from absl import logging
 from etils import epath
 
-from spmd_trainer.errors import user_code
+from spmd_trainer.errors import terminal, user_code
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import open_append
@@ -42,7 +42,14 @@ _REMOTE_ATTEMPTS = 2
 STATUS_INTERRUPTED = 130
 
 
-class _Format(std_logging.Formatter):
+class _Visible(std_logging.Formatter):
+    """Of a log that someone reads on a terminal, sooner or later: nothing in a record acts on it."""
+
+    def format(self, record: std_logging.LogRecord) -> str:
+        return terminal.visible(super().format(record))
+
+
+class _Format(_Visible):
     def format(self, record: std_logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno <= std_logging.INFO else f"{record.levelname}: "
@@ -111,7 +118,7 @@ class RunLog(MemoryHandler):
         except OSError as error:
             logging.warning("can't write a log file for this run: %s", error)
             return
-        file.setFormatter(std_logging.Formatter("%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s"))
+        file.setFormatter(_Visible("%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s"))
         self.path = path
         self.setTarget(file)
         self.flush()
@@ -236,4 +243,4 @@ def log_traceback(error: BaseException) -> None:
 
 def say_interrupted() -> None:
     """Writes to stderr that Ctrl-C has ended the process: that it was interrupted, and what to do."""
-    sys.stderr.write("spmd-trainer: interrupted; the same command continues from the newest checkpoint\n")
+    terminal.write("spmd-trainer: interrupted; the same command continues from the newest checkpoint\n", sys.stderr)
