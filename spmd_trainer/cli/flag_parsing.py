@@ -35,13 +35,13 @@ def parse(argv: Sequence[str]) -> list[str]:
       SystemExit: with status 2 after a message about an unknown flag or a bad value; with status 0 after printing help.
     """
     asked = {argument.lstrip("-") for argument in argv[1:] if argument.startswith("-")}
-    if "helpfull" in asked:
-        terminal.write(f"{flags.FLAGS.get_help()}\n\nflags of Pax:\n{_of_pax.get_help()}\n")
-        raise SystemExit(0)
-    if asked & {"help", "h", "?", "helpshort"}:
-        terminal.write(help_page())
-        raise SystemExit(0)
     try:
+        if "helpfull" in asked:
+            terminal.write(f"{flags.FLAGS.get_help()}\n\nflags of Pax:\n{_of_pax.get_help()}\n")
+            raise SystemExit(0)
+        if asked & {"help", "h", "?", "helpshort"}:
+            terminal.write(help_page())
+            raise SystemExit(0)
         return parse_into(flags.FLAGS, _of_pax, argv)
     except UserError as error:
         leave(str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import copy
 import logging as std_logging
 import sys
 import threading
@@ -15,7 +16,7 @@ from logging.handlers import MemoryHandler
 from absl import logging
 from etils import epath
 
-from spmd_trainer.errors import terminal, user_code
+from spmd_trainer.errors import disk_is_full, terminal, user_code
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import open_append
@@ -50,7 +51,15 @@ class _Visible(std_logging.Formatter):
 
 
 class _Format(_Visible):
+    """Of stderr. Of an error that no line of code can mend, only the last line of its traceback: the log's file has it all."""
+
     def format(self, record: std_logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        # Errors that users can mend have a status: `UserError` and `CheckpointError`, whose room takes long to import.
+        if hasattr(error, "exit_status") or disk_is_full(error):
+            record = copy.copy(record)  # handlers share what is made of its traceback
+            record.msg, record.args = f"{record.getMessage().rstrip('.')}: {error}", None
+            record.exc_info = record.exc_text = None
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno <= std_logging.INFO else f"{record.levelname}: "
         text = super().format(record)
@@ -114,7 +123,7 @@ class RunLog(MemoryHandler):
                 file = _RemoteFile(path)
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = std_logging.FileHandler(path)
+                file = _LocalFile(path)
         except OSError as error:
             logging.warning("can't write a log file for this run: %s", error)
             return
@@ -136,6 +145,26 @@ class RunLog(MemoryHandler):
         super().close()
         if file is not None:
             file.close()
+
+
+class _LocalFile(std_logging.FileHandler):
+    """Writes a log into a file. That its disk is full is said once, and is no reason to end a run."""
+
+    _has_failed = False
+
+    def handleError(self, record: std_logging.LogRecord) -> None:
+        """Says what the disk answered. Everything else is a fault of the record's, which `logging` shows."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            logging.warning("can't write %s for now: %s", self.baseFilename, error.strerror or error)
+
+    def close(self) -> None:
+        """Closes the file; what the disk does not take is lost."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _RemoteFile(std_logging.Handler):

@@ -5,10 +5,11 @@ Standard library only, and imported by every room: whatever the trainer says to 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 from typing import TextIO
+
+from spmd_trainer.errors import UserError, disk_is_full
 
 # What acts on a terminal or reorders its text: C0 and C1 controls (ESC is one), marks of writing direction, separators of lines
 # and paragraphs, and halves of surrogate pairs, which stand for bytes of a file's name that are not UTF-8.
@@ -34,10 +35,17 @@ def write(text: str, stream: TextIO | None = None, *, styled: bool = False) -> N
       text: with its line ends.
       stream: `sys.stdout` unless given.
       styled: the text has colours, and `visible` was applied to everything else in it.
+
+    Raises:
+      UserError: the stream is a file, and its disk is full.
     """
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     shown = text if styled else visible(text)
     stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
-    with contextlib.suppress(OSError):  # the reader is gone; the end of the command discards what is left
+    try:
         stream.flush()
+    except OSError as error:
+        # Otherwise the reader is gone; the end of the command discards what is left.
+        if disk_is_full(error):
+            raise UserError(f"the output can't be written: {error.strerror}") from error

@@ -1,10 +1,13 @@
 r"""Nothing that others have named or written acts on a terminal: it comes out as `\x1b`, whatever says it."""
 
+import errno
 import io
 import logging
+import os
 import sys
 
 import pytest
+from facts import raises_naming
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +39,20 @@ def test_a_stream_gets_what_its_encoding_has():
     terminal.write("caf\xe9 \x1b[1m\n", stream)
     terminal.write("\x1b[1m\n", stream, styled=True)
     assert stream.buffer.getvalue() == b"caf\\xe9 \\x1b[1m\n\x1b[1m\n"
+
+
+def test_an_output_on_a_full_disk_is_an_error_and_a_reader_that_left_is_not(tmp_path):
+    full = open("/dev/full", "w")  # noqa: SIM115  # its end fails too
+    with raises_naming(UserError, os.strerror(errno.ENOSPC)):
+        terminal.write("a table\n", full)
+    with pytest.raises(OSError, match="No space"):
+        full.close()
+    ours, theirs = os.pipe()
+    os.close(ours)
+    left = os.fdopen(theirs, "w")
+    terminal.write("a table\n", left)
+    with pytest.raises(BrokenPipeError):
+        left.close()
 
 
 def test_the_message_of_an_error(capsys):

@@ -57,7 +57,7 @@ def test_writing_that_fails_leaves_what_was_there(anywhere):
 def test_a_full_disk_leaves_no_empty_file(tmp_path, monkeypatch):
     path = epath.Path(tmp_path) / "x.json"
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
+    with raises_naming(OSError, path, "No space left"):
         write_atomically(path, ["{}"])
     assert names(epath.Path(tmp_path)) == []
 
@@ -185,7 +185,7 @@ def test_what_a_full_disk_took_is_taken_back(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(type(path), "open", lambda self, mode: Full(os.fspath(self), "ab"))
-    with pytest.raises(OSError, match="No space left"):
+    with raises_naming(OSError, path, "No space left"):
         file.write(b"second\n")
     monkeypatch.setattr(type(path), "open", real_open)
     file.write(b"second\n")
@@ -259,6 +259,17 @@ class Error(Exception):
 )
 def test_errors_are_explained(path, error, says):
     assert re.search(says, access.explain(path, error))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+def test_a_disk_without_room_is_the_users_to_mend(tmp_path, number):
+    path = epath.Path(tmp_path)
+    with raises_naming(UserError, path / "run.json", os.strerror(number)), access.outages_explained(path):
+        raise OSError(number, os.strerror(number), str(path / "run.json"))
+    with raises_naming(UserError, path, os.strerror(number)), access.outages_explained(path):
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(FileNotFoundError), access.outages_explained(path):  # a fault of code
+        (path / "absent").read_text()
 
 
 def test_other_errors_are_not():
