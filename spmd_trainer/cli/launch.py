@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,8 +107,8 @@ def enable_compile_cache(directory: str | None) -> str | None:
     entry, it compiles the program again.
 
     JAX's own settings (JAX_COMPILATION_CACHE_DIR, jax_enable_compilation_cache) take precedence over the default directory,
-    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, logs a
-    warning and leaves the cache off.
+    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, or others may
+    write to it or have, logs a warning and leaves the cache off: JAX executes what it reads there.
 
     Args:
       directory: the cache directory; None for JAX's own setting, or else the default; '' for no cache.
@@ -122,38 +123,72 @@ def enable_compile_cache(directory: str | None) -> str | None:
     if directory == "":
         config.update("jax_compilation_cache_dir", None)
         return None
-    if directory is None and (config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache):
+    if directory is None and (own := config.jax_compilation_cache_dir):
+        if not storage.is_remote(own) and (reason := _not_ours_alone(pathlib.Path(own))):
+            _warn_of_no_cache(own, reason)
+            config.update("jax_compilation_cache_dir", None)
         return config.jax_compilation_cache_dir
+    if directory is None and not config.jax_enable_compilation_cache:
+        return None
     given = None if directory is None else os.fspath(storage.directory("--jax_cache_dir", directory))
     path = given if given and storage.is_remote(given) else _cache_directory(given)
+    config.update("jax_compilation_cache_dir", path)
     if path is None:
         return None
-    config.update("jax_compilation_cache_dir", path)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
     return path
 
 
 def _cache_directory(directory: str | None) -> str | None:
-    """Creates a local cache directory and returns its path; logs a warning and returns None if it can't be written."""
+    """Creates a local cache directory and returns its path; logs a warning and returns None if it can't be used."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     # By default it belongs to one user, because the trainer executes what it reads from there.
     path = pathlib.Path(directory or f"{base}/spmd-trainer/jax").expanduser().absolute()
     try:
         # Private to the user: anyone who can write here can make the trainer execute their code.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK | os.X_OK)
-        reason = "not writable"
+        reason = _not_ours_alone(path) if os.access(path, os.W_OK | os.X_OK) else "not writable"
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown.
-        writable, reason = False, str(error)
-    if writable:
+        reason = str(error)
+    if not reason:
         return str(path)
+    _warn_of_no_cache(path, reason)
+    return None
+
+
+def _warn_of_no_cache(path: str | os.PathLike[str], reason: str) -> None:
     logging.warning(
         "the compilation cache is off: can't use %s (%s); set --jax_cache_dir=DIR, or --jax_cache_dir= for no cache",
         path,
         reason,
     )
-    return None
+
+
+def _not_ours_alone(path: pathlib.Path) -> str:
+    """Returns who else can write, or has written, what JAX would execute from a directory; '' for nobody but root.
+
+    A directory that does not exist is nobody's. One that can't be looked into gives the reason of that.
+    """
+    try:
+        folder = path.stat()
+        entries = [path, *(path / name for name in os.listdir(path))]
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error)
+    reach = (folder.st_mode & 0o011) << 1  # who may enter the directory can write to entries with these bits
+    for entry in entries:
+        try:
+            found = entry.stat()
+        except FileNotFoundError:  # another process has just replaced it
+            continue
+        if found.st_uid not in (os.getuid(), 0):
+            return f"{entry} is the user's with number {found.st_uid}, and JAX executes what it reads there"
+        if found.st_mode & (0o022 if entry == path else reach):
+            mend = f"chmod -R go-w {shlex.quote(str(path))}"
+            return f"others may write to {entry}, and JAX executes what it reads there; `{mend}` takes that away"
+    return ""
 
 
 def build_job(config: RunConfig) -> Job:
