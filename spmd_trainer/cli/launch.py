@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from absl import flags, logging
+from etils import epath
 
 from spmd_trainer import experiment_registry, multihost, storage
 from spmd_trainer.callbacks import CallbackError
@@ -117,7 +118,7 @@ def enable_compile_cache(directory: str | None) -> str | None:
       The directory in use, or None.
 
     Raises:
-      UserError: a path that no storage is known for, see `storage.directory`.
+      UserError: a path that no storage is known for, see `storage.directory`, or an object store that can't be read.
     """
     config: Any = jax.config  # Any: its attributes are created at run time.
     if directory == "":
@@ -131,7 +132,11 @@ def enable_compile_cache(directory: str | None) -> str | None:
     if directory is None and not config.jax_enable_compilation_cache:
         return None
     given = None if directory is None else os.fspath(storage.directory("--jax_cache_dir", directory))
-    path = given if given and storage.is_remote(given) else _cache_directory(given)
+    if given and storage.is_remote(given):
+        access.check_readable("--jax_cache_dir", epath.Path(given))  # JAX would ask for each program again
+        path: str | None = given
+    else:
+        path = _cache_directory(given)
     config.update("jax_compilation_cache_dir", path)
     if path is None:
         return None

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import re
+import socket
 import stat
 
 import pytest
@@ -12,7 +13,7 @@ from facts import raises_naming
 from proxy import Proxy
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.storage import access, append, backends, is_remote
+from spmd_trainer.storage import access, append, backends, is_remote, retry
 from spmd_trainer.storage.files import write_atomically, write_if_changed
 
 
@@ -208,6 +209,22 @@ def test_no_bucket(scheme, address_of, use):
     use(scheme, address_of(scheme))
     with raises_naming(UserError, f"--job_log_dir={scheme}://no-such/run", "no bucket 'no-such'"):
         access.check_writable("--job_log_dir", epath.Path(f"{scheme}://no-such/run"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_start_without_a_network_is_an_error_at_once(scheme, host, use, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_ANSWER_SECONDS", 0.3)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        use(scheme, f"http://{host}:{closed.getsockname()[1]}")
+        path = epath.Path(f"{scheme}://bkt/run")
+        for check in (access.check_readable, access.check_writable):
+            with raises_naming(UserError, f"--job_log_dir={path}", "can't be reached") as info:
+                check("--job_log_dir", path)
+            assert info.value.exit_status == 2
+        with raises_naming(OSError, f"{scheme}://"):
+            path.read_bytes()
 
 
 def test_local_directories_that_cannot_be_written(tmp_path, monkeypatch):
