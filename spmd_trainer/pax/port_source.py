@@ -163,9 +163,7 @@ class Source:
 
 def nested_too_deeply(path: pathlib.Path) -> UserError:
     """Error for a file whose expressions, blocks or base classes stand in one another beyond what Python can follow."""
-    return UserError(
-        f"{path}: its expressions, blocks or base classes nest too deeply to be read; divide them, e.g. a sum of thousands of terms"
-    )
+    return UserError(f"{path}: its expressions, blocks or base classes nest too deeply to be read; divide them")
 
 
 def find_files(module: str) -> list[pathlib.Path]:
