@@ -136,9 +136,8 @@ def test_only_the_bridge_knows_that_praxis_is_old():
 
 
 def test_one_place_writes_to_the_terminal():
-    # The live line draws with control characters; a job's processes and their watch write what the trainer itself words.
+    # The live line draws with control characters.
     own = {"spmd_trainer.errors.terminal", "spmd_trainer.cli.live_line"}
-    own |= {"spmd_trainer.cli.distributed", "spmd_trainer.cli.peer_watch"}
     writes = [
         f"{module}:{node.lineno}"
         for module, path in FILES.items()

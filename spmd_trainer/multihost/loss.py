@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 import jax
 from absl import logging
 
+from spmd_trainer.errors import terminal
 from spmd_trainer.multihost import service
 from spmd_trainer.multihost.join import one_line, opened, sealed
 
@@ -255,11 +256,11 @@ class Peers:
                     return
             self._leaving.set()
             why = f"the others took it for lost: {news.what}" if news.process == self._index else news.what
-            sys.stderr.write(
+            terminal.write(
                 f"spmd-trainer: process {self._index} exits because {why}. Start the job again, with the same number of "
-                "processes or fewer; it resumes from the newest complete checkpoint.\n"
+                "processes or fewer; it resumes from the newest complete checkpoint.\n",
+                sys.stderr,
             )
-            sys.stderr.flush()
             self._say_gone(f"exited because {why}")
             self._let_others_go(_LAST_SECONDS)
             os._exit(STATUS_LOST_PROCESS)
