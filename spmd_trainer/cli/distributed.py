@@ -205,6 +205,14 @@ class Processes:
             if error.leaves_in_order:
                 watch.say_goodbye()
                 raise SystemExit(status) from error
+        elif "Gloo" in str(error) and "DEADLINE_EXCEEDED" in str(error):
+            status = loss.STATUS_LOST_PROCESS
+            logging.debug("this process failed", exc_info=error)
+            terminal.write(
+                "spmd-trainer: the collectives of this process's host devices could not connect to those of the other processes "
+                "within 30 s: a process is much slower than the others, or the machine is overloaded. Start the job again\n",
+                sys.stderr,
+            )
         else:
             status = 1
             logging.error("this process failed", exc_info=error)
