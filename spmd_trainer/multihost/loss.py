@@ -105,6 +105,7 @@ class Peers:
         self._limit = heartbeat_seconds
         self._last_beat = last_beat
         self._leaving = threading.Event()
+        self._stopped = threading.Event()
         self._has_news = threading.Event()
         now = time.monotonic()
         # Process 0 hears of all others; each of them hears of process 0.
@@ -128,7 +129,7 @@ class Peers:
         return tuple(process for process, other in self._others.items() if now - other.heard > self._limit)
 
     def begin_to_leave(self) -> None:
-        """From now on the loss of another process is no news for this one."""
+        """From now on the loss of another process is no news for this one, which beats on until it has ended."""
         self._leaving.set()
 
     def say_goodbye(self) -> None:
@@ -137,6 +138,7 @@ class Peers:
         The devices of the others may still wait for what this process's devices send.
         """
         self.begin_to_leave()
+        self._stopped.set()
         # A thread that is in a call of jaxlib when Python ends aborts the process.
         self._client.key_value_set(f"{_BELL}/{self._index}", "", allow_overwrite=True)
         self._thread.join(_LAST_SECONDS)
@@ -178,7 +180,7 @@ class Peers:
 
     def _beats(self) -> None:
         bell = f"{_BELL}/{self._index}"
-        while not self._leaving.is_set():
+        while not self._stopped.is_set():
             try:
                 self._beat()
                 wait = self._limit / _BEATS if self._called is None else _CLOCK_SECONDS
@@ -212,7 +214,7 @@ class Peers:
                 logging.warning("%s answers again", self._names[process])
 
     def _clock(self) -> None:
-        while not self._leaving.wait(_CLOCK_SECONDS):
+        while not self._stopped.wait(_CLOCK_SECONDS):
             now = time.monotonic()
             if now - self._looked > self._limit / _BEATS + 2 * _CLOCK_SECONDS:  # this process was the silent one
                 for other in list(self._others.values()):
@@ -222,6 +224,8 @@ class Peers:
 
     def _look(self, now: float) -> None:
         """Ends the job if a process is lost."""
+        if self._leaving.is_set():
+            return
         called = self._called
         for process, other in list(self._others.items()):
             silent = now - other.heard
