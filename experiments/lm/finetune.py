@@ -23,6 +23,7 @@ from spmd_trainer.experiments.lm.adapters import WithAdapters
 from spmd_trainer.experiments.lm.cloud import rows_per_process
 from spmd_trainer.experiments.lm.hf import FromFolder
 from spmd_trainer.inputs import chat_text, preferences
+from spmd_trainer.inputs.chat_template import MAX_RENDER_SECONDS, MAX_RENDERED_CHARS
 
 
 class TunedFromFolder(WithAdapters, FromFolder):
@@ -60,13 +61,16 @@ class ChatFromFolder(TunedFromFolder):
 
     Attributes:
       FILES, EVAL_FILES: conversations to train and to evaluate on, *.jsonl or *.parquet; see `inputs.ChatInput`.
-      CHAT_TEMPLATE, TEMPLATE_VARIABLES, TURNS, TOO_LONG, DATE: the fields of `ChatInput` with these names.
+      CHAT_TEMPLATE, TEMPLATE_VARIABLES, TURNS, TOO_LONG, DATE, MAX_RENDER_SECONDS, MAX_RENDERED_CHARS: the fields of
+        `ChatInput` with these names.
       LORA_TARGETS, LORA_RANK, ...: see `adapters.WithAdapters`.
     """
 
     TURNS = "all"
     TOO_LONG = "error"
     DATE: str | None = None
+    MAX_RENDER_SECONDS = MAX_RENDER_SECONDS
+    MAX_RENDERED_CHARS = MAX_RENDERED_CHARS
 
     def datasets(self) -> list[Any]:
         if self.FILES is None:
@@ -78,6 +82,8 @@ class ChatFromFolder(TunedFromFolder):
             "turns": self.TURNS,
             "too_long": self.TOO_LONG,
             "date": self.DATE,
+            "max_render_seconds": self.MAX_RENDER_SECONDS,
+            "max_rendered_chars": self.MAX_RENDERED_CHARS,
             "seq_len": self.SEQ_LEN,
             "batch_size": Config(rows_per_process, global_batch_size=self.GLOBAL_BATCH_SIZE),
         }
