@@ -157,5 +157,5 @@ def test_what_no_process_says_is_ignored(said):
 def test_what_another_process_says_is_shown_as_one_line():
     said = join.Member(1, 2, failed="out\x1b[2J of\n luck", name="host\x07, pid 3")
     text = join.sealed(join.json.dumps(join.dataclasses.asdict(said)))
-    assert join.Member.parse(text).failed == "out [2J of luck"
-    assert join.Member.parse(text).name == "host , pid 3"
+    assert join.Member.parse(text).failed == r"out\x1b[2J of luck"
+    assert join.Member.parse(text).name == r"host\x07, pid 3"

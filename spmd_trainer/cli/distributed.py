@@ -25,7 +25,7 @@ import jax
 from absl import logging
 
 from spmd_trainer.cli import log_lines
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.multihost import join, loss, service
 from spmd_trainer.watch.link import job
 
@@ -138,8 +138,7 @@ class Processes:
                 local_device_ids=located.local_device_ids,
             )
         except join.AbsentError as error:
-            sys.stderr.write(f"spmd-trainer: process {index} exits: {error}\n")
-            sys.stderr.flush()
+            terminal.write(f"spmd-trainer: process {index} exits: {error}\n", sys.stderr)
             os._exit(loss.STATUS_LOST_PROCESS)
         if index:
             logging.set_verbosity(logging.WARNING)
@@ -178,7 +177,7 @@ class Processes:
         except UserError:  # nobody can be told
             return
         if isinstance(error, UserError):
-            sys.stderr.write(f"spmd-trainer: {error}\n")
+            terminal.write(f"spmd-trainer: {error}\n", sys.stderr)
         if located.count > 1:
             own = join.Member(located.index, located.count, failed=join.one_line(_described(error)))
             join.say_failed(located.address, own, self._cluster.bind_address)
@@ -202,10 +201,18 @@ class Processes:
             status, how = log_lines.STATUS_INTERRUPTED, "was interrupted"
         elif isinstance(error, UserError):
             status = error.exit_status  # the same as in a job of one process
-            sys.stderr.write(f"spmd-trainer: {error}\n")
+            terminal.write(f"spmd-trainer: {error}\n", sys.stderr)
             if error.leaves_in_order:
                 watch.say_goodbye()
                 raise SystemExit(status) from error
+        elif "Gloo" in str(error) and "DEADLINE_EXCEEDED" in str(error):
+            status = loss.STATUS_LOST_PROCESS
+            logging.debug("this process failed", exc_info=error)
+            terminal.write(
+                "spmd-trainer: the collectives of this process's host devices could not connect to those of the other processes "
+                "within 30 s: a process is much slower than the others, or the machine is overloaded. Start the job again\n",
+                sys.stderr,
+            )
         else:
             status = 1
             logging.error("this process failed", exc_info=error)

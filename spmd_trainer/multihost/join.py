@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 import jax
 from absl import logging
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.errors.installation import __version__
 from spmd_trainer.multihost import service
 from spmd_trainer.sharding.messages import named_text
@@ -102,8 +102,7 @@ class Member:
 
 def one_line(text: object) -> str:
     """Returns a text from another process as one line that a terminal shows as it is."""
-    printable = "".join(letter if letter.isprintable() else " " for letter in str(text))
-    return " ".join(printable.split())[:LONGEST_TEXT]
+    return terminal.visible(" ".join(str(text).split()))[:LONGEST_TEXT]
 
 
 def meet(

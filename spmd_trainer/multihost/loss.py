@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 import jax
 from absl import logging
 
+from spmd_trainer.errors import terminal
 from spmd_trainer.multihost import service
 from spmd_trainer.multihost.join import one_line, opened, sealed
 
@@ -36,7 +37,7 @@ _BEATS = 4
 _CLOCK_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _PREFIX = "spmd_trainer/loss"
-_BEAT, _GONE, _BELL, _NEWS = (f"{_PREFIX}/{name}" for name in ("beat", "gone", "bell", "news"))
+_BEAT, _GONE, _ALL_DONE, _BELL, _NEWS = (f"{_PREFIX}/{name}" for name in ("beat", "gone", "all_done", "bell", "news"))
 _FAILED, _LOST = "failed", "lost"
 _DONE = "done"
 
@@ -104,6 +105,7 @@ class Peers:
         self._limit = heartbeat_seconds
         self._last_beat = last_beat
         self._leaving = threading.Event()
+        self._stopped = threading.Event()
         self._has_news = threading.Event()
         now = time.monotonic()
         # Process 0 hears of all others; each of them hears of process 0.
@@ -127,17 +129,29 @@ class Peers:
         return tuple(process for process, other in self._others.items() if now - other.heard > self._limit)
 
     def begin_to_leave(self) -> None:
-        """From now on the loss of another process is no news for this one."""
+        """From now on the loss of another process is no news for this one, which beats on until it has ended."""
         self._leaving.set()
 
     def say_goodbye(self) -> None:
-        """Tells the others that this process has finished its work. Process 0 stays until all have, because it serves them."""
+        """Tells the others that this process has finished its work, and waits until all have.
+
+        The devices of the others may still wait for what this process's devices send.
+        """
         self.begin_to_leave()
+        self._stopped.set()
         # A thread that is in a call of jaxlib when Python ends aborts the process.
         self._client.key_value_set(f"{_BELL}/{self._index}", "", allow_overwrite=True)
         self._thread.join(_LAST_SECONDS)
         self._say_gone(_DONE)
-        self._let_others_go(math.inf)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 ends as soon as all have finished
+            if self._index == 0:
+                self._let_others_go(math.inf)
+                self._client.key_value_set(_ALL_DONE, "")
+                time.sleep(_POLL_SECONDS)
+            while self._index and not self.lost():
+                if service.wait_for(self._client, _ALL_DONE, self._limit / _BEATS) is not None:
+                    break
+                self._beat()
         service.let_go()
 
     def say_failed(self, why: str, how: str = "failed", *, seconds: float = _LAST_SECONDS) -> None:
@@ -166,7 +180,7 @@ class Peers:
 
     def _beats(self) -> None:
         bell = f"{_BELL}/{self._index}"
-        while not self._leaving.is_set():
+        while not self._stopped.is_set():
             try:
                 self._beat()
                 wait = self._limit / _BEATS if self._called is None else _CLOCK_SECONDS
@@ -200,7 +214,7 @@ class Peers:
                 logging.warning("%s answers again", self._names[process])
 
     def _clock(self) -> None:
-        while not self._leaving.wait(_CLOCK_SECONDS):
+        while not self._stopped.wait(_CLOCK_SECONDS):
             now = time.monotonic()
             if now - self._looked > self._limit / _BEATS + 2 * _CLOCK_SECONDS:  # this process was the silent one
                 for other in list(self._others.values()):
@@ -210,6 +224,8 @@ class Peers:
 
     def _look(self, now: float) -> None:
         """Ends the job if a process is lost."""
+        if self._leaving.is_set():
+            return
         called = self._called
         for process, other in list(self._others.items()):
             silent = now - other.heard
@@ -244,11 +260,11 @@ class Peers:
                     return
             self._leaving.set()
             why = f"the others took it for lost: {news.what}" if news.process == self._index else news.what
-            sys.stderr.write(
+            terminal.write(
                 f"spmd-trainer: process {self._index} exits because {why}. Start the job again, with the same number of "
-                "processes or fewer; it resumes from the newest complete checkpoint.\n"
+                "processes or fewer; it resumes from the newest complete checkpoint.\n",
+                sys.stderr,
             )
-            sys.stderr.flush()
             self._say_gone(f"exited because {why}")
             self._let_others_go(_LAST_SECONDS)
             os._exit(STATUS_LOST_PROCESS)

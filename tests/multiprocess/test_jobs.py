@@ -32,6 +32,7 @@ TOLERANCE = 1e-5
 FLAGS = {
     "distributed": None,
     "coordinator_address": None,
+    "coordinator_bind_address": None,
     "num_processes": None,
     "process_id": None,
     "heartbeat_seconds": 30,

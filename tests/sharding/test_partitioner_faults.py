@@ -17,6 +17,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd_trainer.sharding.constraints import computable
 from spmd_trainer.sharding.even_program import evenly
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "partitioner_faults.md").read_text(encoding="utf-8")
@@ -72,3 +73,17 @@ def test_an_uneven_sort_runs():
 
     found = jax.jit(evenly(step, mesh), out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
     np.testing.assert_array_equal(np.asarray(found), np.sort(x, 0))
+
+
+def test_a_constraint_of_the_step_is_written_in_an_order_that_is_computed_rightly():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("replica", "data", "mdl"))
+    given = PartitionSpec(("replica", "data"), None)
+    right = computable(given, dict(mesh.shape))
+    assert right != given
+
+    def step(x):
+        return lax.with_sharding_constraint(x + 1, NamedSharding(mesh, given))
+
+    written = str(jax.make_jaxpr(evenly(step, mesh))(np.zeros((8, 4), np.float32)))
+    assert str(right[0]) in written
+    assert str(given[0]) not in written
