@@ -20,6 +20,7 @@ from spmd_trainer.checkpointing import records, step_files
 from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError, DamagedCheckpointError
 from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage import json_values
 
 ITEM = "input_states"
 KEY = "input_state"
@@ -73,10 +74,10 @@ def read(step_dir: epath.Path, record: records.Record) -> dict[str, Any] | None:
         )
     name = f"{ITEM}/{file_name(jax.process_index(), count)}"
     try:
-        entry = records.from_json(step_files.read_file(step_dir, name, lambda path: path.read_bytes()))
+        entry = records.from_json(step_files.read_file(step_dir, name, json_values.content_of))
         position: dict[str, Any] | None = entry[KEY]
         return position
-    except (step_files.MissingFileError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (step_files.MissingFileError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(
             f"Checkpoint step {record['step']}: {step_dir / name} is missing or malformed ({error})."
         ) from error

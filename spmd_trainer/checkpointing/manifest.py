@@ -34,7 +34,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import google_crc32c
 import numpy as np
@@ -43,7 +43,7 @@ from etils import epath
 
 from spmd_trainer.checkpointing import step_files
 from spmd_trainer.sharding.messages import short_hash
-from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.files import sizes_below
 
 MANIFEST = "manifest.json"
@@ -196,8 +196,8 @@ def contents_problem(step_dir: epath.Path, manifest: Manifest, share: int = 0, s
             same = checksum == step_files.read_file(
                 step_dir, name, lambda path: _checksum(path, size, *settings, extend)
             )
-        except step_files.MissingFileError:
-            return f"{name} is missing"
+        except step_files.MissingFileError as error:
+            return str(error)
         return None if same else f"{name} does not hold what was written (its checksum differs)"
 
     mine = sorted(manifest["files"].items())[share::shares]
@@ -234,8 +234,8 @@ def _sizes_problem(step_dir: epath.Path, manifest: Manifest, listed: Mapping[str
             continue
         try:
             found = step_files.read_file(step_dir, name, lambda path: path.stat().length)
-        except step_files.MissingFileError:
-            return f"{name} is missing"
+        except step_files.MissingFileError as error:
+            return str(error)
         if found != size:
             return f"{name} has {found} bytes, not the {size} that were written"
     return None
@@ -244,14 +244,14 @@ def _sizes_problem(step_dir: epath.Path, manifest: Manifest, listed: Mapping[str
 def _read(step_dir: epath.Path, step: int) -> Manifest | str:
     """Returns the manifest, or what is wrong with it."""
     try:
-        text = step_files.read_file(step_dir, MANIFEST, lambda path: path.read_bytes())
-    except step_files.MissingFileError:
-        return f"{MANIFEST} is missing: the save was interrupted, files were deleted, or another program wrote the step"
+        text = step_files.read_file(step_dir, MANIFEST, json_values.content_of)
+    except step_files.MissingFileError as error:
+        return f"{error}: the save was interrupted, files were deleted, or another program wrote the step"
     try:
-        manifest: Manifest = json.loads(text)
+        manifest = cast(Manifest, json_values.parse_object(text))
         # Also what is not read here: no later use of a manifest that passes can fail.
         _check_types(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         return f"{MANIFEST} is malformed ({type(e).__name__}: {e})"
     if manifest["step"] != step:
         return f"{MANIFEST} belongs to step {manifest['step']}"
@@ -266,25 +266,20 @@ def _check_types(manifest: Manifest) -> None:
         manifest["samples"],
         manifest["sample_bytes"],
     )
-    for value in (version, manifest["step"], whole_up_to, samples, sample_bytes):
-        _check_number(value)
+    for field in ("format", "step", "whole_up_to", "samples", "sample_bytes"):
+        json_values.integer(manifest[field], field)
     if version not in (1, FORMAT):
         raise ValueError(f"it has format {version}; this trainer reads formats 1 to {FORMAT}")
     if not 2 <= samples <= _MAX_SAMPLES:
         raise ValueError(f"{samples} samples of a file")
     for name, (size, checksum) in manifest["files"].items():
-        _check_number(size)
-        _check_number(checksum)
+        json_values.integer(size, "a file's size")
+        json_values.integer(checksum, "a file's checksum")
         if whole_up_to < size < sample_bytes:
             raise ValueError(f"samples of {sample_bytes} bytes of a file of {size}")
         parts = name.split("/")
         if "\0" in name or {"", ".", ".."} & set(parts) or max(len(os.fsencode(p)) for p in parts) > _MAX_NAME_BYTES:
             raise ValueError(f"{name[:100]!r} is not the name of a file below the step")
-
-
-def _check_number(value: object) -> None:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.100} is not a number of 0 or more")
 
 
 def _digest(sizes: Mapping[str, int]) -> str:

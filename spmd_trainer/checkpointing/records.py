@@ -23,6 +23,7 @@ from etils import epath
 from spmd_trainer.checkpointing import step_files
 from spmd_trainer.checkpointing.errors import CheckpointError, DamagedCheckpointError
 from spmd_trainer.errors.installation import installed_version
+from spmd_trainer.storage import json_values
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -119,7 +120,8 @@ class SavedVariable:
         """Returns the variable of an entry in a record of this format."""
         stored_shape = entry["shape"] if version >= 3 else entry["padded_shape"]
         keys = stored_keys(path) if version >= 3 else (path,)
-        return cls(tuple(entry["shape"]), entry["dtype"], tuple(stored_shape), entry["spec"], keys)
+        logical, stored = (json_values.shape(sizes, f"{path}.shape") for sizes in (entry["shape"], stored_shape))
+        return cls(logical, entry["dtype"], stored, entry["spec"], keys)
 
     @classmethod
     def from_spec(cls, spec: VariableSpec) -> SavedVariable:
@@ -226,8 +228,9 @@ def to_json(input_state: Mapping[str, object] | None) -> dict[str, Any] | None:
       CheckpointError: it holds a value that could not be restored as it is.
     """
     try:
-        position: dict[str, Any] | None = json.loads(json.dumps(input_state, default=_to_json))
-    except (TypeError, ValueError) as e:
+        # By the reader that restores it, so that what is saved can be restored.
+        position: dict[str, Any] | None = json_values.parse(json.dumps(input_state, default=_to_json), finite=False)
+    except (TypeError, ValueError, RecursionError) as e:
         raise CheckpointError(
             f"The input's position cannot be saved: {e}. It must consist of plain numbers, strings, bytes, lists and dicts."
         ) from e
@@ -238,9 +241,9 @@ def from_json(text: bytes) -> Any:
     """Returns the JSON value of a text in which `to_json` may have written bytes.
 
     Raises:
-      ValueError, RecursionError: the text is malformed.
+      ValueError: the text is malformed.
     """
-    return json.loads(text, object_hook=_from_json)
+    return _from_json(json_values.parse(text, finite=False))
 
 
 def read(step_dir: epath.Path, step: int) -> Record:
@@ -258,15 +261,15 @@ def read(step_dir: epath.Path, step: int) -> Record:
     name = f"{RECORD_ITEM}/{RECORD_FILE}"
     path = step_dir / name
     try:
-        text = step_files.read_file(step_dir, name, lambda path: path.read_bytes())
+        text = step_files.read_file(step_dir, name, json_values.content_of)
     except step_files.MissingFileError as e:
-        raise DamagedCheckpointError(f"Checkpoint step {step}: {path} is missing.") from e
+        raise DamagedCheckpointError(f"Checkpoint step {step}: {path} {e.problem}.") from e
     try:
-        record: Record = json.loads(text, object_hook=_from_json)
+        record: Record = from_json(text)
         version, saved_step = record["format"], record["step"]
         if version in READABLE_FORMATS:
             _check_types(record)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise DamagedCheckpointError(f"Checkpoint step {step}: {path} is malformed ({type(e).__name__}: {e}).") from e
     if version not in READABLE_FORMATS:
         readable = " and ".join(map(str, READABLE_FORMATS))
@@ -281,10 +284,10 @@ def read(step_dir: epath.Path, step: int) -> Record:
 def _check_types(record: Record) -> None:
     """Raises ValueError, KeyError, TypeError or AttributeError if a record lacks what a restore reads."""
     saved_variables(record)
-    if record["format"] > 1 and not (
-        isinstance(record["input_states"]["processes"], int) and isinstance(record["input_states"]["same"], bool)
-    ):
-        raise TypeError("input_states must hold a number and a truth value")
+    if record["format"] > 1:
+        json_values.integer(record["input_states"]["processes"], "input_states.processes", least=1)
+        if not isinstance(record["input_states"]["same"], bool):
+            raise TypeError("input_states.same must be true or false")
     if not isinstance(record["metadata"], dict) or not isinstance(record["input_state"], dict | None):
         raise TypeError("metadata and input_state must be dictionaries")
 
@@ -322,5 +325,12 @@ def _to_json(value: object) -> object:
     raise TypeError(f"{type(value).__name__} {value!r:.100} is not a JSON value")
 
 
-def _from_json(value: dict[str, Any]) -> object:
-    return base64.b64decode(value[_BYTES_KEY]) if value.keys() == {_BYTES_KEY} else value
+def _from_json(value: Any) -> Any:
+    """Replaces what `_to_json` wrote of bytes by the bytes."""
+    if isinstance(value, list):
+        return [_from_json(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_BYTES_KEY}:
+        return base64.b64decode(value[_BYTES_KEY])
+    return {key: _from_json(entry) for key, entry in value.items()}

@@ -9,6 +9,7 @@ from typing import TypeVar
 from etils import epath
 
 from spmd_trainer.checkpointing.errors import CheckpointNotFoundError, CheckpointReadError
+from spmd_trainer.storage import reading
 from spmd_trainer.storage.retry import OUTAGE_ATTEMPTS, retry, summary
 
 _Result = TypeVar("_Result")
@@ -18,7 +19,15 @@ _NO_SUCH_NAME = {errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
 
 
 class MissingFileError(Exception):
-    """A file is missing: the directory that should hold it can be listed, and does not list it."""
+    """A file is missing: the directory that should hold it can be listed, and does not list it. Or it is no regular file.
+
+    Attributes:
+      problem: how its name goes on in messages, e.g. 'is missing'.
+    """
+
+    def __init__(self, name: str, problem: str = "is missing"):
+        super().__init__(f"{name} {problem}")
+        self.problem = problem
 
 
 def read(what: str, fn: Callable[[], _Result]) -> _Result:
@@ -60,6 +69,7 @@ def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Resul
 
     def attempt() -> _Result:
         try:
+            reading.require_regular(path)
             return fn(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             if not _is_listed(path, step_dir):
@@ -67,6 +77,8 @@ def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Resul
                 raise MissingFileError(name) from error
             # Listed and not found: a network file system whose caches have not caught up.
             raise OSError(errno.EIO, f"{path} is listed by its directory, but cannot be opened") from error
+        except reading.NotRegularError as error:
+            raise MissingFileError(name, f"can't be read: {error.strerror}") from error
         except OSError as error:
             if error.errno in _NO_SUCH_NAME:
                 raise MissingFileError(name) from error

@@ -18,7 +18,7 @@ from etils import epath
 
 from spmd_trainer.errors import disk_is_full, terminal, user_code
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
-from spmd_trainer.storage import is_remote
+from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.append import open_append
 from spmd_trainer.training import rooms
 
@@ -123,6 +123,7 @@ class RunLog(MemoryHandler):
                 file = _RemoteFile(path)
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                reading.require_regular(path)
                 file = _LocalFile(path)
         except OSError as error:
             logging.warning("can't write a log file for this run: %s", error)

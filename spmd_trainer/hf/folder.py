@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from spmd_trainer.hf.families import Family
 from spmd_trainer.hf.safetensors_file import Tensor, read_header
 from spmd_trainer.hf.tensor_names import Piece, Variable
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.storage import reading
+from spmd_trainer.storage import json_values, reading
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
@@ -149,16 +148,13 @@ def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:
     """
     path = os.path.join(os.fspath(directory), name)
     try:
-        content = step_files.read(f"reading {path}", lambda: reading.read(path))
+        content = step_files.read(f"reading {path}", lambda: json_values.content_of(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        parsed = json.loads(content)
+        return json_values.parse_object(content)
     except ValueError as error:
-        raise HfDamagedError(f"{path} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise HfDamagedError(f"{path} holds {type(parsed).__name__}, not an object")
-    return parsed
+        raise HfDamagedError(f"{path} is not JSON that can be read: {error}") from error
 
 
 def _files(path: str) -> list[str]:

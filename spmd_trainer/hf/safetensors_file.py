@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from spmd_trainer.checkpointing import step_files
 from spmd_trainer.hf.errors import HfDamagedError
-from spmd_trainer.storage import paths, reading
+from spmd_trainer.storage import json_values, paths, reading
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -64,6 +64,11 @@ class Tensor:
     start: int
 
     @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return _nbytes(self.dtype, self.shape)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one index of the first dimension."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
@@ -106,7 +111,7 @@ class OpenFiles:
             return reading.read(path, start, end)
         if path not in self._descriptors:
             # Two threads may open a file at once; the second one's descriptor is closed again.
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = reading.opened(path, os.O_RDONLY)
             if self._descriptors.setdefault(path, descriptor) != descriptor:
                 os.close(descriptor)
         # Not initialised: filling it with zeros first would take as long as reading from the page cache.
@@ -136,24 +141,43 @@ def read_header(path: str) -> dict[str, Tensor]:
             f"{path} is not a safetensors file, or is cut off: it has {size} bytes, and a header of {length} would begin it"
         )
     try:
-        header = json.loads(step_files.read(f"reading {path}", lambda: reading.read(path, _LENGTH_BYTES, first)))
+        content = step_files.read(f"reading {path}", lambda: reading.read(path, _LENGTH_BYTES, first))
+        header = json_values.parse_object(content)
         found = {name: _parse(name, path, entry, first) for name, entry in header.items() if name != _METADATA}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        end = _end(found.values(), first)
+    except (ValueError, KeyError, TypeError) as error:
         raise HfDamagedError(
             f"{path} is not a safetensors file: its header is malformed ({type(error).__name__}: {error})"
         ) from error
-    needed = max([first, *(tensor.start + _nbytes(tensor.dtype, tensor.shape) for tensor in found.values())])
-    if needed > size:
-        raise HfDamagedError(f"{path} is cut off: it has {size} bytes of {needed}. Copy it again.")
+    if end > size:
+        raise HfDamagedError(f"{path} is cut off: it has {size} bytes of {end}. Copy it again.")
+    if end < size:
+        raise HfDamagedError(f"{path} has {size} bytes, and the tensors of its header end at {end}. Copy it again.")
     return found
+
+
+def _end(tensors: Iterable[Tensor], first: int) -> int:
+    """Returns where the last tensor ends. As in the library, each begins where the one before it ends, the first at `first`.
+
+    Raises:
+      ValueError: tensors overlap, or there are bytes between them.
+    """
+    end, before = first, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.nbytes)):
+        if tensor.start != end:
+            raise ValueError(
+                f"{tensor.name} begins at offset {tensor.start - first}, and {before} before it ends at {end - first}"
+            )
+        end, before = tensor.start + tensor.nbytes, tensor.name
+    return end
 
 
 def _parse(name: str, path: str, entry: Mapping[str, Any], first: int) -> Tensor:
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has the dtype {entry['dtype']}")
-    dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
-    start, end = entry["data_offsets"]
-    if end - start != _nbytes(dtype, shape) or start < 0:
+        raise ValueError(f"{name} has the dtype {entry['dtype']!r:.100}")
+    dtype, shape = DTYPES[entry["dtype"]], json_values.shape(entry["shape"], f"{name}.shape")
+    start, end = (json_values.integer(offset, f"{name}.data_offsets") for offset in entry["data_offsets"])
+    if end - start != _nbytes(dtype, shape):
         raise ValueError(f"{name} has offsets {start} to {end}, and needs {_nbytes(dtype, shape)} bytes")
     return Tensor(name, path, dtype, shape, first + start)
 

@@ -221,6 +221,8 @@ def _size(path: str) -> int:
         return size
     if os.path.isdir(path):
         raise UserError(_directory(path))
+    with readable(path, fix=f". {_FIX}"):
+        reading.require_regular(path)
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} can't be read: permission denied. {_FIX}")
     return size

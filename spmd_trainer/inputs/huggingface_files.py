@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files
-from spmd_trainer.storage import reading
+from spmd_trainer.storage import json_values, reading
 from spmd_trainer.storage.paths import file_or_pattern
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -113,12 +112,11 @@ def _read_text(path: str) -> str:
 
 def _parse(content: str, path: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(content)
+        return json_values.parse_object(content)
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise UserError(f"{path} holds no JSON object, as the files of a Hugging Face tokenizer do")
-    return parsed
+        raise UserError(
+            f"{path} is not JSON that can be read, as the files of a Hugging Face tokenizer are: {error}"
+        ) from error
 
 
 def _describe(source: Any) -> Source:

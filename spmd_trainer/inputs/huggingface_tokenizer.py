@@ -13,6 +13,7 @@ import numpy as np
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files, tokenizers
 from spmd_trainer.inputs.huggingface_files import STATING_FILES, content_of, read_source
+from spmd_trainer.storage import json_values
 
 if TYPE_CHECKING:
     import tokenizers as huggingface
@@ -161,8 +162,7 @@ class HuggingFaceTokenizer:
     @property
     def description(self) -> dict[str, Any]:
         """Content of the tokenizer.json."""
-        parsed: dict[str, Any] = json.loads(self._content)
-        return parsed
+        return json_values.parse_object(self._content)
 
     @functools.cached_property
     def bytes_per_token(self) -> int:

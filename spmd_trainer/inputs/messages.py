@@ -17,6 +17,7 @@ from spmd_trainer.inputs.chat_template import (
     template_of,
 )
 from spmd_trainer.sharding.messages import shortened
+from spmd_trainer.storage import json_values
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # Entries that an assistant's message may have instead of content.
@@ -39,7 +40,7 @@ def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:
     """
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = json_values.parse(given)
         except ValueError as error:
             raise UserError(f"{where}: the text in `tools` is not JSON: {error}") from error
     return None if given is None else list_of_objects("tools", given, where)
@@ -131,9 +132,10 @@ def _json_rows(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
             continue
         where = f"{path}:{number}"
         try:
-            yield json.loads(line), where
-        except (ValueError, RecursionError) as error:
+            row = json_values.parse(line, finite=False)
+        except ValueError as error:
             raise UserError(f"{where} is not JSON: {error}") from error
+        yield row, where
 
 
 def _parquet_rows(content: bytes, path: str, entries: Collection[str]) -> Iterator[tuple[Any, str]]:

@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from spmd_trainer.storage import reading
+
 
 class ShardIndex:
     """Maps record numbers across all shards to a shard and a number within it.
@@ -99,7 +101,7 @@ class OpenFile:
     """
 
     def __init__(self, path: str):
-        self.number = os.open(path, os.O_RDONLY)
+        self.number = reading.opened(path, os.O_RDONLY)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at interpreter exit
         if hasattr(self, "number"):

@@ -29,6 +29,7 @@ from spmd_trainer.sharding.host_devices import finish_on_host_devices
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.step.compiled_step import CompiledStep
 from spmd_trainer.step.partitioner import Partitioner
+from spmd_trainer.storage import json_values
 from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState
@@ -51,9 +52,9 @@ class Answers:
         self._known: dict[str, Any] = {}
         for line in text.splitlines():
             try:
-                record = json.loads(line)
+                record = json_values.parse_object(line, finite=False)
                 self._known[record["key"]] = record["answer"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError):
                 continue
         self._file: GrowingFile = open_append(path)
         self._ends_line = not text or text.endswith("\n")

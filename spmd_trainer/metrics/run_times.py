@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import logging
 from etils import epath
 
+from spmd_trainer.storage import json_values
 from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 
 TIMES_FILE = "run_times.jsonl"
@@ -135,7 +136,7 @@ def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
     reached = 0
     for line in read_joined(epath.Path(job_log_dir) / TIMES_FILE).splitlines():
         try:
-            record = json.loads(line)
+            record = json_values.parse_object(line)
             starting = record.get("starting") is True
             found = StartTimes(
                 start=float(record["start"]),

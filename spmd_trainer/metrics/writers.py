@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from etils import epath
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.storage import access, is_remote
+from spmd_trainer.storage import access, is_remote, json_values
 from spmd_trainer.storage import retry as retry_lib
 from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 from spmd_trainer.storage.retry import retry
@@ -197,10 +197,10 @@ def read_metrics(job_log_dir: epath.PathLike, name: str) -> dict[int, dict[str, 
     found = {}
     for line in read_joined(epath.Path(job_log_dir) / "summaries" / name / METRICS_FILE).splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = json_values.parse_object(line, finite=False)
+            found[json_values.integer(record.get("step"), "step")] = record
+        except ValueError:
             continue
-        found[record["step"]] = record
     return found
 
 

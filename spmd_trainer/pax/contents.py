@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from spmd_trainer.errors import did_you_mean
 from spmd_trainer.pax import arrays, flax_file, shapes, steps
 from spmd_trainer.pax.arrays import PaxArray
 from spmd_trainer.pax.errors import PaxDamagedError, PaxError
-from spmd_trainer.storage import backends
+from spmd_trainer.storage import backends, json_values, reading
 
 # Pax's history of versions; `metadata` holds them from 1.0 on.
 _VERSIONS = (0.0, 1.0, 1.1, 1.2)
@@ -119,6 +118,12 @@ def open_step(step: int, path: epath.Path) -> Contents:
       CheckpointReadError: storage does not answer, or refuses.
     """
     label = f"Pax checkpoint {path}"
+    try:
+        reading.require_regular_below(path)
+    except reading.NotRegularError as error:
+        raise PaxDamagedError(
+            f"{label} is damaged: {error.filename} can't be read: {error.strerror}. Copy it again."
+        ) from error
     if not step_files.read(f"looking at {path}", path.is_dir):
         return _open_msgpack(step, path, 0.0, path)
     version, logical, state_dir = _parts(path, label)
@@ -169,7 +174,7 @@ def _read_metadata(path: epath.Path) -> tuple[float, dict[str, tuple[int, ...]] 
     """Returns the version, and {name of a model variable: logical shape} if the metadata has them."""
     file = path / steps.METADATA / steps.METADATA
     try:
-        metadata = json.loads(step_files.read(f"reading {file}", file.read_bytes))
+        metadata = json_values.parse_object(step_files.read(f"reading {file}", lambda: json_values.content_of(file)))
         version = float(metadata["version"])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise PaxDamagedError(f"Pax checkpoint {path} is not complete: {file} is missing. Copy it again.") from error
@@ -185,7 +190,7 @@ def _read_metadata(path: epath.Path) -> tuple[float, dict[str, tuple[int, ...]] 
     tree = metadata.get("train_state_metadata")
     try:
         return version, None if tree is None else dict(_logical_shapes(tree, ""))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PaxDamagedError(
             f"Pax checkpoint {path} is damaged: train_state_metadata in {file} is malformed ({type(error).__name__}: {error})"
         ) from error
@@ -194,7 +199,7 @@ def _read_metadata(path: epath.Path) -> tuple[float, dict[str, tuple[int, ...]] 
 def _logical_shapes(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     if tree.get("_array_metadata_tag"):
         if "unpadded_shape" in tree:
-            yield prefix, tuple(int(size) for size in tree["unpadded_shape"])
+            yield prefix, json_values.shape(tree["unpadded_shape"], f"{prefix}.unpadded_shape")
         return
     for key, value in tree.items():
         if value is not None:
@@ -235,9 +240,9 @@ def _sharding(state_dir: epath.Path, in_state: Sequence[str]) -> dict[str, Any]:
         return {}
     file = state_dir / _SHARDING_FILE
     try:
-        entries = json.loads(step_files.read(f"reading {file}", file.read_bytes))
-        return {base64.b64decode(name).decode(): json.loads(entry) for name, entry in entries.items()}
-    except (ValueError, TypeError, AttributeError):
+        entries = json_values.parse_object(step_files.read(f"reading {file}", lambda: json_values.content_of(file)))
+        return {base64.b64decode(name).decode(): json_values.parse(entry) for name, entry in entries.items()}
+    except (ValueError, TypeError):
         return {}  # It only narrows which stored shapes are possible.
 
 
@@ -264,7 +269,7 @@ def _noted_shards(entry: Any, rank: int) -> tuple[int, ...] | None:
         for axes in entry["partition_spec"]:
             count = 1
             for axis in [] if axes is None else [axes] if isinstance(axes, str) else axes:
-                count *= int(sizes[axis])
+                count *= json_values.integer(sizes[axis], axis, least=1)
             counts.append(count)
     except (KeyError, TypeError, ValueError):
         return None

@@ -18,7 +18,7 @@ from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.planner import links, plan
 from spmd_trainer.planner.plan_candidates import Candidate, quoted
 from spmd_trainer.sharding.messages import bytes_text, count_text, short_hash
-from spmd_trainer.storage import files
+from spmd_trainer.storage import files, json_values
 from spmd_trainer.training.job import Job, make_partitioner
 from spmd_trainer.training.run_config import ChipsConfig
 from spmd_trainer.training.run_directory import report_directory
@@ -141,7 +141,7 @@ class Store:
             return
         fields = [field.name for field in dataclasses.fields(Outcome) if field.name not in ("candidate", "not_reached")]
         try:
-            earlier = json.loads(self._path.read_text())
+            earlier = json_values.parse_object(json_values.content_of(self._path), finite=False)
             if earlier["key"] != self.key:
                 logging.info("%s was made with other settings or versions and will be replaced", self._path)
                 return

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from etils import epath
 
-from spmd_trainer.storage import backends, paths
+from spmd_trainer.storage import backends, paths, reading
 from spmd_trainer.storage.object_store import ObjectStore
 
 _PART = re.compile(r"(?P<file>.+)\.part-(?P<number>\d{6})-[^/]+")
@@ -66,7 +66,7 @@ def read_joined(path: epath.Path) -> str:
     """Returns the text of a growing file, its parts joined in order; '' if missing."""
     if not paths.is_remote(path):
         try:
-            return path.read_text(encoding="utf-8")
+            return reading.read(os.fspath(path)).decode()
         except FileNotFoundError:
             return ""
     return "".join(part.read_text(encoding="utf-8") for part in parts(path))
@@ -95,7 +95,7 @@ class _LocalFile:
 
     def write(self, data: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
+        with open(self._path, "ab", opener=reading.opened) as file:
             start = file.tell()
             try:
                 file.write(data if start else self._header + data)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from etils import epath
 
-from spmd_trainer.storage import backends, paths
+from spmd_trainer.storage import backends, paths, reading
 
 # Suffix of files being written. A leftover one is from a killed process.
 UNFINISHED_SUFFIX = ".writing"
@@ -25,13 +25,14 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
       lines: without line ends.
 
     Raises:
-      OSError: the file can't be written; the old content stays. It names the file.
+      OSError: the file can't be written; the old content stays. It names the file. A device or a named pipe is not replaced.
     """
     if paths.is_remote(path):
         with path.open("w", encoding="utf-8") as file:
             for line in lines:
                 file.write(line + "\n")
         return
+    reading.require_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Two processes may write the same file.
     unfinished = path.parent / f".{path.name}.{os.getpid()}{UNFINISHED_SUFFIX}"
@@ -61,7 +62,7 @@ def write_if_changed(path: epath.Path, lines: Iterable[str]) -> bool:
         write_atomically(path, wanted)
         return True
     try:
-        if path.read_text(encoding="utf-8") == "".join(line + "\n" for line in wanted):
+        if reading.read(os.fspath(path)).decode() == "".join(line + "\n" for line in wanted):
             return False
     except (FileNotFoundError, UnicodeDecodeError):
         pass

@@ -24,7 +24,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.storage import backends
+from spmd_trainer.storage import backends, json_values
 from spmd_trainer.storage.files import write_atomically
 
 _HEARTBEAT_SECONDS = 10.0
@@ -238,7 +238,7 @@ def _numbers(folder: epath.Path) -> list[int]:
 def _read(path: epath.Path) -> Owner | None:
     """Owner of a lock; None if the file is missing or unreadable, as after a kill or a full disk."""
     try:
-        return Owner(**json.loads(path.read_text()))
+        return Owner(**json_values.parse_object(json_values.content_of(path)))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

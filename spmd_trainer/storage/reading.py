@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import glob as glob_lib
 import os
+import stat
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -13,7 +15,18 @@ from spmd_trainer.storage import access, backends, retry
 # Concurrent requests to an object store.
 _REQUESTS = 16
 
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
 T = TypeVar("T")
+
+
+class NotRegularError(OSError):
+    """A path is a named pipe, a socket or a device. Opening it could wait for ever, and reading it need not end."""
 
 
 def exists(path: str) -> bool:
@@ -35,6 +48,43 @@ def size(path: str) -> int:
     """
     scheme = backends.scheme_of(path)
     return os.stat(path).st_size if scheme is None else backends.object_store(scheme).size(path)
+
+
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Refuses a local path at which something stands that is neither a file nor a directory. Object stores have files alone.
+
+    Raises:
+      NotRegularError: it is a named pipe, a socket or a device.
+      OSError: its folder can't be read.
+    """
+    if backends.scheme_of(path) is not None:
+        return
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    for is_kind, kind in _KINDS:
+        if is_kind(mode):
+            raise NotRegularError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
+
+
+def require_regular_below(folder: str | os.PathLike[str]) -> None:
+    """Calls `require_regular` for everything in a local folder, at any depth: for libraries that open files themselves."""
+    if backends.scheme_of(folder) is not None:
+        return
+    for root, _, names in os.walk(folder):
+        for name in names:
+            require_regular(os.path.join(root, name))
+
+
+def opened(path: str | os.PathLike[str], flags: int) -> int:
+    """Returns a descriptor of a local file. It is the `opener` of `open` for files that others may have replaced.
+
+    Raises:
+      OSError: as `require_regular`, or the file can't be opened.
+    """
+    require_regular(path)
+    return os.open(path, flags, 0o666)
 
 
 def for_each(paths: Sequence[str], call: Callable[[str], T]) -> tuple[T, ...]:
@@ -85,7 +135,7 @@ def read(path: str, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= start:
             return b""
         return backends.object_store(scheme).read(path, start or None, end)
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=opened) as file:
         file.seek(start)
         return file.read() if end is None else file.read(end - start)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from absl import logging
 from etils import epath
+
+from spmd_trainer.storage import json_values
 
 # Whose the directory is, how the run stands, and the overrides, versions and devices of its newest start.
 RUN = "run.json"
@@ -88,11 +89,8 @@ def _readable(path: epath.Path) -> dict[str, Any]:
 
 def _object(path: epath.Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json_values.parse_object(json_values.content_of(path))
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path.name} can't be read: {type(error).__name__}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} holds {str(found)[:40]!r}, no object")
-    return found

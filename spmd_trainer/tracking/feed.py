@@ -17,6 +17,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.callbacks.base import Status
+from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.tracking import THREADS
 from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
@@ -50,10 +51,13 @@ class RunIds:
 
     def _read(self) -> dict[str, str]:
         try:
-            return {str(name): str(run_id) for name, run_id in json.loads(self._path.read_text()).items()}
+            return {
+                str(name): str(run_id)
+                for name, run_id in json_values.parse_object(json_values.content_of(self._path)).items()
+            }
         except FileNotFoundError:
             return {}
-        except (ValueError, AttributeError) as error:
+        except ValueError as error:
             logging.warning("%s can't be read (%s); trackers begin new runs", self._path, error)
             return {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from spmd_trainer.metrics.packing import Packed, ScalarPacking
 from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
+from spmd_trainer.storage import json_values
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoints, decode_records, rooms
@@ -135,7 +135,7 @@ class DecodeDataset(FiniteDataset):
     def first_records(self, step: int, count: int) -> list[dict[str, Any]]:
         """Returns the first records of a step that was decoded, at most `count`."""
         with (self._directory / f"step_{step}.jsonl").open() as file:
-            return [json.loads(line) for line in itertools.islice(file, count)]
+            return [json_values.parse_object(line, finite=False) for line in itertools.islice(file, count)]
 
     def _check_prompts(self) -> None:
         """Checks all prompts before decoding the first, so that a prompt that is too long doesn't fail hours later."""

@@ -22,6 +22,7 @@ from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.metrics.packing import WeightedMean
 from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
 
 # What praxis' `logprobs` hold at positions where nothing was decoded; log-probabilities are at most 0.
@@ -276,7 +277,7 @@ class DecodeOutput:
         def lines() -> Iterable[str]:
             nonlocal examples
             for batch in range(batches):
-                part = json.loads(self._part(batch).read_text())
+                part = json_values.parse_object(json_values.content_of(self._part(batch)), finite=False)
                 mean.add(part["values"], part["weights"])
                 examples += len(part["lines"])
                 yield from part["lines"]
@@ -295,8 +296,8 @@ class DecodeOutput:
 def _read_json(path: epath.Path) -> dict[str, Any] | None:
     """Returns a file's content, or None if it is missing or, after a power cut, not valid JSON."""
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        return json_values.parse_object(json_values.content_of(path), finite=False)
+    except (FileNotFoundError, ValueError):
         return None
 
 

@@ -23,6 +23,7 @@ from etils import epath
 from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.preferences import PreferenceInput
+from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
 
 DIRECTORY = "reference_logps"
@@ -128,7 +129,7 @@ class ReferenceFiles:
 
 def _read(path: epath.Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text())
+        record = json_values.parse_object(json_values.content_of(path), finite=False)
         return {"model": str(record["model"]), "logps": list(record["logps"])}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

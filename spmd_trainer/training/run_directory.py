@@ -17,6 +17,7 @@ from spmd_trainer import pax, sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.config_lines import Change, changes, settings
 from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage import reading
 from spmd_trainer.storage.files import UNFINISHED_SUFFIX, write_atomically, write_if_changed
 from spmd_trainer.storage.run_files import (
     CONFIG_FILE,
@@ -281,7 +282,7 @@ def _message(changed: Sequence[Change], kept: epath.Path, path: epath.Path) -> s
 def _read(path: epath.Path) -> list[str] | None:
     """Returns the lines of a settings file; None if it is missing or, with a warning, if it has no readable settings."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = reading.read(str(path)).decode().splitlines()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

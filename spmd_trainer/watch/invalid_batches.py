@@ -15,6 +15,7 @@ from spmd_trainer.callbacks.base import Callback, Run, Turn
 from spmd_trainer.callbacks.invalid_steps import is_finite, is_valid
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.storage import reading
 from spmd_trainer.storage.run_files import names_in
 from spmd_trainer.train_states import PyTree
 
@@ -118,7 +119,7 @@ def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
     """
     path = batch_file(job_log_dir, step)
     try:
-        data = path.read_bytes()
+        data = reading.read(str(path))
     except FileNotFoundError:
         return None
     try:

@@ -13,7 +13,7 @@ from typing import IO
 
 from etils import epath
 
-from spmd_trainer.storage import is_remote
+from spmd_trainer.storage import is_remote, reading
 
 # What another process is told of a process's stacks: more would not fit a log either.
 LONGEST = 12_000
@@ -72,7 +72,7 @@ class HeldInterpreter:
         else:
             self._made_directory = not path.parent.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a")  # noqa: SIM115
+            self._file = open(path, "a", opener=reading.opened)  # noqa: SIM115
 
     def alive(self) -> None:
         """Begins the time anew. Called by a Python thread now and then."""

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.storage import json_values
 
 DEVICES = "waiting for the devices"
 # This process's batch is ready.
@@ -85,8 +86,8 @@ class Beat:
           ValueError: the text is no beat.
         """
         try:
-            return cls(**json.loads(text))
-        except TypeError as error:
+            return cls(**json_values.parse_object(text))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"not a beat: {text:.100}") from error
 
 

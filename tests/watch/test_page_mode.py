@@ -1,6 +1,7 @@
 """`--mode=page`, and the page and the times that training leaves behind."""
 
 import json
+import os
 import re
 import time
 
@@ -151,8 +152,20 @@ def test_where_the_page_is_written(tmp_path, capsys):
     assert capsys.readouterr().out == f"{one / 'compare.html'}\n"
     assert (one / "run.html").read_text() == before
     assert len(data_of(one / "compare.html")["runs"]) == 2
-    page_mode.show(PageConfig([str(one)], page_file=str(tmp_path / "new" / "mine.html")))
-    assert (tmp_path / "new" / "mine.html").exists()
+    page_mode.show(PageConfig([str(one)], page_file=str(tmp_path / "mine.html")))
+    assert (tmp_path / "mine.html").exists()
+
+
+def test_a_page_replaces_no_device_and_makes_no_directory(tmp_path):
+    run = make_run(tmp_path / "one")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with raises_naming(UserError, str(pipe), "named pipe"):
+        page_mode.show(PageConfig([str(run)], page_file=str(pipe)))
+    assert pipe.is_fifo()
+    with raises_naming(UserError, "--page_file", str(tmp_path / "new")):
+        page_mode.show(PageConfig([str(run)], page_file=str(tmp_path / "new" / "mine.html")))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from absl import logging
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.storage import reading
+from spmd_trainer.storage import json_values, reading
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 # transformers' default if generation_config.json samples without top_k.
@@ -136,13 +135,11 @@ def from_folder(folder: str | os.PathLike[str], **changes: Any) -> GenerationSet
     if not reading.exists(path):
         return GenerationSettings(**changes)
     try:
-        found = json.loads(reading.read(path))
+        found = json_values.parse_object(json_values.content_of(path))
     except OSError as error:
         raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not a JSON object")
+        raise UserError(f"{path} is not JSON that can be read: {error}") from error
     return from_generation_config(found, path, **changes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +13,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record
 from spmd_trainer.inputs.corpus.file_source import NumberedFiles, damage, documents_of, no_column
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
-from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import local_copy
 
 STATE_FILE = "state.json"
@@ -32,7 +31,7 @@ def files_of_folder(folder: str) -> list[str]:
     """
     path = os.path.join(folder, STATE_FILE)
     try:
-        state = json.loads(reading.read(path))
+        state = json_values.parse_object(json_values.content_of(path))
         if state.get("_indices_data_files"):
             raise UserError(f"{folder} has an indices mapping: call flatten_indices() before save_to_disk()")
         return [os.path.join(folder, file["filename"]) for file in state["_data_files"]]

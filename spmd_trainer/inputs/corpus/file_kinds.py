@@ -150,7 +150,7 @@ def _listed(kinds: Sequence[str]) -> str:
 
 def open_bytes(path: str) -> BinaryIO:
     """Opens a local or remote file for reading."""
-    file: BinaryIO = epath.Path(path).open("rb") if is_remote(path) else open(path, "rb")  # noqa: SIM115
+    file: BinaryIO = epath.Path(path).open("rb") if is_remote(path) else open(path, "rb", opener=reading.opened)  # noqa: SIM115
     return file
 
 

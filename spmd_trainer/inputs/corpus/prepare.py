@@ -31,7 +31,7 @@ from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, FORMAT, Description
 from spmd_trainer.inputs.corpus.record_documents import array_record_library
 from spmd_trainer.sharding.messages import count_text, format_seconds, short_hash
-from spmd_trainer.storage import files, is_remote, reading
+from spmd_trainer.storage import files, is_remote, json_values, reading
 from spmd_trainer.storage.paths import directory
 
 # Most documents per part, if they can be read by number.
@@ -273,7 +273,7 @@ def _key(preparation: Preparation, source: Source, tokenizer: tokenizers.Tokeniz
 def _finished(folder: epath.Path, number: int, total: int, key: str) -> dict[str, Any] | None:
     """Returns the statistics of a part finished earlier with this key, or None."""
     try:
-        record: dict[str, Any] = json.loads(_record_path(folder, number, total).read_text())
+        record = json_values.parse_object(json_values.content_of(_record_path(folder, number, total)))
     except (OSError, ValueError):
         return None
     return record if record.get("key") == key and (folder / _part_name(number, total)).exists() else None

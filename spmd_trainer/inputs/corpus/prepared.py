@@ -19,7 +19,7 @@ from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
 from spmd_trainer.inputs.corpus.record_documents import ArrayRecordDocuments
 from spmd_trainer.inputs.shards import ShardIndex
-from spmd_trainer.storage import reading
+from spmd_trainer.storage import json_values, reading
 
 DESCRIPTION_FILE = "corpus.json"
 FORMAT = 1
@@ -58,15 +58,15 @@ class Description:
         """
         path = os.path.join(folder, DESCRIPTION_FILE)
         try:
-            found = json.loads(reading.read(path))
+            found = json_values.parse_object(json_values.content_of(path))
         except OSError as error:
             raise UserError(
                 f"{path} can't be read: {reading.problem(path, error)}{input_files.nearby_names(path)}. "
                 "tools/prepare_text.py writes it when all documents are tokenised; if it was stopped, run it again"
             ) from error
         except ValueError as error:
-            raise UserError(f"{path} is not JSON: {error}. Prepare the corpus again") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise UserError(f"{path} is not JSON that can be read: {error}. Prepare the corpus again") from error
+        if found.get("format") != FORMAT:
             raise UserError(f"{path} is not of format {FORMAT} of prepared corpora; prepare the corpus again")
         try:
             return cls(**{field.name: found[field.name] for field in dataclasses.fields(cls)})

@@ -21,7 +21,7 @@ from spmd_trainer.inputs import file_formats, files, record_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, changed, document_of
-from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import cached_index
 
 # Bytes searched for newlines or separators at a time.
@@ -183,12 +183,14 @@ def _lines(file: BinaryIO, path: str, longest: int) -> Iterator[tuple[int, bytes
 
 def record_of(line: bytes, column: str, where: str) -> Record:
     try:
-        return document_of(json.loads(line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode()), column, where)
+        return document_of(
+            json_values.parse(line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode(), finite=False), column, where
+        )
     except UnicodeDecodeError as error:
         return BadRecord(where, f"is not UTF-8 (byte {error.start} of the line)")
     except json.JSONDecodeError as error:
         return BadRecord(where, f"is not JSON: {error.msg} (character {error.pos} of the line)")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return BadRecord(where, f"is not JSON that can be read: {error}")
 
 

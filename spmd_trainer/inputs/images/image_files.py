@@ -7,7 +7,6 @@ reads tar shards of webdataset's layout by number; an index of the members is bu
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import tarfile
 import zlib
@@ -24,6 +23,7 @@ from spmd_trainer.inputs.corpus.parquet_files import ParquetFiles, first_line, l
 from spmd_trainer.inputs.corpus.tar_files import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
 from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
+from spmd_trainer.storage import json_values
 from spmd_trainer.storage.local_copies import cached_index
 
 _COLUMN, _BYTES = "image", "bytes"
@@ -155,7 +155,7 @@ class TarImages(NumberedFiles, ImageSource):
         try:
             if self._label != _JSON:
                 return content.decode().strip()
-            value = json.loads(content)
+            value = json_values.parse(content, finite=False)
         except ValueError as error:
             return BadRecord(where, f"has a label member {self._label!r} that can't be read: {error}")
         for name in filter(None, self._key.split(".")):

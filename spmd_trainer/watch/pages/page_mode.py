@@ -74,6 +74,9 @@ def _file(request: PageConfig, directories: Sequence[epath.Path]) -> epath.Path:
         path = storage.directory("--page_file", request.page_file)
         if path.is_dir():
             raise UserError(f"--page_file={path} is a directory; give the file to write, e.g. {path / PAGE}")
+        # Directories of runs are made. A page's path that leads nowhere is rather a slip of the pen.
+        if not storage.is_remote(path) and not path.parent.is_dir():
+            raise UserError(f"--page_file={path} can't be written: make the directory {path.parent} first")
         return path
     return directories[0] / (PAGE if len(directories) == 1 else COMPARISON)
 

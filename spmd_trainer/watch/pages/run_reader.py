@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ from etils import epath
 
 from spmd_trainer.metrics.run_times import TIMES_FILE, goodput, read_run_times
 from spmd_trainer.models import config_lines
-from spmd_trainer.storage import is_remote, run_files
+from spmd_trainer.storage import is_remote, json_values, reading, run_files
 from spmd_trainer.watch.pages import run_charts, run_facts, run_texts
 from spmd_trainer.watch.pages.run_charts import Record
 from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars, entries
@@ -133,7 +132,7 @@ class RunReader:
     def _read(self, name: str, parse: Callable[[str], _T]) -> _T | None:
         """Returns what `parse` makes of a file's text; None if it is missing, or, with a note, can't be read."""
         path = self.path / name
-        return self._noted(name, lambda: self._of_file(path, lambda path: parse(path.read_text(encoding="utf-8"))))
+        return self._noted(name, lambda: self._of_file(path, lambda path: parse(reading.read(str(path)).decode())))
 
     def _of_file(self, path: epath.Path, read: Callable[[epath.Path], _T]) -> _T:
         """Returns what `read` returns, or what it has returned before if the file has not changed since."""
@@ -168,7 +167,7 @@ def _settings(text: str) -> Mapping[str, str]:
 
 def _report(text: str) -> Record:
     """Returns what the page shows of a sharding report: the mesh, the totals and the largest variables."""
-    report = json.loads(text)
+    report = json_values.parse_object(text)
     variables = sorted(report["variables"], key=lambda v: -int(v["bytes_per_device"]))
     ids = report["mesh"]["device_ids"]
     return {

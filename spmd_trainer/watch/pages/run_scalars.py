@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
@@ -14,7 +13,7 @@ from etils import epath
 
 from spmd_trainer.metrics.writers import METRICS_FILE
 from spmd_trainer.sharding.messages import count_text
-from spmd_trainer.storage import is_remote
+from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.append import read_joined
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -57,7 +56,7 @@ class ScalarsFile:
                 self._forget()
                 self._add(text)
         else:
-            with open(self._path, "rb") as file:
+            with open(self._path, "rb", opener=reading.opened) as file:
                 if file.seek(0, 2) < before:  # it is another file by now
                     self._forget()
                 file.seek(self._offset)
@@ -103,9 +102,9 @@ class ScalarsFile:
 
     def _add_line(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
+            record = json_values.parse_object(line, finite=False)
             step = int(record.pop("step"))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             step = _NO_STEP
         if abs(step) >= _NO_STEP:
             self.bad_lines += 1

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from etils import epath
 
 from spmd_trainer.sharding.messages import shortened
-from spmd_trainer.storage import is_remote
+from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.append import read_joined
 from spmd_trainer.watch.pages.run_scalars import entries
 
@@ -38,7 +38,7 @@ def read_warnings(path: epath.Path) -> tuple[list[Logged], bool]:
         text = read_joined(path)
         text, is_cut = text[-_LOG_BYTES:], len(text) > _LOG_BYTES
     else:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=reading.opened) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LOG_BYTES))
             text, is_cut = file.read().decode(errors="replace"), size > _LOG_BYTES
@@ -106,11 +106,14 @@ def read_examples(path: epath.Path) -> list[dict[str, Any]]:
     if is_remote(path):
         lines = path.read_text(encoding="utf-8").splitlines()
     else:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=reading.opened) as file:
             lines = file.read(_EXAMPLES_BYTES).splitlines()
         if len(lines) < MOST_EXAMPLES and path.stat().length > _EXAMPLES_BYTES:
             lines = lines[:-1]  # the last one was cut
-    return [_example(json.loads(line), number) for number, line in enumerate(lines[:MOST_EXAMPLES])]
+    return [
+        _example(json_values.parse_object(line, finite=False), number)
+        for number, line in enumerate(lines[:MOST_EXAMPLES])
+    ]
 
 
 def _example(record: dict[str, object], number: int) -> dict[str, Any]:

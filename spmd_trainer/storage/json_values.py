@@ -1,0 +1,186 @@
+"""Reads JSON that others wrote, or that may be damaged: within limits, so that no text ends in a traceback or takes all memory.
+
+Every JSON file that comes from outside, and each of the trainer's own that a disk may damage, is read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from spmd_trainer.sharding.messages import shortened
+from spmd_trainer.storage import backends, reading
+
+# The largest files of this kind are tokenizers of 35 MB, in which objects and lists are nested 10 deep and have 2 million values.
+MOST_BYTES = 128 * 2**20
+MOST_DEPTH = 64
+# Three bytes of text can be a list, which takes 80 bytes of memory.
+MOST_VALUES = 8_000_000
+# 128 bits, as states of random number generators have. Python turns it into a float without an overflow.
+MOST_DIGITS = 39
+LARGEST_INTEGER = 2**63 - 1
+# NumPy's.
+MOST_DIMENSIONS = 64
+# Such texts can have more values than the limit.
+_FEW_BYTES = MOST_VALUES
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_TOKENS = re.compile(rf"{_STRING}|[\[{{\]}}]", re.DOTALL)
+_SHOWN = 100
+
+
+class _Refused:
+    """Stands for a number that is refused, until its place is known."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+
+def content_of(path: str | os.PathLike[str]) -> bytes:
+    """Returns the bytes of a file for `parse`. It reads no more of a local file than `parse` accepts.
+
+    Raises:
+      OSError: the file can't be read.
+    """
+    end = None if backends.scheme_of(path) is not None else MOST_BYTES + 1
+    return reading.read(os.fspath(path), 0, end)
+
+
+def parse(content: bytes | str, *, finite: bool = True) -> Any:
+    """Returns the value of a JSON text.
+
+    Args:
+      content: the text.
+      finite: False lets NaN and infinities pass, which Python writes into rows of data and into metrics.
+
+    Raises:
+      ValueError: it is not JSON, is larger or nested deeper than the limits, or has a number that is not finite or has too
+        many digits. The message is a clause that names the field, e.g. 'step is 1e400, which is not finite'.
+    """
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes, the most that are read of such a file")
+    if len(content) > _FEW_BYTES and (count := _most_values(content)) > MOST_VALUES:
+        raise ValueError(f"it has up to {count} values; {MOST_VALUES} is the most that are read of such a file")
+    refused: list[_Refused] = []
+
+    def refuse(text: str) -> _Refused:
+        refused.append(_Refused(text))
+        return refused[-1]
+
+    def whole(text: str) -> int | _Refused:
+        return int(text) if len(text) <= MOST_DIGITS else refuse(text)
+
+    def real(text: str) -> float | _Refused:
+        value = float(text)
+        return value if math.isfinite(value) or not finite else refuse(text)
+
+    try:
+        value = json.loads(content, parse_int=whole, parse_float=real, parse_constant=real)
+    except RecursionError:
+        raise ValueError(_too_deep(content)) from None
+    if _depth_exceeds(value):
+        raise ValueError(_too_deep(content))
+    if refused:
+        first = refused[0]
+        reason = f"has more than {MOST_DIGITS} digits" if first.text.lstrip("-").isdigit() else "is not finite"
+        raise ValueError(f"{_named(_keys_of(value, first))} is {shortened(first.text, _SHOWN)}, which {reason}")
+    return value
+
+
+def parse_object(content: bytes | str, *, finite: bool = True) -> dict[str, Any]:
+    """Returns the object of a JSON text; arguments and errors are those of `parse`, and a ValueError for another value."""
+    value = parse(content, finite=finite)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, not an object")
+    return value
+
+
+def integer(value: object, name: str, *, least: int = 0, most: int = LARGEST_INTEGER) -> int:
+    """Returns a value that must be a whole number.
+
+    Args:
+      value: it.
+      name: of its field, for the error.
+      least: the smallest number.
+      most: the largest.
+
+    Raises:
+      ValueError: it is another value, e.g. true or 2.0, or out of range.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {shortened(repr(value), _SHOWN)}, not a whole number from {least} to {most}")
+    return value
+
+
+def shape(value: object, name: str) -> tuple[int, ...]:
+    """Returns the shape of an array; arguments as `integer`.
+
+    Raises:
+      ValueError: it is no list of whole numbers, or no array has so many dimensions or values.
+    """
+    if not isinstance(value, list) or len(value) > MOST_DIMENSIONS:
+        raise ValueError(
+            f"{name} is {shortened(repr(value), _SHOWN)}, not a list of up to {MOST_DIMENSIONS} whole numbers"
+        )
+    sizes = tuple(integer(size, f"{name}[{number}]") for number, size in enumerate(value))
+    integer(math.prod(sizes), f"the product of {name}")
+    return sizes
+
+
+def _most_values(content: bytes | str) -> int:
+    """Returns how many values a text has at most: those that commas and brackets outside of strings begin."""
+    text = content if isinstance(content, str) else content.decode("utf-8", "replace")
+    count = sum(map(text.count, ",[{"))
+    return count if count <= MOST_VALUES else sum(map(_STRINGS.sub("", text).count, ",[{"))
+
+
+def _depth_exceeds(value: Any) -> bool:
+    level = [[value]]
+    for _ in range(MOST_DEPTH + 2):
+        level = [
+            child
+            for part in level
+            for child in (part.values() if type(part) is dict else part)
+            if type(child) in (dict, list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep(content: bytes | str) -> str:
+    """Says where a text is nested too deep: in which field of its object."""
+    text = content if isinstance(content, str) else content.decode("utf-8", "replace")
+    depth, field = 0, ""
+    for token in _TOKENS.finditer(text):
+        if token[0] in "[{":
+            depth += 1
+            if depth > MOST_DEPTH:
+                break
+        elif token[0] in "]}":
+            depth -= 1
+        elif depth == 1:
+            field = token[0]
+    where = f"the field {shortened(field, _SHOWN)}" if field and depth else "it"
+    return f"{where} nests lists and objects deeper than {MOST_DEPTH}"
+
+
+def _keys_of(value: Any, wanted: _Refused) -> list[str | int] | None:
+    """Returns the keys that lead to a value; None if it was replaced by a later one of the same key."""
+    if value is wanted:
+        return []
+    entries = value.items() if type(value) is dict else enumerate(value) if type(value) is list else ()
+    for key, child in entries:
+        if (child is wanted or type(child) in (dict, list)) and (below := _keys_of(child, wanted)) is not None:
+            return [key, *below]
+    return None
+
+
+def _named(keys: Sequence[str | int] | None) -> str:
+    """Formats keys for messages: layers[3].size."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys or ()).removeprefix(".")
+    return shortened(text if text.isprintable() else repr(text), _SHOWN) or "a number"
