@@ -102,14 +102,14 @@ def test_a_process_that_answers_the_bell_is_not_lost(store):
 
 def test_a_process_that_has_ended_is_not_missed(store):
     peers = watching()
-    store[f"{loss._GONE}/1"] = loss._DONE
+    store[f"{loss._GONE}/1"] = join.sealed(f"{loss._GONE}/1", loss._DONE)
     peers._beat()
     peers._look(time.monotonic() + 60.0)
 
 
 def test_a_process_that_was_stopped_hears_that_the_others_have_given_it_up(store, capsys):
     peers = watching()
-    store[f"{loss._GONE}/1"] = "exited because process 0 is lost"
+    store[f"{loss._GONE}/1"] = join.sealed(f"{loss._GONE}/1", "exited because process 0 is lost")
     with pytest.raises(Ended):
         peers._beat()
     assert_names(capsys.readouterr().err, "process 0 exits", NAMES[1], "process 0 is lost")
@@ -150,12 +150,32 @@ def test_news_of_strangers_are_no_news(monkeypatch):
     ids=["brackets", "negative", "too high", "text", "field", "http", "nothing"],
 )
 def test_what_no_process_says_is_ignored(said):
-    assert join.Member.parse(f"- {said}") is None
-    assert join.Member.parse(said) is None
+    assert join.Member.parse("key", f"- {said}") is None
+    assert join.Member.parse("key", said) is None
 
 
 def test_what_another_process_says_is_shown_as_one_line():
     said = join.Member(1, 2, failed="out\x1b[2J of\n luck", name="host\x07, pid 3")
-    text = join.sealed(join.json.dumps(join.dataclasses.asdict(said)))
-    assert join.Member.parse(text).failed == r"out\x1b[2J of luck"
-    assert join.Member.parse(text).name == r"host\x07, pid 3"
+    text = join.sealed("key", join.json.dumps(join.dataclasses.asdict(said)))
+    assert join.Member.parse("key", text).failed == r"out\x1b[2J of luck"
+    assert join.Member.parse("key", text).name == r"host\x07, pid 3"
+
+
+def test_what_strangers_write_ends_nobody(store, monkeypatch):
+    monkeypatch.setenv("SPMD_TRAINER_JOB_TOKEN", "secret")
+    peers = watching()
+    store[f"{loss._GONE}/1"] = "was told by a stranger to end"
+    store[f"{loss._BEAT}/x"] = store[f"{loss._GONE}/x"] = store[loss._NEWS] = "junk"
+    peers._turn()
+    assert peers._others.keys() == {1}
+    peers._tell(loss._News("failed", 1, "out of luck"))
+    assert loss._News.parse(store[loss._NEWS]).what == "out of luck"
+
+
+def test_a_process_that_failed_is_named_even_if_its_news_were_all_that_it_could_say(store, capsys, monkeypatch):
+    monkeypatch.setattr(loss, "_GRACE_SECONDS", 0.0)
+    peers = watching()
+    peers._tell(loss._News("failed", 1, "process 1 failed: out of luck"))
+    with pytest.raises(Ended):
+        peers._turn()
+    assert_names(capsys.readouterr().err, "process 0 exits", "out of luck")

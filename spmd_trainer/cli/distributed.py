@@ -33,6 +33,8 @@ _EXPLICIT = ("coordinator_address", "num_processes", "process_id")
 # How long a process waits for the others to join: a scheduler may start them minutes apart.
 _JOIN_SECONDS = 300.0
 _MAX_PORT = 65535
+# What devices say of a program that is wrong or too large, whatever the other processes do.
+_OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")
 # How long process 0 of a run that hangs waits for the others: they have more to write.
 _HANG_SECONDS = 100.0
 
@@ -164,7 +166,10 @@ class Processes:
             if isinstance(exc, Exception) and not self._is_joining:
                 self._fail_early(exc)
         elif exc is None:
-            self._watch.say_goodbye()
+            try:
+                self._watch.say_goodbye()
+            except KeyboardInterrupt as error:
+                self._fail(error)
         else:
             self._fail(exc)
 
@@ -233,7 +238,7 @@ def _is_broken_collective(error: BaseException | None) -> bool:
     """Returns whether devices or the coordination service raised an error, or what it came from."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            return True
+            return not any(code in str(error) for code in _OWN_FAULTS)
         error = error.__cause__ or error.__context__
     return False
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -74,9 +75,9 @@ class Member:
         return f"process {self.index} ({self.name})"
 
     @classmethod
-    def parse(cls, text: str) -> Member | None:
-        """Returns the member that a text describes; None if the text comes from something else."""
-        said = opened(text)
+    def parse(cls, key: str, text: str) -> Member | None:
+        """Returns the member that the text of a key describes; None if the text comes from something else."""
+        said = opened(key, text)
         if said is None or not said.startswith("{"):
             return None
         try:
@@ -95,9 +96,8 @@ class Member:
 
     def say(self, client: service.Client) -> None:
         """Tells process 0."""
-        client.key_value_set(
-            f"{_HELLO}/{self.nonce}", sealed(json.dumps(dataclasses.asdict(self))), allow_overwrite=True
-        )
+        key = f"{_HELLO}/{self.nonce}"
+        client.key_value_set(key, sealed(key, json.dumps(dataclasses.asdict(self))), allow_overwrite=True)
 
 
 def one_line(text: object) -> str:
@@ -150,7 +150,11 @@ def meet(
             if service.look(client, _VERDICT) is None:  # so the verdict on this process came from another process 0
                 elsewhere.set()
             judge.join()
-    service.adopt(service.connect(address, own.index), address, own.index, own.count, local_device_ids)
+    try:
+        client = service.connect(address, own.index)
+    except ConnectionError as error:
+        raise AbsentError(f"process 0 at {address} was lost when all processes had joined; see its log") from error
+    service.adopt(client, address, own.index, own.count, local_device_ids)
     return names
 
 
@@ -172,7 +176,7 @@ def _judge(client: service.Client, address: str, own: Member, seconds: float, el
     verdict, text = _decided(client, address, own, seconds, elsewhere, members)
     if elsewhere.is_set():
         return
-    client.key_value_set(_VERDICT, sealed(f"{verdict} {text}"))
+    client.key_value_set(_VERDICT, sealed(_VERDICT, f"{verdict} {text}"), allow_overwrite=True)
     ends = time.monotonic() + _LINGER_SECONDS
     while verdict != _GO and time.monotonic() < ends:
         told = {key.rsplit("/", 1)[1] for key, _ in client.key_value_dir_get(_TOLD)}
@@ -193,19 +197,27 @@ def _decided(
 ) -> tuple[str, str]:
     """Returns the verdict and its text; takes the members meanwhile."""
     began = last_report = time.monotonic()
+    came: dict[str, float] = {}
     heard: dict[str, float] = {}
     while not elsewhere.is_set():
         now = time.monotonic()
         for nonce in _take(client, members):
+            came.setdefault(nonce, now)
             heard[nonce] = now
             if failed := members[nonce].failed:
                 return _ABSENT, (
                     f"{members[nonce]} of {own.count} failed before it joined: {failed}. Correct it, then start the job again"
                 )
-            if problem := _problem(members[nonce], own, members.values()):
+            # One that was started again has the id of one that is gone: those count that have both beaten since the later came.
+            there = [
+                other
+                for name, other in members.items()
+                if min(heard[name], heard[nonce]) > max(came[name], came[nonce])
+            ]
+            if problem := _problem(members[nonce], own, there):
                 return _REFUSED, problem
         missing = sorted(set(range(own.count)) - {member.index for member in members.values()})
-        if not missing:
+        if not missing and len(members) == own.count:
             names = {member.index: str(member) for member in members.values()}
             return _GO, json.dumps({"names": names, "nonces": list(members)})
         lost = next((nonce for nonce, since in heard.items() if now - since > _SILENT_SECONDS), None)
@@ -231,8 +243,8 @@ def _take(client: service.Client, members: dict[str, Member]) -> list[str]:
     """Takes what the processes say; returns who has said something new."""
     news = []
     for key, text in client.key_value_dir_get(_HELLO):
-        member = Member.parse(text)
-        if member is not None and key.endswith(f"/{member.nonce}") and members.get(member.nonce) != member:
+        member = Member.parse(key, text)
+        if member is not None and key == f"{_HELLO}/{member.nonce}" and members.get(member.nonce) != member:
             members[member.nonce] = member
             news.append(member.nonce)
     return news
@@ -299,13 +311,15 @@ def _told(client: service.Client, address: str, own: Member, seconds: float) -> 
       AbsentError: it says that one is missing, or is lost itself.
     """
     # Process 0 gives up after `seconds` too, and says which processes are missing.
-    ends, text, beat = time.monotonic() + seconds + 2 * _LINGER_SECONDS, None, 0
+    ends, text = time.monotonic() + seconds + 2 * _LINGER_SECONDS, None
+    beats = itertools.count()
     try:
         while text is None and time.monotonic() < ends:
-            dataclasses.replace(own, beat=beat).say(client)
-            beat += 1
+            beat = dataclasses.replace(own, beat=next(beats))
+            if not service.briefly(lambda beat=beat: beat.say(client), _SILENT_SECONDS):  # type: ignore[misc]
+                raise AbsentError(f"process 0 at {address} has not answered for {_SILENT_SECONDS:g} s; see its log")
             said = service.wait_for(client, _VERDICT, _BEAT_SECONDS)
-            text = None if said is None else opened(said)
+            text = None if said is None else opened(_VERDICT, said)
             if said is not None and text is None:  # not process 0's
                 time.sleep(_BEAT_SECONDS)
         client.key_value_set(f"{_TOLD}/{own.nonce}", "")
@@ -322,19 +336,19 @@ def _told(client: service.Client, address: str, own: Member, seconds: float) -> 
     raise AbsentError(one_line(rest) or f"process 0 at {address} did not start the job in time; see its log")
 
 
-def sealed(text: str) -> str:
-    """Returns a text with its signature, if the job has a token."""
+def sealed(key: str, text: str) -> str:
+    """Returns what is written at a key: the text, with its signature if the job has a token."""
     token = os.environ.get(_TOKEN, "")
-    return f"{_signature(token, text)} {text}" if token else f"- {text}"
+    return f"{_signature(token, key, text)} {text}" if token else f"- {text}"
 
 
-def opened(said: str) -> str | None:
+def opened(key: str, said: str) -> str | None:
     """Returns the text of what another process sealed; None if its signature is wrong."""
     signature, _, text = said.partition(" ")
     token = os.environ.get(_TOKEN, "")
-    right = _signature(token, text) if token else "-"
+    right = _signature(token, key, text) if token else "-"
     return text if hmac.compare_digest(signature.encode(), right.encode()) else None
 
 
-def _signature(token: str, text: str) -> str:
-    return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+def _signature(token: str, key: str, text: str) -> str:
+    return hmac.new(token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest()

@@ -1,16 +1,14 @@
 """Who is lost: notices that a process of the job died, failed or stopped, and ends the others with a message that names it.
 
-Every process beats: it counts up a number in the key-value store of JAX's coordination service. Process 0 watches all
-numbers; the others watch that of process 0. Whoever knows a reason to end writes it as the job's *news* and rings a bell, on
-which every process waits between two beats. A process whose collective breaks rings without news, and all beat at once: then
-a process that is gone is known after seconds.
+Every process beats: it counts up a number in the key-value store of JAX's coordination service. Process 0 watches all numbers;
+the others watch that of process 0. Whoever knows a reason to end writes it as the job's *news*, which all look for between two
+beats. A process whose collective breaks calls the others, and all beat at once: then one that is gone is known after seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import sys
 import threading
@@ -28,16 +26,19 @@ from spmd_trainer.multihost.join import one_line, opened, sealed
 STATUS_LOST_PROCESS = 3
 # Processes often fail together, with the same error: each gets this much time to print its own.
 _GRACE_SECONDS = 3.0
-# How long process 0 waits for the others to be gone, because the service ends with it.
+# How long process 0 waits for the others to be gone, because the service ends with it; and how long a last call may take.
 _LAST_SECONDS = 5.0
-# After a bell without news, a process that has not beaten for this long is lost.
+# After a call, a process that has not beaten for this long is lost.
 _CALLED_SECONDS = 6.0
 # Beats within the time after which a silent process is lost.
 _BEATS = 4
-_CLOCK_SECONDS = 0.5
-_POLL_SECONDS = 0.1
+_TURN_SECONDS = 0.5
+# A process that has nothing else to do looks more often, so that all end soon.
+_LAST_TURN_SECONDS = 0.1
+_REPORT_SECONDS = 30.0
 _PREFIX = "spmd_trainer/loss"
-_BEAT, _GONE, _ALL_DONE, _BELL, _NEWS = (f"{_PREFIX}/{name}" for name in ("beat", "gone", "all_done", "bell", "news"))
+_BEAT, _GONE, _END = (f"{_PREFIX}/{name}" for name in ("beat", "gone", "end"))
+_NEWS, _CALL, _ALL_DONE = (f"{_END}/{name}" for name in ("news", "call", "all_done"))
 _FAILED, _LOST = "failed", "lost"
 _DONE = "done"
 
@@ -51,17 +52,18 @@ class _News:
     what: str
 
     @classmethod
-    def parse(cls, sealed: str | None) -> _News | None:
+    def parse(cls, said: str | None) -> _News | None:
         """Returns the news that a process has published; None if a stranger has, or nobody."""
-        text = None if sealed is None else opened(sealed)
-        if text is None:
+        text = None if said is None else opened(_NEWS, said)
+        try:
+            kind, process, what = (text or "").split(" ", 2)
+            return cls(kind, int(process), one_line(what))
+        except ValueError:
             return None
-        kind, process, what = text.split(" ", 2)
-        return cls(kind, int(process), one_line(what))
 
     def text(self) -> str:
         """Returns what `parse` reads."""
-        return sealed(f"{self.kind} {self.process} {self.what}")
+        return sealed(_NEWS, f"{self.kind} {self.process} {self.what}")
 
 
 @dataclasses.dataclass
@@ -104,29 +106,29 @@ class Peers:
         self._index = index
         self._limit = heartbeat_seconds
         self._last_beat = last_beat
-        self._leaving = threading.Event()
-        self._stopped = threading.Event()
-        self._has_news = threading.Event()
+        # The end of other processes is no news any more; the threads end; there are news; all have finished.
+        self._leaving, self._stopped, self._has_news, self._all_done = (threading.Event() for _ in range(4))
         now = time.monotonic()
         # Process 0 hears of all others; each of them hears of process 0.
         watched = range(1, self.count) if index == 0 else (0,)
         self._others = {process: _Other("", now) for process in watched}
-        self._number = 0
+        self._number, self._beaten, self._looked = 0, 0.0, now
+        # The last call, and when it came; since when the service refuses.
+        self._call: str | None = None
         self._called: float | None = None
         self._refused: float | None = None
-        self._looked = now
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Starts the threads: one beats, which can take as long as process 0 doesn't answer; one looks at the clock."""
-        self._thread = threading.Thread(target=self._beats, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
         threading.Thread(target=self._clock, name="peer-watch", daemon=True).start()
 
     def lost(self) -> tuple[int, ...]:
         """Returns the ids of the processes that are silent now."""
         now = time.monotonic()
-        return tuple(process for process, other in self._others.items() if now - other.heard > self._limit)
+        return tuple(process for process, other in list(self._others.items()) if now - other.heard > self._limit)
 
     def begin_to_leave(self) -> None:
         """From now on the loss of another process is no news for this one, which beats on until it has ended."""
@@ -138,20 +140,24 @@ class Peers:
         The devices of the others may still wait for what this process's devices send.
         """
         self.begin_to_leave()
-        self._stopped.set()
-        # A thread that is in a call of jaxlib when Python ends aborts the process.
-        self._client.key_value_set(f"{_BELL}/{self._index}", "", allow_overwrite=True)
-        self._thread.join(_LAST_SECONDS)
         self._say_gone(_DONE)
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 ends as soon as all have finished
-            if self._index == 0:
-                self._let_others_go(math.inf)
-                self._client.key_value_set(_ALL_DONE, "")
-                time.sleep(_POLL_SECONDS)
-            while self._index and not self.lost():
-                if service.wait_for(self._client, _ALL_DONE, self._limit / _BEATS) is not None:
-                    break
-                self._beat()
+        reported = time.monotonic()
+        while self._others if self._index == 0 else not self._all_done.is_set():
+            for process in self.lost():
+                logging.warning("%s has not answered for %g s; nobody waits for it", self._names[process], self._limit)
+                self._others.pop(process, None)
+            if self._refused is not None or not self._others:  # the others have not seen that all are done
+                break
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                logging.warning("this process has finished; it waits for the others")
+            time.sleep(_LAST_TURN_SECONDS)
+        if self._index == 0:
+            self._tried(lambda: self._client.key_value_set(_ALL_DONE, ""))
+            time.sleep(2 * _LAST_TURN_SECONDS)
+        # A thread that is in a call of jaxlib when Python ends would abort the process.
+        self._stopped.set()
+        self._thread.join(_LAST_SECONDS)
         service.let_go()
 
     def say_failed(self, why: str, how: str = "failed", *, seconds: float = _LAST_SECONDS) -> None:
@@ -173,26 +179,36 @@ class Peers:
 
         Returns if there is none, because what broke it was this process's own doing.
         """
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._ring()
-        if self._has_news.wait(_CALLED_SECONDS + _LAST_SECONDS):
-            time.sleep(_GRACE_SECONDS + _LAST_SECONDS + 1)
+        call = f"{self._index} {time.time()}"
+        self._tried(lambda: self._client.key_value_set(_CALL, call, allow_overwrite=True))
+        if self._has_news.wait(_CALLED_SECONDS + 4 * _TURN_SECONDS):
+            time.sleep(_GRACE_SECONDS + 2 * _LAST_SECONDS)
 
-    def _beats(self) -> None:
-        bell = f"{_BELL}/{self._index}"
-        while not self._stopped.is_set():
+    def _work(self) -> None:
+        has_failed = False
+        while not self._stopped.wait(_LAST_TURN_SECONDS if self._leaving.is_set() else _TURN_SECONDS):
             try:
-                self._beat()
-                wait = self._limit / _BEATS if self._called is None else _CLOCK_SECONDS
-                if service.wait_for(self._client, bell, wait) is not None:
-                    self._client.key_value_delete(bell)
-                    self._called = time.monotonic()
-                    if (news := _News.parse(service.look(self._client, _NEWS))) is not None:
-                        self._on_news(news)
+                self._turn()
             except jax.errors.JaxRuntimeError as error:
                 if "refused" in str(error):  # the service is gone, and never comes back
                     self._refused = self._refused or time.monotonic()
-                time.sleep(_CLOCK_SECONDS)
+            except Exception:  # else nobody would beat any more
+                if not has_failed:
+                    logging.exception("the watch of the other processes failed; it goes on, and says no more of this")
+                has_failed = True
+
+    def _turn(self) -> None:
+        """Beats if it is time to, and looks for calls and news."""
+        now = time.monotonic()
+        if self._called is not None or self._leaving.is_set() or now - self._beaten >= self._limit / _BEATS:
+            self._beat()
+        said = dict(self._client.key_value_dir_get(_END))
+        if said.get(_CALL) != self._call:
+            self._call, self._called = said.get(_CALL), now
+        if _ALL_DONE in said:
+            self._all_done.set()
+        if (news := _News.parse(said.get(_NEWS))) is not None:
+            self._on_news(news)
 
     def _beat(self) -> None:
         """Beats once, and notes who else has."""
@@ -201,22 +217,37 @@ class Peers:
         if self._index:
             beats = {0: service.look(self._client, f"{_BEAT}/0") or ""}
         else:
-            beats = {int(key.rsplit("/", 1)[1]): text for key, text in self._client.key_value_dir_get(_BEAT)}
+            beats = self._by_process(_BEAT)
             self._take_gone()
-        self._refused, now = None, time.monotonic()
+        self._refused, self._beaten = None, time.monotonic()
         for process, other in list(self._others.items()):
             beat = beats.get(process, "")
             if beat == other.beat:
                 continue
-            other.beat, other.heard = beat, now
+            other.beat, other.heard = beat, self._beaten
             if other.warned:
                 other.warned = False
                 logging.warning("%s answers again", self._names[process])
 
+    def _by_process(self, key: str) -> dict[int, str]:
+        """Returns what each process has written below a key."""
+        entries = ((name.rsplit("/", 1)[1], text) for name, text in self._client.key_value_dir_get(key))
+        return {int(process): text for process, text in entries if process.isdecimal()}
+
+    def _take_gone(self) -> None:
+        """Watches those no more that have said that they end. One that has not finished its work ends the others."""
+        for process, said in self._by_process(_GONE).items():
+            why = opened(f"{_GONE}/{process}", said)
+            if why is None or self._others.pop(process, None) is None or why == _DONE or self._leaving.is_set():
+                continue
+            # Without news, it has given up this process, which was stopped.
+            told = _News.parse(service.look(self._client, _NEWS))
+            self._end(told or _News(_LOST, process, f"{self._names[process]} of {self.count} {one_line(why)}"))
+
     def _clock(self) -> None:
-        while not self._stopped.wait(_CLOCK_SECONDS):
+        while not self._stopped.wait(_TURN_SECONDS):
             now = time.monotonic()
-            if now - self._looked > self._limit / _BEATS + 2 * _CLOCK_SECONDS:  # this process was the silent one
+            if now - self._looked > self._limit / _BEATS + 2 * _TURN_SECONDS:  # this process was the silent one
                 for other in list(self._others.values()):
                     other.heard = now
             self._looked = now
@@ -231,7 +262,7 @@ class Peers:
             silent = now - other.heard
             since = "" if not self._last_beat(process) else f" (its last beat: {self._last_beat(process)})"
             what = f"has not answered for {silent:.0f} s: it died, is stopped or overloaded, or its host is gone{since}"
-            is_gone = self._refused is not None and now - self._refused > 2 * _CLOCK_SECONDS
+            is_gone = self._refused is not None and now - self._refused > 2 * _TURN_SECONDS
             is_deaf = called is not None and now - called > _CALLED_SECONDS and other.heard < called
             if is_gone:
                 what = f"died or was killed{since}"
@@ -260,57 +291,43 @@ class Peers:
                     return
             self._leaving.set()
             why = f"the others took it for lost: {news.what}" if news.process == self._index else news.what
-            terminal.write(
-                f"spmd-trainer: process {self._index} exits because {why}. Start the job again, with the same number of "
-                "processes or fewer; it resumes from the newest complete checkpoint.\n",
-                sys.stderr,
-            )
-            self._say_gone(f"exited because {why}")
-            self._let_others_go(_LAST_SECONDS)
-            os._exit(STATUS_LOST_PROCESS)
+            try:
+                terminal.write(
+                    f"spmd-trainer: process {self._index} exits because {why}. Start the job again, with the same number of "
+                    "processes or fewer; it resumes from the newest complete checkpoint.\n",
+                    sys.stderr,
+                )
+                if news.process != 0 or news.kind == _FAILED:  # else nobody answers
+                    self._say_gone(f"exited because {why}")
+                self._let_others_go(_LAST_SECONDS)
+            finally:
+                os._exit(STATUS_LOST_PROCESS)
 
     def _tell(self, news: _News) -> None:
         """Publishes the news, unless there are some already."""
 
         def publish() -> None:
-            service.set_first(self._client, _NEWS, news.text())
-            self._ring()
+            if _News.parse(service.look(self._client, _NEWS)) is None:
+                self._client.key_value_set(_NEWS, news.text(), allow_overwrite=True)
 
-        _briefly(publish)
-
-    def _ring(self) -> None:
-        for process in range(self.count):
-            self._client.key_value_set(f"{_BELL}/{process}", "", allow_overwrite=True)
+        self._tried(publish)
 
     def _say_gone(self, why: str) -> None:
-        _briefly(lambda: self._client.key_value_set(f"{_GONE}/{self._index}", why, allow_overwrite=True))
+        key = f"{_GONE}/{self._index}"
+        text = sealed(key, why)
+        self._tried(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
 
-    def _take_gone(self) -> None:
-        """Watches those no more that have said that they end. One that has not finished its work ends the others."""
-        for key, why in self._client.key_value_dir_get(_GONE):
-            process = int(key.rsplit("/", 1)[1])
-            if self._others.pop(process, None) is None or why == _DONE or self._leaving.is_set():
-                continue
-            if service.look(self._client, _NEWS) is None:  # it took this process for lost
-                self._end(_News(_LOST, process, f"{self._names[process]} of {self.count} {one_line(why)}"))
+    def _tried(self, call: Callable[[], object]) -> None:
+        """Makes a call of the service, which may be stopped or gone."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            service.briefly(call, _LAST_SECONDS)
 
     def _let_others_go(self, seconds: float) -> None:
         """Lets the others exit before process 0, with which the service ends."""
         ends = time.monotonic() + seconds
         while self._index == 0 and self._others and time.monotonic() < ends:
-            self._beat()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._beat()
             for process in self.lost():
                 self._others.pop(process, None)
-            time.sleep(_POLL_SECONDS)
-
-
-def _briefly(call: Callable[[], object]) -> None:
-    """Makes a call of the service, but does not wait for long: it may not answer any more."""
-
-    def work() -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            call()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(_LAST_SECONDS)
+            time.sleep(_LAST_TURN_SECONDS)

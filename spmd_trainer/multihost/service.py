@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -96,15 +96,26 @@ def look(client: Client, key: str) -> str | None:
         raise
 
 
-def set_first(client: Client, key: str, value: str) -> bool:
-    """Sets a key unless another process was first. Returns whether this one was."""
-    try:
-        client.key_value_set(key, value)
-    except jax.errors.JaxRuntimeError as error:
-        if "ALREADY_EXISTS" in str(error):
-            return False
-        raise
-    return True
+def briefly(call: Callable[[], object], seconds: float) -> bool:
+    """Makes a call, and returns False if it isn't done within `seconds`: most calls wait for a service that is stopped for ever.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the call failed.
+    """
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            call()
+        except jax.errors.JaxRuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    return not thread.is_alive()
 
 
 def serve(address: str, bind_address: str | None, count: int) -> Client:
@@ -244,8 +255,8 @@ def answers(address: str) -> str:
     """
     try:
         socket.create_connection(host_and_port(address), timeout=_PROBE_SECONDS).close()
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+        return getattr(error, "strerror", None) or str(error)
     return ""
 
 
@@ -259,7 +270,7 @@ def _default_bind_address(address: str) -> str:
     Debian's /etc/hosts gives a host's own name the address 127.0.1.1.
     """
     host, port = host_and_port(address)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         is_loopback = all(each.startswith("127.") or each == "::1" for each in found)
         if is_loopback and host != "localhost" and host not in found:
@@ -284,11 +295,11 @@ def _check_is_free(address: str, given: bool) -> None:
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             socket.create_server((str(place[0]), port), family=family).close()
             return
-        except OSError as error:
-            if time.monotonic() > ends:
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > ends or isinstance(error, UnicodeError):
                 flag = "coordinator_bind_address" if given else "coordinator_address"
                 raise UserError(
-                    f"process 0 can't listen on port {port} of {host} ({error.strerror or error}). Is another program or job "
+                    f"process 0 can't listen on port {port} of {host} ({error}). Is another program or job "
                     f"using it, do two processes have --process_id=0, or is {host} another host? Give --{flag} a free port of "
                     "the host of process 0, and each process an id of its own. If the others reach process 0 by an address "
                     "that is not its own, give --coordinator_bind_address as well"

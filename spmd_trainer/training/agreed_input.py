@@ -18,8 +18,6 @@ from spmd_trainer.sharding.messages import named_text
 
 # Names of exchanges are unique in the life of a job, and a job may build an input several times.
 _numbers = itertools.count()
-# How long to wait for the slowest process. Its own errors are reported sooner: they end the whole job.
-_TIMEOUT_SECONDS = 600.0
 
 
 def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: bool) -> Any:
@@ -158,7 +156,7 @@ class AgreedInput:
         self.waits_for_others = True
         self._times = (self.seconds_for_others, time.monotonic())
         try:
-            return multihost.gather(self._name, here, timeout=_TIMEOUT_SECONDS, cancelled=self._cancelled)
+            return multihost.gather(self._name, here, cancelled=self._cancelled)
         except multihost.Cancelled:
             return [True]
         finally:

@@ -35,9 +35,12 @@ _XLA_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 # Environment variables that differ between the processes of a job because a launcher or a host sets them.
 _OWN_VARIABLE = re.compile(
-    r"SLURM_|OMPI_|PMI|JAX_|TPU_|CLOUD_TPU_|CUDA_VISIBLE_DEVICES|XLA_FLAGS|LIBTPU_INIT_ARGS|(LOCAL_|NODE_|GROUP_)?RANK$"
-    r"|JOB_COMPLETION_INDEX|POD_|NODE_NAME|HOST|PATH$|PWD|HOME$|USER$|LOGNAME$|TMPDIR$|SPMD_TRAINER_"
+    r"SLURM_|OMPI_|PMI|PBS_|FLUX_|PALS_|MV2_|SGE_|JAX_|TPU_|CLOUD_TPU_|NCCL_|SSH_|WANDB_|XLA_FLAGS$|LIBTPU_INIT_ARGS$|POD_|HOST|PWD$"
+    r"|.*(RANK|RANKID|PROCESS_ID|NODEID|TASKNUM|INDEX|VISIBLE_DEVICES|IFNAME|NODE_NAME)$"
+    r"|(PATH|HOME|USER|LOGNAME|TMPDIR|SHELL|LANG|TERM|COLUMNS|LINES)$|LC_|SPMD_TRAINER_"
 )
+# Names of further ones, separated by commas.
+_OWN_VARIABLES = "SPMD_TRAINER_OWN_VARIABLES"
 
 
 def check_same_settings(config: RunConfig) -> None:
@@ -97,14 +100,16 @@ def _code() -> dict[str, str]:
             continue
         checksum, variables = _of_file(file)
         checksums[f"the code of {name}"] = checksum
-        for variable in variables:
+        for variable in variables.difference(os.environ.get(_OWN_VARIABLES, "").split(",")):
             checksums[f"the environment variable {variable}"] = _of_variable(os.environ.get(variable))
     return checksums
 
 
 def _is_library(file: str) -> bool:
     """Returns whether a file belongs to Python or an installed package. Those are compared by version."""
-    return file.startswith(tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    if "site-packages" in file or "dist-packages" in file:
+        return not pathlib.Path(file).is_relative_to(_TRAINER)
+    return file.startswith(tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
 
 
 @functools.cache
@@ -112,15 +117,12 @@ def _of_file(file: str) -> tuple[str, frozenset[str]]:
     """Returns the checksum of a file, and the environment variables that it may read: names in capitals that it quotes."""
     try:
         source = pathlib.Path(file).read_bytes()
-        quoted = {
-            node.value
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-    except (OSError, SyntaxError, RecursionError):
+        if pathlib.Path(file).is_relative_to(_TRAINER):
+            return _checksum(source), frozenset()
+        nodes = list(ast.walk(ast.parse(source)))
+    except (OSError, ValueError, SyntaxError, RecursionError):
         return "", frozenset()
-    if pathlib.Path(file).is_relative_to(_TRAINER):
-        return _checksum(source), frozenset()
+    quoted = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return _checksum(source), frozenset(
         name for name in quoted if _VARIABLE.fullmatch(name) and not _OWN_VARIABLE.match(name)
     )
