@@ -18,7 +18,10 @@ from spmd_trainer.hf.families import FAMILIES, Family
 from spmd_trainer.hf.family_settings import Settings, head_dims
 from spmd_trainer.hf.setting_types import check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
+from spmd_trainer.sharding.messages import count_text
 
+# Most layers of a folder's model, and most experts of all its layers together.
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1_000_000
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ACTIVATIONS = {
     "silu": "silu",
@@ -137,9 +140,21 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
         spec = DecoderSpec(**fields)
     except HfError as error:
         raise HfError(f"{where}: {error}") from error
-    if problems := spec.problems():
+    if problems := spec.problems() or _absurd_counts(spec):
         raise HfError(f"{where}: {'; '.join(problems)}")
     return spec
+
+
+def _absurd_counts(spec: DecoderSpec) -> list[str]:
+    """Returns what is wrong with the number of layers and experts, each of which has names and tensors of its own."""
+    experts = 1 if spec.moe is None else spec.moe.num_experts
+    if spec.num_layers <= _MOST_LAYERS and spec.num_layers * experts <= _MOST_EXPERTS:
+        return []
+    found = f"{count_text(spec.num_layers, 'layer')} with {count_text(experts, 'expert')} in each"
+    return [
+        f"it has {found}; a folder may have up to {_MOST_LAYERS:,} layers and {_MOST_EXPERTS:,} experts in all. For more, give "
+        "your experiment a DecoderSpec that doesn't come from a folder"
+    ]
 
 
 def _complete(settings: Settings, fields: Settings, family: Family) -> None:

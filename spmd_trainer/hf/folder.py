@@ -86,8 +86,9 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
       CheckpointReadError: storage does not answer, or refuses.
     """
     path = os.fspath(directory)
-    config, family, spec = read_model(path)
+    config, family, spec = _described(path)
     tensors = {name: tensor for file in _files(path) for name, tensor in read_header(os.path.join(path, file)).items()}
+    _refuse_beyond_files(path, spec)
     variables = tensor_names.variables_of(spec, family)
     base = tensor_names.names_of(spec, family).base
     if not any(name.startswith(base) for name in tensors):
@@ -107,14 +108,36 @@ def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, Decod
     Raises:
       HfNotFoundError: config.json is missing.
       HfDamagedError: it is malformed.
-      HfError: the architecture or an option is not supported.
+      HfMismatchError: the model is larger than the weights beside it, if there are any.
+      HfError: the architecture or an option is not supported, or a size is absurd.
       CheckpointReadError: storage does not answer, or refuses.
     """
-    config = read_json(directory, CONFIG)
-    where = os.path.join(os.fspath(directory), CONFIG)
+    config, family, spec = _described(os.fspath(directory))
+    _refuse_beyond_files(os.fspath(directory), spec)
+    return config, family, spec
+
+
+def _described(path: str) -> tuple[dict[str, Any], Family, DecoderSpec]:
+    config = read_json(path, CONFIG)
+    where = os.path.join(path, CONFIG)
     if config is None:
         raise HfNotFoundError(f"{where} is missing; give a Hugging Face folder, which has one")
     return config, config_json.family_of(config, where), config_json.spec_of(config, where)
+
+
+def _refuse_beyond_files(path: str, spec: DecoderSpec) -> None:
+    """Refuses a model with more values than the folder's weights have bytes, before anything is made for each of its layers."""
+
+    def weights() -> int:
+        found = [os.path.join(path, name) for name in reading.names(path) if name.endswith(SUFFIX)]
+        return sum(reading.for_each(found, reading.size))
+
+    held, described = step_files.read(f"listing {path}", weights), spec.num_values_at_least
+    if held and described > held:
+        raise HfMismatchError(
+            f"{os.path.join(path, CONFIG)} describes a model of {described:,} values or more, and the {SUFFIX} files beside it "
+            f"have {held:,} bytes. Copy the folder again, or correct {CONFIG}."
+        )
 
 
 def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:

@@ -19,17 +19,22 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+# Of what counts something, or gives a size: no dimension of an array is longer.
+_LARGEST = 2**31 - 1
 # {what a setting must be: (True for a valid value, the settings)}
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     # Settings that count something, or that give a size.
-    "a whole number above 0": (
-        lambda value: is_whole(value) and value > 0,
+    f"a whole number above 0, at most {_LARGEST:,}": (
+        lambda value: is_whole(value) and 0 < value <= _LARGEST,
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings sliding_window_pattern _sliding_window_pattern num_experts "
         "num_experts_per_tok num_local_experts moe_intermediate_size n_embd n_head n_inner n_layer n_positions",
     ),
     # Some folders give 0 where there is no window.
-    "a whole number of 0 or more": (lambda value: is_whole(value) and value >= 0, "sliding_window max_window_layers"),
+    f"a whole number of 0 or more, at most {_LARGEST:,}": (
+        lambda value: is_whole(value) and 0 <= value <= _LARGEST,
+        "sliding_window max_window_layers",
+    ),
     "a number above 0": (
         lambda value: is_number(value) and value > 0,
         "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping "

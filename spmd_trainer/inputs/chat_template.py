@@ -1,29 +1,35 @@
 """Chat templates render conversations as the text a model was trained on. Needs the package jinja2: extra `hf`.
 
 Templates come with tokenizers and may be malicious, so they run in jinja2's sandbox without access to files, modules
-or the interpreter. They see the same names as in transformers and give the same text.
+or the interpreter, in a process beside this one that ends if they take too much time or memory. They see the same names as in
+transformers and give the same text.
 """
 
 from __future__ import annotations
 
-import contextvars
 import datetime
-import functools
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs import files
+from spmd_trainer.inputs import files, template_process, template_worker
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
+from spmd_trainer.inputs.template_worker import Request
 from spmd_trainer.storage.paths import file_or_pattern
-
-if TYPE_CHECKING:
-    import jinja2
 
 # Keys of a model's reasoning in a message; newer templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
+# Variables of a rendering that gives no others.
+_USUAL: Mapping[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
+# Defaults of a rendering's limits.
+MAX_RENDER_SECONDS, MAX_RENDERED_CHARS = 1.0, 2**24
+_MOST = 2**31  # of either
+
+
+class RenderLimitError(UserError):
+    """A chat template took more time or memory, or wrote a longer text, than a rendering may."""
 
 
 class Rendering(NamedTuple):
@@ -38,23 +44,6 @@ class Rendering(NamedTuple):
     generated: tuple[tuple[int, int], ...]
 
 
-class _Recorder:
-    """Collects the `{% generation %}` blocks of a rendering.
-
-    Attributes:
-      length: characters written so far.
-      blocks: (start, content) of each block.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.blocks: list[tuple[int, str]] = []
-
-
-# Recorder of the current rendering: all templates share one environment and its `Generation` extension.
-_recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("recorder", default=None)
-
-
 class ChatTemplate:
     """A compiled chat template.
 
@@ -64,21 +53,39 @@ class ChatTemplate:
       has_marks: True if it marks the assistant's text by `{% generation %}...{% endgeneration %}`.
     """
 
-    def __init__(self, text: str, *, name: str = "chat_template", special_tokens: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        text: str,
+        *,
+        name: str = "chat_template",
+        special_tokens: Mapping[str, str] | None = None,
+        max_render_seconds: float = MAX_RENDER_SECONDS,
+        max_rendered_chars: int = MAX_RENDERED_CHARS,
+    ):
         """Compiles the template.
 
         Args:
           text: the template.
           name: its origin, for errors.
           special_tokens: tokens that the template can name: {'bos_token': '<s>', ...}.
+          max_render_seconds: most seconds of processor time that one rendering may take.
+          max_rendered_chars: most characters of a rendered conversation. The memory of a rendering grows with it.
 
         Raises:
-          UserError: jinja2 is missing, or the template has a syntax error.
+          UserError: jinja2 is missing, the template has a syntax error, or a limit is not above 0.
         """
+        for field, value in (("max_render_seconds", max_render_seconds), ("max_rendered_chars", max_rendered_chars)):
+            if not 0 < value <= _MOST:
+                raise UserError(f"{field}={value!r}; give a number above 0, and at most {_MOST:,}")
+        try:
+            import jinja2  # noqa: F401  # used by the process that renders
+        except ImportError as error:
+            raise UserError(f"{name} needs jinja2: pip install 'spmd-trainer[hf]'") from error
         self.name = name
         self.text = text
         self._special_tokens = dict(special_tokens or {})
-        self._template, self.has_marks = _compile(text, name)
+        self._limits = max_render_seconds, max_rendered_chars
+        self.has_marks = bool(self._ask(None)["has_marks"])
 
     def render(
         self,
@@ -97,32 +104,16 @@ class ChatTemplate:
           add_generation_prompt: end with the beginning of the assistant's answer, if the template supports it.
           tools: JSON schemas of the functions that the model may call.
           documents: documents for retrieval templates.
-          **variables: further variables; they override the special tokens.
+          **variables: further variables; they override the special tokens. They must be values, not functions, because
+            another process renders. `strftime_now` is the date that the template's function of this name formats, see
+            `clock_of`; without it, today's.
 
         Raises:
+          RenderLimitError: the template reaches a limit of time, memory or length.
           UserError: the template rejects the conversation, fails, or violates the sandbox.
         """
-        import jinja2
-
-        given = {**self._special_tokens, **variables}
-        recorder = _recorder.get()
-        parts = []
-        try:
-            for part in self._template.generate(
-                messages=[_as_templates_expect(message) for message in messages],
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                **given,
-            ):
-                parts.append(part)
-                if recorder is not None:
-                    recorder.length += len(part)
-        except jinja2.exceptions.SecurityError as error:
-            raise UserError(f"{self.name} does something that chat templates may not do: {error}") from error
-        except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
-            raise UserError(f"{self.name} can't render this conversation: {error}") from error
-        return "".join(parts)
+        given = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
+        return self._rendering(messages, is_marked=False, **given, **variables).text
 
     def render_marked(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendering:
         """Renders a conversation and locates each `{% generation %}` block. Arguments are those of `render`.
@@ -130,22 +121,56 @@ class ChatTemplate:
         Raises:
           UserError: as `render`; or a block can't be located in the text.
         """
-        recorder = _Recorder()
-        token = _recorder.set(recorder)
+        return self._rendering(messages, is_marked=True, **{**_USUAL, **variables})
+
+    def _rendering(self, messages: Sequence[Mapping[str, Any]], *, is_marked: bool, **variables: Any) -> Rendering:
+        given = {
+            **self._special_tokens,
+            **variables,
+            "messages": [_as_templates_expect(message) for message in messages],
+        }
+        answer = self._ask(given, is_marked=is_marked)
+        return Rendering(answer["text"], tuple((start, end) for start, end in answer["spans"]))
+
+    def _ask(self, variables: dict[str, Any] | None, *, is_marked: bool = False) -> dict[str, Any]:
+        """Compiles the template, and renders it with variables; returns the answer of `template_worker`."""
+        seconds, chars = self._limits
         try:
-            text = self.render(messages, **variables)
-        finally:
-            _recorder.reset(token)
-        end, spans = 0, []
-        for start, content in recorder.blocks:
-            if start < end or not text.startswith(content, start):
-                raise UserError(
+            answer = template_process.ask(Request(self.text, variables, is_marked, seconds, chars))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.name} can't be given its variables, which must be values that another process can read: {error}"
+            ) from error
+        if "failure" in answer:
+            raise self._error(answer["failure"], answer["reason"])
+        return answer
+
+    def _error(self, failure: str, reason: str) -> UserError:
+        seconds, chars = self._limits
+        longer = f"if the template is right, raise max_rendered_chars={chars:,}"
+        match failure:
+            case template_worker.SYNTAX:
+                return UserError(f"{self.name} is not a chat template: {reason}")
+            case template_worker.FORBIDDEN:
+                return UserError(f"{self.name} does something that chat templates may not do: {reason}")
+            case template_worker.MARKS:
+                return UserError(
                     f"{self.name} has {{% generation %}} inside a macro, a filter or a {{% set %}} block, where its position "
                     "in the text is unknown; move it to where the text is written"
                 )
-            end = start + len(content)
-            spans.append((start, end))
-        return Rendering(text, tuple(spans))
+            case template_process.TIME:
+                return RenderLimitError(
+                    f"{self.name} did not end within {seconds} s of processor time; correct it, or raise max_render_seconds"
+                )
+            case template_worker.LENGTH:
+                return RenderLimitError(f"{self.name} writes more than {chars:,} characters; {longer}")
+            case template_worker.MEMORY:
+                return RenderLimitError(f"{self.name} needs more memory than a rendering may use; {longer}")
+            case template_worker.DEPTH:
+                return RenderLimitError(f"{self.name} calls itself too often, or nests too deeply; correct it")
+            case template_process.ENDED:
+                return RenderLimitError(f"{self.name} ended the process that rendered it ({reason}); correct it")
+        return UserError(f"{self.name} can't render this conversation: {reason}")
 
 
 def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool, owner: str) -> tuple[str, str]:
@@ -181,79 +206,7 @@ def _as_templates_expect(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-# Cached: compiling takes milliseconds, and a job builds its inputs several times.
-@functools.lru_cache(maxsize=16)
-def _compile(text: str, name: str) -> tuple[jinja2.Template, bool]:
-    """Returns the compiled template, and True if it has `{% generation %}`."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise UserError(f"{name} needs jinja2: pip install 'spmd-trainer[hf]'") from error
-    environment = _environment()
-    try:
-        calls = environment.parse(text).find_all(jinja2.nodes.CallBlock)
-        # No other block of these templates calls an extension.
-        has_marks = any(isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in calls)
-        return environment.from_string(text), has_marks
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"{name} is not a chat template: line {error.lineno}: {error.message}") from error
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    """Environment of all templates; differs from jinja2's defaults as transformers' does."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}`: marks the assistant's text without changing it."""
-
-        tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-        def _content(self, caller: Any) -> str:
-            content = caller()
-            recorder = _recorder.get()
-            if recorder is not None:
-                recorder.blocks.append((recorder.length, content))
-            return content
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _time_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _time_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def template_of(tokenizer: Any, given: str | None, *, has_tools: bool) -> ChatTemplate:
+def template_of(tokenizer: Any, given: str | None, *, has_tools: bool, **limits: Any) -> ChatTemplate:
     """Returns the template for a conversation.
 
     Args:
@@ -261,6 +214,7 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool) -> ChatTe
       given: None for the tokenizer's own template; the name of one of its templates; the path of a .jinja file; or a
         text.
       has_tools: True if the conversation has tools.
+      **limits: `max_render_seconds` and `max_rendered_chars` of `ChatTemplate`.
 
     Raises:
       UserError: the template does not exist, can't be read, or has a syntax error.
@@ -276,28 +230,19 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool) -> ChatTe
         path = file_or_pattern("chat_template", given)
         name, text = f"the chat template {given}", files.read_text(path, f"chat_template={path!r}")
     tokens = tokenizer.special_tokens if isinstance(tokenizer, HuggingFaceTokenizer) else {}
-    return ChatTemplate(text, name=name, special_tokens=tokens)
+    return ChatTemplate(text, name=name, special_tokens=tokens, **limits)
 
 
-def clock_of(date: str | None) -> Callable[[str], str]:
-    """Returns `strftime_now` for the templates of a training input: a function that formats a fixed date.
+def clock_of(date: str | None) -> datetime.datetime | None:
+    """Returns `strftime_now` for the templates of a training input: a fixed date.
 
-    Today's date would change the tokens of a run resumed tomorrow, so with `date=None` the
-    returned function raises UserError when a template calls it.
+    Today's date would change the tokens of a run resumed tomorrow, so with `date=None` a template that writes the date
+    fails.
 
     Raises:
       UserError: `date` is not a date such as '2024-07-26'.
     """
     try:
-        return functools.partial(_formatted, None if date is None else datetime.datetime.fromisoformat(date))
+        return None if date is None else datetime.datetime.fromisoformat(date)
     except (ValueError, TypeError) as error:
         raise UserError(f"date={date!r}; write it as year-month-day, e.g. '2024-07-26'") from error
-
-
-def _formatted(now: datetime.datetime | None, form: str) -> str:
-    if now is None:
-        raise UserError(
-            "the template writes the current date, so a run that is resumed tomorrow would have other tokens; set date, "
-            "e.g. '2024-07-26', or the variable that the template takes instead (template_variables)"
-        )
-    return now.strftime(form)

@@ -9,7 +9,13 @@ from typing import Any
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files, text_base
-from spmd_trainer.inputs.chat_template import ChatTemplate, template_of
+from spmd_trainer.inputs.chat_template import (
+    MAX_RENDER_SECONDS,
+    MAX_RENDERED_CHARS,
+    ChatTemplate,
+    RenderLimitError,
+    template_of,
+)
 from spmd_trainer.sharding.messages import shortened
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -62,6 +68,8 @@ def readable_messages(messages: list[dict[str, Any]], template: ChatTemplate, **
         return messages
     try:
         text = template.render(messages, **variables)
+    except RenderLimitError:
+        raise
     except UserError:
         pass  # if the lists aren't the cause, the template fails again
     else:
@@ -165,11 +173,15 @@ class TemplatedFiles(text_base.TokenizedFiles):
         exists). Otherwise the name of one of the tokenizer's templates, the path of a .jinja file, or a template's
         text.
       template_variables: variables for the template, e.g. {'enable_thinking': False}. A row's variables take
-        precedence.
+        precedence. Values, not functions: another process renders.
+      max_render_seconds: most seconds of processor time for one rendering.
+      max_rendered_chars: most characters of a rendered conversation. A rendering may use 1 GiB, and 32 bytes for each of them.
     """
 
     chat_template: str | None = None
     template_variables: Any = None
+    max_render_seconds: float = MAX_RENDER_SECONDS
+    max_rendered_chars: int = MAX_RENDERED_CHARS
     # Keyed by `has_tools`.
     _templates: dict[bool, ChatTemplate] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
@@ -180,7 +192,13 @@ class TemplatedFiles(text_base.TokenizedFiles):
           UserError: the template does not exist, or has a syntax error.
         """
         if has_tools not in self._templates:
-            self._templates[has_tools] = template_of(self.tokenizer, self.chat_template, has_tools=has_tools)
+            self._templates[has_tools] = template_of(
+                self.tokenizer,
+                self.chat_template,
+                has_tools=has_tools,
+                max_render_seconds=self.max_render_seconds,
+                max_rendered_chars=self.max_rendered_chars,
+            )
         return self._templates[has_tools]
 
     def variables_of(self, row: dict[str, Any], **defaults: Any) -> dict[str, Any]:

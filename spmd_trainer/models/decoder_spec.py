@@ -212,6 +212,14 @@ class DecoderSpec:
         """Kinds of all layers, in order."""
         return tuple(self.layer_pattern) * self.num_repeats + self.last_layers
 
+    @property
+    def num_values_at_least(self) -> int:
+        """A lower bound of the values in all variables: the embedding, and each layer's largest weights."""
+        attention = 2 * self.model_dims * self.num_heads * self.head_dims
+        experts, width = (1, self.hidden_dims) if self.moe is None else (self.moe.num_experts, self.moe.hidden_dims)
+        layer = attention + 2 * experts * self.model_dims * width
+        return self.vocab_size * self.model_dims + self.num_layers * layer
+
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each, beginning with the field."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]

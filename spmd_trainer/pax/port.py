@@ -40,13 +40,20 @@ class Report:
         """Reads a file.
 
         Raises:
-          UserError: it can't be read, or is not Python.
+          UserError: it can't be read, is not Python, or nests too deeply.
         """
         source = port_source.Source(path)
+        try:
+            return cls._of_source(source)
+        except RecursionError as error:
+            raise port_source.nested_too_deeply(path) from error
+
+    @classmethod
+    def _of_source(cls, source: port_source.Source) -> Report:
         names, extras = list(port_names.missing_names(source)), list(port_names.extras(source))
         known = tuple(extra.name for extra in extras)
         return cls(
-            path=path,
+            path=source.path,
             names=[name for name in names if name.blocks],
             settings=list(port_settings.settings(source)),
             methods=list(port_settings.methods(source)),

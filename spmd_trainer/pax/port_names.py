@@ -46,6 +46,8 @@ EXTRAS = {
 # Object stores that inputs and tokenizers may read from.
 STORES = {"gs://": ("gcs", "gcsfs"), "s3://": ("s3", "s3fs")}
 _MISSING = object()
+# The first missing names are compared with those that exist, which is slow.
+_HINTED = 500
 # Errors of a module's import that say that a name it uses is missing or other than it expects.
 _OF_NAMES = (ImportError, AttributeError, NameError, TypeError, UserError)
 # {module: why its import failed}. A second import would fail with another error, because part of the first one remains.
@@ -76,22 +78,22 @@ def missing_names(source: Source) -> Iterator[Finding]:
 
     Names that can't be looked up, because something is not installed or set, are findings that don't block.
     """
-    reported: list[str] = []
-    for use in source.uses():
+    reported: set[str] = set()
+    for use in source.uses:
         if use.path.partition(".")[0] not in (PAX, "praxis", OURS):
             continue
-        if any(use.path.startswith(f"{name}.") for name in reported):
+        if any(use.path[:end] in reported for end, letter in enumerate(use.path) if letter == "."):
             continue  # of a name that is reported already
-        found = _look_up(use)
+        found = _look_up(use, is_hinted=len(reported) < _HINTED)
         if found is not None:
-            reported.append(found.name)
+            reported.add(found.name)
             yield found
 
 
 def extras(source: Source) -> Iterator[Finding]:
     """Yields the first use of each extra's packages."""
     seen: set[tuple[str, str]] = set()
-    for use in source.uses():
+    for use in source.uses:
         for prefix, (extra, package) in EXTRAS.items():
             if (use.path == prefix or use.path.startswith(f"{prefix}.")) and (extra, prefix) not in seen:
                 seen.add((extra, prefix))
@@ -124,8 +126,8 @@ def find(path: str) -> Any:
     return None if rest else found
 
 
-def _look_up(use: Use) -> Finding | None:
-    """Returns the missing part of a name; None if all of it exists."""
+def _look_up(use: Use, *, is_hinted: bool) -> Finding | None:
+    """Returns the missing part of a name, with the names like it if `is_hinted`; None if all of it exists."""
     for module, instead in INSTEAD.items():
         if use.path == module or use.path.startswith(f"{module}."):
             return Finding(use.line, module, f"does not exist here: {instead}")
@@ -145,7 +147,8 @@ def _look_up(use: Use) -> Finding | None:
     names = use.path.split(".")
     done = len(names) - len(rest)
     name = ".".join(names[: done + 1])
-    return Finding(use.line, name, f"does not exist here{did_you_mean(rest[0], _names_of(found), otherwise='')}")
+    near = did_you_mean(rest[0], _names_of(found), otherwise="") if is_hinted else ""
+    return Finding(use.line, name, f"does not exist here{near}")
 
 
 def _of_failed_import(use: Use, error: Exception) -> Finding:

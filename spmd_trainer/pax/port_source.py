@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import io
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from spmd_trainer.errors import UserError
 
@@ -49,6 +50,8 @@ class Source:
         try:
             self.text = path.read_text(encoding="utf-8-sig")
             self.tree = ast.parse(self.text, filename=str(path))
+        except (RecursionError, MemoryError) as error:
+            raise nested_too_deeply(path) from error
         except SyntaxError as error:
             raise UserError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
         except (OSError, ValueError) as error:
@@ -66,8 +69,9 @@ class Source:
             return None
         return ".".join([self.aliases[node.id], *reversed(names)])
 
-    def uses(self) -> list[Use]:
-        """Returns every imported name and every attribute used of it, once each, in line order."""
+    @functools.cached_property
+    def uses(self) -> Sequence[Use]:
+        """Every imported name and every attribute used of it, once each, in line order."""
         found = [use for use, _ in self._imported()]
         inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         rebound = self._rebound()
@@ -155,6 +159,11 @@ class Source:
             for name in ast.walk(self.tree):
                 if isinstance(name, ast.Name) and name.id == PAX:
                     yield name.lineno, name.col_offset
+
+
+def nested_too_deeply(path: pathlib.Path) -> UserError:
+    """Error for a file whose expressions, blocks or base classes stand in one another beyond what Python can follow."""
+    return UserError(f"{path}: its expressions, blocks or base classes nest too deeply to be read; divide them")
 
 
 def find_files(module: str) -> list[pathlib.Path]:

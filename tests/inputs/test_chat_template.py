@@ -1,6 +1,8 @@
 """Chat templates: renderings equal to transformers', the sandbox, and the choice among a tokenizer's templates."""
 
+import concurrent.futures
 import json
+import os
 import sys
 
 import pytest
@@ -9,7 +11,7 @@ from facts import raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import chat_template
-from spmd_trainer.inputs.chat_template import ChatTemplate
+from spmd_trainer.inputs.chat_template import ChatTemplate, RenderLimitError
 
 EXPECTED = json.loads(RENDERED.read_text())
 HI = [{"role": "user", "content": "Hi"}]
@@ -100,11 +102,9 @@ def test_marks_whose_position_is_unknown_are_refused(text):
         template.render_marked(HI)
 
 
-def test_two_templates_at_a_time_keep_their_marks_apart():
-    inner, outer = ChatTemplate(MARKED), ChatTemplate("{{ f() }}-" + MARKED)
-    found = outer.render_marked(HI, f=lambda: inner.render_marked(HI).generated)
-    assert found.text == "((5, 7),)-user:Hi;"
-    assert found.generated == ((15, 17),)
+def test_a_function_as_a_variable_is_refused():
+    with raises_naming(UserError, "mine", "variables", "values"):
+        ChatTemplate("{{ f() }}", name="mine").render(HI, f=lambda: 1)
 
 
 def test_entries_that_are_null_are_not_there():
@@ -126,7 +126,73 @@ def test_the_choice_of_a_template():
 
 
 def test_without_jinja2_the_extra_is_named(monkeypatch):
-    chat_template._compile.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match=r"needs jinja2: pip install 'spmd-trainer\[hf\]'"):
         ChatTemplate("{{ 1 }}", name="mine")
+
+
+DOUBLED = "{% for _ in range(90) %}{% set ns.s = _MORE_ %}{% endfor %}{{ ns.s }}"
+ENDLESS = {
+    "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "doubled integers": "{% set ns = namespace(s=9) %}" + DOUBLED.replace("_MORE_", "ns.s * ns.s"),
+    "doubled lists": "{% set ns = namespace(s=[1]) %}" + DOUBLED.replace("_MORE_", "[ns.s, ns.s]"),
+}
+
+
+@pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
+def test_a_rendering_without_an_end_is_ended(text):
+    template = ChatTemplate(text, name="mine", max_render_seconds=0.05)
+    with raises_naming(RenderLimitError, "mine", "0.05 s", "max_render_seconds"):
+        template.render(HI)
+    assert ChatTemplate("{{ messages[0].content }}").render(HI) == "Hi"
+
+
+LARGE = {
+    "doubled strings": "{% set ns = namespace(s='x') %}" + DOUBLED.replace("_MORE_", "ns.s ~ ns.s"),
+    "a width": "{{ 'x'.center(10**11) }}",
+    "a width of a filter": "{{ 'x' | center(100000000000) }}",
+    "bytes": "{{ (1).to_bytes(10**11, 'big') }}",
+    "many": "{% for _ in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
+def test_a_rendering_that_grows_without_an_end_is_ended(text):
+    with raises_naming(RenderLimitError, "mine", "max_rendered_chars=1,000"):
+        ChatTemplate(text, name="mine", max_rendered_chars=1000, max_render_seconds=10).render(HI)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% block a %}{{ self.a() }}{% endblock %}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ 1" + "+1" * 5000 + " }}",
+    ],
+)
+def test_a_template_that_nests_without_an_end_is_refused(text):
+    with raises_naming(RenderLimitError, "mine", "nests"):
+        ChatTemplate(text, name="mine").render(HI)
+
+
+def test_the_limits_of_a_rendering_can_be_raised():
+    text = "{{ 'x' * 2000 }}"
+    with raises_naming(RenderLimitError, "1,000 characters", "max_rendered_chars"):
+        ChatTemplate(text, max_rendered_chars=1000).render(HI)
+    assert len(ChatTemplate(text, max_rendered_chars=2000).render(HI)) == 2000
+    for wrong in ({"max_rendered_chars": 0}, {"max_render_seconds": -1}):
+        with raises_naming(UserError, *wrong):
+            ChatTemplate(text, **wrong)
+
+
+def test_threads_and_forked_processes_render():
+    template = ChatTemplate("{{ messages[0].content }}")
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        texts = [str(number) for number in range(40)]
+        assert list(threads.map(lambda text: template.render([{"content": text}]), texts)) == texts
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if template.render(HI) == "Hi" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert template.render(HI) == "Hi"

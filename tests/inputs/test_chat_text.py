@@ -186,6 +186,24 @@ def test_marks_of_the_last_turn_that_can_t_be_told_are_refused(tmp_path):
         drain(make(path, chat_template=template, turns="last"))
 
 
+@pytest.mark.parametrize(
+    ("template", "limits", "facts"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            {"max_render_seconds": 0.05},
+            "0.05 s",
+        ),
+        ("{{ 'x'.center(10**11) }}", {}, "max_rendered_chars"),
+        ("{{ 'x' * 101 }}", {"max_rendered_chars": 100}, "max_rendered_chars=100"),
+    ],
+)
+def test_a_template_that_reaches_a_limit_is_refused(template, limits, facts, tmp_path):
+    path = write(tmp_path / "a.jsonl", talk(user([{"type": "text", "text": "a"}]), own("b")))
+    with raises_naming(UserError, "ChatInput 'chats':", "a.jsonl:1:", facts):
+        drain(make(path, chat_template=template, **limits))
+
+
 def test_the_date_is_that_of_the_settings(tmp_path):
     template = "{{ strftime_now('%d %b %Y') }}{% generation %}{{ messages[-1].content }}{% endgeneration %}"
     path = write(tmp_path / "a.jsonl", talk(user("a"), own("b")))

@@ -194,6 +194,22 @@ def test_the_older_spelling_of_rotary_settings_comes_first():
     ("name", "change", "message"),
     [
         ("llama_untied", {"vocab_size": None}, "vocab_size=None; give a whole number above 0"),
+        (
+            "llama_untied",
+            {"hidden_size": 10**30},
+            f"hidden_size={10**30}; give a whole number above 0, at most 2,147,483,647",
+        ),
+        (
+            "gpt2",
+            {"n_positions": 10**12},
+            "n_positions=1000000000000; give a whole number above 0, at most 2,147,483,647",
+        ),
+        (
+            "llama_untied",
+            {"num_hidden_layers": 10**9},
+            "1,000,000,000 layers with 1 expert in each; a folder may have up to 10,000 layers",
+        ),
+        ("mixtral", {"num_local_experts": 10**9}, "layers with 1,000,000,000 experts in each"),
         ("llama_untied", {"num_hidden_layers": "3"}, "num_hidden_layers='3'; give a whole number above 0"),
         ("llama_untied", {"num_attention_heads": 0}, "num_attention_heads=0; give a whole number above 0"),
         ("llama_untied", {"hidden_size": 18.5}, "hidden_size=18.5; give a whole number above 0"),

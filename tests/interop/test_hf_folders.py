@@ -14,6 +14,7 @@ from hf_models import DATA, NAMES, make_job, mesh_of, read
 from jax.sharding import PartitionSpec
 
 from spmd_trainer import hf
+from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.hf import placing
 from spmd_trainer.hf.safetensors_file import Described, OpenFiles, in_file_order, read_header, write
 from spmd_trainer.sharding.variables import make_variable_spec
@@ -63,6 +64,17 @@ def test_another_number_of_layers(llama):
     edit_config(llama, num_hidden_layers=2)
     with pytest.raises(hf.HfMismatchError, match=r"surplus: model\.layers\.2\."):
         hf.open_folder(llama)
+
+
+@pytest.mark.parametrize("setting", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
+def test_a_model_larger_than_the_folder_s_weights_is_refused(llama, setting):
+    edit_config(llama, **{setting: 9000})
+    held = (llama / "model.safetensors").stat().st_size
+    for opened in (hf_folder.read_model, hf.open_folder):
+        with raises_naming(hf.HfMismatchError, llama / "config.json", "values or more", f"{held:,} bytes"):
+            opened(llama)
+    (llama / "model.safetensors").unlink()
+    hf_folder.read_model(llama)  # without weights, a model is only described
 
 
 def test_a_file_that_is_cut_off(llama):

@@ -319,3 +319,26 @@ def test_every_file_of_a_package_has_a_report(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main._port(PortConfig("my_pkg.inner.second"))
     assert capsys.readouterr().out.count("renaming its imports") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from paxml import tasks_lib\ny = tasks_lib" + ".a" * 20000,
+        "y = 1" + "+1" * 20000,
+        "y = " + "-" * 20000 + "1",
+        "if 1:\n x\n" + "elif 1:\n x\n" * 5000,
+        "from paxml import base_experiment\nclass C0(base_experiment.BaseExperiment): pass\n"
+        + "".join(f"class C{n + 1}(C{n}): pass\n" for n in reversed(range(2000))),
+    ],
+    ids=["attributes", "a sum", "signs", "elif", "classes"],
+)
+def test_a_file_that_nests_too_deeply_is_refused(text, tmp_path):
+    with raises_naming(UserError, str(tmp_path / "mine.py"), "nest too deeply"):
+        report(tmp_path, text)
+
+
+def test_each_of_many_missing_names_is_told_once(tmp_path):
+    names = [f"n{number}" for number in range(300)]
+    text = "from paxml.tasks_lib import " + ", ".join(names) + "\n" + "".join(f"{name}.more\n" for name in names)
+    assert [finding.name for finding in report(tmp_path, text).names] == [f"paxml.tasks_lib.{name}" for name in names]

@@ -1,0 +1,238 @@
+"""Renders chat templates in a process beside the trainer: a program, started by `template_process`.
+
+A template is a program of somebody else's. Its loops, its strings and the integers that it makes may grow without end, inside
+C code too, which nothing in the same process can interrupt. Here the kernel ends what takes too long or too much memory.
+
+Reads requests from standard input and writes one answer to each to standard output. A message is its length, 8 bytes little
+endian, and its content: a pickled `Request`, or JSON. Imports nothing of the trainer, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import jinja2
+
+# Kinds of failures in an answer.
+SYNTAX, FORBIDDEN, FAILED, LENGTH, MEMORY, DEPTH = "syntax", "forbidden", "failed", "length", "memory", "depth"
+MARKS = "marks"
+LENGTH_BYTES = 8
+# Address space for the interpreter and for what a template computes, and for each character of its text.
+_BYTES, _BYTES_PER_CHARACTER = 2**30, 32
+# Longest reason in an answer.
+_REASON = 2000
+
+
+class Request(NamedTuple):
+    """A template to compile, or to render too.
+
+    Attributes:
+      text: the template.
+      variables: what it is rendered with; None only compiles it. `strftime_now` is the date for the function of that
+        name, and None if there is no date.
+      is_marked: True locates the `{% generation %}` blocks.
+      max_seconds: seconds of processor time.
+      max_chars: characters of the rendered text.
+    """
+
+    text: str
+    variables: dict[str, Any] | None
+    is_marked: bool
+    max_seconds: float
+    max_chars: int
+
+
+class _LengthError(Exception):
+    """The text is longer than allowed."""
+
+
+class _MarksError(Exception):
+    """A `{% generation %}` block can't be located in the text."""
+
+
+class _Recorder:
+    """Collects the `{% generation %}` blocks of a rendering.
+
+    Attributes:
+      length: characters written so far.
+      blocks: (start, content) of each block.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.blocks: list[tuple[int, str]] = []
+
+
+# The templates share one environment, whose `Generation` extension writes here.
+_recorder = _Recorder()
+
+
+def _answer(request: Request) -> dict[str, Any]:
+    """Returns {'has_marks': ...}, with 'text' and 'spans' if it was rendered; or {'failure': a kind, 'reason': ...}."""
+    import jinja2
+
+    try:
+        template, has_marks = _compiled(request.text)
+        found: dict[str, Any] = {"has_marks": has_marks}
+        if request.variables is not None:
+            text, blocks = _rendered(template, request.variables, request.max_chars)
+            found |= {"text": text, "spans": _located(text, blocks) if request.is_marked else []}
+        return found
+    except jinja2.TemplateSyntaxError as error:
+        return _failure(SYNTAX, f"line {error.lineno}: {error.message}")
+    except jinja2.exceptions.SecurityError as error:
+        return _failure(FORBIDDEN, str(error))
+    except MemoryError:
+        return _failure(MEMORY)
+    except RecursionError:
+        return _failure(DEPTH)
+    except _LengthError:
+        return _failure(LENGTH)
+    except _MarksError:
+        return _failure(MARKS)
+    except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
+        return _failure(FAILED, str(error))
+
+
+def _failure(kind: str, reason: str = "") -> dict[str, Any]:
+    return {"failure": kind, "reason": reason[:_REASON]}
+
+
+def _rendered(template: jinja2.Template, given: Mapping[str, Any], longest: int) -> tuple[str, list[tuple[int, str]]]:
+    """Returns the text, and (start, content) of its `{% generation %}` blocks."""
+    variables = dict(given)
+    if "strftime_now" in variables:
+        variables["strftime_now"] = functools.partial(_formatted, variables["strftime_now"])
+    _recorder.length, _recorder.blocks = 0, []
+    parts = []
+    for part in template.generate(**variables):
+        parts.append(part)
+        _recorder.length += len(part)
+        if _recorder.length > longest:
+            raise _LengthError
+    return "".join(parts), _recorder.blocks
+
+
+def _located(text: str, blocks: list[tuple[int, str]]) -> list[tuple[int, int]]:
+    end, spans = 0, []
+    for start, content in blocks:
+        if start < end or not text.startswith(content, start):
+            raise _MarksError
+        end = start + len(content)
+        spans.append((start, end))
+    return spans
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(text: str) -> tuple[jinja2.Template, bool]:
+    """Returns the compiled template, and True if it has `{% generation %}`."""
+    import jinja2
+
+    environment = _environment()
+    calls = environment.parse(text).find_all(jinja2.nodes.CallBlock)
+    # No other block of these templates calls an extension.
+    has_marks = any(isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in calls)
+    return environment.from_string(text), has_marks
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """Environment of all templates; differs from jinja2's defaults as transformers' does."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}...{% endgeneration %}`: marks the assistant's text without changing it."""
+
+        tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+        def _content(self, caller: Any) -> str:
+            content = str(caller())
+            _recorder.blocks.append((_recorder.length, content))
+            return content
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _time_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _time_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _formatted(now: datetime.datetime | None, form: str) -> str:
+    if now is None:
+        raise ValueError(
+            "the template writes the current date, so a run that is resumed tomorrow would have other tokens; set date, "
+            "e.g. '2024-07-26', or the variable that the template takes instead (template_variables)"
+        )
+    return now.strftime(form)
+
+
+def _serve_one(content: bytes) -> bytes:
+    try:
+        request: Request = Request(*pickle.loads(content))
+        limit = _BYTES + _BYTES_PER_CHARACTER * request.max_chars
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
+        # Its signal ends this process in the midst of C code too. Waiting for the processor does not count.
+        signal.setitimer(signal.ITIMER_PROF, request.max_seconds)
+        return json.dumps(_answer(request)).encode()
+    except MemoryError:
+        return json.dumps(_failure(MEMORY)).encode()
+    except Exception as error:  # the trainer tells the user
+        return json.dumps(_failure(FAILED, f"{type(error).__name__}: {error}")).encode()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    """Answers requests until standard input ends. The arguments are the trainer's `sys.path`."""
+    sys.path[:] = sys.argv[1:]
+    _environment()  # imports jinja2, which counts for no template
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    while len(head := requests.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        answer = _serve_one(requests.read(int.from_bytes(head, "little")))
+        answers.write(len(answer).to_bytes(LENGTH_BYTES, "little") + answer)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
