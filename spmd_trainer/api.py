@@ -20,6 +20,7 @@ from spmd_trainer.cli import launch, live_line, log_lines
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tensorflow_bridge
 from spmd_trainer.settings import refuse_unknown, settings_of
+from spmd_trainer.storage import access
 from spmd_trainer.training import rooms
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import config_class, make_run_config
@@ -202,7 +203,8 @@ def _job(
             config = make_run_config(exp, job_log_dir, mode=mode, overrides=overrides, join=lambda: count, **given)
             job = launch.build_job(config)
         launch.open_log(config, run_log)
-        with live_line.shown(wanted=not index and run_log.is_shown):
+        shows = live_line.shown(wanted=not index and run_log.is_shown)
+        with shows, access.outages_explained(config.job_log_dir):
             yield job
 
 

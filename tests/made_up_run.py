@@ -3,7 +3,8 @@
 import json
 import pathlib
 
-EVIL = "</script><script>alert(1)</script><b>x</b>\u2028__PAGE_CSS__"
+from page_checks import EVIL
+
 EXPERIMENT = "spmd_trainer.experiments.lm.stdlib.StdlibBytesTiny"
 PARTS = ("start", "compile", "input", "step", "save", "evaluation", "decode", "other")
 LOG = f"""\

@@ -1,8 +1,11 @@
 """The trainer from Python: what a notebook calls, and what it gets back."""
 
+import errno
 import importlib.metadata
 import json
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -10,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from facts import raises_naming
 
 import spmd_trainer as st
 from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.storage import files
 from spmd_trainer.train_states import TrainState
 
 # One worker: what these tests share is made once.
@@ -44,6 +49,27 @@ def test_train_returns_state_step_and_metrics(trained):
     assert "heldout/bits_per_byte" in trained.metrics
     assert (trained.job_log_dir / "checkpoints" / "2").exists()
     assert "finished" in (trained.job_log_dir / "logs" / "train.log").read_text()
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_error_of_the_user(trained, tmp_path, monkeypatch):
+    directory = epath.Path(shutil.copytree(trained.job_log_dir, tmp_path / "run"))
+    write = files.write_atomically
+
+    def full(path, lines):
+        if path == directory / "run.json" and "finished" in "".join(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, lines)
+
+    monkeypatch.setattr(files, "write_atomically", full)
+    record = json.loads((directory / "run.json").read_text())
+    del record["last_step"]
+    (directory / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    with raises_naming(UserError, directory / "run.json", os.strerror(errno.ENOSPC)) as info:
+        st.train(Unregistered, directory)
+    assert info.value.exit_status == 2
+    monkeypatch.undo()
+    assert st.train(Unregistered, directory).step == 2
+    assert json.loads((directory / "run.json").read_text())["status"] == "finished"
 
 
 def test_evaluate_gives_the_metrics_of_the_checkpoint(trained):

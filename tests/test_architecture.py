@@ -135,6 +135,20 @@ def test_only_the_bridge_knows_that_praxis_is_old():
     assert mentions == []
 
 
+def test_one_place_writes_to_the_terminal():
+    # The live line draws with control characters; a job's processes and their watch write what the trainer itself words.
+    own = {"spmd_trainer.errors.terminal", "spmd_trainer.cli.live_line"}
+    own |= {"spmd_trainer.cli.distributed", "spmd_trainer.cli.peer_watch"}
+    writes = [
+        f"{module}:{node.lineno}"
+        for module, path in FILES.items()
+        if module not in own
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
+    ]
+    assert writes == []
+
+
 def figures() -> str:
     """The size of the package: what `docs/code_layout.md` publishes."""
     from test_rooms import CORE

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
 from spmd_trainer import pax, storage
 from spmd_trainer.checkpointing import CheckpointError
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.experiment_registry import modules
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         step = convert(args)
     except (UserError, CheckpointError) as error:
-        print(f"import_pax_checkpoint: {error}", file=sys.stderr)
+        terminal.write(f"import_pax_checkpoint: {error}\n", sys.stderr)
         return 2
     print(f"{args.target}: step {step} of {args.source}. Use it with --restore_checkpoint_dir={args.target}")
     return 0

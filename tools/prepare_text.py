@@ -15,13 +15,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from absl import logging
+from etils import epath
 
 import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
-from spmd_trainer.errors import UserError
+from spmd_trainer.cli import log_lines
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs.corpus import encoding, prepare
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.prepared import Description
+from spmd_trainer.storage import access
 
 
 def summary(output: str, found: Description) -> str:
@@ -50,18 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bad_records", choices=(encoding.RAISE, encoding.SKIP), default=encoding.RAISE)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     args = parser.parse_args(argv)
-    logging.set_verbosity(logging.INFO)
     documents = Documents(tuple(args.files), column=args.column, kind=args.kind, separator=args.separator)
     task = prepare.Preparation(documents, args.tokenizer, args.output, args.bad_records)
     try:
-        found = prepare.prepare(task, workers=max(1, args.workers))
+        with log_lines.shown(), access.outages_explained(epath.Path(args.output)):
+            found = prepare.prepare(task, workers=max(1, args.workers))
     except UserError as error:
-        print(error, file=sys.stderr)
+        terminal.write(f"{error}\n", sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; run the same command again to resume: finished parts are kept", file=sys.stderr)
         return 130
-    print(summary(args.output, found))
+    terminal.write(f"{summary(args.output, found)}\n")
     return 0
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs import tokenizers
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         model = train(args.files, vocab_size=args.vocab_size, model_type=args.model_type, threads=args.threads)
     except UserError as error:
-        print(error, file=sys.stderr)
+        terminal.write(f"{error}\n", sys.stderr)
         return 2
     os.makedirs(os.path.dirname(os.path.abspath(args.output)), exist_ok=True)
     partial = f"{args.output}.partial"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-from spmd_trainer.errors import installation
+from spmd_trainer.errors import installation, terminal
 
 _DISTRIBUTION = "spmd-trainer"
 _PROBE_SECONDS = 120
@@ -50,18 +50,17 @@ def check_installation() -> None:
       SystemExit: with status 2 if a check failed, after all results were printed.
     """
     version = installation.installed_version(_DISTRIBUTION) or "(imported from its source tree, not installed)"
-    sys.stdout.write(f"spmd-trainer {version}, {pathlib.Path(__file__).resolve().parents[1]}\n")
+    terminal.write(f"spmd-trainer {version}, {pathlib.Path(__file__).resolve().parents[1]}\n")
     fixes = []
     for finding in _findings():
-        sys.stdout.write(f"  {'ok ' if finding.fix is None else 'BAD'}  {finding.what}\n")
+        terminal.write(f"  {'ok ' if finding.fix is None else 'BAD'}  {finding.what}\n")
         if finding.fix is not None:
             fixes.append(finding.fix)
-            sys.stdout.write(f"       -> {finding.fix}\n")
-        sys.stdout.flush()
+            terminal.write(f"       -> {finding.fix}\n")
     if fixes:
-        sys.stdout.write("To fix:\n" + "".join(f"  {fix}\n" for fix in dict.fromkeys(fixes)))
+        terminal.write("To fix:\n" + "".join(f"  {fix}\n" for fix in dict.fromkeys(fixes)))
         raise SystemExit(2)
-    sys.stdout.write("No problems found.\n")
+    terminal.write("No problems found.\n")
 
 
 def _findings() -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from absl import flags
 from spmd_trainer.cli import pax_flags
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.cli.run_flags import all_settings
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, did_you_mean, terminal
 from spmd_trainer.settings import Setting
 from spmd_trainer.training import rooms
 
@@ -35,13 +35,13 @@ def parse(argv: Sequence[str]) -> list[str]:
       SystemExit: with status 2 after a message about an unknown flag or a bad value; with status 0 after printing help.
     """
     asked = {argument.lstrip("-") for argument in argv[1:] if argument.startswith("-")}
-    if "helpfull" in asked:
-        sys.stdout.write(f"{flags.FLAGS.get_help()}\n\nflags of Pax:\n{_of_pax.get_help()}\n")
-        raise SystemExit(0)
-    if asked & {"help", "h", "?", "helpshort"}:
-        sys.stdout.write(help_page())
-        raise SystemExit(0)
     try:
+        if "helpfull" in asked:
+            terminal.write(f"{flags.FLAGS.get_help()}\n\nflags of Pax:\n{_of_pax.get_help()}\n")
+            raise SystemExit(0)
+        if asked & {"help", "h", "?", "helpshort"}:
+            terminal.write(help_page())
+            raise SystemExit(0)
         return parse_into(flags.FLAGS, _of_pax, argv)
     except UserError as error:
         leave(str(error))
@@ -90,7 +90,7 @@ def take_effect() -> None:
 
 def leave(message: str, status: int = 2) -> NoReturn:
     """Prints the message to stderr and exits with `status`."""
-    sys.stderr.write(f"spmd-trainer: {message}\n")
+    terminal.write(f"spmd-trainer: {message}\n", sys.stderr)
     raise SystemExit(status)
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import sys
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from absl import flags, logging
+from etils import epath
 
 from spmd_trainer import experiment_registry, multihost, storage
 from spmd_trainer.callbacks import CallbackError
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import distributed, live_line, log_lines, run_flags
 from spmd_trainer.cli.modes import MODES
-from spmd_trainer.errors import UserError, first_paragraph, user_code
+from spmd_trainer.errors import UserError, first_paragraph, terminal, user_code
 from spmd_trainer.experiment_registry import modules
 from spmd_trainer.storage import access
 from spmd_trainer.training import garbage, start_checks
@@ -48,7 +49,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
     with distributed.Processes(cluster) as processes:
         config = run_flags.run_config_from_flags(flag_values, processes.join)
         if flag_values.dump:
-            sys.stdout.write("\n".join([*config.experiment.lines(), ""]))
+            terminal.write("\n".join([*config.experiment.lines(), ""]))
             return
         check_same_settings(config)
         _, index = multihost.joined()
@@ -107,8 +108,8 @@ def enable_compile_cache(directory: str | None) -> str | None:
     entry, it compiles the program again.
 
     JAX's own settings (JAX_COMPILATION_CACHE_DIR, jax_enable_compilation_cache) take precedence over the default directory,
-    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, logs a
-    warning and leaves the cache off.
+    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, or others may
+    write to it or have, logs a warning and leaves the cache off: JAX executes what it reads there.
 
     Args:
       directory: the cache directory; None for JAX's own setting, or else the default; '' for no cache.
@@ -117,44 +118,82 @@ def enable_compile_cache(directory: str | None) -> str | None:
       The directory in use, or None.
 
     Raises:
-      UserError: a path that no storage is known for, see `storage.directory`.
+      UserError: a path that no storage is known for, see `storage.directory`, or an object store that can't be read.
     """
     config: Any = jax.config  # Any: its attributes are created at run time.
     if directory == "":
         config.update("jax_compilation_cache_dir", None)
         return None
-    if directory is None and (config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache):
+    if directory is None and (own := config.jax_compilation_cache_dir):
+        if not storage.is_remote(own) and (reason := _not_ours_alone(pathlib.Path(own))):
+            _warn_of_no_cache(own, reason)
+            config.update("jax_compilation_cache_dir", None)
         return config.jax_compilation_cache_dir
+    if directory is None and not config.jax_enable_compilation_cache:
+        return None
     given = None if directory is None else os.fspath(storage.directory("--jax_cache_dir", directory))
-    path = given if given and storage.is_remote(given) else _cache_directory(given)
+    if given and storage.is_remote(given):
+        access.check_readable("--jax_cache_dir", epath.Path(given))  # JAX would ask for each program again
+        path: str | None = given
+    else:
+        path = _cache_directory(given)
+    config.update("jax_compilation_cache_dir", path)
     if path is None:
         return None
-    config.update("jax_compilation_cache_dir", path)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
     return path
 
 
 def _cache_directory(directory: str | None) -> str | None:
-    """Creates a local cache directory and returns its path; logs a warning and returns None if it can't be written."""
+    """Creates a local cache directory and returns its path; logs a warning and returns None if it can't be used."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     # By default it belongs to one user, because the trainer executes what it reads from there.
     path = pathlib.Path(directory or f"{base}/spmd-trainer/jax").expanduser().absolute()
     try:
         # Private to the user: anyone who can write here can make the trainer execute their code.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK | os.X_OK)
-        reason = "not writable"
+        reason = _not_ours_alone(path) if os.access(path, os.W_OK | os.X_OK) else "not writable"
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown.
-        writable, reason = False, str(error)
-    if writable:
+        reason = str(error)
+    if not reason:
         return str(path)
+    _warn_of_no_cache(path, reason)
+    return None
+
+
+def _warn_of_no_cache(path: str | os.PathLike[str], reason: str) -> None:
     logging.warning(
         "the compilation cache is off: can't use %s (%s); set --jax_cache_dir=DIR, or --jax_cache_dir= for no cache",
         path,
         reason,
     )
-    return None
+
+
+def _not_ours_alone(path: pathlib.Path) -> str:
+    """Returns who else can write, or has written, what JAX would execute from a directory; '' for nobody but root.
+
+    A directory that does not exist is nobody's. One that can't be looked into gives the reason of that.
+    """
+    try:
+        folder = path.stat()
+        entries = [path, *(path / name for name in os.listdir(path))]
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error)
+    reach = (folder.st_mode & 0o011) << 1  # who may enter the directory can write to entries with these bits
+    for entry in entries:
+        try:
+            found = entry.stat()
+        except FileNotFoundError:  # another process has just replaced it
+            continue
+        if found.st_uid not in (os.getuid(), 0):
+            return f"{entry} is the user's with number {found.st_uid}, and JAX executes what it reads there"
+        if found.st_mode & (0o022 if entry == path else reach):
+            mend = f"chmod -R go-w {shlex.quote(str(path))}"
+            return f"others may write to {entry}, and JAX executes what it reads there; `{mend}` takes that away"
+    return ""
 
 
 def build_job(config: RunConfig) -> Job:
@@ -195,6 +234,6 @@ def print_experiments() -> None:
     }
     width = max((len(name) for name in rows), default=0)
     for name, summary in rows.items():
-        sys.stdout.write(f"{name:{width}}  {summary}\n")
+        terminal.write(f"{name:{width}}  {summary}\n")
     if failures:
         raise UserError("\n".join(failures))

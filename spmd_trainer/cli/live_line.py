@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging as std_logging
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,14 +16,16 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from absl import logging
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from spmd_trainer.errors import terminal
 from spmd_trainer.metrics.live_status import ERASE_ROW, LiveStatus, PhaseStatus, TrainingStatus, live
 from spmd_trainer.sharding.messages import bytes_text, format_duration, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 # Seconds between two looks at the status.
 _INTERVAL = 0.25
@@ -36,8 +37,6 @@ _DEFAULT_WIDTH = 80
 _GAP = 2
 # Widths of a bar; where there is no room for the smaller one, there is no bar.
 _SHORTEST_BAR, _LONGEST_BAR = 6, 30
-# Of a line's first row only: what is shown live must stay in one row. Names may hold anything.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 # Columns of a training run, the most important first. They are shown in the order in which `_training_columns` makes them.
 _PRIORITIES = ("step", "loss", "eta", "rate", "seconds", "mfu", "memory", "due")
 
@@ -109,7 +108,7 @@ class LiveLine:
             with self._console.capture() as captured:
                 is_text = isinstance(content, str | Text)
                 self._console.width = self._width()
-                self._console.print(content, soft_wrap=is_text, highlight=False, markup=False, emoji=False)
+                self._console.print(_Harmless(content), soft_wrap=is_text, highlight=False, markup=False, emoji=False)
             self.write_above(self._stream, captured.get())
 
     def write_above(self, stream: TextIO, text: str) -> None:
@@ -193,6 +192,18 @@ class LiveLine:
                     handler.setStream(cast(TextIO, above))
                     stack.callback(handler.setStream, stream)
             yield
+
+
+class _Harmless:
+    """Renders what another thing renders, with everything in its texts visible that would act on the terminal."""
+
+    def __init__(self, content: RenderableType):
+        # rich drops some control characters of a text that it makes itself.
+        self._content = Text(terminal.visible(content)) if isinstance(content, str) else content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self._content, options):
+            yield Segment(text if control else terminal.visible(text), style, control)
 
 
 class _Above:
@@ -303,7 +314,7 @@ def _phase_line(phases: Sequence[PhaseStatus], room: int) -> Table | None:
         columns["left"] = _labelled("", f"about {format_duration(left)} left")
     for number, other in enumerate(reversed(phases[:-1])):
         columns[f"other {number}"] = _labelled(
-            "", _UNPRINTABLE.sub(" ", f"{other.what} {format_duration(other.seconds)}")
+            "", terminal.visible(f"{other.what} {format_duration(other.seconds)}", keep="")
         )
     priorities = ("what", "seconds", *(name for name in columns if name not in ("what", "seconds")))
     return _row(columns, priorities, room, newest.batches, newest.total)
@@ -347,7 +358,8 @@ def _step(training: TrainingStatus) -> Text:
 
 
 def _plain(text: str) -> Text:
-    return Text(_UNPRINTABLE.sub(" ", text))
+    """Returns a text in one row, whatever it holds."""
+    return Text(terminal.visible(text, keep=""))
 
 
 def _labelled(label: str, value: str, style: str = "") -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import copy
 import logging as std_logging
 import sys
 import threading
@@ -15,7 +16,7 @@ from logging.handlers import MemoryHandler
 from absl import logging
 from etils import epath
 
-from spmd_trainer.errors import user_code
+from spmd_trainer.errors import disk_is_full, terminal, user_code
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import open_append
@@ -42,8 +43,23 @@ _REMOTE_ATTEMPTS = 2
 STATUS_INTERRUPTED = 130
 
 
-class _Format(std_logging.Formatter):
+class _Visible(std_logging.Formatter):
+    """Of a log that someone reads on a terminal, sooner or later: nothing in a record acts on it."""
+
     def format(self, record: std_logging.LogRecord) -> str:
+        return terminal.visible(super().format(record))
+
+
+class _Format(_Visible):
+    """Of stderr. Of an error that no line of code can mend, only the last line of its traceback: the log's file has it all."""
+
+    def format(self, record: std_logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        # Errors that users can mend have a status: `UserError` and `CheckpointError`, whose room takes long to import.
+        if hasattr(error, "exit_status") or disk_is_full(error):
+            record = copy.copy(record)  # handlers share what is made of its traceback
+            record.msg, record.args = f"{record.getMessage().rstrip('.')}: {error}", None
+            record.exc_info = record.exc_text = None
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno <= std_logging.INFO else f"{record.levelname}: "
         text = super().format(record)
@@ -107,11 +123,11 @@ class RunLog(MemoryHandler):
                 file = _RemoteFile(path)
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = std_logging.FileHandler(path)
+                file = _LocalFile(path)
         except OSError as error:
             logging.warning("can't write a log file for this run: %s", error)
             return
-        file.setFormatter(std_logging.Formatter("%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s"))
+        file.setFormatter(_Visible("%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s"))
         self.path = path
         self.setTarget(file)
         self.flush()
@@ -129,6 +145,26 @@ class RunLog(MemoryHandler):
         super().close()
         if file is not None:
             file.close()
+
+
+class _LocalFile(std_logging.FileHandler):
+    """Writes a log into a file. That its disk is full is said once, and is no reason to end a run."""
+
+    _has_failed = False
+
+    def handleError(self, record: std_logging.LogRecord) -> None:
+        """Says what the disk answered. Everything else is a fault of the record's, which `logging` shows."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            logging.warning("can't write %s for now: %s", self.baseFilename, error.strerror or error)
+
+    def close(self) -> None:
+        """Closes the file; what the disk does not take is lost."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _RemoteFile(std_logging.Handler):
@@ -236,4 +272,4 @@ def log_traceback(error: BaseException) -> None:
 
 def say_interrupted() -> None:
     """Writes to stderr that Ctrl-C has ended the process: that it was interrupted, and what to do."""
-    sys.stderr.write("spmd-trainer: interrupted; the same command continues from the newest checkpoint\n")
+    terminal.write("spmd-trainer: interrupted; the same command continues from the newest checkpoint\n", sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import re
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 from spmd_trainer.sharding.messages import did_you_mean
 
-__all__ = ["MissingCompilerError", "UserError", "did_you_mean", "first_line", "first_paragraph"]
+__all__ = ["MissingCompilerError", "UserError", "did_you_mean", "disk_is_full", "first_line", "first_paragraph"]
 
 # Raised where a field is set, given to the config's constructor, and read.
 _SET = re.compile(r"No parameter named '(\w+)' exists for (.+?); valid parameter names: ([\w, ]+)")
@@ -36,6 +37,15 @@ class UserError(ValueError):
         super().__init__(*args)
         if exit_status is not None:
             self.exit_status = exit_status
+
+
+# No space, no quota, a limit of file sizes, a disk that turned read-only: the person at the machine can mend it, no line of code.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Returns True for an OSError that says that there is no room for what was to be written."""
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
 class MissingCompilerError(UserError):

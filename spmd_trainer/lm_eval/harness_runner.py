@@ -22,7 +22,7 @@ from etils import epath
 
 from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.checkpointing.checksums import checksum
-from spmd_trainer.errors import UserError, first_paragraph
+from spmd_trainer.errors import UserError, first_paragraph, terminal
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.requests import Answers, Progress, Requests, Source, request_key
 from spmd_trainer.lm_eval.settings import BOOTSTRAP_ITERS, LmEvalSettings
@@ -363,6 +363,5 @@ def _log_results(results: dict[str, Any], step: int, directory: epath.Path) -> N
     from lm_eval.utils import make_table
 
     tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
-    sys.stdout.write(f"step {step}\n" + "\n".join(tables) + "\n")
-    sys.stdout.flush()
+    terminal.write(f"step {step}\n" + "\n".join(tables) + "\n")
     logging.info("results of lm-eval: %s", directory)

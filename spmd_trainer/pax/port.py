@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Sequence
 
+from spmd_trainer.errors import terminal
 from spmd_trainer.pax import port_names, port_settings, port_source
 from spmd_trainer.pax.port_names import Finding
 
@@ -102,7 +102,7 @@ def print_reports(module: str) -> bool:
       UserError: the file doesn't exist, or is not Python.
     """
     reports = [Report.of_file(path) for path in port_source.find_files(module)]
-    sys.stdout.write("\n".join(report.text() for report in reports))
+    terminal.write("\n".join(report.text() for report in reports))
     return all(report.runs for report in reports)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 
 from absl import logging
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.planner import plan, plan_page
 from spmd_trainer.storage import files
 from spmd_trainer.training import report_parts
@@ -20,7 +19,7 @@ from spmd_trainer.training.run_directory import report_directory, write_report
 def inspect_job(job: Job) -> None:
     """Prints the sharding report and, if requested, the plan. If a directory was given, also writes both to files there."""
     report = job.sharding_report(_attention_lines(job), report_parts.of_inputs(job))
-    sys.stdout.write(f"{report}\n")
+    terminal.write(f"{report}\n")
     if job.config.writes_reports:
         for path in write_report(report, report_directory(job.config.job_log_dir)):
             logging.info("wrote %s", path)
@@ -46,7 +45,7 @@ def write_plan(job: Job) -> None:
     """
     logging.info("compiling the train step for %d chips", job.partitioner.mesh.size)
     result = plan.plan(job)
-    sys.stdout.write(plan.plan_text(result))
+    terminal.write(plan.plan_text(result))
     if job.config.writes_reports:
         _write_record(job, result)
         plan_page.write_plan_page(job, result)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,7 +17,7 @@ import jax
 from absl import logging
 
 from spmd_trainer import tasks_lib
-from spmd_trainer.errors import UserError, first_line, first_paragraph
+from spmd_trainer.errors import UserError, first_line, first_paragraph, terminal
 from spmd_trainer.planner import (
     links,
     plan,
@@ -70,7 +69,7 @@ def search(job: Job) -> None:
     )
     if not any(outcome.seconds for outcome in outcomes):
         raise UserError(plan_report.nothing_fits(job, outcomes, found.memory))
-    sys.stdout.write(plan_report.report_text(job, outcomes))
+    terminal.write(plan_report.report_text(job, outcomes))
 
 
 def build_job(config: PlanConfig) -> Job:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing import Checkpointer, DamagedCheckpointError, Restored, steps
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.planner import replay_report
@@ -80,8 +79,7 @@ def replay(job: Job) -> None:
     lines = [f"step {step} of {where}, on {mesh_text(job.partitioner.mesh.shape)}", *batches.notes]
     lines += replay_report.lines(observed, scalars, step, job.task)
     if jax.process_index() == 0:
-        sys.stdout.write("\n".join([*lines, ""]))
-        sys.stdout.flush()
+        terminal.write("\n".join([*lines, ""]))
 
 
 def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, update: bool = False) -> Observed:

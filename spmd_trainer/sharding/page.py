@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import html
 import importlib.resources
 import json
@@ -17,7 +19,15 @@ _START = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="__POLICY__">
+<link rel="icon" href="data:,">
 """
+# The page's own scripts and style sheets alone, by their hashes: a text of the run that became HTML could not run, nor ask for
+# anything. The scripts draw with style attributes; pictures stand in the page.
+_POLICY = (
+    "default-src 'none'; script-src {scripts}; style-src {styles}; style-src-attr 'unsafe-inline'; img-src data:; "
+    "connect-src {server}; base-uri 'none'; form-action 'none'"
+)
 
 
 @functools.cache
@@ -32,9 +42,16 @@ def asset(package: str, name: str) -> str:
 
 
 def document(
-    title: str, body: str, *, styles: Iterable[str], data: object = None, scripts: Iterable[str] = (), head: str = ""
+    title: str,
+    body: str,
+    *,
+    styles: Iterable[str],
+    data: object = None,
+    scripts: Iterable[str] = (),
+    libraries: Iterable[str] = (),
+    asks_server: bool = False,
 ) -> str:
-    """Returns a page.
+    """Returns a page, with a policy that lets a browser run and load what is named here alone.
 
     Args:
       title: its title, as text.
@@ -42,21 +59,30 @@ def document(
       styles: its style sheets.
       data: what its scripts find as JSON in the element `data`; None: the page has no scripts.
       scripts: its scripts, which become one strict script.
-      head: more HTML for the head.
+      libraries: scripts before these, each by itself.
+      asks_server: whether the scripts ask the page's own server for data.
 
     Raises:
       ValueError: the data has NaN or Infinity, which JSON has not.
     """
-    drawn = (
-        ""
-        if data is None
-        else f'<script type="application/json" id="data">{script_json(data)}</script>\n'
-        f'<script>\n"use strict";\n{"".join(scripts)}</script>\n'
-    )
+    run: list[str] = []
+    drawn = ""
+    if data is not None:
+        run = [*(f"\n{library}" for library in libraries), f'\n"use strict";\n{"".join(scripts)}']
+        drawn = f'<script type="application/json" id="data">{script_json(data)}</script>\n'
+        drawn += "".join(f"<script>{script}</script>\n" for script in run)
+    style = f"\n{''.join(styles)}"
+    policy = _POLICY.format(scripts=_hashes(run), styles=_hashes([style]), server="'self'" if asks_server else "'none'")
     return (
-        f"{_START}{head}<title>{html.escape(title)}</title>\n<style>\n{''.join(styles)}</style>\n</head>\n<body>\n{body}"
-        f"{drawn}</body>\n</html>\n"
+        f"{_START.replace('__POLICY__', policy)}<title>{html.escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f"{body}{drawn}</body>\n</html>\n"
     )
+
+
+def _hashes(texts: Iterable[str]) -> str:
+    """Returns a policy's list of inline scripts or style sheets that may act."""
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
 
 
 def script_json(data: object) -> str:

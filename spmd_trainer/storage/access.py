@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, disk_is_full
 from spmd_trainer.storage import backends, retry
 
 # Attempts of a run's first request; few, because the user is waiting.
@@ -98,13 +98,19 @@ def explained(name: str, path: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outages_explained(path: epath.Path) -> Iterator[None]:
-    """Converts permanent object store errors during a run to a `UserError`: revoked credentials, a deleted bucket.
+    """Converts permanent storage errors during a run to a `UserError`: revoked credentials, a deleted bucket, a full disk.
 
-    Storage has retried before it raises. Errors of a file system and other errors pass.
+    Storage has retried before it raises. Other errors of a file system pass, as errors of code do.
     """
     try:
         yield
     except OSError as error:
+        if disk_is_full(error):
+            what = error.filename or f"a file of the run in {path}"
+            raise UserError(
+                f"{what} can't be written: {error.strerror}. Free some space there, then give the same command again: a run "
+                "continues from its newest checkpoint"
+            ) from error
         problem = None if backends.scheme_of(path) is None else explain(path, error)
         if problem is None:
             raise

@@ -100,7 +100,8 @@ class _LocalFile:
             try:
                 file.write(data if start else self._header + data)
                 file.flush()
-            except OSError:
+            except OSError as error:
+                error.filename = os.fspath(self._path)
                 # A full disk may have accepted half a line. Truncating needs no space.
                 os.truncate(self._path, start)
                 raise

@@ -130,7 +130,7 @@ def object_store(scheme: str) -> ObjectStore:
             "read_timeout": _READ_SECONDS,
             "retries": {"mode": "standard", "max_attempts": _S3_LIBRARY_ATTEMPTS},
         }
-    return ObjectStore(scheme, fsspec.filesystem(scheme, **settings), _ATTEMPTS[scheme])
+    return ObjectStore(scheme, functools.partial(fsspec.filesystem, scheme, **settings), _ATTEMPTS[scheme])
 
 
 def scheme_of(path: epath.PathLike) -> str | None:

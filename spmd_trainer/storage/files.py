@@ -25,7 +25,7 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
       lines: without line ends.
 
     Raises:
-      OSError: the file can't be written; the old content stays.
+      OSError: the file can't be written; the old content stays. It names the file.
     """
     if paths.is_remote(path):
         with path.open("w", encoding="utf-8") as file:
@@ -42,8 +42,12 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except BaseException:
+    except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = os.fspath(
+                path
+            )  # the error of a write names no file, and that of an open the unfinished one
         raise
 
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO, Any, TypeVar, cast
 
 from spmd_trainer.storage import listing
-from spmd_trainer.storage.retry import OUTAGE_ATTEMPTS, StoreError, http_status, retry, summary
+from spmd_trainer.storage.retry import OUTAGE_ATTEMPTS, FirstAnswer, StoreError, http_status, retry, summary
 
 PathLike = str | os.PathLike[str]
 _Result = TypeVar("_Result")
@@ -32,6 +32,8 @@ _COPIES_AT_ONCE = 16
 _READ_BYTES = 4 * 2**20
 # Files up to this size are buffered in memory.
 _MEMORY_BYTES = 16 * 2**20
+# Requests with more bytes than this may take longer even where the network is good.
+_BRIEF_BYTES = 64 * 1024
 
 
 class ObjectStore:
@@ -41,17 +43,23 @@ class ObjectStore:
     below it.
     """
 
-    def __init__(self, scheme: str, file_system: Any, attempts: int = OUTAGE_ATTEMPTS):
+    def __init__(self, scheme: str, file_system: Callable[[], Any], attempts: int = OUTAGE_ATTEMPTS):
         """Wraps a file system.
 
         Args:
           scheme: 'gs' or 's3'.
-          file_system: a synchronous `fsspec.AbstractFileSystem` without a listings cache.
+          file_system: makes a synchronous `fsspec.AbstractFileSystem` without a listings cache, which may ask services for
+            credentials.
           attempts: attempts per request.
         """
         self.scheme = scheme
-        self._fs = file_system
+        self._make = file_system
         self._attempts = attempts
+        self._first_answer = FirstAnswer(f"{scheme}://")
+
+    @functools.cached_property
+    def _fs(self) -> Any:
+        return self._make()
 
     def info(self, path: PathLike) -> dict[str, Any]:
         """Returns {'type': 'file' or 'directory', 'size': bytes, 'mtime': datetime (files)}.
@@ -194,16 +202,19 @@ class ObjectStore:
         """Returns the bytes of an object from `start` to `end`; None for its ends. One request."""
         # Otherwise s3fs asks for the size first, to read large objects in pieces.
         pieces = {"max_concurrency": 1} if self.scheme == "s3" else {}
+        self._greet(path)
         data: bytes = self._try("reading", path, lambda: self._fs.cat_file(_text(path), start=start, end=end, **pieces))
         return data
 
     def put(self, path: PathLike, data: bytes, *, attempts: int | None = None) -> None:
         """Writes an object atomically, with `attempts` attempts (None for the default)."""
-        call = functools.partial(self._fs.pipe_file, _text(path), data)
-        self._call(call, f"writing {_text(path)}", attempts or self._attempts)
+        if len(data) > _BRIEF_BYTES:
+            self._greet(path)
+        self._call(lambda: self._fs.pipe_file(_text(path), data), f"writing {_text(path)}", attempts or self._attempts)
 
     def put_file(self, path: PathLike, local: str) -> None:
         """Uploads a local file atomically."""
+        self._greet(path)
         self._try("writing", path, lambda: self._fs.put_file(local, _text(path)))
 
     def create(self, path: PathLike, data: bytes) -> bool:
@@ -256,9 +267,16 @@ class ObjectStore:
     def _try(self, doing: str, path: PathLike, call: Callable[[], _Result]) -> _Result:
         return self._call(call, f"{doing} {_text(path)}", self._attempts)
 
+    def _greet(self, path: PathLike) -> None:
+        """Asks a service that has not answered yet something brief: a large object may take its time."""
+        if not self._first_answer.has_come:
+            self.exists(path)
+
     def _call(self, call: Callable[[], _Result], what: str, attempts: int) -> _Result:
         try:
-            return retry(call, what=what, attempts=attempts)
+            if self._first_answer.has_come:
+                return retry(call, what=what, attempts=attempts)
+            return self._first_answer.wait_for(call, what=what, attempts=attempts)
         except OSError:
             raise
         except Exception as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
+import math
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -17,6 +20,8 @@ _Result = TypeVar("_Result")
 OUTAGE_ATTEMPTS = 8
 # Seconds. The longest wait, so that a call resumes soon after an outage.
 _LONGEST_WAIT = 30.0
+# Within which a service must answer a process for the first time.
+FIRST_ANSWER_SECONDS = 15.0
 # Marks the error of a call whose attempts are exhausted.
 _TRIED_AGAIN = "_spmd_trainer_tried_again"
 # Missing paths, wrong kinds of path and missing permissions don't change within seconds.
@@ -81,7 +86,9 @@ class StoreError(OSError):
     """Wraps an object store library's error that is not an OSError; the error is its cause."""
 
 
-def retry(fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait: float = 1.0) -> _Result:
+def retry(
+    fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait: float = 1.0, until: float = math.inf
+) -> _Result:
     """Calls `fn` until it succeeds; waits after a transient error, doubling each time, with jitter.
 
     Args:
@@ -89,6 +96,7 @@ def retry(fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait
       what: description, e.g. 'reading gs://b/run/checkpoints/12/manifest.json'; begins the log lines.
       attempts: most calls. `OUTAGE_ATTEMPTS` outlasts a minute's outage.
       first_wait: mean seconds before the second call.
+      until: the time, as `time.monotonic` gives it, after which no call begins but the first.
 
     Raises:
       Exception: the error of the last attempt, with a note of the attempts; immediately any error that is not
@@ -102,16 +110,60 @@ def retry(fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait
             # Object store paths retry by themselves; retrying again would multiply the waits.
             if not is_transient(error) or any(getattr(link, _TRIED_AGAIN, False) for link in chain(error)):
                 raise
-            if attempt == attempts:
-                error.add_note(f"{what} failed {attempts} times within {time.monotonic() - started:.0f} s")
+            wait = min(_LONGEST_WAIT, first_wait * 2 ** (attempt - 1)) * random.uniform(0.75, 1.25)
+            if attempt == attempts or time.monotonic() + wait > until:
+                error.add_note(f"{what} failed {attempt} times within {time.monotonic() - started:.0f} s")
                 setattr(error, _TRIED_AGAIN, True)
                 raise
-            wait = min(_LONGEST_WAIT, first_wait * 2 ** (attempt - 1)) * random.uniform(0.75, 1.25)
             logging.warning(
                 "%s failed (%s); attempt %d of %d in %.1f s", what, summary(error), attempt + 1, attempts, wait
             )
             time.sleep(wait)
     raise ValueError(f"attempts must be 1 or more, not {attempts}")
+
+
+class FirstAnswer:
+    """The first answer of a service to this process. Libraries try for minutes, and the user of a start is waiting.
+
+    Attributes:
+      has_come: True once the service has answered, be it with an error. Later outages are outlasted: see `retry`.
+    """
+
+    def __init__(self, service: str):
+        """`service` names it in errors, e.g. 'gs://'."""
+        self.has_come = False
+        self._service = service
+        # A service that did not answer is not asked again at once, e.g. for the names near one that can't be read.
+        self._silent_until = -math.inf
+
+    def wait_for(self, fn: Callable[[], _Result], *, what: str, attempts: int) -> _Result:
+        """Calls `fn` as `retry` does, in a thread that is left behind if there is no answer.
+
+        Raises:
+          StoreError: there was none within `FIRST_ANSWER_SECONDS`.
+          Exception: as `retry`.
+        """
+        began = time.monotonic()
+        answer: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(retry(fn, what=what, attempts=attempts, until=began + FIRST_ANSWER_SECONDS))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        if began >= self._silent_until:
+            threading.Thread(target=ask, name=what, daemon=True).start()
+            concurrent.futures.wait([answer], FIRST_ANSWER_SECONDS)
+        if not answer.done():
+            if began >= self._silent_until:
+                self._silent_until = time.monotonic() + FIRST_ANSWER_SECONDS
+            error = StoreError(f"{self._service} has not answered within {FIRST_ANSWER_SECONDS:g} s")
+            setattr(error, _TRIED_AGAIN, True)
+            raise error
+        failure = answer.exception()
+        self.has_come = failure is None or not is_transient(failure) or http_status(failure) is not None
+        return answer.result()
 
 
 def is_transient(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from etils import epath
 from praxis import decoder_hparams
 from praxis.layers import embedding_softmax
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.metrics.packing import WeightedMean
 from spmd_trainer.sharding.messages import count_text
@@ -337,14 +337,10 @@ def shown(text: str, file: epath.Path) -> list[str]:
     note = [f"[{count_text(left, 'more character')} in {file}]"] if left else []
     if not begin.strip():
         return [repr(begin), *note]
-    return ["".join(map(_printable, line)) for line in lines] + note
+    return [terminal.visible(line) for line in lines] + note
 
 
 def _labelled(name: str, lines: list[str]) -> Iterator[tuple[str, str]]:
     """Yields each line with what stands in front of it: the name in front of the first one."""
     for number, line in enumerate(lines):
         yield f"  {'' if number else name:6} | ", line
-
-
-def _printable(character: str) -> str:
-    return character if character.isprintable() or character == "\t" else repr(character)[1:-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from absl import logging
 
 from spmd_trainer import sharding
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.metrics.packing import summary_name
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.step import mesh_choice, pjit, step_fns
@@ -244,22 +243,21 @@ def _compare_runs(
     """
     tolerance = Tolerance.for_task(job.task)
     losses = [f"loss, {name}" for name in names]
-    sys.stdout.write(_row("step", *losses, "grad norm", "grad norm", "deviation", "of variable"))
+    terminal.write(_row("step", *losses, "grad norm", "grad norm", "deviation", "of variable"))
     failed: Comparison | None = None
     same_bits = True
     for one, other in zip(first, second, strict=True):
         result = compare(one, other, tolerance)
         same_bits &= all(x.tobytes() == other.variables[path].tobytes() for path, x in one.variables.items())
         numbers = [_number(x) for x in (*result.loss, *result.grad_norm)]
-        sys.stdout.write(_row(str(result.step), *numbers, f"{result.worst[1]:.1e}", result.worst[0]))
-        sys.stdout.flush()
+        terminal.write(_row(str(result.step), *numbers, f"{result.worst[1]:.1e}", result.worst[0]))
         failed = failed or (None if result.passed else result)
     if failed is None:
         bits = "; all bits are the same" if same_bits else ""
-        sys.stdout.write(f"same numbers {between} (tolerance: {_text(tolerance)}{bits})\n")
+        terminal.write(f"same numbers {between} (tolerance: {_text(tolerance)}{bits})\n")
         return
     where = failed.departed[0] if failed.departed else "only the loss or the gradient norm"
-    sys.stdout.write(
+    terminal.write(
         f"DIFFERENT numbers {between}, starting at step {failed.step} (tolerance: {_text(tolerance)})\n"
         f"first difference: {where}; {len(failed.departed)} variables outside the tolerance at that step\n"
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from spmd_trainer.callbacks.bounded import within
+from spmd_trainer.errors import terminal
 
 # Exit status of a process that has made no progress for --hang_seconds. Of several processes only the one that is behind has it,
 # or all of them if nobody can be named.
@@ -56,9 +57,10 @@ class JobLink:
           is_behind: True if this process is the one that the others wait for, or if nobody can be named.
         """
         status = STATUS_HANG if is_behind else self.status_of_others
-        sys.stderr.write(
+        terminal.write(
             f"spmd-trainer: this process ends with status {status}: {why}. Start the job again; it resumes from the newest "
-            "complete checkpoint.\n"
+            "complete checkpoint.\n",
+            sys.stderr,
         )
         self.say_why(why)
         within(_LOGS_SECONDS, "closing the logs", logging.shutdown)  # those in object stores are written now and then

@@ -1,10 +1,12 @@
 """Where compiled programs are kept from one run to the next."""
 
 import os
+import pathlib
 import stat
 
 import jax
 import pytest
+from facts import assert_names
 
 from spmd_trainer.cli import launch
 from spmd_trainer.errors import UserError
@@ -69,6 +71,55 @@ def test_a_folder_that_cannot_be_made_is_a_warning(caplog, tmp_path):
     assert launch.enable_compile_cache(str(tmp_path / "file" / "cache")) is None
     assert jax.config.jax_compilation_cache_dir is None
     assert "--jax_cache_dir=DIR" in caplog.text
+
+
+def folder(tmp_path, mode=0o700, entry=0o600):
+    path = tmp_path / "shared"
+    path.mkdir()
+    (path / "jit_step-0123-cache").write_bytes(b"a program")
+    (path / "jit_step-0123-cache").chmod(entry)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mode", "entry", "culprit"),
+    [(0o777, 0o600, "shared"), (0o1777, 0o600, "shared"), (0o770, 0o600, "shared"), (0o755, 0o664, "cache")],
+)
+@pytest.mark.parametrize("told", ["by the flag", "by JAX's setting"])
+def test_where_others_may_write_nothing_is_read(tmp_path, caplog, mode, entry, culprit, told):
+    path = folder(tmp_path, mode, entry)
+    if told == "by JAX's setting":
+        jax.config.update("jax_compilation_cache_dir", str(path))
+    assert launch.enable_compile_cache(str(path) if told == "by the flag" else None) is None
+    assert jax.config.jax_compilation_cache_dir is None
+    assert_names(
+        caplog.text, path if culprit == "shared" else path / "jit_step-0123-cache", "chmod", "--jax_cache_dir=DIR"
+    )
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize(("mode", "entry"), [(0o700, 0o666), (0o755, 0o644), (0o750, 0o646)])
+def test_where_nobody_else_can_write_the_cache_is_used(tmp_path, caplog, mode, entry):
+    path = str(folder(tmp_path, mode, entry))
+    assert launch.enable_compile_cache(path) == jax.config.jax_compilation_cache_dir == path
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("whose", ["the folder", "an entry"])
+def test_what_another_user_wrote_is_not_read(tmp_path, caplog, monkeypatch, whose):
+    path = folder(tmp_path)
+    theirs = path if whose == "the folder" else path / "jit_step-0123-cache"
+    real = pathlib.Path.stat
+
+    def owned(self, **settings):
+        found = list(real(self, **settings))
+        found[stat.ST_UID] = 12345 if self == theirs else os.getuid()
+        return os.stat_result(found)
+
+    monkeypatch.setattr(pathlib.Path, "stat", owned)  # only root could make such files
+    assert launch.enable_compile_cache(str(path)) is None
+    assert_names(caplog.text, theirs, 12345)
 
 
 def test_a_directory_of_an_unknown_scheme_is_refused():

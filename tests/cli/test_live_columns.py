@@ -100,7 +100,7 @@ def test_before_the_first_step_only_its_number_is_known():
 
 
 def test_names_cannot_break_the_row():
-    assert "evaluating a b c" in shown(80, None, [Phase("evaluating a\nb\x1b\x07c", 1.0)])
+    assert r"evaluating a\nb\x1b\x07c" in shown(80, None, [Phase("evaluating a\nb\x1b\x07c", 1.0)])
 
 
 def test_a_terminal_without_unicode_gets_plain_characters():

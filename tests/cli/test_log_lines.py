@@ -1,6 +1,8 @@
 """What the command line shows of the log: the trainer's and the user's own lines, libraries' warnings once each."""
 
+import errno
 import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -9,7 +11,9 @@ import pytest
 from absl import logging as absl_logging
 from facts import assert_names
 
+from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import log_lines
+from spmd_trainer.errors import UserError
 from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 
 PROGRAM = """
@@ -67,6 +71,33 @@ def test_own_lines_and_errors_all_and_warnings_of_libraries_once(tmp_path: pathl
     ):
         assert text in full
     assert full.count("soon gone") == 3
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), CheckpointError("step 3"), UserError("bad")])
+def test_the_traceback_of_what_users_can_mend_is_in_the_file_alone(tmp_path, error):
+    try:
+        raise error
+    except Exception:
+        record = logging.LogRecord("absl", logging.ERROR, __file__, 1, "it failed: %d", (7,), sys.exc_info())
+    shown = log_lines._Format().format(record)
+    assert_names(shown, "it failed: 7", str(error))
+    assert "Traceback" not in shown
+    run_log = log_lines.RunLog()
+    run_log.handle(record)
+    run_log.open(tmp_path / "train.log")
+    run_log.close()
+    assert "Traceback" in (tmp_path / "train.log").read_text()
+
+
+def test_a_log_on_a_full_disk_is_said_once(caplog, capsys):
+    run_log = log_lines.RunLog()
+    run_log.open("/dev/full")
+    for _ in range(3):
+        run_log.handle(logging.LogRecord("absl", logging.INFO, __file__, 1, "a line", (), None))
+    run_log.close()
+    (said,) = caplog.messages
+    assert_names(said, "/dev/full", os.strerror(errno.ENOSPC))
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_what_a_live_display_shows_in_its_own_way_goes_to_the_file_alone(monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from facts import assert_names
 from jax.sharding import PartitionSpec as P
+from page_checks import EVIL, assert_harmless, hash_of
 from report_helpers import LONG_PATH, LONG_REASON, MESH, TRAIN_STATE, VARIABLES, texts
 
 from spmd_trainer.sharding import make_variable_spec, plan_sharding, sharding_report
@@ -66,8 +67,25 @@ def selected(dom: str) -> list[str]:
 
 def acting(page: str, *steps: str) -> str:
     """The page with a script that acts on it after its own."""
+    script = ";".join(steps)
+    front, body, back = page.replace("script-src ", f"script-src {hash_of(script)} ", 1).rpartition("</body>")
+    return f"{front}<script>{script}</script>{body}{back}"
+
+
+def test_paths_and_reasons_are_texts():
+    evil = make_variable_spec(EVIL, (8,), np.float32, P(), MESH.shape, EVIL)
+    page = sharding_report({"evil": evil}, MESH, format="html", about={"experiment": EVIL, EVIL: EVIL})
+    assert_harmless(page, scripts=1)
+    assert html.escape(EVIL) in page
+
+
+@needs_chromium
+def test_a_script_that_is_not_the_page_s_does_not_run(browse):
+    page = sharding_report(VARIABLES, MESH, format="html")
+    step = "document.title = 'strange'"
+    assert "<title>strange" in browse(acting(page, step))
     front, body, back = page.rpartition("</body>")
-    return f"{front}<script>{';'.join(steps)}</script>{body}{back}"
+    assert "<title>strange" not in browse(f'{front}<script>{step}</script><img src=x onerror="{step}">{body}{back}')
 
 
 @needs_chromium

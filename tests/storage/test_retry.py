@@ -1,8 +1,11 @@
 """What is tried again, how often and how long apart; and what is not."""
 
 import errno
+import functools
+import threading
 
 import pytest
+from facts import assert_names, raises_naming
 
 from spmd_trainer.storage import retry as retry_lib
 from spmd_trainer.storage.retry import is_transient, retry
@@ -119,6 +122,47 @@ def test_succeeds_after_failures(no_waits):
 
     assert retry(flaky, what="reading x") == "done"
     assert len(no_waits) == 2
+
+
+def test_a_service_that_never_answers_is_left_after_a_while(monkeypatch):
+    monkeypatch.setattr(retry_lib, "FIRST_ANSWER_SECONDS", 0.1)
+    first, calls, never = retry_lib.FirstAnswer("gs://"), [], threading.Event()
+    call = functools.partial(first.wait_for, lambda: calls.append(1) or never.wait(), what="reading x", attempts=8)
+    for _ in range(3):
+        with raises_naming(retry_lib.StoreError, "gs://", "0.1 s"):
+            retry(call, what="a call around it")
+    assert len(calls) == 1, "asked again at once"
+    assert not first.has_come
+    never.set()
+    first._silent_until = 0.0  # a while later
+    assert first.wait_for(lambda: "there", what="reading x", attempts=8) == "there", "the network is back"
+    assert first.has_come
+
+
+def test_a_service_that_refuses_connections_is_left_with_its_error(monkeypatch, no_waits):
+    monkeypatch.setattr(retry_lib, "FIRST_ANSWER_SECONDS", 10.0)
+    first = retry_lib.FirstAnswer("s3://")
+
+    def fail():
+        raise ConnectionRefusedError("nobody listens")
+
+    with pytest.raises(ConnectionRefusedError) as info:
+        first.wait_for(fail, what="reading x", attempts=8)
+    assert len(no_waits) < 7
+    assert_names(" ".join(info.value.__notes__), "reading x")
+    assert not first.has_come
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("no object"), PermissionError("Access Denied"), HttpError(503)])
+def test_an_error_of_the_service_is_an_answer(error, no_waits):
+    first = retry_lib.FirstAnswer("gs://")
+
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)):
+        first.wait_for(fail, what="reading x", attempts=2)
+    assert first.has_come
 
 
 def test_a_retry_around_a_retry_does_not_multiply_the_attempts(no_waits):

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import re
+import socket
 import stat
 
 import pytest
@@ -12,7 +13,7 @@ from facts import raises_naming
 from proxy import Proxy
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.storage import access, append, backends, is_remote
+from spmd_trainer.storage import access, append, backends, is_remote, retry
 from spmd_trainer.storage.files import write_atomically, write_if_changed
 
 
@@ -57,7 +58,7 @@ def test_writing_that_fails_leaves_what_was_there(anywhere):
 def test_a_full_disk_leaves_no_empty_file(tmp_path, monkeypatch):
     path = epath.Path(tmp_path) / "x.json"
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
+    with raises_naming(OSError, path, "No space left"):
         write_atomically(path, ["{}"])
     assert names(epath.Path(tmp_path)) == []
 
@@ -185,7 +186,7 @@ def test_what_a_full_disk_took_is_taken_back(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(type(path), "open", lambda self, mode: Full(os.fspath(self), "ab"))
-    with pytest.raises(OSError, match="No space left"):
+    with raises_naming(OSError, path, "No space left"):
         file.write(b"second\n")
     monkeypatch.setattr(type(path), "open", real_open)
     file.write(b"second\n")
@@ -208,6 +209,22 @@ def test_no_bucket(scheme, address_of, use):
     use(scheme, address_of(scheme))
     with raises_naming(UserError, f"--job_log_dir={scheme}://no-such/run", "no bucket 'no-such'"):
         access.check_writable("--job_log_dir", epath.Path(f"{scheme}://no-such/run"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_start_without_a_network_is_an_error_at_once(scheme, host, use, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_ANSWER_SECONDS", 0.3)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        use(scheme, f"http://{host}:{closed.getsockname()[1]}")
+        path = epath.Path(f"{scheme}://bkt/run")
+        for check in (access.check_readable, access.check_writable):
+            with raises_naming(UserError, f"--job_log_dir={path}", "can't be reached") as info:
+                check("--job_log_dir", path)
+            assert info.value.exit_status == 2
+        with raises_naming(OSError, f"{scheme}://"):
+            path.read_bytes()
 
 
 def test_local_directories_that_cannot_be_written(tmp_path, monkeypatch):
@@ -259,6 +276,17 @@ class Error(Exception):
 )
 def test_errors_are_explained(path, error, says):
     assert re.search(says, access.explain(path, error))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+def test_a_disk_without_room_is_the_users_to_mend(tmp_path, number):
+    path = epath.Path(tmp_path)
+    with raises_naming(UserError, path / "run.json", os.strerror(number)), access.outages_explained(path):
+        raise OSError(number, os.strerror(number), str(path / "run.json"))
+    with raises_naming(UserError, path, os.strerror(number)), access.outages_explained(path):
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(FileNotFoundError), access.outages_explained(path):  # a fault of code
+        (path / "absent").read_text()
 
 
 def test_other_errors_are_not():

@@ -1,7 +1,11 @@
 """`data.html`: the numbers of `--mode=data` on corpora, in a real browser."""
 
+import dataclasses
+import html
+
 import pytest
 from browser_helpers import chromium, needs_chromium
+from page_checks import EVIL, assert_harmless
 
 from spmd_trainer.watch.pages import corpus_summary
 from spmd_trainer.watch.pages.corpus_summary import CorpusSummary, SourceSummary
@@ -39,6 +43,13 @@ def test_the_page_shows_what_was_measured(tmp_path, dark):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.errors == []
         assert len(page.requests) == 1
+
+
+def test_names_of_sources_and_datasets_are_texts():
+    sources = (SourceSummary(EVIL, EVIL, 1.0, 100, 7_100, 0),)
+    page = corpus_summary.data_page(EVIL, {EVIL: dataclasses.replace(SUMMARY, sources=sources)})
+    assert_harmless(page, scripts=0)
+    assert page.count(html.escape(EVIL)) == 5
 
 
 def test_a_corpus_without_rows_has_a_page_too():

@@ -6,7 +6,8 @@ import time
 import pytest
 from etils import epath
 from facts import assert_names
-from made_up_run import EVIL, make_run, report, times_line, train_line, write_lines
+from made_up_run import make_run, report, times_line, train_line, write_lines
+from page_checks import EVIL, assert_harmless
 
 from spmd_trainer.metrics.run_times import RunTimesFile
 from spmd_trainer.sharding.page import fill, script_json
@@ -270,11 +271,13 @@ def test_many_steps_of_samples_are_spread_and_long_texts_are_marked(tmp_path):
 
 def test_nothing_in_the_data_ends_the_script(tmp_path):
     text = page_text(read(make_run(tmp_path / "mine")))
+    assert_harmless(text, scripts=2)
     begin = text.index('id="data">') + len('id="data">')
     inside = text[begin : text.index("</script>", begin)]
     assert not set("<>&\u2028\u2029") & set(inside)
     assert EVIL in json.loads(inside)["runs"][0]["overrides"][1]
     assert script_json({"x": "\ud800"}).isascii()
+    assert_harmless(page_text(read(tmp_path / "mine"), follow=True), scripts=2, asks_server=True)
     assert fill("__PAGE_A__ __PAGE_B__", {"A": "__PAGE_B__", "B": "b"}) == "__PAGE_B__ b"
 
 

@@ -6,7 +6,8 @@ import pytest
 from browser_helpers import chromium, needs_chromium
 from etils import epath
 from facts import assert_names
-from made_up_run import EVIL, make_run, report, train_line, write_lines
+from made_up_run import make_run, report, train_line, write_lines
+from page_checks import EVIL
 
 from spmd_trainer.watch.pages.run_page import write_page
 

@@ -61,7 +61,7 @@ def test_a_conversation_is_shown_with_what_counts(tmp_path, tokenizer):
 
 def test_control_characters_don_t_reach_the_terminal(tmp_path, tokenizer):
     text = "\n".join(chat_lines(tmp_path, tokenizer, "\x1b[2J\r\x9b", style=show_data.Style(colours=True)))
-    assert "<a>\x1b[30;42m\\x1b[2J\\x0d\\x9b\x1b[0m" in text
+    assert "<a>\x1b[30;42m\\x1b[2J\\r\\x9b\x1b[0m" in text
 
 
 def test_the_text_of_a_row_has_a_limit_that_is_told(tmp_path, tokenizer):

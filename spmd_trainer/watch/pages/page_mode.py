@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import storage
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import access
 from spmd_trainer.storage.run_files import COMPARISON, PAGE
@@ -43,8 +42,7 @@ def show(request: PageConfig) -> None:
             remote = any(storage.is_remote(directory) for directory in directories)
             seconds = _SECONDS_BETWEEN_REMOTE_READS if remote else SECONDS_BETWEEN_READS
             server = PageServer(PageData(directories).read, request.port, seconds_between_reads=seconds)
-            sys.stdout.write(f"{server.url}\nCtrl-C ends it.\n")
-            sys.stdout.flush()
+            terminal.write(f"{server.url}\nCtrl-C ends it.\n")
             server.serve()
         return
     file = _file(request, directories)
@@ -54,7 +52,7 @@ def show(request: PageConfig) -> None:
         raise UserError(
             f"{file} can't be written: {error.strerror or error}; --page_file=FILE writes another"
         ) from error
-    sys.stdout.write(f"{file}\n")
+    terminal.write(f"{file}\n")
 
 
 def _directories(request: PageConfig) -> list[epath.Path]:

@@ -21,12 +21,6 @@ from spmd_trainer.watch.pages.run_charts import Record
 from spmd_trainer.watch.pages.run_reader import RunReader
 
 _MOST_DIFFERENCES = 400
-# The page asks its own server alone for newer data, and shows pictures that stand in it.
-_HEAD = (
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; img-src data:; connect-src 'self'\">\n"
-    '<link rel="icon" href="data:,">\n'
-)
 
 
 def write_page(directories: Sequence[epath.Path], file: epath.Path) -> None:
@@ -51,11 +45,12 @@ def page_text(data: Record, *, follow: bool = False) -> str:
     """
     return page.document(
         ", ".join(run["name"] for run in data["runs"]),
-        f"{shared('run_page.html')}<script>\n{shared('vendor/uPlot.iife.min.js')}</script>\n",
+        shared("run_page.html"),
         styles=map(shared, ("vendor/uPlot.min.css", "page.css", "run_page.css")),
         data={**data, "follow": follow},
         scripts=map(shared, ("page.js", "run_curves.js", "run_parts.js", "run_page.js")),
-        head=_HEAD,
+        libraries=(shared("vendor/uPlot.iife.min.js"),),
+        asks_server=follow,
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.packed_text import PackedRows
@@ -27,8 +27,6 @@ from spmd_trainer.watch.pages import corpus_summary
 _ROWS, _CHARACTERS = 4, 8000
 _COUNTED, _HEADING, _PLAIN = "\x1b[30;42m", "\x1b[1m", "\x1b[0m"
 _BRACKETS = ("\u27e6", "\u27e7")
-# Control characters of a text would act on the terminal.
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _TOKEN_ARRAYS = ("ids", "labels", "weights")
 
 
@@ -58,7 +56,7 @@ class _Row:
 
 
 class Style:
-    """How counted labels and headings are marked."""
+    """How counted labels and headings are marked. The only characters that act on a terminal are those marks."""
 
     def __init__(self, *, colours: bool):
         """Chooses the marks: colours of a terminal, or brackets."""
@@ -67,11 +65,11 @@ class Style:
 
     def counted(self, text: str) -> str:
         """Returns text of labels that count."""
-        return text.join(self._counted)
+        return terminal.visible(text).join(self._counted)
 
     def heading(self, text: str) -> str:
         """Returns a heading."""
-        return text.join(self._heading)
+        return terminal.visible(text).join(self._heading)
 
 
 def show_data(job: Job) -> None:
@@ -96,8 +94,7 @@ def show_data(job: Job) -> None:
             measured[source.name] = corpus_summary.measure(source)
         text = "\n".join(describe(source, style, measured.get(source.name)))
         if jax.process_index() == 0:
-            encoding = sys.stdout.encoding or "utf-8"
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n\n")
+            terminal.write(f"{text}\n\n", styled=True)
     if measured and job.config.writes_reports and jax.process_index() == 0:
         path = report_directory(job.config.job_log_dir) / corpus_summary.FILE
         files.write_atomically(path, corpus_summary.data_page(job.config.experiment.name, measured).split("\n"))
@@ -124,14 +121,15 @@ def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary |
             f"({_percent(counted, labels)}) count; {_percent(positions - labels, positions)} padding"
         )
     if measured is not None:
-        yield from corpus_summary.lines(measured)
+        yield from map(terminal.visible, corpus_summary.lines(measured))
     rows = list(_rows(batch))
     if isinstance(source, PackedRows):
         rows = rows[: source.num_rows]  # a small epoch begins again within a batch
     if not rows:
         yield "a batch:"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            yield f"  {jax.tree_util.keystr(path, simple=True, separator='/')}: {leaf.dtype} {list(leaf.shape)}"
+            name = terminal.visible(jax.tree_util.keystr(path, simple=True, separator="/"))
+            yield f"  {name}: {leaf.dtype} {list(leaf.shape)}"
         return
     yield from _table(rows)
     for number, row in enumerate(rows):
@@ -185,9 +183,9 @@ def _texts(row: _Row, source: Any, style: Style) -> Iterator[str]:
         yield f"segment {number}: {length} labels, {np.count_nonzero(counted)} count"
         parts = []
         for text, counts in _parts(source, row.ids[here], row.labels[here], counted):
-            shown = text[: max(left, 0)].translate(_VISIBLE)
+            shown = text[: max(left, 0)]
             left -= len(text)
-            parts.append(style.counted(shown) if counts and shown else shown)
+            parts.append(style.counted(shown) if counts and shown else terminal.visible(shown))
         yield "".join(parts) + (f"... ({-left:,} more characters)" if left < 0 else "")
 
 
