@@ -14,18 +14,15 @@ status, wrote anywhere but into the run's folder, sent commands to the terminal,
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
-import dataclasses
 import functools
 import os
 import random
-import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import data_files
@@ -33,14 +30,10 @@ import model_files
 import odd_files
 from cases import Command, Maker, Place, training_command
 from processes import Ended, run_forked, run_new
+from results import Result, table
 
-MOST_SECONDS, MOST_MIB = 10, 2_048
 # One round of all kinds in so many runs in new interpreters.
 _NEW_EVERY = 10
-_DOCUMENTED = frozenset({0, 2, 5})
-_TRACEBACK = b"Traceback (most recent call last)"
-# Controls of C0 and C1 but tabs and line ends, marks of direction, and bytes that are not UTF-8.
-_ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\udc80-\udcff]")
 _MAY_CHANGE = ("run", "out", "tmp")
 _ESCAPED = Path("/tmp/executed.txt")  # where a member of an archive names itself
 
@@ -66,59 +59,6 @@ KINDS: dict[str, Maker] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What became of a case.
-
-    Attributes:
-      kind: its kind.
-      number: its number among those of the seed.
-      command: what ran.
-      ended: how it ended.
-      written: what it wrote outside of the folders that it may write to.
-      output: what it wrote to stdout and stderr.
-    """
-
-    kind: str
-    number: int
-    command: Command
-    ended: Ended
-    written: Sequence[str]
-    output: bytes
-
-    @property
-    def traceback(self) -> bool:
-        return _TRACEBACK in self.output
-
-    @property
-    def commands_terminal(self) -> bool:
-        return _ACTS.search(self.output.decode("utf-8", "surrogateescape")) is not None
-
-    @property
-    def accepted(self) -> bool:
-        return self.command.must_refuse and self.ended.status == 0
-
-    def faults(self) -> Iterator[str]:
-        """Yields what should not have happened."""
-        documented = _DOCUMENTED | ({1} if "--mode=port" in self.command.arguments else set())
-        if self.ended.killed:
-            yield self.ended.killed
-        elif self.ended.status not in documented:
-            yield f"status {self.ended.status}"
-        if self.ended.seconds > MOST_SECONDS:
-            yield f"{self.ended.seconds:.0f} s"
-        if self.ended.mib > MOST_MIB:
-            yield f"{self.ended.mib:,.0f} MiB"
-        if self.traceback:
-            yield f"traceback: {self.output.decode(errors='replace').rstrip().splitlines()[-1][:120]}"
-        if self.commands_terminal:
-            yield "commands to the terminal"
-        if self.written:
-            yield f"wrote {', '.join(self.written)}"
-        if self.accepted:
-            yield "accepted though damaged"
-
-
 class Cases:
     """Makes and runs cases in a scratch folder."""
 
@@ -131,7 +71,7 @@ class Cases:
         kind = self._kinds[number % len(self._kinds)]
         place = self._place(f"case_{number}")
         command = KINDS[kind](random.Random(f"{self._seed} {kind} {number}"), place)
-        start = run_new if number // len(self._kinds) % _NEW_EVERY == 0 else run_forked
+        start = run_forked if (number // len(self._kinds) + 1) % _NEW_EVERY else run_new
         return self._run(kind, number, place, command, start)
 
     def _place(self, name: str) -> Place:
@@ -176,32 +116,6 @@ def _state(path: Path) -> tuple[int, ...]:
     found = path.lstat()
     is_file = path.is_file() and not path.is_symlink()
     return (found.st_mode, found.st_size, found.st_mtime_ns) if is_file else (found.st_mode,)
-
-
-def table(results: Sequence[Result]) -> str:
-    """Returns a row for each kind: how its cases ended, the worst time and memory, and the faults."""
-    rows = [
-        "| kind | cases | statuses | worst s | worst MiB | tracebacks | to the terminal | written outside | accepted |",
-        "|---" * 9 + "|",
-    ]
-    names = [*dict.fromkeys(result.kind for result in results), ""]
-    for kind in names:
-        found = [result for result in results if kind in ("", result.kind)]
-        counts = collections.Counter(result.ended.killed or str(result.ended.status) for result in found)
-        statuses = ", ".join(f"{status}: {count}" for status, count in sorted(counts.items()))
-        cells = [
-            kind or "all",
-            len(found),
-            statuses,
-            f"{max(result.ended.seconds for result in found):.1f}",
-            f"{max(result.ended.mib for result in found):,.0f}",
-            sum(result.traceback for result in found),
-            sum(result.commands_terminal for result in found),
-            sum(bool(result.written) for result in found),
-            sum(result.accepted for result in found),
-        ]
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
