@@ -11,6 +11,7 @@ from praxis import pax_fiddle
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm import stdlib
 from spmd_trainer.inputs import CorpusInput, Documents, stdlib_text, tokenizer_field
+from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES
 
 
 @experiment_registry.register
@@ -26,6 +27,7 @@ class OwnText(stdlib.StdlibBytes):
       TOKENIZER: path of a tokenizer, see `text_base.TokenizedInput`; None reads bytes.
       PACKING: see `CorpusInput.packing`.
       BAD_RECORDS: 'raise' or 'skip'.
+      MAX_RECORD_BYTES: see `Documents.max_record_bytes`.
     """
 
     FILES: Any = None
@@ -34,6 +36,7 @@ class OwnText(stdlib.StdlibBytes):
     TOKENIZER: str | None = None
     PACKING = "best_fit"
     BAD_RECORDS = "raise"
+    MAX_RECORD_BYTES = MAX_RECORD_BYTES
     MAX_SEQ_LEN = 512
 
     def datasets(self) -> list[Any]:
@@ -54,7 +57,7 @@ class OwnText(stdlib.StdlibBytes):
         return pax_fiddle.Config(
             CorpusInput,
             name=name,
-            source=Documents(files, column=self.COLUMN),
+            source=Documents(files, column=self.COLUMN, max_record_bytes=self.MAX_RECORD_BYTES),
             tokenizer=self.TOKENIZER,
             seq_len=self.MAX_SEQ_LEN,
             batch_size=self.GLOBAL_BATCH_SIZE,

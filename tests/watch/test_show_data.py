@@ -113,6 +113,18 @@ def test_datasets_that_show_nothing_are_refused():
         show_data.show_data(job(Empty()))
 
 
+@pytest.mark.parametrize("large", [{"seq_len": 10**11}, {"batch_size": 10**9}])
+def test_batches_too_large_to_be_shown_are_refused_before_they_are_built(tmp_path, large):
+    (tmp_path / "a.txt").write_text("some text")
+    settings = {"seq_len": 8, "batch_size": 2, "files": str(tmp_path / "a.txt"), **large}
+    config = types.SimpleNamespace(
+        train_datasets=[pax_fiddle.Config(TextInput, name="mine", **settings)], eval_datasets=[]
+    )
+    run = types.SimpleNamespace(experiment=types.SimpleNamespace(config=config, label="x"))
+    with raises_naming(UserError, "dataset mine", f"{next(iter(large.values())):,}", *large):
+        show_data.show_data(types.SimpleNamespace(config=run))
+
+
 def test_the_first_process_prints(monkeypatch, capsys, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("hello")

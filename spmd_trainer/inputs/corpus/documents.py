@@ -38,6 +38,16 @@ class BadRecord:
 
 
 Record = Document | BadRecord
+# Default of `Documents.max_record_bytes`.
+MAX_RECORD_BYTES = 2**25
+
+
+def too_long(where: str, longest: int, size: int | None = None) -> BadRecord:
+    """A record of more than `longest` bytes, which was not read whole. `size`: its bytes, if they are known."""
+    has = "more" if size is None else f"{size:,} bytes, more"
+    return BadRecord(
+        where, f"has {has} than max_record_bytes={longest:,}; raise it in Documents if the record is right"
+    )
 
 
 class Source(abc.ABC):
@@ -115,6 +125,8 @@ class Documents:
         otherwise.
       epochs: passes over the documents; None: endless in training, one otherwise.
       separator: text between the documents of a text file; None makes each file one document.
+      max_record_bytes: most bytes of a record before it is parsed: a line with its end, a tar member, a document of a text file,
+        an Example. A longer one counts as a bad record and is not read whole.
     """
 
     files: Any
@@ -123,3 +135,4 @@ class Documents:
     shuffle: str | int | None = "auto"
     epochs: int | None = None
     separator: str | None = None
+    max_record_bytes: int = MAX_RECORD_BYTES

@@ -51,6 +51,8 @@ _SKIPPED_FIRST, _SKIPPED = range(0x50, 0x60), b"\x2a\x4d\x18"
 _HEAD_BYTES = 4
 # Compressed bytes per read; their content can be many times larger.
 _BLOCK = 2**16
+# Compressed bytes that Zstandard unpacks at a time: up to 32 MiB of content.
+_PIECE = 2**10
 # Exceptions of damaged files: gzip raises EOFError, zlib.error and BadGzipFile (an OSError).
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
 
@@ -200,10 +202,10 @@ class _ZstandardFrames(io.RawIOBase):
             if self._frame is None:
                 self._frame = self._zstandard.ZstdDecompressor().decompressobj()
             try:
-                self._ready = memoryview(self._frame.decompress(self._compressed))
+                self._ready = memoryview(self._frame.decompress(self._compressed[:_PIECE]))
             except self._zstandard.ZstdError as error:
                 raise EOFError(str(error)) from error
-            self._compressed = self._frame.unused_data
+            self._compressed = self._frame.unused_data + self._compressed[_PIECE:]
             if self._frame.eof:
                 self._frame = None
         count = min(len(buffer), len(self._ready))

@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files
-from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, Source
+from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Document, Record, Source, too_long
 from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote, reading
@@ -81,9 +81,11 @@ class FileSource(Source):
 
     Attributes:
       kind: one of `file_kinds.KINDS`. Another kind counts as other data.
+      max_record_bytes: see `Documents`.
     """
 
     kind: ClassVar[str]
+    max_record_bytes: int = MAX_RECORD_BYTES
 
     def __init__(self, paths: Sequence[str]):
         """Takes the sizes of existing files.
@@ -205,12 +207,22 @@ class IndexedFiles(NumberedFiles):
     def record(self, index: int, number: int, content: bytes) -> Record:
         """Makes a record from its bytes: record `number` of file `index`."""
 
+    @abc.abstractmethod
+    def where(self, index: int, number: int) -> str:
+        """Names a record for messages, see `Document.where`."""
+
+    def _refused(self, index: int, number: int, size: int) -> BadRecord | None:
+        if size > self.max_record_bytes:
+            return too_long(self.where(index, number), self.max_record_bytes, size)
+        return None
+
     def read(self, numbers: np.ndarray) -> list[Record]:
         found: dict[int, Record] = {}
         for index, places, inside in self.shards.split(numbers):
             starts, stops = self._starts[index][inside].tolist(), self._starts[index][inside + 1].tolist()
             for place, number, start, stop in zip(places.tolist(), inside.tolist(), starts, stops, strict=True):
-                found[place] = self.record(index, number, self._files.read(index, start, stop))
+                refused = self._refused(index, number, stop - start)
+                found[place] = refused or self.record(index, number, self._files.read(index, start, stop))
         return [found[place] for place in range(len(numbers))]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
@@ -219,10 +231,12 @@ class IndexedFiles(NumberedFiles):
             stop = int(np.searchsorted(starts, starts[start] + _BYTES_AT_ONCE, side="right")) - 1
             stop = min(max(stop, start + 1), count)
             bounds = starts[start : stop + 1].tolist()
-            content = self._files.read(chunk, bounds[0], bounds[-1])
+            # A block of several records is short.
+            is_read = stop > start + 1 or self._refused(chunk, start, bounds[-1] - bounds[0]) is None
+            content = self._files.read(chunk, bounds[0], bounds[-1]) if is_read else b""
             for number in range(start, stop):
                 begin, end = (bounds[number - start + i] - bounds[0] for i in (0, 1))
-                yield self.record(chunk, number, content[begin:end])
+                yield self._refused(chunk, number, end - begin) or self.record(chunk, number, content[begin:end])
             start = stop
 
 

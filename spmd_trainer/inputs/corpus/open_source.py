@@ -15,6 +15,7 @@ from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.inputs.corpus.arrow_documents import STATE_FILE, ArrowDocuments, files_of_folder
 from spmd_trainer.inputs.corpus.documents import Documents, Source
 from spmd_trainer.inputs.corpus.file_kinds import KINDS, TOKENS
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
 from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, PreparedDocuments
 from spmd_trainer.inputs.corpus.record_documents import ArrayRecordDocuments, TfRecordDocuments
@@ -37,6 +38,8 @@ def open_documents(documents: Documents) -> Source:
     """
     if isinstance(documents.files, Source):
         return documents.files
+    if not (isinstance(documents.max_record_bytes, int) and documents.max_record_bytes > 0):
+        raise UserError(f"max_record_bytes={documents.max_record_bytes!r}; give a number of bytes above 0")
     if documents.kind is not None and documents.kind not in KINDS:
         near = did_you_mean(str(documents.kind), KINDS)
         raise UserError(f"kind={documents.kind!r}; set it to one of {', '.join(map(repr, KINDS))}{near}")
@@ -56,7 +59,9 @@ def open_documents(documents: Documents) -> Source:
     kind = documents.kind or file_kinds.kind_of_all(paths)
     if documents.separator is not None and kind != "text":
         raise UserError(f"separator={documents.separator!r} is for text files; these are of the kind {kind!r}")
-    return _source(kind, paths, documents)
+    source = _source(kind, paths, documents)
+    source.max_record_bytes = documents.max_record_bytes
+    return source
 
 
 def paths_of(files: object) -> list[str]:
@@ -68,20 +73,20 @@ def paths_of(files: object) -> list[str]:
     return _paths(input_files.entries_of(files))
 
 
-def _source(kind: str, paths: Sequence[str], documents: Documents) -> Source:
+def _source(kind: str, paths: Sequence[str], documents: Documents) -> FileSource:
     if kind == "jsonl":
         return _open_json_lines(paths, documents.column)
     if kind == "arrayrecord":
         return ArrayRecordDocuments(paths)
     if kind == "text":
         return TextDocuments(paths, documents.separator)
-    with_column: dict[str, Callable[[Sequence[str], str], Source]] = {
+    with_column: dict[str, Callable[[Sequence[str], str], FileSource]] = {
         "parquet": ParquetDocuments, "arrow": ArrowDocuments, "tfrecord": TfRecordDocuments, "tar": TarDocuments
     }  # fmt: skip
     return with_column[kind](paths, documents.column)
 
 
-def _open_json_lines(paths: Sequence[str], column: str) -> Source:
+def _open_json_lines(paths: Sequence[str], column: str) -> FileSource:
     if any(map(is_remote, paths)):
         return StreamedJsonLines(paths, column)
     compressed = [path for path in paths if file_kinds.is_compressed(path)]

@@ -128,7 +128,7 @@ class TfRecordDocuments(IndexedFiles):
         return record_files.bounds_of(self.paths[index])
 
     def record(self, index: int, number: int, content: bytes) -> Record:
-        where = record_files.describe(self.paths[index], number, int(self._starts[index][number]))
+        where = self.where(index, number)
         try:
             features = example_bytes(record_files.data_of(content, len(content), lambda: where))
         except record_files.BrokenRecord as error:
@@ -142,6 +142,9 @@ class TfRecordDocuments(IndexedFiles):
             found = "numbers" if values is None else f"{len(values)} values"
             return BadRecord(where, f"has {found} in the feature {self._column!r} instead of one text")
         return Document(values[0], where)
+
+    def where(self, index: int, number: int) -> str:
+        return record_files.describe(self.paths[index], number, int(self._starts[index][number]))
 
 
 # tf.train.Example with its lists of numbers left unread. TensorFlow's own class takes seconds to import.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar, cast
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import DAMAGE, decompressed, open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.storage import reading
@@ -17,6 +18,9 @@ _END = bytes(1024)
 # Exceptions of damaged tar files.
 TAR_DAMAGE: tuple[type[Exception], ...] = (*DAMAGE, tarfile.TarError)
 _USTAR, _USTAR_AT = b"ustar", 257
+# Headers whose content describes the next member: names and attributes, which tarfile reads whole.
+_DESCRIBING = (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_LONGEST_DESCRIPTION = 2**20
 
 T = TypeVar("T")
 
@@ -37,12 +41,21 @@ class Header(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"the header at byte {archive.offset} can't be read: {error}") from error
 
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
+        found = super().frombuf(buf, encoding, errors)
+        describes = found.type in _DESCRIBING and found.type != tarfile.GNUTYPE_SPARSE
+        if found.size < 0 or (describes and found.size > _LONGEST_DESCRIPTION):
+            raise tarfile.ReadError(f"a header declares a size of {found.size:,} bytes")
+        return found
+
 
 def samples(
     archive: tarfile.TarFile,
     path: str,
     wanted: Collection[str],
     take: Callable[[tarfile.TarFile, tarfile.TarInfo], T],
+    size: int | None,
 ) -> Iterator[tuple[str, dict[str, T | None]]]:
     """Yields each sample's name and its members by extension.
 
@@ -51,13 +64,21 @@ def samples(
       path: the file, for errors.
       wanted: extensions to read; other members are None.
       take: reads a member.
+      size: bytes of the file; None if it is compressed.
 
     Raises:
+      tarfile.ReadError: a member reaches beyond the end of the file by its declared size.
       UserError: a sample has two members with one extension, or a wanted member is a link.
     """
     current: tuple[str, dict[str, T | None]] | None = None
     for member in archive:
         archive.members = []  # type: ignore[attr-defined] # tarfile would keep the headers of all members
+        stored = 0 if member.issparse() else member.size
+        if size is not None and member.offset_data + stored > size:
+            raise tarfile.ReadError(
+                f"{member.name!r} has {member.size:,} bytes by its header, and the file ends {size - member.offset_data:,} bytes "
+                "after it"
+            )
         folder, _, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
         if extension in wanted and (member.issym() or member.islnk()):
@@ -81,8 +102,29 @@ def samples(
         yield current
 
 
-def content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+class _TooLong(NamedTuple):
+    """A member that is not read. `size`: its bytes."""
+
+    size: int
+
+
+def _content(longest: int, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | _TooLong:
+    if member.size > longest:
+        return _TooLong(member.size)
     return cast(tarfile.ExFileObject, archive.extractfile(member)).read()
+
+
+class _Stream:
+    """A file whose end is an error to read beyond: tarfile would read on until it has what a header declares."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        """Returns up to `size` bytes, at least one."""
+        if not (found := self._file.read(size)):
+            raise EOFError("the file ends before what its headers declare; it may have been cut off")
+        return found
 
 
 def is_plain(path: str) -> bool:
@@ -123,8 +165,10 @@ class TarDocuments(FileSource):
         try:
             with open_bytes(path) as file:
                 unpacked = decompressed(file, path)
-                archive = tarfile.TarFile.open(fileobj=unpacked, mode="r|", tarinfo=Header)
-                for number, (name, members) in enumerate(samples(archive, path, {self._column}, content)):
+                archive = tarfile.TarFile.open(fileobj=cast(Any, _Stream(unpacked)), mode="r|", tarinfo=Header)
+                take = functools.partial(_content, self.max_record_bytes)
+                size = self.sizes[chunk] if unpacked is file else None
+                for number, (name, members) in enumerate(samples(archive, path, {self._column}, take, size)):
                     if number >= start:
                         yield self._record(f"{path} sample {name!r}", members)
                 while unpacked.read(_BLOCK):  # checksums of compressed files are at their end
@@ -135,8 +179,10 @@ class TarDocuments(FileSource):
                 f"{path} is damaged after sample {number}: {error or type(error).__name__}. Write the file again, or leave it out"
             ) from error
 
-    def _record(self, where: str, members: dict[str, bytes | None]) -> Record:
+    def _record(self, where: str, members: dict[str, bytes | _TooLong | None]) -> Record:
         content = members.get(self._column)
         if content is None:
             return BadRecord(where, f"has no member {self._column!r}{did_you_mean(self._column, list(members))}")
+        if isinstance(content, _TooLong):
+            return too_long(where, self.max_record_bytes, content.size)
         return Document(content, where)

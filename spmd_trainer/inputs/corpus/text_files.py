@@ -12,13 +12,13 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files, record_files
-from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, changed, document_of
 from spmd_trainer.storage import is_remote, reading
@@ -26,6 +26,8 @@ from spmd_trainer.storage.local_copies import cached_index
 
 # Bytes searched for newlines or separators at a time.
 _BLOCK = 2**22
+# A line of so many times the longest record's bytes is refused at once; of a shorter one, the end is looked for.
+_LONG_LINES = 8
 # Smaller files are faster to index again than to look up.
 _CACHED_BYTES = 2**20
 _NEWLINE, _RETURN = b"\n\r"
@@ -114,7 +116,10 @@ class JsonLines(IndexedFiles):
         return starts
 
     def record(self, index: int, number: int, content: bytes) -> Record:
-        return record_of(content, self._column, f"{self.paths[index]}:{self._lines[index].line_number(number)}")
+        return record_of(content, self._column, self.where(index, number))
+
+    def where(self, index: int, number: int) -> str:
+        return f"{self.paths[index]}:{self._lines[index].line_number(number)}"
 
 
 class StreamedJsonLines(FileSource):
@@ -132,12 +137,17 @@ class StreamedJsonLines(FileSource):
         try:
             self.refuse_changed(chunk)
             with open_bytes(path) as file:
-                for line_number, line in enumerate(decompressed(file, path), 1):
+                for line_number, line in _lines(decompressed(file, path), path, self.max_record_bytes):
                     if line in _EMPTY_LINES:
                         continue
                     number += 1
                     if number > start:
-                        yield record_of(line, self._column, f"{path}:{line_number}")
+                        where = f"{path}:{line_number}"
+                        yield (
+                            too_long(where, self.max_record_bytes)
+                            if line is None
+                            else record_of(line, self._column, where)
+                        )
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
                 f"{path} is damaged: {error or type(error).__name__}. The lines before are whole, the last is {line_number}. "
@@ -145,6 +155,30 @@ class StreamedJsonLines(FileSource):
             ) from error
         except OSError as error:
             raise UserError(f"{path} can't be read after line {line_number}: {reading.problem(path, error)}") from error
+
+
+def _lines(file: BinaryIO, path: str, longest: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yields the lines with their numbers and ends; None for one of more than `longest` bytes, whose rest is read in pieces.
+
+    Raises:
+      UserError: a line goes on for `_LONG_LINES` times as many bytes.
+    """
+    number = 0
+    while line := file.readline(longest + 1):
+        number += 1
+        if len(line) <= longest:
+            yield number, line
+            continue
+        yield number, None
+        size = len(line)
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_BLOCK)
+            size += len(line)
+            if size > _LONG_LINES * longest:
+                raise UserError(
+                    f"{path}:{number} has more than {size:,} bytes, {_LONG_LINES} times max_record_bytes={longest:,}, and is not "
+                    "left out as a bad record. Leave the file out, or raise the limit: Documents(max_record_bytes=...)"
+                )
 
 
 def record_of(line: bytes, column: str, where: str) -> Record:
@@ -201,10 +235,13 @@ class TextDocuments(IndexedFiles):
         )
 
     def record(self, index: int, number: int, content: bytes) -> Record:
+        return Document(
+            content if self._separator is None else content.removesuffix(self._separator), self.where(index, number)
+        )
+
+    def where(self, index: int, number: int) -> str:
         path = self.paths[index]
-        if self._separator is None:
-            return Document(content, path)
-        return Document(content.removesuffix(self._separator), f"{path} document {number + 1}")
+        return path if self._separator is None else f"{path} document {number + 1}"
 
     def _find_separators(self, index: int, separator: bytes) -> np.ndarray:
         """Returns the first byte of each document, and the file's end: int64 [documents + 1]."""

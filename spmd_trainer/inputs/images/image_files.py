@@ -176,7 +176,7 @@ class TarImages(NumberedFiles, ImageSource):
                 raise UserError(
                     f"{path} is compressed or no tar file, so its images can't be read by number; unpack it"
                 )
-            for name, members in self._walk(path):
+            for name, members in self._walk(index):
                 images = {one: member for one in self._images if (member := members.get(one)) is not None}
                 if len(images) > 1:
                     raise UserError(
@@ -191,14 +191,15 @@ class TarImages(NumberedFiles, ImageSource):
             ) from error
         return np.array(found, np.int64).reshape(-1, 4)
 
-    def _walk(self, path: str) -> Iterator[tuple[str, dict[str, _Member | None]]]:
+    def _walk(self, index: int) -> Iterator[tuple[str, dict[str, _Member | None]]]:
+        path = self.paths[index]
         with open_bytes(path) as file:
             archive = tarfile.TarFile.open(fileobj=file, mode="r:", tarinfo=Header)
-            yield from samples(archive, path, {*self._images, self._label}, _member)
+            yield from samples(archive, path, {*self._images, self._label}, _member, self.sizes[index])
 
     def _sample(self, file: int, number: int) -> tuple[str, list[str]]:
         """Rereads the file for an error message: name of a sample and the extensions of its members."""
-        name, members = next(itertools.islice(self._walk(self.paths[file]), number, None))
+        name, members = next(itertools.islice(self._walk(file), number, None))
         return name, list(members)
 
 

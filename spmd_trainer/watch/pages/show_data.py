@@ -25,6 +25,8 @@ from spmd_trainer.watch.pages import corpus_summary
 
 # Rows that are shown of each dataset, and characters of a row's text.
 _ROWS, _CHARACTERS = 4, 8000
+# Most tokens of a batch that is made to be shown.
+_MOST_TOKENS = 2**25
 _COUNTED, _HEADING, _PLAIN = "\x1b[30;42m", "\x1b[1m", "\x1b[0m"
 _BRACKETS = ("\u27e6", "\u27e7")
 _TOKEN_ARRAYS = ("ids", "labels", "weights")
@@ -78,7 +80,7 @@ def show_data(job: Job) -> None:
     With a job_log_dir, writes what was measured of corpora to `data.html`.
 
     Raises:
-      UserError: the experiment has no datasets, or one can't be read.
+      UserError: the experiment has no datasets, one can't be read, or its batches are too large to be shown.
     """
     config = job.config.experiment.config
     datasets = [*config.train_datasets, *config.eval_datasets]
@@ -88,6 +90,8 @@ def show_data(job: Job) -> None:
         )
     measured: dict[str, corpus_summary.CorpusSummary] = {}
     style = Style(colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    for input_p in datasets:
+        _refuse_large(input_p)
     for input_p in datasets:
         source = reference_files.attach_zeros(job.build_input(input_p))
         if isinstance(source, CorpusInput):
@@ -99,6 +103,17 @@ def show_data(job: Job) -> None:
         path = report_directory(job.config.job_log_dir) / corpus_summary.FILE
         files.write_atomically(path, corpus_summary.data_page(job.config.experiment.name, measured).split("\n"))
         logging.info("wrote %s", path)
+
+
+def _refuse_large(input_p: Any) -> None:
+    """Refuses a dataset before it is built, whose batches would fill the memory or take minutes."""
+    rows = getattr(input_p, "batch_size", None)
+    width = getattr(input_p, "seq_len", None) or getattr(input_p, "prefix_len", None) or 1
+    if isinstance(rows, int) and isinstance(width, int) and rows * width > _MOST_TOKENS:
+        raise UserError(
+            f"dataset {getattr(input_p, 'name', '')} has batches of {rows:,} rows of {width:,} tokens, and --mode=data shows "
+            f"batches of up to {_MOST_TOKENS:,} tokens; give a smaller batch_size or seq_len"
+        )
 
 
 def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary | None = None) -> Iterator[str]:

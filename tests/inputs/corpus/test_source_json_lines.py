@@ -271,3 +271,36 @@ def test_the_streamed_source_reads_plain_files_too(tmp_path):
     assert all_records(streamed) == all_records(opened(path))
     assert not streamed.random_access
     assert streamed.chunk_sizes() is None
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_line_that_is_too_long_is_a_bad_record(tmp_path, suffix):
+    texts = ["first", "x" * 300, "last"]
+    path = write_jsonl(tmp_path, texts, suffix=suffix)
+    source = open_documents(Documents(str(path), max_record_bytes=100))
+    first, bad, last = all_records(source)
+    assert not source.random_access or by_number(source) == [first, bad, last]
+    assert (first.content, last.content) == (b"first", b"last")
+    assert isinstance(bad, BadRecord)
+    assert bad.where == f"{path}:2"
+    assert_names(bad.problem, "max_record_bytes=100")
+    found = all_records(open_documents(Documents(str(path), max_record_bytes=400)))
+    assert [record.content.decode() for record in found] == texts
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_line_without_an_end_is_not_read_whole(tmp_path, suffix):
+    path = write_jsonl(tmp_path, ["x" * 2**26], suffix=suffix)
+    tracemalloc.start()
+    source = open_documents(Documents(str(path), max_record_bytes=2**20))
+    with raises_naming(UserError, f"{path}:1", "max_record_bytes=1,048,576"):
+        list(source.read_chunk(0, 0))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**26
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "1 MB"])
+def test_a_limit_that_is_none_is_refused(tmp_path, wrong):
+    with raises_naming(UserError, f"max_record_bytes={wrong!r}"):
+        open_documents(Documents(str(write_jsonl(tmp_path, ["a"])), max_record_bytes=wrong))
