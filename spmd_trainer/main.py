@@ -11,7 +11,7 @@ from absl import app, flags
 
 from spmd_trainer.cli import doctor, flag_parsing, log_lines, run_flags
 from spmd_trainer.cli.modes import MODES
-from spmd_trainer.errors import UserError, installation, user_code
+from spmd_trainer.errors import UserError, installation, terminal, user_code
 from spmd_trainer.inputs import tensorflow_bridge
 from spmd_trainer.training import garbage, rooms
 from spmd_trainer.training.run_config import PortConfig
@@ -65,14 +65,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _flush_or_discard() -> None:
-    """Drops output that can't be written because the terminal is gone: Python would exit with status 120 for it."""
+    """Drops output that can't be written because the terminal is gone."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            terminal.discard(stream)
 
 
 def _port(config: PortConfig) -> NoReturn:

@@ -5,6 +5,7 @@ Standard library only, and imported by every room: whatever the trainer says to 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import TextIO
@@ -42,10 +43,18 @@ def write(text: str, stream: TextIO | None = None, *, styled: bool = False) -> N
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     shown = text if styled else visible(text)
-    stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
     try:
+        stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
         # Otherwise the reader is gone; the end of the command discards what is left.
         if disk_is_full(error):
+            discard(stream)
             raise UserError(f"the output can't be written: {error.strerror}") from error
+
+
+def discard(stream: TextIO) -> None:
+    """Sends what a stream still holds, and all that follows, nowhere: Python would exit with status 120 for it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -24,6 +24,7 @@ from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError, first_paragraph, terminal
 from spmd_trainer.inputs.tokenizers import Tokenizer
+from spmd_trainer.lm_eval import task_code
 from spmd_trainer.lm_eval.requests import Answers, Progress, Requests, Source, request_key
 from spmd_trainer.lm_eval.settings import BOOTSTRAP_ITERS, LmEvalSettings
 from spmd_trainer.lm_eval.texts import Texts
@@ -44,20 +45,22 @@ _OLDEST = (0, 4, 13)
 _YAML = (".yaml", ".yml")
 
 
-def check_installed() -> None:
-    """Checks that lm-eval can be imported.
+def check_installed() -> str:
+    """Checks that lm-eval can be imported, and returns its folder.
 
     Raises:
       UserError: it is missing or too old; says how to install it.
     """
     fix = "pip install 'spmd-trainer[lm-eval]'"
-    if importlib.util.find_spec("lm_eval") is None:
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or not spec.submodule_search_locations:
         raise UserError(f"judging with tasks needs EleutherAI's lm-eval, which is not installed: {fix}")
     found = importlib.metadata.version("lm-eval")
     if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < _OLDEST:
         raise UserError(
             f"lm-eval {found} is installed, and {'.'.join(map(str, _OLDEST))} or newer is needed: {fix} --upgrade"
         )
+    return spec.submodule_search_locations[0]
 
 
 class Tasks:
@@ -67,15 +70,18 @@ class Tasks:
         """Finds the tasks by name, without loading them.
 
         Raises:
-          UserError: lm-eval is missing, `include_path` is not a directory, or a task is unknown.
+          UserError: lm-eval is missing, `include_path` is not a directory, a task is unknown, or one names code, and
+            `confirm_run_unsafe_code` does not allow it.
         """
-        check_installed()
+        library = check_installed()
         include = settings.include_path
         if include is not None and not os.path.isdir(include):
             raise UserError(
                 f"--include_path={include}: the directory does not exist; give one with tasks as YAML files"
             )
         self._include = None if include is None else os.path.abspath(include)
+        if not settings.confirm_run_unsafe_code:
+            task_code.refuse(self._include, [name for name in settings.tasks if name.endswith(_YAML)], library)
         self._manager: TaskManager = self._find(with_own=False)
         # lm-eval takes 20 s to find its own tasks.
         if not all(_matching(given, self._manager) for given in settings.tasks):

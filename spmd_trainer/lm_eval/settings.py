@@ -108,7 +108,9 @@ class LmEvalSettings(Settings):
         read=_read_arguments,
     )
     log_samples: bool = _judging(False, "Also write every example with its answers.")
-    confirm_run_unsafe_code: bool = _judging(False, "Allow tasks that run code from the model.")
+    confirm_run_unsafe_code: bool = _judging(
+        False, "Allow tasks that run code: the model's, or what a `!function` of your YAML files names."
+    )
     model_args: ModelArgs = _judging(
         "",
         "How the model is used, e.g. max_length=4096,batch_size=64; also tokenizer, add_bos_token and prefix_token_id.",

@@ -90,6 +90,7 @@ def test_what_is_missing_takes_one_request(scheme, address_of, use):
     with Proxy(address_of(scheme)) as proxy:
         use(scheme, proxy.address)
         path = epath.Path(f"{scheme}://bkt/nothing/there")
+        assert not path.exists()  # before the first answer of a service, a read asks for it
         for ask in (path.read_bytes, path.stat, lambda: names(path)):
             proxy.requests.clear()
             with pytest.raises(FileNotFoundError):
