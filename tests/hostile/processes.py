@@ -129,6 +129,14 @@ def _environment(root: Path) -> dict[str, str]:
 
 
 def _watch(pid: int, most_seconds: float) -> Ended:
+    try:
+        return _watched(pid, most_seconds)
+    except BaseException:  # Ctrl-C
+        _kill(_family(pid))
+        raise
+
+
+def _watched(pid: int, most_seconds: float) -> Ended:
     begin = seen = time.monotonic()
     killed, most, starved, waits = "", 0.0, 0.0, _Waits()
     while True:
@@ -145,9 +153,7 @@ def _watch(pid: int, most_seconds: float) -> Ended:
         seen = now
         if now - begin - starved > most_seconds or most > _END_AT_MIB:
             killed = "took too much memory" if most > _END_AT_MIB else "took too long"
-            for one in family:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(one, signal.SIGKILL)
+            _kill(family)
         time.sleep(_POLL_SECONDS)
 
 
@@ -164,6 +170,12 @@ class _Waits:
         longest = max((seconds - self._seconds.get(path, 0.0) for path, seconds in now.items()), default=0.0)
         self._seconds = now
         return max(0.0, longest)
+
+
+def _kill(family: Sequence[int]) -> None:
+    for one in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
 
 
 def _family(pid: int) -> list[int]:
