@@ -134,8 +134,8 @@ def import_pax(what: str, step_dir: Path, *, must_refuse: bool = False) -> Comma
 
 def corpus(what: str, files: str, *more: str, must_refuse: bool = False) -> Command:
     """Reads documents, as bytes."""
-    flags = ("--exp=lm.own_text.OwnText", f"--fdl.FILES={files}", "--fdl.MAX_SEQ_LEN=64", "--jax_cache_dir=")
-    return Command(what, (*flags, *more, "--mode=data"), must_refuse=must_refuse)
+    flags = ("--exp=lm.own_text.OwnText", f"--fdl.FILES={files}", "--fdl.MAX_SEQ_LEN=16", "--fdl.GLOBAL_BATCH_SIZE=2")
+    return Command(what, (*flags, "--jax_cache_dir=", *more, "--mode=data"), must_refuse=must_refuse)
 
 
 def on_run(what: str, mode: str, *, must_refuse: bool = False) -> Command:
