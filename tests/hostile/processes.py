@@ -100,6 +100,7 @@ def _be_the_trainer(program: Callable[[Sequence[str]], int], arguments: Sequence
     """Becomes the command's process; never returns."""
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         for number, name in enumerate(("stdout", "stderr"), 1):
             os.dup2(os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

@@ -19,6 +19,7 @@ import functools
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -126,6 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--case", type=int)
     args = parser.parse_args(argv)
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends as Ctrl-C does: with the table, and no process left behind
     scratch = Path(tempfile.mkdtemp(prefix="hostile-"))
     cases = Cases(scratch, args.seed, args.kinds.split(","))
     results: list[Result] = []
