@@ -72,7 +72,7 @@ def parse(content: bytes | str, *, finite: bool = True) -> Any:
         return refused[-1]
 
     def whole(text: str) -> int | _Refused:
-        return int(text) if len(text) <= MOST_DIGITS else refuse(text)
+        return int(text) if len(text.removeprefix("-")) <= MOST_DIGITS else refuse(text)
 
     def real(text: str) -> float | _Refused:
         value = float(text)
