@@ -65,9 +65,7 @@ def test_what_is_no_run_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("step", ["1e400", "-1e400", "2.5", "true", '"7"', "-1", "9" * 5000])
 def test_a_last_step_that_is_no_step(directory, step, caplog):
-    (directory / "run.json").write_text(
-        '{"experiment": "%s", "status": "finished", "last_step": %s}' % (EXPERIMENT, step)
-    )
+    (directory / "run.json").write_text(f'{{"experiment": "{EXPERIMENT}", "status": "finished", "last_step": {step}}}')
     assert run_directory.end_of_training(directory) is None
     assert_names(caplog.text, directory, "run.json can't be read", "last_step")
 
@@ -75,8 +73,8 @@ def test_a_last_step_that_is_no_step(directory, step, caplog):
 @pytest.mark.parametrize("name", ["run.json", "end_of_training.json", "failure.json", "failure_3.json"])
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"step": 1e400, "last_step": 1e400}'])
 def test_markers_that_are_absurd_json(directory, name, text, caplog):
-    (directory / "run.json").write_text('{"experiment": "%s"}' % EXPERIMENT)
-    (directory / "experiment.json").write_text('{"experiment": "%s"}' % EXPERIMENT)
+    (directory / "run.json").write_text(json.dumps({"experiment": EXPERIMENT}))
+    (directory / "experiment.json").write_text(json.dumps({"experiment": EXPERIMENT}))
     (directory / name).write_text(text)
     run_directory.check_directory(directory, EXPERIMENT, trains=True)
     assert run_directory.end_of_training(directory) is None
