@@ -130,6 +130,13 @@ def test_headers_that_the_library_refuses_too(llama, header, facts):
     assert raised.value.exit_status == 5
 
 
+def test_a_name_that_a_header_has_twice(llama):
+    entry = json.dumps(f32(0, 64))
+    with_header(llama / "model.safetensors", f'{{"a": {entry}, "b": {entry}, "a": {entry}}}'.encode())
+    with raises_naming(hf.HfDamagedError, llama / "model.safetensors", "'a'"):
+        hf.open_folder(llama)
+
+
 def test_tensors_of_no_bytes_lie_between_others(llama):
     path = llama / "model.safetensors"
     with_header(path, {"a": f32(0, 64), "empty": f32(0, 0), "last": f32(64, 64)})
