@@ -118,7 +118,8 @@ def open_step(step: int, path: epath.Path) -> Contents:
       CheckpointReadError: storage does not answer, or refuses.
     """
     label = f"Pax checkpoint {path}"
-    step_files.read(f"looking at {path}", lambda: _require_regular(path, label))
+    # TensorStore opens files itself.
+    step_files.read(f"looking at {path}", lambda: reading.require_regular_below(path))
     if not step_files.read(f"looking at {path}", path.is_dir):
         return _open_msgpack(step, path, 0.0, path)
     version, logical, state_dir = _parts(path, label)
@@ -141,15 +142,6 @@ def open_step(step: int, path: epath.Path) -> Contents:
     specs = {name: {**base, "path": f"{base['path']}{name}/"} for name in folders}
     stored = _described(_opened(specs, label), _sharding(state_dir, present), logical)
     return Contents(step, path, version, "zarr", stored, tuple(logical or ()))
-
-
-def _require_regular(path: epath.Path, label: str) -> None:
-    try:
-        reading.require_regular_below(path)
-    except reading.NotRegularError as error:
-        raise PaxDamagedError(
-            f"{label} is damaged: {error.filename} can't be read: {error.strerror}. Copy it again."
-        ) from error
 
 
 def _open_msgpack(step: int, path: epath.Path, version: float, file: epath.Path) -> Contents:

@@ -16,7 +16,7 @@ from hf_models import DATA, NAMES, make_job, mesh_of, read
 from jax.sharding import PartitionSpec
 
 from spmd_trainer import hf
-from spmd_trainer.checkpointing import CheckpointError
+from spmd_trainer.checkpointing import DamagedCheckpointError
 from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.hf import placing
 from spmd_trainer.hf.safetensors_file import Described, OpenFiles, in_file_order, read_header, write
@@ -159,7 +159,7 @@ def test_a_named_pipe_is_not_waited_for(llama, name):
     (llama / "model.safetensors").rename(llama / "a.safetensors")
     (llama / name).unlink(missing_ok=True)
     os.mkfifo(llama / name)
-    with raises_naming(CheckpointError, llama / name, "named pipe"):
+    with raises_naming(DamagedCheckpointError, llama / name, "named pipe"):
         hf.open_folder(llama)
 
 

@@ -15,7 +15,7 @@ from etils import epath
 from facts import raises_naming
 from hf_models import DATA, expected, make_job, mesh_of, read
 
-from spmd_trainer.checkpointing import CheckpointError, frozen_base, records
+from spmd_trainer.checkpointing import CheckpointError, DamagedCheckpointError, frozen_base, records
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import peft
 from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
@@ -189,7 +189,7 @@ def test_a_named_pipe_is_not_waited_for(name, tmp_path):
     folder = shutil.copytree(PEFT / "lora", tmp_path / "adapters")
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with raises_naming(CheckpointError, folder / name, "named pipe"):
+    with raises_naming(DamagedCheckpointError, folder / name, "named pipe"):
         opened(folder)
 
 
