@@ -16,9 +16,11 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
+from spmd_trainer import storage
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs import tokenizers
+from spmd_trainer.storage import files
 
 # SentencePiece skips longer sentences, so longer lines are split.
 _MAX_LINE_CHARACTERS = 1024
@@ -91,15 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     try:
+        output = storage.directory("--output", args.output)
+        if storage.is_remote(output):
+            raise UserError(f"--output={output} is in an object store; give a local file, and copy it there")
+        files.check_target("--output", output, "words.model")
         model = train(args.files, vocab_size=args.vocab_size, model_type=args.model_type, threads=args.threads)
     except UserError as error:
         terminal.write(f"{error}\n", sys.stderr)
         return 2
-    os.makedirs(os.path.dirname(os.path.abspath(args.output)), exist_ok=True)
-    partial = f"{args.output}.partial"
+    partial = f"{output}.partial"
     with open(partial, "wb") as file:
         file.write(model)
-    os.replace(partial, args.output)
+    os.replace(partial, output)
     print(f"{args.output}: {args.vocab_size} pieces from {len(args.files)} files")
     return 0
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from etils import epath
 
-from spmd_trainer.checkpointing.errors import CheckpointNotFoundError, CheckpointReadError
+from spmd_trainer.checkpointing.errors import CheckpointNotFoundError, CheckpointReadError, DamagedCheckpointError
 from spmd_trainer.storage import reading
 from spmd_trainer.storage.retry import OUTAGE_ATTEMPTS, retry, summary
 
@@ -39,12 +39,15 @@ def read(what: str, fn: Callable[[], _Result]) -> _Result:
 
     Raises:
       FileNotFoundError, NotADirectoryError: `fn` raised it.
+      DamagedCheckpointError: a named pipe, a socket or a device is in the place of a file.
       CheckpointReadError: storage still fails after the retries, or refuses.
     """
     try:
         return retry(fn, what=what, attempts=OUTAGE_ATTEMPTS)
     except (FileNotFoundError, NotADirectoryError, CheckpointReadError):
         raise
+    except reading.NotRegularError as error:
+        raise DamagedCheckpointError(f"{what} failed: {error.strerror}: {error.filename}. Copy it again.") from error
     except OSError as error:
         raise CheckpointReadError(
             f"{what} failed: {summary(error)}. Nothing was changed there. Check the storage and permissions, then start "

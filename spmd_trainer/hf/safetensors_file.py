@@ -142,7 +142,7 @@ def read_header(path: str) -> dict[str, Tensor]:
         )
     try:
         content = step_files.read(f"reading {path}", lambda: reading.read(path, _LENGTH_BYTES, first))
-        header = json_values.parse_object(content)
+        header = json_values.parse_object(content, unique=True)  # as the format demands
         found = {name: _parse(name, path, entry, first) for name, entry in header.items() if name != _METADATA}
         end = _end(found.values(), first)
     except (ValueError, KeyError, TypeError) as error:

@@ -73,7 +73,7 @@ def _read(path: str) -> Source:
         beside = os.path.join(folder, name)
         if reading.exists(beside):
             stated = {**_parse(_read_text(beside), beside), **{k: v for k, v in stated.items() if v is not None}}
-    return Source(path, content, stated, _template_files(folder) or _named_templates(stated.get("chat_template")))
+    return Source(path, content, stated, _template_files(folder) or _named_templates(stated.get("chat_template"), path))
 
 
 def _template_files(folder: str) -> dict[str, str]:
@@ -90,15 +90,22 @@ def _template_files(folder: str) -> dict[str, str]:
     return found
 
 
-def _named_templates(stated: Any) -> dict[str, str]:
-    """Returns the templates of a `chat_template` setting by name."""
+def _named_templates(stated: Any, where: str) -> dict[str, str]:
+    """Returns the templates of a `chat_template` setting by name. Raises UserError, which names `where`, if it holds others."""
     if not stated:
         return {}
     if isinstance(stated, str):
         return {_DEFAULT: stated}
-    if isinstance(stated, Mapping):
-        return dict(stated)
-    return {entry["name"]: entry["template"] for entry in stated}
+    try:
+        found = dict(stated) if isinstance(stated, Mapping) else {entry["name"]: entry["template"] for entry in stated}
+    except (KeyError, TypeError):
+        found = {"": None}
+    if not all(isinstance(text, str) for named in found.items() for text in named):
+        raise UserError(
+            f"{where}: chat_template is {stated!r:.100}; it must be a text, or a list of objects with the texts 'name' and "
+            "'template'"
+        )
+    return found
 
 
 def _suggest_sibling(path: str) -> str:
@@ -130,7 +137,7 @@ def _describe(source: Any) -> Source:
         content = getattr(source, "backend_tokenizer", source).to_str()
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{name} can't be written as a {TOKENIZER_FILE}, as it must be: {error}") from error
-    return Source(name, content, stated, _named_templates(getattr(source, "chat_template", None)))
+    return Source(name, content, stated, _named_templates(getattr(source, "chat_template", None), name))
 
 
 def content_of(token: Any) -> str | None:

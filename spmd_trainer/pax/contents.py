@@ -118,12 +118,8 @@ def open_step(step: int, path: epath.Path) -> Contents:
       CheckpointReadError: storage does not answer, or refuses.
     """
     label = f"Pax checkpoint {path}"
-    try:
-        reading.require_regular_below(path)
-    except reading.NotRegularError as error:
-        raise PaxDamagedError(
-            f"{label} is damaged: {error.filename} can't be read: {error.strerror}. Copy it again."
-        ) from error
+    # TensorStore opens files itself.
+    step_files.read(f"looking at {path}", lambda: reading.require_regular_below(path))
     if not step_files.read(f"looking at {path}", path.is_dir):
         return _open_msgpack(step, path, 0.0, path)
     version, logical, state_dir = _parts(path, label)

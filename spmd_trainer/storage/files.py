@@ -9,10 +9,36 @@ from collections.abc import Iterable, Iterator
 
 from etils import epath
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.storage import backends, paths, reading
 
 # Suffix of files being written. A leftover one is from a killed process.
 UNFINISHED_SUFFIX = ".writing"
+
+
+def check_target(name: str, path: epath.Path, example: str) -> None:
+    """Checks the path of a file that the user wants written. Object stores take any.
+
+    A directory that a user names is made with those above it. A file's path that leads nowhere is rather a slip of the pen.
+
+    Args:
+      name: source of the path, for messages, e.g. '--page_file'.
+      path: the file; a regular one may exist.
+      example: what such a file is called, e.g. 'run.html'.
+
+    Raises:
+      UserError: its directory doesn't exist; or it is a directory itself, a named pipe, a socket or a device.
+    """
+    if paths.is_remote(path):
+        return
+    if path.is_dir():
+        raise UserError(f"{name}={path} is a directory; give the file to write, e.g. {path / example}")
+    try:
+        reading.require_regular(path)
+    except OSError as error:
+        raise UserError(f"{name}={path} can't be written: {error.strerror}; give another name") from error
+    if not path.parent.is_dir():
+        raise UserError(f"{name}={path} can't be written: make the directory {path.parent} first")
 
 
 def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ Every JSON file that comes from outside, and each of the trainer's own that a di
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -50,12 +51,13 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
     return reading.read(os.fspath(path), 0, end)
 
 
-def parse(content: bytes | str, *, finite: bool = True) -> Any:
+def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) -> Any:
     """Returns the value of a JSON text.
 
     Args:
       content: the text.
       finite: False lets NaN and infinities pass, which Python writes into rows of data and into metrics.
+      unique: True refuses an object that has a key twice. Otherwise the last one counts, as in `json`.
 
     Raises:
       ValueError: it is not JSON, is larger or nested deeper than the limits, or has a number that is not finite or has too
@@ -72,14 +74,16 @@ def parse(content: bytes | str, *, finite: bool = True) -> Any:
         return refused[-1]
 
     def whole(text: str) -> int | _Refused:
-        return int(text) if len(text) <= MOST_DIGITS else refuse(text)
+        return int(text) if len(text.removeprefix("-")) <= MOST_DIGITS else refuse(text)
 
     def real(text: str) -> float | _Refused:
         value = float(text)
         return value if math.isfinite(value) or not finite else refuse(text)
 
     try:
-        value = json.loads(content, parse_int=whole, parse_float=real, parse_constant=real)
+        value = json.loads(
+            content, parse_int=whole, parse_float=real, parse_constant=real, object_pairs_hook=_once if unique else None
+        )
     except RecursionError:
         raise ValueError(_too_deep(content)) from None
     if _depth_exceeds(value):
@@ -91,9 +95,9 @@ def parse(content: bytes | str, *, finite: bool = True) -> Any:
     return value
 
 
-def parse_object(content: bytes | str, *, finite: bool = True) -> dict[str, Any]:
+def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = False) -> dict[str, Any]:
     """Returns the object of a JSON text; arguments and errors are those of `parse`, and a ValueError for another value."""
-    value = parse(content, finite=finite)
+    value = parse(content, finite=finite, unique=unique)
     if not isinstance(value, dict):
         raise ValueError(f"it holds {type(value).__name__}, not an object")
     return value
@@ -129,6 +133,16 @@ def shape(value: object, name: str) -> tuple[int, ...]:
     sizes = tuple(integer(size, f"{name}[{number}]") for number, size in enumerate(value))
     integer(math.prod(sizes), f"the product of {name}")
     return sizes
+
+
+def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(entries)
+    if len(found) < len(entries):
+        counted = collections.Counter(key for key, _ in entries)
+        raise ValueError(
+            f"{shortened(repr(max(counted, key=counted.__getitem__)), _SHOWN)} stands in it more than once"
+        )
+    return found
 
 
 def _most_values(content: bytes | str) -> int:

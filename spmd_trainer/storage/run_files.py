@@ -27,6 +27,8 @@ COMPARISON = "compare.html"
 # What runs wrote that began before `run.json` had a status.
 OLD_MARKER, _OLD_END, _OLD_FAILURE = "experiment.json", "end_of_training.json", "failure.json"
 _FAILURE_OF_PROCESS = re.compile(r"failure_(\d+)\.json")
+# Fields that hold numbers of steps.
+_STEPS = {"step", "last_step"}
 
 
 def read_record(directory: epath.Path) -> dict[str, Any]:
@@ -89,7 +91,11 @@ def _readable(path: epath.Path) -> dict[str, Any]:
 
 def _object(path: epath.Path) -> dict[str, Any]:
     try:
-        return json_values.parse_object(json_values.content_of(path))
+        found = json_values.parse_object(json_values.content_of(path))
+        for field in _STEPS & found.keys():
+            if found[field] is not None:  # a failure before the first step has none
+                json_values.integer(found[field], field)
+        return found
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 from checkpoint_helpers import assert_restored, files_problem, make_mesh, place, specs_for
 from etils import epath
-from facts import assert_names
+from facts import assert_names, raises_naming
 from jax.sharding import PartitionSpec as P
 
-from spmd_trainer.checkpointing import Checkpointer, CheckpointNotFoundError, DamagedCheckpointError, manifest
+from spmd_trainer.checkpointing import Checkpointer, CheckpointNotFoundError, DamagedCheckpointError, manifest, records
 
 
 def files_of(step_dir: Path) -> list[Path]:
@@ -86,6 +87,39 @@ def test_damaged_arrays(saved, caplog, damage):
 def test_damaged_descriptions(saved, caplog, name, damage):
     damage(saved.directory / "30" / name)
     assert name in check_falls_back(saved, caplog)
+
+
+DESCRIPTIONS = ["manifest.json", "record/record.json"]
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"step": 1e400}', '{"format": 1, "format": 1e400}', "[]"])
+def test_descriptions_that_are_absurd_json(saved, name, text):
+    path = saved.directory / "30" / name
+    path.write_text(text)
+    with raises_naming(DamagedCheckpointError, name) as raised:
+        Checkpointer(saved.directory).restore(saved.variables, saved.mesh, step=30)
+    assert raised.value.exit_status == 5
+
+
+@pytest.mark.parametrize("sizes", [[1e400], [2.5], "34", [-3], [True], None])
+def test_a_shape_in_the_record_that_is_none(saved, sizes):
+    path = saved.directory / "30" / "record" / "record.json"
+    record = json.loads(path.read_text())
+    name = next(iter(record["variables"]))
+    record["variables"][name]["shape"] = sizes
+    path.write_text(json.dumps(record))
+    with raises_naming(DamagedCheckpointError, path, "malformed"):
+        records.read(epath.Path(saved.directory / "30"), 30)
+
+
+@pytest.mark.parametrize("name", [*DESCRIPTIONS, "state/_METADATA", "arrays"])
+def test_a_named_pipe_is_not_waited_for(saved, name):
+    path = data_file(saved.directory / "30") if name == "arrays" else saved.directory / "30" / name
+    path.unlink()
+    os.mkfifo(path)
+    with raises_naming(DamagedCheckpointError, path.name):
+        Checkpointer(saved.directory).restore(saved.variables, saved.mesh, step=30)
 
 
 def restore_or_refusal(directory, saved):

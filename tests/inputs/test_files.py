@@ -1,5 +1,6 @@
 """Globs in `files`, and error messages for wrong paths."""
 
+import os
 import pathlib
 
 import numpy as np
@@ -93,6 +94,16 @@ def test_a_folder_of_folders_and_a_broken_link(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with raises_naming(UserError, f"{tmp_path}/gone.txt can't", "No such file"):
         found(str(tmp_path / "*.txt"))
+
+
+def test_a_named_pipe_and_a_device_are_not_opened(corpus):
+    os.mkfifo(corpus / "pipe.txt")
+    for given in (corpus / "pipe.txt", corpus / "*.txt"):
+        with raises_naming(UserError, corpus / "pipe.txt", "named pipe"):
+            found(given)
+    (corpus / "zeros.md").symlink_to("/dev/zero")
+    with raises_naming(UserError, corpus / "zeros.md", "device"):
+        found(corpus / "*.md")
 
 
 @pytest.mark.parametrize("given", [3, [3], [None], {"a": 1}.items()])

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import os
 import pathlib
 import pickle
 import shutil
@@ -403,7 +404,7 @@ def test_a_file_that_is_not_utf8_is_named(folder, tmp_path):
         ),
         ("broken.json", ["broken.json is", "not JSON"]),
         ("strange.json", ["strange.json is", "not a tokenizer", f"tokenizers {tokenizers_version}"]),
-        ("list", ["list/tokenizer_config.json holds", "no JSON object"]),
+        ("list", ["list/tokenizer_config.json", "list, not an object"]),
         ("words.txt", ["words.txt is", "not a SentencePiece"]),
     ],
 )
@@ -417,6 +418,31 @@ def test_a_wrong_path_is_named(name, facts, trained, corpus, tmp_path):
     save_beside(tmp_path / "list", trained, tokenizer_config=[1])
     with raises_naming(UserError, "TextInput '", *facts):
         make(corpus, str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("[" * 200_000, ["64"]),
+        ('{"model": ' + '{"a":' * 200_000, ["model", "64"]),
+        ('{"model": {"a": 1e400}}', ["model.a", "1e400"]),
+    ],
+)
+def test_absurd_json_is_refused(name, text, facts, trained, corpus, tmp_path):
+    save_beside(tmp_path, trained)
+    (tmp_path / name).write_text(text)
+    with raises_naming(UserError, tmp_path / name, *facts):
+        make(corpus, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_named_pipe_is_not_waited_for(name, trained, corpus, tmp_path):
+    save_beside(tmp_path, trained)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with raises_naming(UserError, tmp_path / name, "named pipe"):
+        make(corpus, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(corpus, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("model") / "deep" / "words.model")
+    path = str(tmp_path_factory.mktemp("model") / "words.model")
     assert TOOL["main"]([f"--output={path}", "--vocab_size=330", *corpus]) == 0
     return path
 
@@ -129,6 +129,15 @@ def test_a_file_that_is_not_utf8_is_named(model, tmp_path, capsys):
     assert TOOL["main"]([f"--output={tmp_path / 'x.model'}", *files]) == 2
     assert_names(capsys.readouterr().err, files[1], "not UTF-8", "byte 16")
     assert not (tmp_path / "x.model").exists()
+
+
+def test_a_model_replaces_no_device_and_makes_no_directory(corpus, tmp_path, capsys):
+    (tmp_path / "full").symlink_to("/dev/full")
+    for name, fact in (("full", "device"), ("new/x.model", "directory"), ("", "directory")):
+        assert TOOL["main"]([f"--output={tmp_path / name}", *corpus]) == 2
+        assert_names(capsys.readouterr().err, f"--output={tmp_path / name}", fact)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert (tmp_path / "full").is_symlink()
 
 
 def test_what_is_wrong_with_a_model_is_said(corpus, model, tmp_path):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 from facts import assert_names, raises_naming
 from hf_models import DATA, NAMES, make_job, mesh_of, read
 from jax.sharding import PartitionSpec
 
 from spmd_trainer import hf
+from spmd_trainer.checkpointing import DamagedCheckpointError
 from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.hf import placing
 from spmd_trainer.hf.safetensors_file import Described, OpenFiles, in_file_order, read_header, write
 from spmd_trainer.sharding.variables import make_variable_spec
+from spmd_trainer.storage import json_values
 
 
 @pytest.fixture
@@ -87,6 +91,75 @@ def test_a_file_that_is_cut_off(llama):
         hf.open_folder(llama)
     (llama / "model.safetensors").write_bytes(content[:8] + b"?" + content[9:])
     with raises_naming(hf.HfDamagedError, "model.safetensors", "header", "malformed"):
+        hf.open_folder(llama)
+
+
+def with_header(path, header, data=bytes(64)):
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + data)
+
+
+def f32(start, end, **changes):
+    return {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end], **changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "facts"),
+    [
+        (b"[" * 200_000, [json_values.MOST_DEPTH]),
+        (b'{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 64]}}', ["a.shape[0]", "1e400"]),
+        ({"a": f32(0, 64, shape=[16.0])}, ["a.shape[0]", "16.0"]),
+        ({"a": f32(0, 64, shape=[-4, -4])}, ["a.shape[0]", "-4"]),
+        ({"a": f32(0, 64, shape=[2**62, 2**62])}, ["a.shape"]),
+        ({"a": f32(0, 64, data_offsets=[0.0, 64.0])}, ["a.data_offsets", "0.0"]),
+        ({"a": f32(0, 64, dtype=["F32"])}, []),
+        ({"a": f32(0, 32), "b": f32(0, 32), "c": f32(0, 64)}, ["b", "offset 0"]),
+        ({"a": f32(0, 40), "b": f32(24, 64)}, ["b", "offset 24", "40"]),
+        ({"a": f32(0, 24), "b": f32(40, 64)}, ["b", "offset 40", "24"]),
+        ({"b": f32(8, 64)}, ["b", "offset 8"]),
+        ({"a": f32(0, 40)}, ["end"]),
+    ],
+)
+def test_headers_that_the_library_refuses_too(llama, header, facts):
+    path = llama / "model.safetensors"
+    with_header(path, header)
+    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, "np"):
+        pass
+    with raises_naming(hf.HfDamagedError, path, *facts) as raised:
+        hf.open_folder(llama)
+    assert raised.value.exit_status == 5
+
+
+def test_a_name_that_a_header_has_twice(llama):
+    entry = json.dumps(f32(0, 64))
+    with_header(llama / "model.safetensors", f'{{"a": {entry}, "b": {entry}, "a": {entry}}}'.encode())
+    with raises_naming(hf.HfDamagedError, llama / "model.safetensors", "'a'"):
+        hf.open_folder(llama)
+
+
+def test_tensors_of_no_bytes_lie_between_others(llama):
+    path = llama / "model.safetensors"
+    with_header(path, {"a": f32(0, 64), "empty": f32(0, 0), "last": f32(64, 64)})
+    with safetensors.safe_open(path, "np") as file:
+        assert read_header(str(path)).keys() == set(file.keys())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(("text", "facts"), [("[" * 200_000, ["64"]), ('{"a": {"b": 1e400}}', ["a.b", "1e400"])])
+def test_absurd_json_is_refused(llama, name, text, facts):
+    (llama / "model.safetensors").rename(llama / "a.safetensors")
+    (llama / name).write_text(text)
+    with raises_naming(hf.HfDamagedError, llama / name, *facts) as raised:
+        hf.open_folder(llama)
+    assert raised.value.exit_status == 5
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_named_pipe_is_not_waited_for(llama, name):
+    (llama / "model.safetensors").rename(llama / "a.safetensors")
+    (llama / name).unlink(missing_ok=True)
+    os.mkfifo(llama / name)
+    with raises_naming(DamagedCheckpointError, llama / name, "named pipe"):
         hf.open_folder(llama)
 
 

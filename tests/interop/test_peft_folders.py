@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import shutil
 
 import jax
@@ -14,7 +15,7 @@ from etils import epath
 from facts import raises_naming
 from hf_models import DATA, expected, make_job, mesh_of, read
 
-from spmd_trainer.checkpointing import CheckpointError, frozen_base, records
+from spmd_trainer.checkpointing import CheckpointError, DamagedCheckpointError, frozen_base, records
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import peft
 from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
@@ -154,7 +155,9 @@ def test_settings_that_are_not_those_of_the_folder_are_refused(settings, message
         ({"modules_to_save": ["lm_head"]}, r"not supported: modules_to_save=\['lm_head'\]\. Merge the adapters"),
         ({"rank_pattern": {"q_proj": 8}, "bias": "all"}, r"rank_pattern=\{'q_proj': 8\}, bias='all'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-        ({"r": None}, "r is None; it must be a number"),
+        ({"r": None}, "r is None, not a whole number"),
+        ({"r": 2.5}, "r is 2.5, not a whole number"),
+        ({"lora_alpha": None}, "lora_alpha is None; it must be a number"),
     ],
 )
 def test_configs_that_are_refused(changes, message, tmp_path):
@@ -162,6 +165,31 @@ def test_configs_that_are_refused(changes, message, tmp_path):
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(CheckpointError, match=message):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("[" * 200_000, ["64"]),
+        ('{"peft_type": "LORA", "lora_alpha": 1e400}', ["lora_alpha", "1e400"]),
+        ("[]", ["list"]),
+    ],
+)
+def test_a_config_that_is_absurd_json(text, facts, tmp_path):
+    folder = shutil.copytree(PEFT / "lora", tmp_path / "adapters")
+    (folder / "adapter_config.json").write_text(text)
+    with raises_naming(CheckpointError, folder / "adapter_config.json", *facts) as raised:
+        opened(folder)
+    assert raised.value.exit_status == 5
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_named_pipe_is_not_waited_for(name, tmp_path):
+    folder = shutil.copytree(PEFT / "lora", tmp_path / "adapters")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with raises_naming(DamagedCheckpointError, folder / name, "named pipe"):
         opened(folder)
 
 

@@ -1,6 +1,7 @@
 """Pax checkpoints that don't fit or are not whole are refused, with the variable, the shapes and the nearest name."""
 
 import json
+import os
 import re
 import shutil
 
@@ -169,6 +170,49 @@ def test_an_unknown_version(copied):
     message = refusal(step_dir)
     assert "version 2.5" in message
     assert "0.0, 1.0, 1.1, 1.2" in message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"version": 1.1, "train_state_metadata": ' + '{"a":' * 200_000,
+        '{"version": 1e400}',
+        '{"version": 1.1, "train_state_metadata": {"a": {"_array_metadata_tag": true, "unpadded_shape": [1e400]}}}',
+        '{"version": 1.1, "train_state_metadata": {"a": {"_array_metadata_tag": true, "unpadded_shape": [2.5]}}}',
+        '{"version": 1.1, "train_state_metadata": {"a": {"_array_metadata_tag": true, "unpadded_shape": "34"}}}',
+        '{"version": 1.1, "train_state_metadata": [1]}',
+        "[1]",
+    ],
+)
+def test_metadata_that_is_absurd_json(copied, content):
+    file = copied() / "metadata" / "metadata"
+    file.write_text(content)
+    with raises_naming(DamagedCheckpointError, file) as raised:
+        restored(file.parents[2], job_on(ADAM, (1, 4, 2)))
+    assert raised.value.exit_status == 5
+
+
+def test_a_deep_note_of_shardings_only_narrows_the_shapes(copied):
+    step_dir = copied()
+    (step_dir / "state" / "_sharding").write_text('{"a":' * 200_000)
+    assert restored(step_dir.parent, job_on(ADAM, (1, 4, 2))).step == 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("zarr_1.1", "metadata/metadata"),
+        ("zarr_1.1", f"state/{W}/2.1"),
+        ("ocdbt_1.2", "state/manifest.ocdbt"),
+        ("flax_1.1", "state/checkpoint"),
+    ],
+)
+def test_a_named_pipe_is_not_waited_for(copied, kind, name):
+    path = copied(kind) / name
+    path.unlink()
+    os.mkfifo(path)
+    with raises_naming(DamagedCheckpointError, path, "named pipe"):
+        restored(path.parents[len(name.split("/"))], job_on(ADAM, (1, 4, 2)))
 
 
 def test_version_1_0_has_no_logical_shapes(copied):

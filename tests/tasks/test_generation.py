@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import os
 import re
 
 import jax
@@ -246,6 +247,10 @@ def test_settings_of_a_generation_config(tmp_path, caplog):
         (tmp_path / "generation_config.json").write_text(content)
         with raises_naming(UserError, "generation_config.json", "JSON"):
             settings_lib.from_folder(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    os.mkfifo(tmp_path / "generation_config.json")
+    with raises_naming(UserError, "generation_config.json", "named pipe"):
+        settings_lib.from_folder(tmp_path)
 
 
 TALK = ["Hello there", "Hi", "How are you?", "Good"]

@@ -63,6 +63,24 @@ def test_what_is_no_run_is_left_alone(tmp_path):
         run_directory.check_directory(epath.Path(tmp_path), EXPERIMENT, trains=True)
 
 
+@pytest.mark.parametrize("step", ["1e400", "-1e400", "2.5", "true", '"7"', "-1", "9" * 5000])
+def test_a_last_step_that_is_no_step(directory, step, caplog):
+    (directory / "run.json").write_text(f'{{"experiment": "{EXPERIMENT}", "status": "finished", "last_step": {step}}}')
+    assert run_directory.end_of_training(directory) is None
+    assert_names(caplog.text, directory, "run.json can't be read", "last_step")
+
+
+@pytest.mark.parametrize("name", ["run.json", "end_of_training.json", "failure.json", "failure_3.json"])
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"step": 1e400, "last_step": 1e400}'])
+def test_markers_that_are_absurd_json(directory, name, text, caplog):
+    (directory / "run.json").write_text(json.dumps({"experiment": EXPERIMENT}))
+    (directory / "experiment.json").write_text(json.dumps({"experiment": EXPERIMENT}))
+    (directory / name).write_text(text)
+    run_directory.check_directory(directory, EXPERIMENT, trains=True)
+    assert run_directory.end_of_training(directory) is None
+    assert_names(caplog.text, directory, f"{name} can't be read")
+
+
 def test_another_experiments_directory_is_refused(directory):
     with raises_naming(
         UserError, f"--job_log_dir={directory}", "run of my.experiments.Exp", "not of my.experiments.Other"

@@ -11,6 +11,7 @@ from etils import epath
 from spmd_trainer.decoder.lora import Lora
 from spmd_trainer.hf.errors import HfError, HfNotFoundError
 from spmd_trainer.hf.folder import is_folder, read_json
+from spmd_trainer.storage import json_values
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # Options that combine base and adapters in other ways than LoRA and DoRA.
@@ -49,9 +50,13 @@ def read(directory: epath.PathLike) -> dict[str, Any]:
         raise HfError(
             f"{where}: peft_type is {config.get('peft_type')!r}; only 'LORA' is supported, with or without use_dora"
         )
-    for name in ("r", "lora_alpha"):
-        if isinstance(config.get(name), bool) or not isinstance(config.get(name), int | float):
-            raise HfError(f"{where}: {name} is {config.get(name)!r}; it must be a number")
+    alpha = config.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise HfError(f"{where}: lora_alpha is {alpha!r:.100}; it must be a number")
+    try:
+        json_values.integer(config.get("r"), "r", least=1)
+    except ValueError as error:
+        raise HfError(f"{where}: {error}") from error
     used = [f"{name}={config[name]!r:.100}" for name in _UNSUPPORTED if config.get(name)]
     if config.get("bias", "none") != "none":
         used.append(f"bias={config['bias']!r}")
@@ -68,7 +73,7 @@ def read(directory: epath.PathLike) -> dict[str, Any]:
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that `task.lora` must have; see `frozen_base.settings`."""
     return {
-        "rank": int(config["r"]),
+        "rank": config["r"],
         "alpha": float(config["lora_alpha"]),
         "rslora": bool(config.get("use_rslora")),
         "dora": bool(config.get("use_dora")),

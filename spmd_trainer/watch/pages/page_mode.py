@@ -15,7 +15,7 @@ from etils import epath
 from spmd_trainer import storage
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.sharding.messages import short_hash
-from spmd_trainer.storage import access
+from spmd_trainer.storage import access, files
 from spmd_trainer.storage.run_files import COMPARISON, PAGE
 from spmd_trainer.training.run_config import PageConfig
 from spmd_trainer.watch.pages.run_charts import Record
@@ -72,11 +72,7 @@ def _directories(request: PageConfig) -> list[epath.Path]:
 def _file(request: PageConfig, directories: Sequence[epath.Path]) -> epath.Path:
     if request.page_file:
         path = storage.directory("--page_file", request.page_file)
-        if path.is_dir():
-            raise UserError(f"--page_file={path} is a directory; give the file to write, e.g. {path / PAGE}")
-        # Directories of runs are made. A page's path that leads nowhere is rather a slip of the pen.
-        if not storage.is_remote(path) and not path.parent.is_dir():
-            raise UserError(f"--page_file={path} can't be written: make the directory {path.parent} first")
+        files.check_target("--page_file", path, PAGE)
         return path
     return directories[0] / (PAGE if len(directories) == 1 else COMPARISON)
 
