@@ -173,7 +173,11 @@ def say_failed(address: str, own: Member, bind_address: str | None = None) -> No
 def _judge(client: service.Client, address: str, own: Member, seconds: float, elsewhere: threading.Event) -> None:
     """Waits on process 0 for all processes, and publishes the verdict. If it is not to go, stays to tell it to all."""
     members: dict[str, Member] = {}
-    verdict, text = _decided(client, address, own, seconds, elsewhere, members)
+    try:
+        verdict, text = _decided(client, address, own, seconds, elsewhere, members)
+    except Exception as error:  # else all would wait
+        logging.exception("process 0 could not decide whether the job starts")
+        verdict, text = _ABSENT, f"{own} failed before all had joined: {type(error).__name__}: {error}"
     if elsewhere.is_set():
         return
     client.key_value_set(_VERDICT, sealed(_VERDICT, f"{verdict} {text}"), allow_overwrite=True)
@@ -201,9 +205,10 @@ def _decided(
     heard: dict[str, float] = {}
     while not elsewhere.is_set():
         now = time.monotonic()
-        for nonce in _take(client, members):
-            came.setdefault(nonce, now)
-            heard[nonce] = now
+        news = _take(client, members)
+        heard.update(dict.fromkeys(news, now))
+        came = dict.fromkeys(news, now) | came
+        for nonce in news:
             if failed := members[nonce].failed:
                 return _ABSENT, (
                     f"{members[nonce]} of {own.count} failed before it joined: {failed}. Correct it, then start the job again"
