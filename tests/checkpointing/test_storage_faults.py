@@ -29,6 +29,7 @@ from spmd_trainer.checkpointing import (
     orbax_io,
     steps,
 )
+from spmd_trainer.storage import reading
 
 LOCAL_PATH = type(epath.Path("/"))
 
@@ -47,7 +48,7 @@ def fail_reading(monkeypatch, name: str, times: int) -> list[str]:
 
     def failing(method):
         def read(path, *args, **kwargs):
-            if path.name == name and len(failed) < times:
+            if Path(path).name == name and len(failed) < times:
                 failed.append(str(path))
                 raise OSError(5, "Input/output error", str(path))
             return method(path, *args, **kwargs)
@@ -56,6 +57,7 @@ def fail_reading(monkeypatch, name: str, times: int) -> list[str]:
 
     for method in ("read_bytes", "read_text", "open", "stat"):
         monkeypatch.setattr(LOCAL_PATH, method, failing(getattr(LOCAL_PATH, method)))
+    monkeypatch.setattr(reading, "read", failing(reading.read))
     return failed
 
 
