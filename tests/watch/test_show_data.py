@@ -125,6 +125,22 @@ def test_batches_too_large_to_be_shown_are_refused_before_they_are_built(tmp_pat
         show_data.show_data(types.SimpleNamespace(config=run))
 
 
+def rows_in_all(rows):
+    return rows
+
+
+def test_a_batch_size_that_is_computed_is_refused_too(tmp_path):
+    config = types.SimpleNamespace(
+        train_datasets=[
+            pax_fiddle.Config(TextInput, name="mine", seq_len=8, batch_size=pax_fiddle.Config(rows_in_all, 10**9))
+        ],
+        eval_datasets=[],
+    )
+    run = types.SimpleNamespace(experiment=types.SimpleNamespace(config=config, label="x"))
+    with raises_naming(UserError, "dataset mine", f"{10**9:,}", "batch_size"):
+        show_data.show_data(types.SimpleNamespace(config=run))
+
+
 def test_the_first_process_prints(monkeypatch, capsys, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("hello")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from praxis import pax_fiddle
 
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
@@ -107,7 +108,8 @@ def show_data(job: Job) -> None:
 
 def _refuse_large(input_p: Any) -> None:
     """Refuses a dataset before it is built, whose batches would fill the memory or take minutes."""
-    rows = getattr(input_p, "batch_size", None)
+    # An experiment may give a config that computes the rows.
+    rows = pax_fiddle.build(getattr(input_p, "batch_size", None))
     width = getattr(input_p, "seq_len", None) or getattr(input_p, "prefix_len", None) or 1
     if isinstance(rows, int) and isinstance(width, int) and rows * width > _MOST_TOKENS:
         raise UserError(
