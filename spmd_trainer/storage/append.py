@@ -95,7 +95,8 @@ class _LocalFile:
 
     def write(self, data: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "ab", opener=reading.opened) as file:
+        reading.require_regular(self._path)
+        with self._path.open("ab") as file:
             start = file.tell()
             try:
                 file.write(data if start else self._header + data)

@@ -17,7 +17,7 @@ from checkpoint_helpers import make_mesh, place, specs_for
 from jax.sharding import PartitionSpec as P
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing import Checkpointer, CheckpointError, check_storage, manifest, steps, step_files
-from spmd_trainer.storage import retry
+from spmd_trainer.storage import reading, retry
 
 directory = Path(arguments[0])
 mesh = make_mesh(count, 1, 1)
@@ -94,21 +94,23 @@ with Checkpointer(directory) as checkpoints:
     save(checkpoints, 2)
 retry.time.sleep = lambda seconds: None
 kind = type(checkpoints.directory)
-readers = {name: getattr(kind, name) for name in ("read_bytes", "read_text")}
+readers = {
+    (owner, name): getattr(owner, name) for owner, name in ((kind, "read_bytes"), (kind, "read_text"), (reading, "read"))
+}
 
 def failing(read):
     def io_error(path, *args, **kwargs):
-        if index == 1 and path.name == "manifest.json":
+        if index == 1 and str(path).endswith("/manifest.json"):
             raise OSError(errno.EIO, "Input/output error")
         return read(path, *args, **kwargs)
     return io_error
 
-for name, read in readers.items():
-    setattr(kind, name, failing(read))
+for (owner, name), read in readers.items():
+    setattr(owner, name, failing(read))
 checkpoints = Checkpointer(directory)
 tell(lambda: checkpoints.restore(variables, mesh))
-for name, read in readers.items():
-    setattr(kind, name, read)
+for (owner, name), read in readers.items():
+    setattr(owner, name, read)
 tell(lambda: checkpoints.restore(variables, mesh).step)
 """
 
