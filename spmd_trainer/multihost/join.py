@@ -312,7 +312,8 @@ def _told(client: service.Client, address: str, own: Member, seconds: float) -> 
     """Says until process 0 answers that this process is here; returns the names of all processes if it says go.
 
     Raises:
-      UserError: it says that they don't form one job, or it has a job without this process.
+      UserError: it says that they don't form one job.
+      ConnectionError: it has a job without this process, perhaps one that is about to end.
       AbsentError: it says that one is missing, or is lost itself.
     """
     # Process 0 gives up after `seconds` too, and says which processes are missing.
@@ -327,14 +328,14 @@ def _told(client: service.Client, address: str, own: Member, seconds: float) -> 
             text = None if said is None else opened(_VERDICT, said)
             if said is not None and text is None:  # not process 0's
                 time.sleep(_BEAT_SECONDS)
-        client.key_value_set(f"{_TOLD}/{own.nonce}", "")
+        client.key_value_set(f"{_TOLD}/{own.nonce}", "", allow_overwrite=True)
     except jax.errors.JaxRuntimeError as error:
         raise AbsentError(f"process 0 at {address} was lost before all processes had joined; see its log") from error
     verdict, _, rest = (text or "").partition(" ")
     if verdict == _GO:
         job = json.loads(rest)
         if own.nonce not in job["nonces"]:
-            raise UserError(_in_use(address, own))
+            raise ConnectionError(f"a job without this process runs at {address}")
         return {int(index): one_line(name) for index, name in job["names"].items()}
     if verdict == _REFUSED:
         raise UserError(one_line(rest))
