@@ -53,14 +53,14 @@ def check_installed() -> str:
     """
     fix = "pip install 'spmd-trainer[lm-eval]'"
     spec = importlib.util.find_spec("lm_eval")
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None:
         raise UserError(f"judging with tasks needs EleutherAI's lm-eval, which is not installed: {fix}")
     found = importlib.metadata.version("lm-eval")
     if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < _OLDEST:
         raise UserError(
             f"lm-eval {found} is installed, and {'.'.join(map(str, _OLDEST))} or newer is needed: {fix} --upgrade"
         )
-    return spec.submodule_search_locations[0]
+    return (spec.submodule_search_locations or [""])[0]
 
 
 class Tasks:

@@ -89,15 +89,24 @@ def test_the_traceback_of_what_users_can_mend_is_in_the_file_alone(tmp_path, err
     assert "Traceback" in (tmp_path / "train.log").read_text()
 
 
-def test_a_log_on_a_full_disk_is_said_once(caplog, capsys):
+def test_a_log_on_a_full_disk_is_said_once(caplog, capsys, monkeypatch, tmp_path):
     run_log = log_lines.RunLog()
-    run_log.open("/dev/full")
+    # A device is refused as a log, so the file becomes one that is full after it has been looked at.
+    monkeypatch.setattr(log_lines._LocalFile, "_open", lambda file: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"))
+    run_log.open(tmp_path / "run.log")
     for _ in range(3):
         run_log.handle(logging.LogRecord("absl", logging.INFO, __file__, 1, "a line", (), None))
     run_log.close()
     (said,) = caplog.messages
-    assert_names(said, "/dev/full", os.strerror(errno.ENOSPC))
+    assert_names(said, str(tmp_path / "run.log"), os.strerror(errno.ENOSPC))
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_device_is_no_log(caplog):
+    run_log = log_lines.RunLog()
+    run_log.open("/dev/full")
+    assert run_log.path is None
+    assert_names(caplog.text, "/dev/full", "device")
 
 
 def test_what_a_live_display_shows_in_its_own_way_goes_to_the_file_alone(monkeypatch):
