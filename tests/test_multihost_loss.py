@@ -179,3 +179,12 @@ def test_a_process_that_failed_is_named_even_if_its_news_were_all_that_it_could_
     with pytest.raises(Ended):
         peers._turn()
     assert_names(capsys.readouterr().err, "process 0 exits", "out of luck")
+
+
+def test_a_beat_from_before_a_call_is_no_answer_to_it(store):
+    peers = watching()
+    store[f"{loss._BEAT}/1"] = "2"
+    store[loss._CALL] = "0"
+    peers._turn()
+    with pytest.raises(Ended):
+        peers._look(time.monotonic() + loss._CALLED_SECONDS + 1)

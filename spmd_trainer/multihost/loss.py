@@ -181,7 +181,8 @@ class Peers:
         """
         call = f"{self._index} {time.time()}"
         self._tried(lambda: self._client.key_value_set(_CALL, call, allow_overwrite=True))
-        if self._has_news.wait(_CALLED_SECONDS + 4 * _TURN_SECONDS):
+        # One that died in the moment of the call is known only by its silence.
+        if self._has_news.wait(max(self._limit, _CALLED_SECONDS) + 4 * _TURN_SECONDS):
             time.sleep(_GRACE_SECONDS + 2 * _LAST_SECONDS)
 
     def _work(self) -> None:
@@ -204,7 +205,9 @@ class Peers:
             self._beat()
         said = dict(self._client.key_value_dir_get(_END))
         if said.get(_CALL) != self._call:
-            self._call, self._called = said.get(_CALL), now
+            self._call = said.get(_CALL)
+            self._beat()  # hears the beats from before the call; whoever is there beats again
+            self._called = time.monotonic()
         if _ALL_DONE in said:
             self._all_done.set()
         if (news := _News.parse(said.get(_NEWS))) is not None:
