@@ -72,9 +72,8 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
     except BaseException as error:
         unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = os.fspath(
-                path
-            )  # the error of a write names no file, and that of an open the unfinished one
+            # The error of a write names no file, and that of an open the unfinished one.
+            error.filename = os.fspath(path)
         raise
 
 
