@@ -49,14 +49,12 @@ class Cluster:
       process_id: id of this process, from 0.
       heartbeat_seconds: a process that sends no heartbeat for this many seconds is treated as lost.
       bind_address: 'host:port' where process 0 listens; None for the coordinator's address.
-      local_device_ids: the accelerators of this process, as JAX has detected them; None for all.
     """
 
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
     heartbeat_seconds: int = 20
-    local_device_ids: Sequence[int] | None = None
     bind_address: str | None = None
 
 
@@ -129,6 +127,7 @@ class Processes:
         jax.config.update("jax_enable_preemption_service", mode == "train")
         located = _located(self._cluster)
         address, count, index = located.address, located.count, located.index
+        service.use_devices(located.local_device_ids)
         if count == 1:
             return 1
         try:
@@ -137,7 +136,6 @@ class Processes:
                 join.Member(index, count),
                 bind_address=self._cluster.bind_address,
                 seconds=_JOIN_SECONDS,
-                local_device_ids=located.local_device_ids,
             )
         except join.AbsentError as error:
             terminal.write(f"spmd-trainer: process {index} exits: {error}\n", sys.stderr)
@@ -245,7 +243,7 @@ def _is_broken_collective(error: BaseException | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where this process is in its job: see `Cluster`."""
+    """Where this process is in its job: see `Cluster`. `local_device_ids`: its accelerators; None for all of its host."""
 
     address: str
     count: int
@@ -260,7 +258,7 @@ def _located(cluster: Cluster) -> _Place:
       UserError: JAX is to detect it, and finds no cluster.
     """
     if cluster.coordinator_address and cluster.num_processes and cluster.process_id is not None:
-        return _Place(cluster.coordinator_address, cluster.num_processes, cluster.process_id, cluster.local_device_ids)
+        return _Place(cluster.coordinator_address, cluster.num_processes, cluster.process_id, service.given_devices())
     try:
         address, count, index, local_device_ids = service.detected_cluster(_JOIN_SECONDS)
         if address is None or count is None or index is None:

@@ -20,7 +20,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 from absl import logging
@@ -29,6 +29,7 @@ from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.errors.installation import __version__
 from spmd_trainer.multihost import service
 from spmd_trainer.sharding.messages import named_text
+from spmd_trainer.storage import json_values
 
 _PREFIX = "spmd_trainer/join"
 _HELLO, _TOLD, _VERDICT = (f"{_PREFIX}/{name}" for name in ("hello", "told", "verdict"))
@@ -42,7 +43,7 @@ _LINGER_SECONDS = 10.0
 # How often a waiting process logs what it waits for.
 REPORT_SECONDS = 30.0
 _RETRY_SECONDS = 0.1
-LONGEST_TEXT = 2000
+_LONGEST_TEXT = 2000
 
 
 class AbsentError(Exception):
@@ -78,11 +79,11 @@ class Member:
     def parse(cls, key: str, text: str) -> Member | None:
         """Returns the member that the text of a key describes; None if the text comes from something else."""
         said = opened(key, text)
-        if said is None or not said.startswith("{"):
+        if said is None:
             return None
         try:
-            member = cls(**json.loads(said))
-        except (ValueError, TypeError, RecursionError):
+            member = cls(**json_values.parse_object(said))
+        except (ValueError, TypeError):
             return None
         if (
             not isinstance(member.index, int)
@@ -102,17 +103,10 @@ class Member:
 
 def one_line(text: object) -> str:
     """Returns a text from another process as one line that a terminal shows as it is."""
-    return terminal.visible(" ".join(str(text).split()))[:LONGEST_TEXT]
+    return terminal.visible(" ".join(str(text).split()))[:_LONGEST_TEXT]
 
 
-def meet(
-    address: str,
-    own: Member,
-    *,
-    bind_address: str | None = None,
-    seconds: float,
-    local_device_ids: Sequence[int] | None = None,
-) -> dict[int, str]:
+def meet(address: str, own: Member, *, bind_address: str | None = None, seconds: float) -> dict[int, str]:
     """Waits until all processes of the job are here, and makes JAX use the channel that they met over.
 
     Args:
@@ -120,7 +114,6 @@ def meet(
       own: this process.
       bind_address: 'host:port' where process 0 listens; None for `address`.
       seconds: how long to wait.
-      local_device_ids: the accelerators of this process; None for all.
 
     Returns:
       'process 1 (host, pid 12)' by process id.
@@ -154,7 +147,7 @@ def meet(
         client = service.connect(address, own.index)
     except ConnectionError as error:
         raise AbsentError(f"process 0 at {address} was lost when all processes had joined; see its log") from error
-    service.adopt(client, address, own.index, own.count, local_device_ids)
+    service.adopt(client, address, own.index, own.count)
     return names
 
 
@@ -289,7 +282,11 @@ def _join(address: str, own: Member, seconds: float) -> dict[int, str]:
                 foreign_since = foreign_since or time.monotonic()
                 problem = "something else answers there"
         if foreign_since is not None and time.monotonic() - foreign_since > service.BUSY_SECONDS:
-            raise UserError(_in_use(address, own))
+            raise UserError(
+                f"{own}: {address} is already in use, by another program or by a job that has started. Perhaps another process "
+                f"has --process_id={own.index} too, or an old job still runs. Give each process an id of its own, from 0 to "
+                f"{own.count - 1}, and each job a port of its own"
+            )
         if own.index and time.monotonic() - last_report > REPORT_SECONDS:
             last_report = time.monotonic()
             logging.warning("waiting for process 0 at %s for %.0f s (%s)", address, waited, problem)
@@ -297,14 +294,6 @@ def _join(address: str, own: Member, seconds: float) -> dict[int, str]:
     raise AbsentError(
         f"process 0 did not answer at {address} within {seconds:.0f} s ({problem}). It was not started, died, or can't be "
         "reached there; see its log, then start the job again"
-    )
-
-
-def _in_use(address: str, own: Member) -> str:
-    return (
-        f"{own}: {address} is already in use, by another program or by a job that has started. Perhaps another process "
-        f"has --process_id={own.index} too, or an old job still runs. Give each process an id of its own, from 0 to "
-        f"{own.count - 1}, and each job a port of its own"
     )
 
 

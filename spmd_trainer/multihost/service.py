@@ -60,9 +60,6 @@ class Client(Protocol):
     def key_value_delete(self, key: str) -> None:
         """Deletes a key and all keys below it."""
 
-    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
-        """Waits until all processes are here; `DEADLINE_EXCEEDED` if one does not come."""
-
 
 def joined() -> tuple[int, int]:
     """Returns the number of processes in the job and the id of this one; (1, 0) before joining. Touches no device."""
@@ -188,7 +185,20 @@ def _new_client(address: str, task: int) -> _jax.DistributedRuntimeClient:
     )
 
 
-def adopt(client: Client, address: str, index: int, count: int, local_device_ids: Sequence[int] | None) -> None:
+def given_devices() -> Sequence[int] | None:
+    """Returns the accelerators that JAX_LOCAL_DEVICE_IDS gives this process; None if it is not set."""
+    given = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    return [int(number) for number in given.split(",")] if given else None
+
+
+def use_devices(local_ids: Sequence[int] | None) -> None:
+    """Lets this process see these accelerators of its host alone; None for all."""
+    if local_ids:
+        for platform in ("cuda", "rocm"):
+            jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, local_ids)))
+
+
+def adopt(client: Client, address: str, index: int, count: int) -> None:
     """Makes JAX use this client: does what `jax.distributed.initialize` does after it has connected.
 
     Args:
@@ -196,17 +206,13 @@ def adopt(client: Client, address: str, index: int, count: int, local_device_ids
       address: 'host:port' of the service.
       index: id of this process.
       count: number of processes.
-      local_device_ids: the accelerators of this process; None for all.
     """
-    if local_device_ids:
-        for platform in ("cuda", "rocm"):
-            jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, local_device_ids)))
     global_state.coordinator_address = address
     global_state.process_id = index
     global_state.num_processes = count
     global_state.client = client
     global_state.initialize_preemption_sync_manager()
-    partition = os.environ.get("JAX_PARTITION_INDEX")
+    partition = os.environ.get("JAX_PARTITION_INDEX", os.environ.get("JAX_SLICE_INDEX"))  # JAX's older name
     global_state.partition_index = None if partition is None else int(partition)
 
 
@@ -229,13 +235,12 @@ def detected_cluster(seconds: float) -> tuple[str | None, int | None, int | None
     """
     from jax._src.clusters import ClusterEnv
 
-    local_ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     found: tuple[str | None, int | None, int | None, Sequence[int] | None]
     found = ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"),
         None,
         None,
-        [int(number) for number in local_ids.split(",")] if local_ids else None,
+        given_devices(),
         None,
         int(seconds),
     )
