@@ -10,6 +10,7 @@ others why and exits at once. If a process dies, the others exit with a message 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging as std_logging
@@ -138,7 +139,7 @@ class Processes:
                 seconds=_JOIN_SECONDS,
             )
         except join.AbsentError as error:
-            terminal.write(f"spmd-trainer: process {index} exits: {error}\n", sys.stderr)
+            _say_here(f"process {index} exits: {error}")
             os._exit(loss.STATUS_LOST_PROCESS)
         if index:
             logging.set_verbosity(logging.WARNING)
@@ -180,7 +181,7 @@ class Processes:
         except UserError:  # nobody can be told
             return
         if isinstance(error, UserError):
-            terminal.write(f"spmd-trainer: {error}\n", sys.stderr)
+            _say_here(str(error))
         if located.count > 1:
             own = join.Member(located.index, located.count, failed=join.one_line(_described(error)))
             join.say_failed(located.address, own, self._cluster.bind_address)
@@ -204,17 +205,16 @@ class Processes:
             status, how = log_lines.STATUS_INTERRUPTED, "was interrupted"
         elif isinstance(error, UserError):
             status = error.exit_status  # the same as in a job of one process
-            terminal.write(f"spmd-trainer: {error}\n", sys.stderr)
+            _say_here(str(error))
             if error.leaves_in_order:
                 watch.say_goodbye()
                 raise SystemExit(status) from error
         elif "Gloo" in str(error) and "DEADLINE_EXCEEDED" in str(error):
             status = loss.STATUS_LOST_PROCESS
             logging.debug("this process failed", exc_info=error)
-            terminal.write(
-                "spmd-trainer: the collectives of this process's host devices could not connect to those of the other processes "
-                "within 30 s: a process is much slower than the others, or the machine is overloaded. Start the job again\n",
-                sys.stderr,
+            _say_here(
+                "the collectives of this process's host devices could not connect to those of the other processes "
+                "within 30 s: a process is much slower than the others, or the machine is overloaded. Start the job again"
             )
         else:
             status = 1
@@ -223,6 +223,12 @@ class Processes:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _say_here(text: str) -> None:
+    """Writes a message to this process's stderr. If that can't be written (a full disk), the others are told all the same."""
+    with contextlib.suppress(OSError):
+        terminal.write(f"spmd-trainer: {text}\n", sys.stderr)
 
 
 def _described(error: BaseException) -> str:

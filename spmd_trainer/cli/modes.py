@@ -91,6 +91,7 @@ MODES = {
         "watch.pages.show_data",
         "show_data",
         has_run=False,
+        builder="build_job",
     ),
     "verify": Mode(
         "Train for a few steps on one device and on the mesh, and compare losses, gradient norms and variables.",

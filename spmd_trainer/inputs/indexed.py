@@ -22,6 +22,9 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.inputs import batches, permutations
+from spmd_trainer.sharding.messages import shortened
+
+_INT32_MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +239,7 @@ class IndexedInput(CheckpointedInput):
         self.reset_for_eval: bool = not self.endless
 
     def require_positive(self, field: str) -> None:
-        """Checks that a field is an integer of 1 or more.
+        """Checks that a field is an integer of 1 or more that int32 holds, as it holds positions in rows and batches.
 
         Raises:
           UserError: names the input, the field and its value.
@@ -244,6 +247,10 @@ class IndexedInput(CheckpointedInput):
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise self.error(f"{field}={value!r}; set it to a whole number, 1 or more")
+        if value > _INT32_MAX:
+            raise self.error(
+                f"{field}={shortened(str(value), 40)}; the largest is {_INT32_MAX:,}, because positions are int32"
+            )
 
     def _iterate(self, start: int) -> Iterator[NestedMap]:
         return map(self.batch_at, itertools.count(start))

@@ -86,7 +86,7 @@ def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) ->
         )
     except RecursionError:
         raise ValueError(_too_deep(content)) from None
-    if _depth_exceeds(value):
+    if _brackets(content) > MOST_DEPTH and _depth_exceeds(value):
         raise ValueError(_too_deep(content))
     if refused:
         first = refused[0]
@@ -150,6 +150,13 @@ def _most_values(content: bytes | str) -> int:
     text = content if isinstance(content, str) else content.decode("utf-8", "replace")
     count = sum(map(text.count, ",[{"))
     return count if count <= MOST_VALUES else sum(map(_STRINGS.sub("", text).count, ",[{"))
+
+
+def _brackets(content: bytes | str) -> int:
+    """Returns how many lists and objects a text begins, and brackets in its strings; no value is nested deeper."""
+    if isinstance(content, bytes):
+        return content.count(b"[") + content.count(b"{")
+    return content.count("[") + content.count("{")
 
 
 def _depth_exceeds(value: Any) -> bool:

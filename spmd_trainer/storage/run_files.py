@@ -9,7 +9,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spmd_trainer.storage import json_values
+from spmd_trainer.storage import json_values, reading
 
 # Whose the directory is, how the run stands, and the overrides, versions and devices of its newest start.
 RUN = "run.json"
@@ -98,5 +98,5 @@ def _object(path: epath.Path) -> dict[str, Any]:
         return found
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, reading.NotRegularError) as error:
         raise ValueError(f"{path.name} can't be read: {type(error).__name__}: {error}") from error

@@ -13,10 +13,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from absl import logging
 
+from spmd_trainer.multihost import service
 from spmd_trainer.watch import stuck
 from spmd_trainer.watch.slow import SlowProcesses
 from spmd_trainer.watch.stuck import Beat, Seen, not_yet
@@ -138,7 +138,7 @@ class Board:
 
     def __init__(
         self,
-        client: Any,
+        client: service.Client | None,
         index: int,
         count: int,
         beat: Callable[[], Beat],
@@ -158,7 +158,7 @@ class Board:
           silent_after: see `stuck.find`.
           clock: returns the time in seconds, as `time.monotonic`.
         """
-        self._client, self._index, self._count = client, index, count
+        self._client, self._index = client if count > 1 else None, index
         self._beat, self._clock = beat, clock
         self._period, self._silent_after = period, silent_after
         self._keys = f"{_PREFIX}/{next(_runs)}"
@@ -208,38 +208,28 @@ class Board:
 
     def turn(self) -> None:
         """Sends one beat and gets the newest digest."""
-        now, beat = self._clock(), self._beat()
-        if self._index:
-            self._client.key_value_set(f"{self._keys}/beat/{self._index}", beat.to_json(), allow_overwrite=True)
-            self._take(self._published())
+        now, beat, client = self._clock(), self._beat(), self._client
+        if client is not None and self._index:
+            client.key_value_set(f"{self._keys}/beat/{self._index}", beat.to_json(), allow_overwrite=True)
+            self._take(service.look(client, f"{self._keys}/digest"))
             return
         self._table.turn(now, self._silent_after + self._period)
         self._table.note(beat, now)
-        if self._count > 1:
-            for _, text in self._client.key_value_dir_get(f"{self._keys}/beat/"):
+        if client is not None:
+            for _, text in client.key_value_dir_get(f"{self._keys}/beat/"):
                 self._table.note(Beat.from_json(text), now)
         for line in self._slow.update(self._table.windows()):
             logging.warning("%s", line)
         digest = self._table.digest(now, self._silent_after)
         self._latest = digest, now
-        if self._count > 1:
-            self._client.key_value_set(f"{self._keys}/digest", digest.to_json(), allow_overwrite=True)
+        if client is not None:
+            client.key_value_set(f"{self._keys}/digest", digest.to_json(), allow_overwrite=True)
 
     def _take(self, text: str | None) -> None:
         """Keeps a digest of process 0, and when it came if it is new."""
         digest = None if text is None else Digest.from_json(text)
         if digest is not None and (self._latest is None or digest != self._latest[0]):
             self._latest = digest, self._clock()
-
-    def _published(self) -> str | None:
-        """Returns process 0's digest, or None if there is none yet."""
-        try:
-            text: str = self._client.key_value_try_get(f"{self._keys}/digest")
-        except Exception as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise
-        return text
 
     def _work(self) -> None:
         while not self._closed.is_set():

@@ -12,6 +12,7 @@ from facts import raises_naming
 from input_helpers import assert_same, drain, stack_processes, take, write_files
 from praxis import base_hyperparams, pax_fiddle
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import text
 
 EOS = 256
@@ -330,3 +331,9 @@ for _ in range(10):
 assert "tensorflow" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("field", ["seq_len", "max_windows"])
+def test_a_size_that_int32_does_not_hold_is_refused(files, field):
+    with raises_naming(UserError, f"{field}=10000000000000000000000000000000", "2,147,483,647", "int32"):
+        make(files, **{field: 10**31})

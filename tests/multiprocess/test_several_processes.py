@@ -156,6 +156,51 @@ def test_another_version_of_the_experiment(rows, streams, count, tmp_path):
     check_all_refuse(rows, "another version of the code", settings, message)
 
 
+@pytest.fixture
+def helped(streams, tmp_path):
+    """A function that returns a job whose last process has a further prefix, and perhaps another helper of the loss."""
+    for name, scale in (("first", 1), ("last", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "loss_helper.py").write_text(f"SCALE = {scale}\n")
+
+    def settings(count: int, *prefix: str, helper: str = "first") -> Uneven:
+        folders = dict.fromkeys(range(count), "first") | {count - 1: helper}
+        prefixes = {
+            index: ("env", f"PYTHONPATH={tmp_path / folder}{os.pathsep}{os.environ['PYTHONPATH']}")
+            + (prefix if index == count - 1 else ())
+            for index, folder in folders.items()
+        }
+        return streams(count, exp="uneven_inputs.HelpedLoss", prefixes=prefixes)
+
+    return settings
+
+
+def test_a_module_that_the_loss_imports_is_the_same(helped):
+    job, statuses, _ = finished(helped(2))
+    assert statuses == [0, 0], job.log()
+
+
+@several
+def test_a_module_that_the_loss_imports_differs(rows, helped, count):
+    settings = helped(count, helper="last")
+    check_all_refuse(
+        rows, "another module in the loss", settings, rf"process {count - 1} .*the code of loss_helper differs"
+    )
+    assert steps_on_disk(settings.directory) == []
+
+
+@several
+def test_a_variable_that_the_loss_reads_differs(rows, helped, count):
+    message = rf"process {count - 1} .*UNEVEN_INPUTS_SCALE"
+    check_all_refuse(rows, "another environment variable", helped(count, "UNEVEN_INPUTS_SCALE=2"), message)
+
+
+@several
+def test_other_xla_flags(rows, helped, count):
+    flags = f"XLA_FLAGS={os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true"
+    check_all_refuse(rows, "other XLA flags", helped(count, flags), rf"process {count - 1} .*XLA_FLAGS")
+
+
 @several
 def test_other_data(rows, streams, count, tmp_path):
     texts = []

@@ -6,7 +6,7 @@ import json
 import os
 import time
 
-from praxis import base_input, pax_fiddle
+from praxis import base_input, layers, pax_fiddle
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
@@ -111,6 +111,28 @@ class OwnPositions(Streams):
     """Streams that are slow, so that a test can kill the job between two saves."""
 
     SECONDS = (0.1, 0.3)
+
+
+class HelpedModel(layers.LanguageModel):
+    """Imports a module of the user's while the step is traced, and reads a variable of the environment there."""
+
+    def compute_loss(self, predictions, input_batch):
+        import loss_helper
+
+        metrics, per_example = super().compute_loss(predictions, input_batch)
+        total, weight = metrics["total_loss"]
+        scale = loss_helper.SCALE * float(os.environ.get("UNEVEN_INPUTS_SCALE", "1"))
+        return metrics | {"total_loss": (scale * total, weight)}, per_example
+
+
+@experiment_registry.register
+class HelpedLoss(Streams):
+    """The loss comes from `loss_helper`, a module beside this one that hosts may have in different versions."""
+
+    def _model(self):
+        model_p = super()._model()
+        pax_fiddle.update_callable(model_p, HelpedModel)
+        return model_p
 
 
 def files_of_this_process() -> list[str]:

@@ -1,6 +1,7 @@
 """What a run's directory says of the run, also when a process was killed, or a disk full, while it was written."""
 
 import json
+import os
 import pathlib
 
 import jax
@@ -40,6 +41,14 @@ def test_an_unreadable_record_is_written_again(directory, keep, caplog):
     assert_names(caplog.text, directory, "run.json can't be read", "neither ended nor failed")
     describe(directory)
     assert record.read_text() == whole
+
+
+def test_a_record_that_is_a_device_is_one_that_cannot_be_read(directory, caplog):
+    record = directory / "run.json"
+    record.unlink()
+    os.symlink("/dev/full", record)
+    run_directory.check_directory(directory, EXPERIMENT, trains=False)
+    assert_names(caplog.text, directory, "run.json can't be read", "device")
 
 
 def test_a_directory_where_a_start_was_killed_can_be_used(tmp_path):

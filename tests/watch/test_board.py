@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import jax
 import pytest
 from facts import assert_names
 
@@ -39,7 +40,7 @@ class Store:
 
     def key_value_try_get(self, key: str) -> str:
         if key not in self.values:
-            raise RuntimeError("NOT_FOUND: no such key")
+            raise jax.errors.JaxRuntimeError("NOT_FOUND: no such key")
         return self.values[key]
 
 

@@ -114,7 +114,7 @@ def test_datasets_that_show_nothing_are_refused():
 
 
 @pytest.mark.parametrize("large", [{"seq_len": 10**11}, {"batch_size": 10**9}])
-def test_batches_too_large_to_be_shown_are_refused_before_they_are_built(tmp_path, large):
+def test_batches_too_large_to_be_shown_are_refused_before_they_and_the_model_are_built(tmp_path, large):
     (tmp_path / "a.txt").write_text("some text")
     settings = {"seq_len": 8, "batch_size": 2, "files": str(tmp_path / "a.txt"), **large}
     config = types.SimpleNamespace(
@@ -122,7 +122,7 @@ def test_batches_too_large_to_be_shown_are_refused_before_they_are_built(tmp_pat
     )
     run = types.SimpleNamespace(experiment=types.SimpleNamespace(config=config, label="x"))
     with raises_naming(UserError, "dataset mine", f"{next(iter(large.values())):,}", *large):
-        show_data.show_data(types.SimpleNamespace(config=run))
+        show_data.build_job(run)
 
 
 def rows_in_all(rows):
@@ -138,7 +138,7 @@ def test_a_batch_size_that_is_computed_is_refused_too(tmp_path):
     )
     run = types.SimpleNamespace(experiment=types.SimpleNamespace(config=config, label="x"))
     with raises_naming(UserError, "dataset mine", f"{10**9:,}", "batch_size"):
-        show_data.show_data(types.SimpleNamespace(config=run))
+        show_data.build_job(run)
 
 
 def test_the_first_process_prints(monkeypatch, capsys, tmp_path):

@@ -183,6 +183,8 @@ def _size(path: str) -> int:
 
 # Bytes per read when records are read in order; more if one record is larger.
 _BYTES_AT_ONCE = 2**20
+# A corpus of at most so many bytes and records is small.
+_KEPT_BYTES, _KEPT_RECORDS = 2**24, 1024
 
 
 class IndexedFiles(NumberedFiles):
@@ -198,6 +200,9 @@ class IndexedFiles(NumberedFiles):
         self._files = OpenFiles(self.paths, self.sizes)
         self._starts = [self.find_records(index) for index in range(len(self.paths))]
         self.shards = ShardIndex([len(starts) - 1 for starts in self._starts])
+        # What was made of a small corpus' records: each epoch reads them again, and a record may be long where its text is short.
+        self._kept: dict[tuple[int, int], tuple[bytes, Record]] = {}
+        self._keeps = self.num_bytes <= _KEPT_BYTES and int(self.shards.counts.sum()) <= _KEPT_RECORDS
 
     @abc.abstractmethod
     def find_records(self, index: int) -> np.ndarray:
@@ -222,8 +227,16 @@ class IndexedFiles(NumberedFiles):
             starts, stops = self._starts[index][inside].tolist(), self._starts[index][inside + 1].tolist()
             for place, number, start, stop in zip(places.tolist(), inside.tolist(), starts, stops, strict=True):
                 refused = self._refused(index, number, stop - start)
-                found[place] = refused or self.record(index, number, self._files.read(index, start, stop))
+                found[place] = refused or self._record(index, number, self._files.read(index, start, stop))
         return [found[place] for place in range(len(numbers))]
+
+    def _record(self, index: int, number: int, content: bytes) -> Record:
+        if not self._keeps:
+            return self.record(index, number, content)
+        kept = self._kept.get((index, number))
+        if kept is None or kept[0] != content:
+            kept = self._kept[index, number] = (content, self.record(index, number, content))
+        return kept[1]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
         starts, count = self._starts[chunk], int(self.shards.counts[chunk])

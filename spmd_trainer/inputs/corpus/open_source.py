@@ -75,7 +75,7 @@ def paths_of(files: object) -> list[str]:
 
 def _source(kind: str, paths: Sequence[str], documents: Documents) -> FileSource:
     if kind == "jsonl":
-        return _open_json_lines(paths, documents.column)
+        return _open_json_lines(paths, documents)
     if kind == "arrayrecord":
         return ArrayRecordDocuments(paths)
     if kind == "text":
@@ -86,7 +86,8 @@ def _source(kind: str, paths: Sequence[str], documents: Documents) -> FileSource
     return with_column[kind](paths, documents.column)
 
 
-def _open_json_lines(paths: Sequence[str], column: str) -> FileSource:
+def _open_json_lines(paths: Sequence[str], documents: Documents) -> FileSource:
+    column = documents.column
     if any(map(is_remote, paths)):
         return StreamedJsonLines(paths, column)
     compressed = [path for path in paths if file_kinds.is_compressed(path)]
@@ -104,7 +105,7 @@ def _open_json_lines(paths: Sequence[str], column: str) -> FileSource:
                 f"{path} holds one JSON value of many lines, and JSON lines have a whole object in each; convert it, e.g. with "
                 "`jq -c '.[]'`"
             )
-    return JsonLines(paths, column)
+    return JsonLines(paths, column, documents.max_record_bytes)
 
 
 def _prepared_folder(entries: Sequence[str]) -> str | None:

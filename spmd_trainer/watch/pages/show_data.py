@@ -21,6 +21,7 @@ from spmd_trainer.sharding.messages import count_text, table_lines
 from spmd_trainer.storage import files
 from spmd_trainer.training import reference_files
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import RunConfig
 from spmd_trainer.training.run_directory import report_directory
 from spmd_trainer.watch.pages import corpus_summary
 
@@ -75,24 +76,32 @@ class Style:
         return terminal.visible(text).join(self._heading)
 
 
+def build_job(config: RunConfig) -> Job:
+    """Builds the job. The model is traced for the datasets' shapes, so those that can't be shown are refused before.
+
+    Raises:
+      UserError: a batch is too large to be shown; see also `Job.build`.
+    """
+    for input_p in _datasets(config):
+        _refuse_large(input_p)
+    return Job.build(config)
+
+
 def show_data(job: Job) -> None:
     """Prints the first rows of the job's training and evaluation datasets. The first process prints its own rows.
 
     With a job_log_dir, writes what was measured of corpora to `data.html`.
 
     Raises:
-      UserError: the experiment has no datasets, one can't be read, or its batches are too large to be shown.
+      UserError: the experiment has no datasets, or one can't be read.
     """
-    config = job.config.experiment.config
-    datasets = [*config.train_datasets, *config.eval_datasets]
+    datasets = _datasets(job.config)
     if not datasets:
         raise UserError(
             f"experiment {job.config.experiment.label} has no datasets to show; return some from datasets()"
         )
     measured: dict[str, corpus_summary.CorpusSummary] = {}
     style = Style(colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-    for input_p in datasets:
-        _refuse_large(input_p)
     for input_p in datasets:
         source = reference_files.attach_zeros(job.build_input(input_p))
         if isinstance(source, CorpusInput):
@@ -104,6 +113,12 @@ def show_data(job: Job) -> None:
         path = report_directory(job.config.job_log_dir) / corpus_summary.FILE
         files.write_atomically(path, corpus_summary.data_page(job.config.experiment.name, measured).split("\n"))
         logging.info("wrote %s", path)
+
+
+def _datasets(config: RunConfig) -> list[Any]:
+    """Returns the configs of the training and evaluation datasets."""
+    experiment = config.experiment.config
+    return [*experiment.train_datasets, *experiment.eval_datasets]
 
 
 def _refuse_large(input_p: Any) -> None:

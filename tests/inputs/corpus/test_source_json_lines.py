@@ -300,6 +300,29 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path, suffix):
     assert peak < 2**26
 
 
+def test_a_plain_line_without_an_end_is_refused_when_its_file_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "_BLOCK", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + b"x" * 2**16 + b"\n")
+    with raises_naming(UserError, f"{path}:3", "max_record_bytes=1,000"):
+        opened(path, max_record_bytes=1000)
+    _, bad = all_records(opened(path, max_record_bytes=10_000))  # its end is found
+    assert_names(bad.problem, "65,537 bytes", "max_record_bytes=10,000")
+
+
+def test_records_of_a_small_corpus_are_parsed_once(tmp_path, monkeypatch):
+    parsed = []
+    record_of = text_files.record_of
+    monkeypatch.setattr(text_files, "record_of", lambda *arguments: parsed.append(1) or record_of(*arguments))
+    path = write_jsonl(tmp_path, ["one", "two"])
+    source = opened(path)
+    for _ in range(3):
+        assert [bytes(record.content) for record in by_number(source)] == [b"one", b"two"]
+    assert len(parsed) == 2
+    path.write_bytes(path.read_bytes().replace(b"two", b"six"))
+    assert [bytes(record.content) for record in by_number(source)] == [b"one", b"six"]
+
+
 @pytest.mark.parametrize("wrong", [0, -1, "1 MB"])
 def test_a_limit_that_is_none_is_refused(tmp_path, wrong):
     with raises_naming(UserError, f"max_record_bytes={wrong!r}"):
