@@ -13,6 +13,7 @@ import numpy as np
 
 from spmd_trainer.checkpointing.errors import CheckpointError, CheckpointReadError
 from spmd_trainer.pax.errors import PaxDamagedError
+from spmd_trainer.storage import json_values
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -32,6 +33,8 @@ _OF_STORAGE = re.compile(
 )
 # Bytes of decoded chunks kept, because several devices take parts of the same chunk.
 _CACHE_BYTES = 32 << 20
+# The file that describes a zarr array.
+ZARR_METADATA = ".zarray"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,6 +124,11 @@ def open_tensorstore(specs: Mapping[str, dict[str, Any]], checkpoint: str) -> di
     import tensorstore as ts
 
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    # TensorStore's own parser ends the process at deep JSON.
+    stores = {name: ts.KvStore.open(kvstore, context=context) for name, kvstore in specs.items()}
+    described = {name: _result(store, name, checkpoint).read(ZARR_METADATA) for name, store in stores.items()}
+    for name, future in described.items():
+        _check_metadata(_result(future, name, checkpoint).value, name, checkpoint)
     # A missing chunk is an error: by default TensorStore reads it as zeros.
     opening = {
         name: ts.open(
@@ -132,6 +140,17 @@ def open_tensorstore(specs: Mapping[str, dict[str, Any]], checkpoint: str) -> di
         for name, kvstore in specs.items()
     }
     return {name: _result(future, name, checkpoint) for name, future in opening.items()}
+
+
+def _check_metadata(content: bytes, name: str, checkpoint: str) -> None:
+    try:
+        if not content:
+            raise ValueError(f"its file {ZARR_METADATA} is missing or empty")
+        json_values.parse_object(content)
+    except ValueError as error:
+        raise PaxDamagedError(
+            f"{checkpoint} is not complete or is damaged: {name} can't be read: {error}. Copy it again."
+        ) from error
 
 
 def reader(store: ts.TensorStore, name: str, checkpoint: str) -> StartReading:

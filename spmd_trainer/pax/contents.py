@@ -31,7 +31,6 @@ _OCDBT_MANIFEST = "manifest.ocdbt"
 _MSGPACK_FILE = "checkpoint"
 # Orbax's record of how each array was sharded.
 _SHARDING_FILE = "_sharding"
-_ZARR_METADATA = ".zarray"
 # Not arrays, beside the directories of arrays.
 _FILES = (_MSGPACK_FILE, "commit_success.txt")
 _MAX_LISTED = 10
@@ -210,7 +209,7 @@ def _open_ocdbt(state_dir: epath.Path, label: str) -> dict[str, PaxArray]:
         keys = ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
     except (ValueError, OSError) as error:
         raise arrays.read_error(error, _OCDBT_MANIFEST, label) from error
-    suffix = f"/{_ZARR_METADATA}"
+    suffix = f"/{arrays.ZARR_METADATA}"
     found = sorted(key.decode().removesuffix(suffix) for key in keys if key.decode().endswith(suffix))
     if not found:
         raise PaxDamagedError(

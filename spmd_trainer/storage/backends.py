@@ -91,7 +91,11 @@ def kvstore(path: str) -> dict[str, Any]:
     """
     scheme = scheme_of(path)
     if scheme is None:
-        return {"driver": "file", "path": path}
+        # TensorStore refuses relative paths; a '/' at the end says that it is a folder.
+        return {
+            "driver": "file",
+            "path": os.path.join(os.path.abspath(path), "") if path.endswith("/") else os.path.abspath(path),
+        }
     bucket, _, key = path.removeprefix(f"{scheme}://").partition("/")
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket, "path": key}

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from facts import assert_names, raises_naming
@@ -141,6 +142,28 @@ def test_a_checkpoint_that_lacks_files(copied, kind, gone, says):
         restored(step_dir.parent, job_on(ADAM, (1, 4, 2)))
     assert says in str(error.value)
     assert str(step_dir) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[" * 200_000 + "]" * 200_000, "deeper"),
+        ('{"shape": [1e400]}', "not finite"),
+        ("", "empty"),
+        ("[1]", "not an object"),
+    ],
+)
+def test_an_array_is_described_by_json_that_is_read_within_limits(copied, content, says):
+    step_dir = copied("zarr_1.1")
+    (step_dir / "state" / W / ".zarray").write_text(content)
+    assert_names(refusal(step_dir), W, says)
+
+
+def test_a_relative_path(copied, monkeypatch):
+    step_dir = copied("zarr_1.1")
+    monkeypatch.chdir(step_dir.parent)
+    found = jax.tree.leaves(pax.read_checkpoint("."))
+    assert np.isfinite(np.asarray(found[-1])).all()
 
 
 @pytest.mark.parametrize("kind", ["flax_0.0", "flax_1.1"])
