@@ -32,7 +32,7 @@ from praxis import base_hyperparams, pax_fiddle
 
 from benchmarks import reporting
 from spmd_trainer.inputs import packed_text, stdlib_text
-from spmd_trainer.inputs.corpus import windows
+from spmd_trainer.inputs.corpus import row_plan
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.documents import Document, Documents, Record, Source
 from spmd_trainer.inputs.corpus.mixture import Mixture
@@ -176,7 +176,7 @@ class Corpus:
         size = count = 0
         for some in _together(texts):
             for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
-                window.append(np.array([*encoding.ids, EOS], np.uint16))
+                window.append(np.array(encoding.ids, np.uint16))
                 size += len(window[-1])
                 if size >= WINDOW_ROWS * LENGTH:
                     count += _pack(window)
@@ -218,8 +218,10 @@ def _together(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _pack(window: list[np.ndarray]) -> int:
     """Makes the batches of a window of documents; returns the number of tokens."""
-    table = windows.pack_documents(window, LENGTH, EOS, windows.BEST_FIT)
-    count, num_rows = 0, len(table.labels) - 1
+    plan = row_plan.pack([len(one) + 1 for one in window], LENGTH, row_plan.BEST_FIT)
+    frame = row_plan.Frame(start=None, end=EOS, first=EOS)
+    table = row_plan.make_rows(plan, np.arange(plan.num_rows), window, frame, LENGTH)
+    count, num_rows = 0, plan.num_rows
     for start in range(0, num_rows, BATCH):
         batch = packed_text.batch_of_rows(table, np.arange(start, min(start + BATCH, num_rows)))
         count += int(batch.weights.sum(dtype=np.int64))

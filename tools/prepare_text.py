@@ -22,7 +22,7 @@ from spmd_trainer.cli import log_lines
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs.corpus import encoding, prepare
 from spmd_trainer.inputs.corpus.documents import Documents
-from spmd_trainer.inputs.corpus.prepared import Description
+from spmd_trainer.inputs.corpus.token_store import Description
 from spmd_trainer.storage import access
 
 

@@ -5,8 +5,8 @@ window. Global batch n holds the next G = batch_size * num_infeed_hosts rows; pr
 (h + 1) * batch_size) of it. A position says where the current window begins in each source and how many of its rows
 are taken. It is valid for any number of processes and any batch size, also for files that can only be read in order.
 
-Every process reads and tokenises all documents. If that takes too long, tokenise them ahead with
-`tools/prepare_text.py`.
+Every process reads and tokenises all documents of text. Tokenise them ahead with `tools/prepare_text.py`: then a process
+reads the lengths of documents, and the tokens of its own rows alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs import batches, packed_text, text_base
-from spmd_trainer.inputs.corpus import cursors, encoding, mixture, windows
+from spmd_trainer.inputs.corpus import cursors, encoding, mixture, row_plan, windows
 
 # Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
 _MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
@@ -58,7 +58,7 @@ class CorpusInput(text_base.TokenizedInput):
 
     source: Any = None
     seq_len: int = 0
-    packing: str = windows.BEST_FIT
+    packing: str = row_plan.BEST_FIT
     shuffle: bool | None = None
     window_rows: int | None = None
     bad_records: str = encoding.RAISE
@@ -85,7 +85,7 @@ class CorpusInput(text_base.TokenizedInput):
             raise self.error(
                 f"shuffle={self.shuffle!r}; set it to True, False or None. Windows are set in Documents(shuffle=...)"
             )
-        for field, allowed in (("packing", windows.PACKINGS), ("bad_records", (encoding.RAISE, encoding.SKIP))):
+        for field, allowed in (("packing", row_plan.PACKINGS), ("bad_records", (encoding.RAISE, encoding.SKIP))):
             value = getattr(self, field)
             if value not in allowed:
                 near = did_you_mean(str(value), allowed)
@@ -147,13 +147,13 @@ class CorpusInput(text_base.TokenizedInput):
         at, window, parts, given = self._at, self._window, [], 0
         first = self.infeed_host_index * self.batch_size
         while given < self.global_batch_size:
-            if window is None and (window := self._next_window(at)) is None:
+            if window is None and (window := self._next_window(at, given)) is None:
                 break
             count = min(self.global_batch_size - given, window.num_rows - at.row)
             # This process' rows among the next `count` rows of the window.
             own = np.arange(max(first, given), min(first + self.batch_size, given + count)) - given + at.row
-            parts.append(packed_text.batch_of_rows(window.table, window.order[own]))
-            filler = packed_text.batch_of_rows(window.table, window.order[-1:])
+            parts.append(packed_text.batch_of_rows(window.table, window.places[own]))
+            filler = packed_text.batch_of_rows(window.table, np.array([-1]))
             given += count
             at = at._replace(row=at.row + count)
             if at.row == window.num_rows:
@@ -196,8 +196,12 @@ class CorpusInput(text_base.TokenizedInput):
         cursor = self._ended_at or (self._at.cursor if window is None else window.end)
         return {one.name: source for one, source in zip(self.sources, cursor.sources, strict=True)}
 
-    def _next_window(self, at: cursors.InputPosition) -> windows.Window | None:
-        """Returns the window at a position; None after the last."""
+    def _share(self, filled: int, skipped: int = 0) -> windows.Share:
+        first = self.infeed_host_index * self.batch_size
+        return windows.Share(first, self.batch_size, self.global_batch_size, filled - skipped, skipped)
+
+    def _next_window(self, at: cursors.InputPosition, given: int) -> windows.Window | None:
+        """Returns the window at a position, of which `given` rows of the batch are already there; None after the last."""
         if self._maker is None:
             # No reference to this input: it could otherwise not be collected while a window is made.
             prefix = str(self.error(""))
@@ -207,10 +211,12 @@ class CorpusInput(text_base.TokenizedInput):
             self._cancel = weakref.finalize(self, self._maker.cancel)
         try:
             if self._ahead is None:
-                self._ahead = windows.make_ahead(self._maker, self.name, self._reading)
+                share = self._share(given, at.row)
+                self._ahead = windows.make_ahead(self._maker, share, self.name, self._reading)
             window = self._ahead.result()
             if not isinstance(window, windows.Ended):
-                self._ahead = windows.make_ahead(self._maker, self.name, self._reading)
+                share = self._share((given + window.num_rows - at.row) % self.global_batch_size)
+                self._ahead = windows.make_ahead(self._maker, share, self.name, self._reading)
         except BaseException:
             self._stop()  # the next call tries again
             raise
@@ -220,7 +226,7 @@ class CorpusInput(text_base.TokenizedInput):
             return None
         if window.begin != at.cursor:  # an interrupted call took this window and lost it
             self._stop()
-            return self._next_window(at)
+            return self._next_window(at, given)
         if at.row >= window.num_rows:
             raise self.error(f"the saved position is after row {at.row} of a window that has {window.num_rows} rows")
         self._rows_read += window.num_rows

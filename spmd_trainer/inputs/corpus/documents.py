@@ -5,9 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from spmd_trainer.inputs.corpus.token_store import StoredTokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,12 +18,12 @@ class Document:
     """One document.
 
     Attributes:
-      content: its text, UTF-8 (not validated yet); or its tokens, unsigned [n], for a corpus tokenised ahead.
+      content: its text, UTF-8 (not validated yet); or where its tokens are, for a corpus tokenised ahead.
       where: file and record, for messages: 'a.jsonl:3', 'x.parquet row group 2, row 17', 'a.arrayrecord record 5'.
         Lines and rows count from 1, records from 0.
     """
 
-    content: bytes | np.ndarray
+    content: bytes | StoredTokens
     where: str
 
 

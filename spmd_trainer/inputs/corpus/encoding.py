@@ -14,6 +14,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 from spmd_trainer.inputs.corpus.order import DocumentStream, Position, Taken, size_of
+from spmd_trainer.inputs.corpus.row_plan import Tokens
+from spmd_trainer.inputs.corpus.token_store import StoredTokens, fetch
 
 RAISE, SKIP = "raise", "skip"
 # Most documents read and encoded at a time.
@@ -34,15 +36,24 @@ class Encoder:
     tokenizer: tokenizers.Tokenizer
     limit: int
 
-    def encode(self, records: Sequence[Record]) -> list[np.ndarray | BadRecord]:
-        """Returns each record's tokens without end-of-text, `tokenizers.token_dtype` [n], or a BadRecord."""
-        dtype = tokenizers.token_dtype(self.tokenizer.vocab_size)
+    def encode(self, records: Sequence[Record]) -> list[Tokens | BadRecord]:
+        """Returns each record's tokens without end-of-text, `tokenizers.token_dtype` [n], or a BadRecord.
+
+        Stored tokens are returned as they are, or fetched if one of their store may be above the limit.
+        """
+        dtype = np.dtype(tokenizers.token_dtype(self.tokenizer.vocab_size))
         texts = [one for one in records if isinstance(one, Document) and isinstance(one.content, bytes)]
         encoded = iter(self._encode_texts(texts))
-        found: list[np.ndarray | BadRecord] = []
+        found: list[Tokens | BadRecord] = []
         for record in records:
-            one = record if isinstance(record, BadRecord) else record.content
-            one = next(encoded) if isinstance(one, bytes) else one
+            if isinstance(record, BadRecord):
+                found.append(record)
+                continue
+            content = record.content
+            if isinstance(content, StoredTokens) and content.store.largest < self.limit:
+                found.append(content)
+                continue
+            one = next(encoded) if isinstance(content, bytes) else fetch([(content, 0, len(content))])[0]
             found.append(one if isinstance(one, BadRecord) else self._checked(one, record.where, dtype))
         return found
 
@@ -75,13 +86,13 @@ class Encoded(NamedTuple):
     """A document of a stream as tokens.
 
     Attributes:
-      tokens: without end-of-text, unsigned [n], at least one; None at the end of the stream.
+      tokens: without end-of-text, at least one; None at the end of the stream.
       where: the file and the record.
       after: the stream's position after it.
       skipped: bad records that the stream has left out since the document before it.
     """
 
-    tokens: np.ndarray | None
+    tokens: Tokens | None
     where: str
     after: Position
     skipped: int
@@ -116,7 +127,7 @@ class EncodedStream:
         self._skips = bad_records == SKIP
         self._bytes_ahead = bytes_ahead
         self._error = error
-        self._ahead: collections.deque[tuple[Taken, np.ndarray | BadRecord]] = collections.deque()
+        self._ahead: collections.deque[tuple[Taken, Tokens | BadRecord]] = collections.deque()
         self._count = 1  # grows, so that the first rows don't wait for later documents
         self._logged = 0
         self._last_good_epoch = stream.position.epoch

@@ -17,17 +17,17 @@ from spmd_trainer.inputs.corpus.documents import Documents, Source
 from spmd_trainer.inputs.corpus.file_kinds import KINDS, TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
-from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, PreparedDocuments
 from spmd_trainer.inputs.corpus.record_documents import ArrayRecordDocuments, TfRecordDocuments
 from spmd_trainer.inputs.corpus.tar_files import TarDocuments
 from spmd_trainer.inputs.corpus.text_files import JsonLines, StreamedJsonLines, TextDocuments
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.files import files_below
 
 # Marker file of a folder of several data sets.
 _DATASET_DICT = "dataset_dict.json"
 # Files of a prepared corpus.
-_PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrayrecord|json)")
+_PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrow|json)")
 
 
 def open_documents(documents: Documents) -> Source:
@@ -47,14 +47,14 @@ def open_documents(documents: Documents) -> Source:
         raise UserError(f"column={documents.column!r}; set it to the name of the column with the text, e.g. 'text'")
     entries = input_files.entries_of(documents.files)
     if documents.kind in (None, TOKENS) and (prepared := _prepared_folder(entries)):
-        return PreparedDocuments(prepared)
+        return TokenStore(prepared)
     if documents.kind == TOKENS:
         raise UserError(
             f"kind='tokens' needs `files` to be a folder with a {DESCRIPTION_FILE}, which tools/prepare_text.py writes when it "
             f"has finished; `files` has {input_files.listed(entries)}"
         )
     paths = _paths(entries)
-    if documents.kind in (None, "arrayrecord"):
+    if documents.kind in (None, "arrow"):
         _refuse_prepared_parts(paths)
     kind = documents.kind or file_kinds.kind_of_all(paths)
     if documents.separator is not None and kind != "text":

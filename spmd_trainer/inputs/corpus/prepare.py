@@ -1,8 +1,8 @@
 """Tokenises a corpus ahead of training; `tools/prepare_text.py` is its command line.
 
-Chunks are divided into parts. Several processes tokenise parts, each into an ArrayRecord file with a small JSON file.
-Finished parts are kept, so a stopped preparation resumes. `corpus.json` is written last. With the same `shuffle`, the
-result gives the same batches as tokenising during training.
+Chunks are divided into parts. Several processes tokenise parts, each into a file of a token store with a small JSON file
+beside it. Finished parts are kept, so a stopped preparation resumes. `corpus.json` is written last. With the same `shuffle`,
+the result gives the same batches as tokenising during training.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from spmd_trainer.inputs import tokenizer_field, tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, Source
 from spmd_trainer.inputs.corpus.encoding import RAISE, SKIP, Encoder
 from spmd_trainer.inputs.corpus.open_source import open_documents
-from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, FORMAT, Description
-from spmd_trainer.inputs.corpus.record_documents import array_record_library
+from spmd_trainer.inputs.corpus.row_plan import Tokens
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description, Writer, arrow_library
 from spmd_trainer.sharding.messages import count_text, format_seconds, short_hash
 from spmd_trainer.storage import files, is_remote, json_values, reading
 from spmd_trainer.storage.paths import directory
@@ -40,8 +40,6 @@ DOCUMENTS_PER_PART = 100_000
 _BLOCK = 256
 # Bad records listed per part.
 _NAMED = 5
-# One record per block: reading one unpacks no others.
-_WRITER_OPTIONS = "group_size:1"
 _LINE_EVERY = 10.0
 # Histogram buckets of lengths: 2^n to 2^(n+1) - 1 tokens.
 _BUCKETS = 32
@@ -107,7 +105,7 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
     parts = parts_of(source, preparation.documents_per_part)
     if not parts:
         raise UserError(f"{source.size_text} hold no document; give at least one")
-    array_record_library("prepared corpora")
+    arrow_library()
     folder = _output_folder(preparation)
     key = _key(preparation, source, tokenizer)
     total = len(parts)
@@ -188,20 +186,20 @@ def _prepare_part(preparation: Preparation, key: str, total: int, number: int, p
         "bytes": 0,
         "empty": 0,
         "skipped": 0,
+        "largest": 0,
         "named": [],
     }
     lengths = np.zeros(_BUCKETS, np.int64)
-    dtype = tokenizers.token_dtype(tokenizer.vocab_size)
+    dtype = np.dtype(tokenizers.token_dtype(tokenizer.vocab_size))
     count = None if part.stop is None else part.stop - part.start
     records = itertools.islice(source.read_chunk(part.chunk, part.start), count)
     with tempfile.TemporaryDirectory(dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
         path = os.path.join(scratch, "part")
-        writer = array_record_library("prepared corpora").ArrayRecordWriter(path, _WRITER_OPTIONS)
+        writer = Writer(path, dtype)
         while block := list(itertools.islice(records, _BLOCK)):
             for one, tokens in zip(block, encoder.encode(block), strict=True):
-                tokens = _counted(record, lengths, one, tokens, preparation.bad_records)
-                writer.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-        writer.close()
+                writer.add(_counted(record, lengths, one, tokens, preparation.bad_records))
+        record["batches"] = writer.close()
         record["lengths"] = lengths.tolist()
         # Delete old statistics first: they must never describe another part, even after a crash.
         _record_path(folder, number, total).unlink(missing_ok=True)
@@ -216,7 +214,7 @@ def _prepare_part(preparation: Preparation, key: str, total: int, number: int, p
 
 
 def _counted(
-    record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: np.ndarray | BadRecord, bad_records: str
+    record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: Tokens | BadRecord, bad_records: str
 ) -> np.ndarray:
     """Adds a document to a part's statistics and returns its tokens; none if it is bad and bad records are skipped."""
     record["documents"] += 1
@@ -227,9 +225,11 @@ def _counted(
         if len(record["named"]) < _NAMED:
             record["named"].append(f"{tokens.where} {tokens.problem}")
         return np.zeros(0, np.uint8)
+    assert isinstance(tokens, np.ndarray)  # a store is not prepared again
     record["tokens"] += len(tokens)
     record["bytes"] += 0 if isinstance(one, BadRecord) else len(one.content)
     if len(tokens):
+        record["largest"] = max(record["largest"], int(tokens.max()))
         lengths[min(len(tokens).bit_length() - 1, _BUCKETS - 1)] += 1
     else:
         record["empty"] += 1
@@ -245,6 +245,7 @@ def _description(
     statistics: dict[str, Any] = {
         name: sum(record[name] for record in records) for name in ("documents", "tokens", "bytes", "empty", "skipped")
     }
+    statistics["largest"] = max(record["largest"] for record in records)
     statistics["named"] = [text for record in records for text in record["named"]][: _NAMED * 4]
     lengths = np.sum([record["lengths"] for record in records], axis=0)
     statistics["lengths"] = {str(2**n): int(count) for n, count in enumerate(lengths) if count}
@@ -252,7 +253,10 @@ def _description(
         tokenizer=tokenizer.fingerprint(),
         dtype=np.dtype(tokenizers.token_dtype(tokenizer.vocab_size)).name,
         chunks=chunks,
-        parts=[_part_name(number, len(parts)) for number in range(len(parts))],
+        parts={
+            _part_name(number, len(parts)): [Batch(*batch) for batch in record["batches"]]
+            for number, record in enumerate(records)
+        },
         statistics=statistics,
     )
 
@@ -280,7 +284,7 @@ def _finished(folder: epath.Path, number: int, total: int, key: str) -> dict[str
 
 
 def _part_name(number: int, total: int) -> str:
-    return f"tokens-{number:05d}-of-{total:05d}.arrayrecord"
+    return f"tokens-{number:05d}-of-{total:05d}.arrow"
 
 
 def _record_path(folder: epath.Path, number: int, total: int) -> epath.Path:

@@ -1,7 +1,7 @@
 """Windows: consecutive documents of all sources, packed into rows together.
 
 A window depends only on where it begins, and so does the beginning of the next. A restored input therefore makes the
-same windows again, for any batch size and number of processes.
+same windows again, for any batch size and number of processes. Each process makes its own rows of a window.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import packed_text, tokenizers
-from spmd_trainer.inputs.corpus import encoding, order
+from spmd_trainer.inputs.corpus import encoding, order, row_plan
 from spmd_trainer.inputs.corpus.cursors import Cursor, SourceCursor
 from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, OpenSource, Schedule
-from spmd_trainer.inputs.packed_text import Fit, RowTable
+from spmd_trainer.inputs.corpus.row_plan import PAD, SPLIT, Frame, RowPlan, Tokens
+from spmd_trainer.inputs.packed_text import RowTable
 
-BEST_FIT, PAD, SPLIT = "best_fit", "pad", "split"
-PACKINGS = (BEST_FIT, PAD, SPLIT)
 # Bytes of text that all sources together keep in memory, each an equal part: to shuffle documents ('auto'), and to encode
 # them ahead.
 _AUTO_WINDOW_BYTES, _BYTES_AHEAD = order.AUTO_WINDOW_BYTES, 2**25
@@ -60,27 +58,50 @@ class WindowSettings:
     stopping_strategy: str
 
 
+class Share(NamedTuple):
+    """Which rows of a window are this process's, in the order in which the input gives them.
+
+    Attributes:
+      first, rows: its rows of each batch: their first one, and how many.
+      batch_size: rows of a batch of all processes.
+      filled: rows of the current batch that come before the window, less those that are left out of it.
+      skipped: rows of the window that are left out, because they were given before a restart.
+    """
+
+    first: int
+    rows: int
+    batch_size: int
+    filled: int
+    skipped: int
+
+    def of(self, num_rows: int) -> np.ndarray:
+        """Returns the numbers of its rows in a window of `num_rows`, ascending, int64."""
+        numbers = np.arange(self.skipped, num_rows)
+        places = (numbers + self.filled) % self.batch_size
+        return numbers[(places >= self.first) & (places < self.first + self.rows)]
+
+
 class Window(NamedTuple):
     """The rows of one window.
 
     Attributes:
       begin: where it begins.
       end: where the next window begins.
-      table: its rows; the last one is empty.
-      order: order in which the input gives the rows, int64 [num_rows + 1]; the empty row comes last.
-      num_tokens: tokens in its rows.
+      table: this process's rows; the last one is empty.
+      places: where each row that the input gives is in `table`, int64 [num_rows]; -1: it is another process's.
+      num_tokens: tokens in the rows of all processes.
     """
 
     begin: Cursor
     end: Cursor
     table: RowTable
-    order: np.ndarray
+    places: np.ndarray
     num_tokens: int
 
     @property
     def num_rows(self) -> int:
-        """Rows without the empty one."""
-        return len(self.order) - 1
+        """Rows of all processes."""
+        return len(self.places)
 
 
 class Ended(NamedTuple):
@@ -105,11 +126,13 @@ class _PendingDocument(NamedTuple):
     """A document of the current window.
 
     Attributes:
-      tokens: its tokens with end-of-text and, if `packing` is 'split', the start token.
+      tokens: its tokens, without end-of-text and start token.
+      size: how many they are with both.
       before: positions of the sources before it was read.
     """
 
-    tokens: np.ndarray
+    tokens: Tokens
+    size: int
     before: tuple[SourceCursor, ...]
 
 
@@ -126,6 +149,9 @@ class WindowMaker:
         self._cursors = list(begin.sources)
         self._carried: list[_PendingDocument] = []
         self._cancelled = threading.Event()
+        starts = settings.packing == SPLIT and settings.start_id not in (None, settings.eos_id)
+        before = settings.eos_id if settings.packing == SPLIT or settings.start_id is None else settings.start_id
+        self._frame = Frame(start=settings.start_id if starts else None, end=settings.eos_id, first=before)
         by_tokens = settings.weigh_by == TOKENS
         self._weighed = (lambda cursor: cursor.tokens) if by_tokens else (lambda cursor: cursor.documents)
         self._schedule = Schedule([one.share for one in sources], [self._weighed(one) for one in self._cursors])
@@ -156,8 +182,8 @@ class WindowMaker:
         """Makes `next_window`, called in another thread, raise `Cancelled` soon."""
         self._cancelled.set()
 
-    def next_window(self) -> Window | Ended:
-        """Returns the next window, or `Ended` after the last.
+    def next_window(self, share: Share) -> Window | Ended:
+        """Returns the next window with the rows of `share`, or `Ended` after the last.
 
         Raises:
           UserError: a source can't be read or has a bad record, or all sources are empty.
@@ -168,12 +194,17 @@ class WindowMaker:
             if self._begin.window == 0:
                 raise self._error("the sources have no document with text; give at least one")
             return Ended(self._begin._replace(sources=tuple(self._cursors)))
-        table, end = self._split(pending, ended) if self._settings.packing == SPLIT else self._pack(pending)
-        num_rows = len(table.labels) - 1
-        in_order = np.arange(num_rows + 1)
-        if self._settings.shuffle:
-            in_order[:-1] = order.permutation(num_rows, self._settings.seed, self._begin.window)(in_order[:-1])
-        window = Window(self._begin, end, table, in_order, int(np.count_nonzero(table.segment_ids)))
+        settings = self._settings
+        plan, end = self._split(pending, ended) if settings.packing == SPLIT else self._pack(pending)
+        in_order = np.arange(plan.num_rows)
+        if settings.shuffle:
+            in_order = order.permutation(plan.num_rows, settings.seed, self._begin.window)(in_order)
+        own = share.of(plan.num_rows)
+        documents = [one.tokens for one in pending]
+        table = row_plan.make_rows(plan, in_order[own], documents, self._frame, settings.seq_len)
+        places = np.full(plan.num_rows, -1)
+        places[own] = np.arange(len(own))
+        window = Window(self._begin, end, table, places, plan.num_tokens)
         self._begin = end
         return window
 
@@ -187,7 +218,7 @@ class WindowMaker:
             one = self._next_document()
             if one is None:
                 return pending, True
-            if not pending and self._begin.offset >= len(one.tokens):
+            if not pending and self._begin.offset >= one.size:
                 raise self._error(
                     "the saved position lies in a document that has become shorter: the files have changed"
                 )
@@ -197,8 +228,8 @@ class WindowMaker:
 
     def _size(self, one: _PendingDocument) -> int:
         """Returns the positions of rows that a document fills."""
-        seq_len, size = self._settings.seq_len, len(one.tokens)
-        return -(-size // seq_len) * seq_len if self._settings.packing == PAD else size
+        seq_len = self._settings.seq_len
+        return -(-one.size // seq_len) * seq_len if self._settings.packing == PAD else one.size
 
     def _next_document(self) -> _PendingDocument | None:
         while (index := self._schedule.source) is not None:
@@ -210,61 +241,53 @@ class WindowMaker:
                     return None
                 self._schedule.drop()
                 continue
-            tokens = self._surround(encoded.tokens)
+            size = len(encoded.tokens) + self._frame.size
             self._cursors[index] = SourceCursor(
-                encoded.after, cursor.documents + 1, cursor.tokens + len(tokens), cursor.skipped + encoded.skipped
+                encoded.after, cursor.documents + 1, cursor.tokens + size, cursor.skipped + encoded.skipped
             )
             self._schedule.advance(self._weighed(self._cursors[index]))
-            return _PendingDocument(tokens, before)
+            return _PendingDocument(encoded.tokens, size, before)
         return None
 
-    def _surround(self, tokens: np.ndarray) -> np.ndarray:
+    def _pack(self, pending: list[_PendingDocument]) -> tuple[RowPlan, Cursor]:
         settings = self._settings
-        starts = settings.packing == SPLIT and settings.start_id not in (None, settings.eos_id)
-        return np.concatenate(
-            [np.array(ids, tokens.dtype) for ids in ([settings.start_id] if starts else [], tokens, [settings.eos_id])]
-        )
+        plan = row_plan.pack([one.size for one in pending], settings.seq_len, settings.packing)
+        return plan, Cursor(self._begin.window + 1, 0, tuple(self._cursors))
 
-    def _pack(self, pending: list[_PendingDocument]) -> tuple[RowTable, Cursor]:
-        settings = self._settings
-        first = settings.eos_id if settings.start_id is None else settings.start_id
-        table = pack_documents([one.tokens for one in pending], settings.seq_len, first, settings.packing)
-        return table, Cursor(self._begin.window + 1, 0, tuple(self._cursors))
-
-    def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowTable, Cursor]:
+    def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowPlan, Cursor]:
         """Cuts the documents into rows, and carries the tokens after the last full row to the next window."""
         offset, number, seq_len = self._begin.offset, self._begin.window + 1, self._settings.seq_len
-        stream = np.concatenate([one.tokens for one in pending])
-        before = int(stream[offset - 1]) if offset else self._settings.eos_id
-        stream = stream[offset:]
-        used = len(stream) if ended else len(stream) // seq_len * seq_len
-        table = cut_stream(stream[:used], seq_len, before)
-        if used == len(stream):
-            return table, Cursor(number, 0, tuple(self._cursors))
-        starts = np.cumsum([0, *(len(one.tokens) for one in pending[:-1])]) - offset
-        cut = int(np.searchsorted(starts, used, "right")) - 1
-        self._carried = pending[cut:]
-        return table, Cursor(number, used - int(starts[cut]), pending[cut].before)
+        sizes = [one.size for one in pending]
+        total = sum(sizes) - offset
+        used = total if ended else total // seq_len * seq_len
+        plan = row_plan.cut(sizes, seq_len, offset, used)
+        if used == total:
+            return plan, Cursor(number, 0, tuple(self._cursors))
+        starts = np.cumsum([0, *sizes[:-1]]) - offset
+        last = int(np.searchsorted(starts, used, "right")) - 1
+        self._carried = pending[last:]
+        return plan, Cursor(number, used - int(starts[last]), pending[last].before)
 
 
-def make_ahead(maker: WindowMaker, name: str, reading: threading.Lock) -> Ahead:
+def make_ahead(maker: WindowMaker, share: Share, name: str, reading: threading.Lock) -> Ahead:
     """Makes the next window in a thread, which ends with it.
 
     Args:
       maker: makes the window.
+      share: this process's rows of it.
       name: the input's name.
       reading: a lock, held while the window is made: makers of one input share their sources.
     """
     found: Ahead = concurrent.futures.Future()
     # Not an executor's: Python waits for those at its end, and this one may be waiting for a disk.
-    threading.Thread(target=_make, args=(maker, found, reading), name=f"windows-{name}", daemon=True).start()
+    threading.Thread(target=_make, args=(maker, share, found, reading), name=f"windows-{name}", daemon=True).start()
     return found
 
 
-def _make(maker: WindowMaker, found: Ahead, reading: threading.Lock) -> None:
+def _make(maker: WindowMaker, share: Share, found: Ahead, reading: threading.Lock) -> None:
     try:
         with reading:
-            window = maker.next_window()
+            window = maker.next_window(share)
         found.set_result(window)
     except Cancelled:  # nobody waits
         pass
@@ -272,71 +295,3 @@ def _make(maker: WindowMaker, found: Ahead, reading: threading.Lock) -> None:
         found.set_exception(error)
     finally:
         del maker, found  # an error's traceback holds this frame
-
-
-def best_fit_decreasing(sizes: list[int], room: int) -> Fit:
-    """Packs pieces by best fit, largest first, which wastes less room than packing them in order.
-
-    Rows are ordered by their first pieces; pieces keep their order within a row.
-
-    Args:
-      sizes: size of each piece, 1 to `room`.
-      room: size of a row.
-    """
-    lengths = np.asarray(sizes, np.int64)
-    decreasing = np.argsort(-lengths, kind="stable")
-    rows = np.empty(len(sizes), np.int64)
-    rows[decreasing] = packed_text.best_fit(lengths[decreasing].tolist(), room).rows
-    _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
-    rows = np.argsort(np.argsort(first))[rows]
-    by_row = np.argsort(rows, kind="stable")
-    counts = np.bincount(rows)
-    starts = np.cumsum(lengths[by_row]) - lengths[by_row]
-    firsts = np.cumsum(counts) - counts
-    columns, segments = np.empty_like(rows), np.empty_like(rows)
-    columns[by_row] = starts - np.repeat(starts[firsts], counts)
-    segments[by_row] = np.arange(len(rows)) - np.repeat(firsts, counts) + 1
-    return Fit(rows, columns, segments, len(counts))
-
-
-def one_each(sizes: list[int], room: int) -> Fit:
-    """Gives every piece its own row; same signature as `best_fit_decreasing`."""
-    del room
-    count = len(sizes)
-    return Fit(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64), count)
-
-
-def pack_documents(documents: Sequence[np.ndarray], seq_len: int, first: int, packing: str) -> RowTable:
-    """Packs documents into rows.
-
-    Args:
-      documents: tokens of each document with its end-of-text, unsigned [n]; at least one document.
-      seq_len: tokens per row, T.
-      first: the id before the first token of each document.
-      packing: 'best_fit' or 'pad'.
-    """
-    fit = best_fit_decreasing if packing == BEST_FIT else one_each
-    return packed_text.pack(np.concatenate(documents), [len(one) for one in documents], seq_len, first, fit=fit)
-
-
-def cut_stream(stream: np.ndarray, seq_len: int, before: int) -> RowTable:
-    """Cuts a stream of tokens into rows of one segment each.
-
-    Args:
-      stream: tokens, unsigned [n], n >= 1.
-      seq_len: tokens per row, T.
-      before: the token before the first.
-
-    Returns:
-      The rows, then an empty row; the last row before it may hold fewer than T tokens.
-    """
-    num_rows = -(-len(stream) // seq_len)
-    small = tokenizers.token_dtype(seq_len + 1)
-    inside = np.arange((num_rows + 1) * seq_len) < len(stream)
-    labels = np.zeros(len(inside), stream.dtype)
-    labels[: len(stream)] = stream
-    ids = np.roll(labels, 1) * inside
-    ids[0] = before
-    positions = np.tile(np.arange(seq_len, dtype=small), num_rows + 1) * inside
-    tables = (ids, labels, inside.astype(small), positions)
-    return RowTable(*(table.reshape(-1, seq_len) for table in tables))

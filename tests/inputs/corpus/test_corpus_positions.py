@@ -16,7 +16,7 @@ from input_helpers import assert_same, drain, stack_processes, take
 from memory_documents import MemoryDocuments, documents, in_chunks, make, mixture, texts
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus import windows
+from spmd_trainer.inputs.corpus import row_plan
 from spmd_trainer.inputs.corpus.documents import Documents
 
 CHUNKED = in_chunks(texts(200, longest=60), 90, 30)
@@ -58,7 +58,7 @@ def stopped(kind, packing, stops, **fields):
     return {name: np.concatenate([batch[name] for batch in found]) for name in found[0]} if found else {}, state
 
 
-@pytest.mark.parametrize("packing", windows.PACKINGS)
+@pytest.mark.parametrize("packing", row_plan.PACKINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_3_then_2_then_5_processes_see_the_same_rows_as_1(kind, packing):
     whole, _ = stopped(kind, packing, [(1, 4, 40)])
@@ -69,7 +69,7 @@ def test_3_then_2_then_5_processes_see_the_same_rows_as_1(kind, packing):
 @settings(deadline=None, max_examples=25)
 @given(
     kind=st.sampled_from(list(KINDS)),
-    packing=st.sampled_from(windows.PACKINGS),
+    packing=st.sampled_from(row_plan.PACKINGS),
     stops=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=5),
     window_rows=st.integers(1, 9),
 )
@@ -85,7 +85,7 @@ def test_stops_at_any_batch_on_any_processes_change_nothing(kind, packing, stops
     [
         pytest.param(kind, packing, marks=() if (kind, packing) in SHORT else pytest.mark.full)
         for kind in KINDS
-        for packing in windows.PACKINGS
+        for packing in row_plan.PACKINGS
     ],
 )
 def test_a_finite_input_goes_on_from_every_batch_to_its_end(kind, packing):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from input_helpers import drain, stack_processes, take
 from memory_documents import EOS, documents, in_chunks, make, segments, texts
 
-from spmd_trainer.inputs.corpus import windows
+from spmd_trainer.inputs.corpus import row_plan
 
 SHUFFLES = ["global", 7, None]
 
@@ -62,7 +62,7 @@ def test_an_epoch_of_the_stream_has_every_token_of_every_document_once(shuffle):
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=60).filter(any),
     batch_size=st.integers(1, 7),
     window_rows=st.integers(1, 5),
-    packing=st.sampled_from(windows.PACKINGS),
+    packing=st.sampled_from(row_plan.PACKINGS),
 )
 def test_every_token_of_any_documents_comes_once(lengths, batch_size, window_rows, packing):
     some = [bytes([97 + i % 26]) * length for i, length in enumerate(lengths)]
@@ -90,7 +90,7 @@ def test_split_cuts_the_documents_every_t_tokens_across_windows(processes):
     assert full[len(stream) // 16 :].tolist()[0] == len(stream) % 16
 
 
-@pytest.mark.parametrize("packing", windows.PACKINGS)
+@pytest.mark.parametrize("packing", row_plan.PACKINGS)
 def test_each_id_is_the_token_before_its_label(packing):
     for batch in take(make(documents(texts(100)), packing=packing), 12):
         inside = (batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]) & (batch.segment_ids[:, 1:] > 0)
@@ -131,7 +131,7 @@ def test_rows_are_shuffled_within_a_window_and_in_order_without_shuffle():
 @settings(deadline=None, max_examples=60)
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=60))
 def test_best_fit_decreasing_overlaps_nothing_and_keeps_the_order(sizes):
-    fit = windows.best_fit_decreasing(sizes, 12)
+    fit = row_plan.best_fit_decreasing(sizes, 12)
     taken = np.zeros((fit.num_rows, 12), int)
     for size, row, column in zip(sizes, fit.rows, fit.columns, strict=True):
         assert column + size <= 12

@@ -10,14 +10,14 @@ import time
 import numpy as np
 import pytest
 from facts import assert_names, raises_naming
-from input_helpers import assert_same, take
+from input_helpers import assert_same, drain, take
 from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
-from spmd_trainer.inputs.corpus import corpus_input, prepare
-from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
-from spmd_trainer.inputs.corpus.prepared import DESCRIPTION_FILE, Description, PreparedDocuments
+from spmd_trainer.inputs.corpus import corpus_input, encoding, prepare, token_store
+from spmd_trainer.inputs.corpus.documents import Documents
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, Description, TokenStore
 
 TOOL = os.path.join(os.path.dirname(__file__), "..", "..", "..", "tools", "prepare_text.py")
 
@@ -98,7 +98,7 @@ def test_a_stopped_preparation_goes_on_where_it_was(web, tmp_path, monkeypatch):
         run(output, str(web / "*.jsonl"), documents_per_part=4)
     assert not (output / DESCRIPTION_FILE).exists()
     with raises_naming(UserError, output / DESCRIPTION_FILE, "tools/prepare_text.py", "stopped"):
-        PreparedDocuments(str(output))
+        TokenStore(str(output))
     again = []
     monkeypatch.setattr(prepare, "_prepare_part", lambda *args: again.append(args[3]) or whole(*args))
     run(output, str(web / "*.jsonl"), documents_per_part=4)
@@ -144,7 +144,7 @@ def test_a_folder_whose_parts_are_of_two_preparations_is_no_corpus(web, tmp_path
     with pytest.raises(KeyboardInterrupt):
         run(output, files, bad_records="skip")  # another preparation: its parts are not kept
     with raises_naming(UserError, output / DESCRIPTION_FILE, "tools/prepare_text.py", "stopped"):
-        PreparedDocuments(str(output))
+        TokenStore(str(output))
 
 
 def test_a_part_without_its_record_is_made_again(web, tmp_path, monkeypatch):
@@ -194,17 +194,88 @@ def test_a_corpus_without_documents_and_an_unusable_output_are_refused(web, tmp_
 
 
 def test_a_damaged_corpus_is_an_error(web, tmp_path):
-    run(tmp_path / "tokens", str(web / "*.jsonl"))
-    record = PreparedDocuments(str(tmp_path / "tokens"))._tokens
-    description = tmp_path / "tokens" / DESCRIPTION_FILE
+    folder = tmp_path / "tokens"
+    run(folder, str(web / "*.jsonl"), documents_per_part=4)
+    description = folder / DESCRIPTION_FILE
     found = json.loads(description.read_text())
-    description.write_text(json.dumps({**found, "chunks": [7, 5, 10]}))
-    with pytest.raises(UserError, match=r"holds 21 documents, and corpus\.json says 22"):
-        PreparedDocuments(str(tmp_path / "tokens"))
-    description.write_text(json.dumps({**found, "format": 7}))
-    with raises_naming(UserError, description, "format 1"):
-        PreparedDocuments(str(tmp_path / "tokens"))
-    assert not isinstance(record, BadRecord)
+    for changed, facts in (
+        ({"chunks": [7, 5, 10]}, ["holds 21 documents", "says 22"]),
+        ({"format": 7}, [description, "format 2"]),
+        ({"parts": {name: [[1, 2]] for name in found["parts"]}}, [description, "damaged"]),
+        ({"parts": []}, [description, "damaged"]),
+        ({"dtype": "float64"}, [description, "damaged", "float64"]),
+    ):
+        description.write_text(json.dumps({**found, **changed}))
+        with raises_naming(UserError, *facts):
+            TokenStore(str(folder))
+    description.write_text(json.dumps(found))
+    name, batches = list(found["parts"].items())[1]
+    part, whole = folder / name, (folder / name).read_bytes()
+    part.write_bytes(whole[:-700])
+    with raises_naming(UserError, part, "cut short"):
+        TokenStore(str(folder))
+    part.unlink()
+    with raises_naming(UserError, part, "No such file"):
+        TokenStore(str(folder))
+    ends = batches[0][2]  # where the ends of documents stand
+    part.write_bytes(whole[:ends] + b"\xff" * 8 + whole[ends + 8 :])
+    with raises_naming(UserError, part, "damaged"):
+        TokenStore(str(folder)).read(np.arange(8))
+
+
+def test_any_arrow_library_reads_the_tokens(web, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "tokens"
+    found = run(folder, str(web / "*.jsonl"), documents_per_part=4)
+    texts = []
+    for name in found.parts:
+        with pyarrow.memory_map(str(folder / name)) as file:
+            texts += [bytes(one).decode() for one in pyarrow.ipc.open_file(file).read_all()["tokens"].to_pylist()]
+    assert texts == [
+        json.loads(line)["text"] for path in sorted(web.iterdir()) for line in path.read_text().splitlines()
+    ]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pad", "split"])
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_process_reads_the_tokens_of_its_own_rows_alone(web, tmp_path, monkeypatch, packing, hosts):
+    run(tmp_path / "tokens", str(web / "*.jsonl"), documents_per_part=4)
+    fetched = []
+    whole = TokenStore._fetch
+    monkeypatch.setattr(TokenStore, "_fetch", lambda self, ranges: fetched.extend(ranges) or whole(self, ranges))
+    given = 0
+    for host in range(hosts):
+        config = pax_fiddle.Config(
+            corpus_input.CorpusInput,
+            name="train",
+            is_training=False,
+            source=Documents(str(tmp_path / "tokens")),
+            seq_len=16,
+            batch_size=1,
+            num_infeed_hosts=hosts,
+            infeed_host_index=host,
+            packing=packing,
+            window_rows=5,
+        )
+        given += sum(int(batch.weights.sum()) for batch in drain(base_hyperparams.instantiate(config)))
+    texts = Description.read(str(tmp_path / "tokens")).statistics["tokens"]
+    assert given == texts + 18  # each document has its end-of-text
+    # A piece of a long document begins with the token before it.
+    pieces = sum(1 for _, start, _ in fetched)
+    assert texts <= sum(stop - start for _, start, stop in fetched) <= texts + pieces
+
+
+def test_a_store_of_several_batches_and_its_own_limit_of_the_vocabulary(web, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_store, "_BATCH_DOCUMENTS", 3)
+    found = run(tmp_path / "tokens", str(web / "*.jsonl"))
+    assert [len(batches) for batches in found.parts.values()] == [3, 2, 3]
+    assert found.statistics["largest"] == ord("x")
+    expected = batches(Documents(str(web / "*.jsonl")), input_random_seed=3)
+    assert_same(batches(Documents(str(tmp_path / "tokens")), input_random_seed=3), expected)
+    source = TokenStore(str(tmp_path / "tokens"))
+    encoder = encoding.Encoder(tokenizers.ByteTokenizer(), limit=ord("x"))
+    (bad,) = encoder.encode(source.read(np.array([20])))
+    assert_names(bad.problem, f"token {ord('x')}", "vocabulary")
 
 
 @pytest.mark.full

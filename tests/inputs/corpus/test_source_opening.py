@@ -238,8 +238,8 @@ def test_a_column_without_a_name_is_refused(tmp_path, column):
         open_documents(Documents(str(path), column=column))
 
 
-@pytest.mark.parametrize("kind", [None, "arrayrecord"])
-@pytest.mark.parametrize("name", ["tokens-00000-of-00002.arrayrecord", "tokens-00000-of-00002.json"])
+@pytest.mark.parametrize("kind", [None, "arrow"])
+@pytest.mark.parametrize("name", ["tokens-00000-of-00002.arrow", "tokens-00000-of-00002.json"])
 def test_parts_of_a_prepared_corpus_are_not_text(tmp_path, name, kind):
     write_jsonl(tmp_path, TEXTS).rename(tmp_path / name)
     for given in (str(tmp_path), f"{tmp_path}/tokens-*"):

@@ -1,0 +1,380 @@
+"""Documents as tokens: Arrow files that `tools/prepare_text.py` writes, and that are read by byte ranges.
+
+A store is a folder: its parts, Arrow IPC files with a column `tokens`, a list of uint16 or uint32; and `corpus.json`, which says
+how many documents and tokens each record batch has and where their lengths and tokens begin in the file. An Arrow file keeps the
+tokens of a batch in one piece, so any part of a document is a range of bytes, in object stores too, and any Arrow library reads
+the files as they are.
+
+Documents are numbered as in the original source, so every shuffle gives the same order. One without text, or left out, is empty.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import files as input_files
+from spmd_trainer.inputs.corpus.documents import Document, Record
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles
+from spmd_trainer.inputs.shards import LRUCache, ShardIndex
+from spmd_trainer.storage import is_remote, json_values, reading
+from spmd_trainer.storage.local_copies import cached_index
+
+DESCRIPTION_FILE = "corpus.json"
+FORMAT = 2
+# A record batch ends with the document that reaches one of these: a writer holds it in memory.
+_BATCH_TOKENS, _BATCH_DOCUMENTS = 2**24, 2**20
+# Documents whose lengths are read at a time in order; nearer ones are read together.
+_BLOCK, _NEAR = 1024, 256
+# Ranges that are this near each other are read in one request of an object store.
+_NEAR_BYTES = 2**16
+_REQUESTS = 32
+# Parts of remote stores whose lengths are held.
+_HELD = 64
+_COLUMN = "tokens"
+
+
+class Batch(NamedTuple):
+    """A record batch of a part.
+
+    Attributes:
+      documents: how many it has.
+      tokens: how many they have together.
+      offsets_at: byte of the file where their ends begin: little-endian int32 [documents + 1], the first one 0.
+      tokens_at: byte of the file where their tokens begin.
+    """
+
+    documents: int
+    tokens: int
+    offsets_at: int
+    tokens_at: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """Content of `corpus.json`.
+
+    Attributes:
+      tokenizer: fingerprint of the tokenizer.
+      dtype: dtype of the tokens, 'uint16' or 'uint32'.
+      chunks: documents per chunk of the original source.
+      parts: {name of the file: its batches}, in order.
+      statistics: counts of documents, tokens, bytes and skipped records; documents by length; the largest token.
+    """
+
+    tokenizer: dict[str, Any]
+    dtype: str
+    chunks: list[int]
+    parts: dict[str, list[Batch]]
+    statistics: dict[str, Any]
+
+    def lines(self) -> list[str]:
+        """Lines of the file."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).splitlines()
+
+    @classmethod
+    def read(cls, folder: str) -> Description:
+        """Reads the file of a folder.
+
+        Raises:
+          UserError: it is missing, or has another format; names the file.
+        """
+        path = os.path.join(folder, DESCRIPTION_FILE)
+        try:
+            found = json_values.parse_object(json_values.content_of(path))
+        except OSError as error:
+            raise UserError(
+                f"{path} can't be read: {reading.problem(path, error)}{input_files.nearby_names(path)}. "
+                "tools/prepare_text.py writes it when all documents are tokenised; if it was stopped, run it again"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON that can be read: {error}. Prepare the corpus again") from error
+        if found.get("format") != FORMAT:
+            raise UserError(f"{path} is not of format {FORMAT} of prepared corpora; prepare the corpus again")
+        try:
+            parts = {name: [Batch(*map(int, one)) for one in batches] for name, batches in found["parts"].items()}
+            if np.dtype(found["dtype"]).name not in ("uint16", "uint32") or found["statistics"]["largest"] < 0:
+                raise ValueError(f"dtype {found['dtype']}, largest {found['statistics']['largest']}")
+            chunks = [int(count) for count in found["chunks"]]
+            return cls(found["tokenizer"], found["dtype"], chunks, parts, found["statistics"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the corpus again") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """Where the tokens of a document are.
+
+    Attributes:
+      store: their store.
+      batch: number of the record batch in the store.
+      start: number of the first one in the batch.
+      size: how many they are.
+    """
+
+    store: TokenStore
+    batch: int
+    start: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Their dtype."""
+        return self.store.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self.size * self.dtype.itemsize
+
+
+class TokenStore(NumberedFiles):
+    """The documents of a store. Reading them reads their lengths; `fetch` reads tokens.
+
+    Attributes:
+      description: the store's `corpus.json`.
+      dtype: dtype of the tokens.
+    """
+
+    kind: ClassVar[str] = "tokens"
+
+    def __init__(self, folder: str):
+        """Reads `corpus.json` of a local, gs:// or s3:// folder.
+
+        Raises:
+          UserError: the folder is not a store, or a file is missing or has other documents than `corpus.json` says.
+        """
+        self.description = Description.read(folder)
+        self._folder = folder
+        super().__init__([os.path.join(folder, name) for name in self.description.parts])
+        self.dtype = np.dtype(self.description.dtype)
+        self.shards = ShardIndex(self.description.chunks)
+        self._files = OpenFiles(self.paths, self.sizes)
+        self._batches = [
+            (part, batch) for part, batches in enumerate(self.description.parts.values()) for batch in batches
+        ]
+        self._numbers = ShardIndex([batch.documents for _, batch in self._batches])
+        # The lengths of remote parts, and where those of each batch begin there.
+        self._ends: LRUCache[np.ndarray] = LRUCache(_HELD)
+        self._ends_at = [
+            begin
+            for batches in self.description.parts.values()
+            for begin in np.cumsum([0, *(batch.documents + 1 for batch in batches)])[:-1].tolist()
+        ]
+        if len(self._numbers) != len(self.shards):
+            raise UserError(
+                f"{folder} holds {len(self._numbers):,} documents, and {DESCRIPTION_FILE} says {len(self.shards):,}; prepare the "
+                "corpus again"
+            )
+        for part, batch in self._batches:
+            if batch.tokens_at + batch.tokens * self.dtype.itemsize > self.sizes[part]:
+                raise UserError(f"{self.paths[part]} is cut short; prepare the corpus again")
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.description.chunks)
+
+    @property
+    def size_text(self) -> str:
+        return f"{self.description.statistics['tokens']:,} tokens of {len(self.shards):,} documents"
+
+    @property
+    def largest(self) -> int:
+        """The largest token."""
+        return int(self.description.statistics["largest"])
+
+    def check_tokenizer(self, fingerprint: Mapping[str, Any]) -> None:
+        """Compares the input's tokenizer with that of the store.
+
+        Raises:
+          UserError: they differ; says how.
+        """
+        made = self.description.tokenizer
+        different = [key for key in sorted({*made, *fingerprint}) if made.get(key) != fingerprint.get(key)]
+        if different:
+            what = ", ".join(f"{key} was {made.get(key)} and is {fingerprint.get(key)}" for key in different)
+            raise UserError(
+                f"{self._folder} was tokenised by another tokenizer: {what}. Use the same tokenizer, or prepare the corpus again"
+            )
+
+    def read(self, numbers: np.ndarray) -> list[Record]:
+        found: list[Record | None] = [None] * len(numbers)
+        for number, places, inside in self._numbers.split(numbers):
+            path = self.paths[self._batches[number][0]]
+            first = self._numbers.span(number)[0]
+            for place, one, start, end in zip(
+                places.tolist(), inside.tolist(), *self._spans(number, inside), strict=True
+            ):
+                content = StoredTokens(self, number, start, end - start)
+                found[place] = Document(content, f"{path} document {first + one}")
+        return [record for record in found if record is not None]
+
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        first, end = self.shards.span(chunk)
+        for begin in range(first + start, end, _BLOCK):
+            yield from self.read(np.arange(begin, min(begin + _BLOCK, end)))
+
+    def _spans(self, number: int, inside: np.ndarray) -> tuple[list[int], list[int]]:
+        """Returns the first token of some documents of a batch, and the one after their last."""
+        order = np.sort(inside)
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for run in np.split(order, np.flatnonzero(np.diff(order) > _NEAR) + 1):
+            first, last = int(run[0]), int(run[-1])
+            found = self._read_ends(number, first, last + 2)
+            starts |= dict(zip(run.tolist(), found[run - first].tolist(), strict=True))
+            ends |= dict(zip(run.tolist(), found[run - first + 1].tolist(), strict=True))
+        part, batch = self._batches[number]
+        for one in inside.tolist():
+            if not 0 <= starts[one] <= ends[one] <= batch.tokens:
+                raise UserError(
+                    f"{self.paths[part]} is damaged: document {one} of a batch has tokens {starts[one]} to {ends[one]}"
+                )
+        return [starts[one] for one in inside.tolist()], [ends[one] for one in inside.tolist()]
+
+    def _read_ends(self, number: int, start: int, stop: int) -> np.ndarray:
+        """Returns the ends of documents `start` to `stop` of a batch, counted from 0, which is the end of none."""
+        part, batch = self._batches[number]
+        if not is_remote(self.paths[part]):
+            content = self._files.read(part, batch.offsets_at + 4 * start, batch.offsets_at + 4 * stop)
+            return np.frombuffer(content, "<i4")
+        begin = self._ends_at[number]
+        return self._ends.get(part, self._all_ends)[begin + start : begin + stop]
+
+    def _all_ends(self, part: int) -> np.ndarray:
+        """Returns the ends of a remote part's documents: a shuffle needs them one by one, and each would cost a request."""
+        batches = [batch for of, batch in self._batches if of == part]
+
+        def read() -> np.ndarray:
+            found = [self._files.read(part, at, at + 4 * (count + 1)) for count, _, at, _ in batches]
+            return np.frombuffer(b"".join(found), "<i4")
+
+        with input_files.readable(self.paths[part]):
+            return cached_index(self.paths[part], "token-ends", read)
+
+    def _fetch(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Returns tokens `start` to `stop` of batch `number` for each (number, start, stop)."""
+        width = self.dtype.itemsize
+        spans = []
+        for number, start, stop in ranges:
+            part, batch = self._batches[number]
+            spans.append((part, batch.tokens_at + width * start, batch.tokens_at + width * stop))
+        order = sorted(range(len(spans)), key=spans.__getitem__)
+        near = _NEAR_BYTES if is_remote(self._folder) else 0
+        requests: list[list[int]] = []  # places in `spans`, in the order of the file
+        end = (-1, 0)
+        for place in order:
+            part, start, stop = spans[place]
+            if requests and part == end[0] and start - end[1] <= near:
+                requests[-1].append(place)
+                end = (part, max(end[1], stop))
+            else:
+                requests.append([place])
+                end = (part, stop)
+
+        def read(places: list[int]) -> tuple[int, bytes]:
+            part, start, _ = spans[places[0]]
+            return start, self._files.read(part, start, max(spans[place][2] for place in places))
+
+        if is_remote(self._folder) and len(requests) > 1:
+            with concurrent.futures.ThreadPoolExecutor(min(_REQUESTS, len(requests))) as pool:
+                contents = list(pool.map(read, requests))
+        else:
+            contents = list(map(read, requests))
+        found: dict[int, np.ndarray] = {}
+        for places, (first, content) in zip(requests, contents, strict=True):
+            for place in places:
+                _, start, stop = spans[place]
+                found[place] = np.frombuffer(
+                    content, self.dtype.newbyteorder("<"), (stop - start) // width, start - first
+                )
+        return [found[place] for place in range(len(spans))]
+
+
+def fetch(ranges: Sequence[tuple[np.ndarray | StoredTokens, int, int]]) -> list[np.ndarray]:
+    """Returns the tokens `start` to `stop` of each document.
+
+    Args:
+      ranges: (document, start, stop) of each.
+
+    Raises:
+      UserError: a file of a store can't be read or has changed; names it.
+    """
+    found: dict[int, np.ndarray] = {}
+    stored: dict[TokenStore, list[tuple[int, tuple[int, int, int]]]] = collections.defaultdict(list)
+    for place, (document, start, stop) in enumerate(ranges):
+        if isinstance(document, StoredTokens):
+            asked = (document.batch, document.start + start, document.start + stop)
+            stored[document.store].append((place, asked))
+        else:
+            found[place] = document[start:stop]
+    for store, wanted in stored.items():
+        tokens = store._fetch([asked for _, asked in wanted])
+        found |= {place: one for (place, _), one in zip(wanted, tokens, strict=True)}
+    return [found[place] for place in range(len(ranges))]
+
+
+class Writer:
+    """Writes a part of a store to a local file."""
+
+    def __init__(self, path: str, dtype: np.dtype):
+        """Begins the file. Raises UserError if pyarrow isn't installed."""
+        self._arrow = arrow_library()
+        self._path, self._dtype = path, dtype
+        self._type = self._arrow.list_(self._arrow.from_numpy_dtype(dtype))
+        schema = self._arrow.schema([(_COLUMN, self._type)])
+        self._writer = self._arrow.ipc.new_file(path, schema)
+        self._documents: list[np.ndarray] = []
+        self._tokens = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Adds a document, unsigned [n]."""
+        self._documents.append(tokens.astype(self._dtype, copy=False))
+        self._tokens += len(tokens)
+        if self._tokens >= _BATCH_TOKENS or len(self._documents) >= _BATCH_DOCUMENTS:
+            self._write()
+
+    def close(self) -> list[Batch]:
+        """Ends the file, and returns its batches."""
+        if self._documents:
+            self._write()
+        self._writer.close()
+        with self._arrow.memory_map(self._path) as file:
+            base = file.read_buffer(file.size()).address
+            with self._arrow.ipc.open_file(file) as opened:
+                return [self._located(opened.get_batch(n).column(0), base) for n in range(opened.num_record_batches)]
+
+    def _write(self) -> None:
+        ends = np.cumsum([0, *map(len, self._documents)])
+        offsets = self._arrow.array(ends.astype(np.int32))
+        values = self._arrow.array(np.concatenate(self._documents))
+        column = self._arrow.ListArray.from_arrays(offsets, values)
+        self._writer.write_batch(self._arrow.record_batch([column], names=[_COLUMN]))
+        self._documents, self._tokens = [], 0
+
+    def _located(self, column: Any, base: int) -> Batch:
+        _, offsets, _, values = column.buffers()
+        return Batch(
+            len(column), len(column.values), offsets.address - base, values.address - base if len(column.values) else 0
+        )
+
+
+def arrow_library() -> Any:
+    """Imports pyarrow. Raises UserError if it isn't installed."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise UserError("prepared corpora need pyarrow to be written: pip install 'spmd-trainer[data]'") from error
+    return pyarrow
