@@ -40,7 +40,7 @@ def local_copy(path: str) -> str:
     """
     if not is_remote(path):
         return path
-    target = cache_folder() / "copies" / f"{_key(path)}-{os.path.basename(path)}"
+    target = cache_folder() / "copies" / f"{state_key(path)}-{os.path.basename(path)}"
     if not target.exists():
         logging.info("copying %s to %s", path, target)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def cached_index(path: str, kind: str, make: Callable[[], np.ndarray]) -> np.nda
       kind: kind of index, e.g. 'lines'; part of the name in the cache.
       make: computes the array.
     """
-    target = cache_folder() / "index" / f"{_key(path)}-{kind}.npy"
+    target = cache_folder() / "index" / f"{state_key(path)}-{kind}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # it is missing, or a machine stopped while it was written
         return _mapped(target)
     index = make()
@@ -102,8 +102,12 @@ def _replacing(target: pathlib.Path) -> Iterator[str]:
         raise
 
 
-def _key(path: str) -> str:
-    """Cache name of a file in its current state."""
+def state_key(path: str) -> str:
+    """Returns a name of a file in its current state: another one once its size or modification time is another.
+
+    Raises:
+      OSError: the file can't be read.
+    """
     if is_remote(path):
         found = epath.Path(path).stat()
         stamp = f"{path}:{found.length}:{found.mtime}"

@@ -42,6 +42,7 @@ from spmd_trainer.training import (
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
 from spmd_trainer.training.agreed_input import agree_on_input
 from spmd_trainer.training.checkpoints import restore_from
+from spmd_trainer.training.corpus_stores import tokenised_ahead
 from spmd_trainer.training.dataset_batches import batch_checker
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
@@ -311,5 +312,5 @@ def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Pref
         check(batch)
         return job.partitioner.layout.put(batch)
 
-    with Prefetcher(train_input, put) as batches:
+    with tokenised_ahead(train_input, job.config.of(TrainConfig)), Prefetcher(train_input, put) as batches:
         yield batches

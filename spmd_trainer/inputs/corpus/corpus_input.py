@@ -5,8 +5,8 @@ window. Global batch n holds the next G = batch_size * num_infeed_hosts rows; pr
 (h + 1) * batch_size) of it. A position says where the current window begins in each source and how many of its rows
 are taken. It is valid for any number of processes and any batch size, also for files that can only be read in order.
 
-Every process reads and tokenises all documents of text. Tokenise them ahead with `tools/prepare_text.py`: then a process
-reads the lengths of documents, and the tokens of its own rows alone.
+Every process reads and tokenises all documents of text, until they are in a token store: `tools/prepare_text.py` writes one
+ahead, `tokenise_ahead` during training. Of a store, a process reads the lengths of documents, and the tokens of its own rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import functools
 import json
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,6 +27,10 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs import batches, packed_text, text_base
 from spmd_trainer.inputs.corpus import cursors, encoding, mixture, row_plan, windows
+from spmd_trainer.inputs.corpus.file_kinds import TOKENS
+from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.prepare import Preparation
+from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource, store_name
 
 # Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
 _MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
@@ -136,6 +141,34 @@ class CorpusInput(text_base.TokenizedInput):
 
     def input_specs(self) -> NestedMap:
         return batches.lm_input_specs(self.batch_size, self.seq_len)
+
+    def store_names(self, least_bytes: int = 0) -> dict[str, str]:
+        """Returns {source: name of its token store in a cache} for the sources of `least_bytes` or more that are read as text."""
+        found = {}
+        for one in self.sources:
+            if isinstance(one.source, FileSource) and one.source.kind != TOKENS and one.source.num_bytes >= least_bytes:
+                found[one.name] = store_name(one.documents, one.source, self.tokenizer, self.bad_records)
+        return found
+
+    def tokenise_ahead(self, stores: Mapping[str, str], helpers: Helpers) -> None:
+        """Tokenises sources into stores while batches are taken, and reads them from there afterwards. Call it before the first.
+
+        Args:
+          stores: {source: folder of its store}, local, gs:// or s3://, the same on all processes of the job.
+          helpers: who does it.
+        """
+        for number, one in enumerate(self.sources):
+            if one.name in stores:
+                preparation = Preparation(one.documents, self.tokenizer, stores[one.name], self.bad_records)
+                source = PreparedSource(one.source, preparation, helpers)
+                self.sources[number] = dataclasses.replace(one, source=source)
+                source.start()
+
+    def stop_tokenising(self) -> None:
+        """Ends what `tokenise_ahead` has started; finished parts are kept."""
+        for one in self.sources:
+            if isinstance(one.source, PreparedSource):
+                one.source.stop()
 
     def get_next(self) -> NestedMap:
         """Returns the next batch and advances the position.

@@ -15,6 +15,7 @@ import numpy as np
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import permutations
 from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
+from spmd_trainer.inputs.corpus.token_store import LeftOut
 
 GLOBAL, AUTO = "global", "auto"
 # The window of `shuffle='auto'` for a source that can only be read in order: this many documents, or fewer if they have this many
@@ -182,6 +183,8 @@ class DocumentStream:
 
 def size_of(record: Record) -> int:
     """Bytes of a record's content."""
+    if isinstance(record, LeftOut):
+        return record.size
     if isinstance(record, BadRecord):
         return len(record.problem)
     return len(record.content) if isinstance(record.content, bytes) else record.content.nbytes

@@ -1,20 +1,17 @@
-"""Tokenises a corpus ahead of training; `tools/prepare_text.py` is its command line.
+"""Tokenises a corpus into a token store: ahead of training (`tools/prepare_text.py`), or during it (`prepared_source`).
 
-Chunks are divided into parts. Several processes tokenise parts, each into a file of a token store with a small JSON file
-beside it. Finished parts are kept, so a stopped preparation resumes. `corpus.json` is written last. With the same `shuffle`,
-the result gives the same batches as tokenising during training.
+Chunks are divided into parts. Worker processes tokenise parts, each into a file of the store with a small JSON file beside it.
+Finished parts are kept, so a stopped preparation resumes. `corpus.json` is written last. With the same `shuffle`, the result
+gives the same batches as tokenising during training.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import functools
-import itertools
 import json
-import multiprocessing
 import os
-import tempfile
+import queue
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,25 +21,21 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs import tokenizer_field, tokenizers
-from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, Source
-from spmd_trainer.inputs.corpus.encoding import RAISE, SKIP, Encoder
+from spmd_trainer.inputs import tokenizer_field
+from spmd_trainer.inputs.corpus.documents import Documents, Source
+from spmd_trainer.inputs.corpus.encoding import RAISE, SKIP
 from spmd_trainer.inputs.corpus.open_source import open_documents
-from spmd_trainer.inputs.corpus.row_plan import Tokens
-from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description, Writer, arrow_library
+from spmd_trainer.inputs.corpus.part_worker import Part, Task, Worker, arrow_library, make_part
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description
 from spmd_trainer.sharding.messages import count_text, format_seconds, short_hash
-from spmd_trainer.storage import files, is_remote, json_values, reading
+from spmd_trainer.storage import files, json_values, reading
 from spmd_trainer.storage.paths import directory
 
 # Most documents per part, if they can be read by number.
 DOCUMENTS_PER_PART = 100_000
-# Documents encoded at a time.
-_BLOCK = 256
-# Bad records listed per part.
-_NAMED = 5
+# Bad records listed of all parts.
+_NAMED = 20
 _LINE_EVERY = 10.0
-# Histogram buckets of lengths: 2^n to 2^(n+1) - 1 tokens.
-_BUCKETS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +44,14 @@ class Preparation:
 
     Attributes:
       documents: the corpus.
-      tokenizer: a path that every process can read, or None for bytes; see `text_base.TokenizedInput`.
+      tokenizer: see `text_base.TokenizedInput`.
       output: folder for the result; local, gs:// or s3://.
       bad_records: 'raise' stops at the first bad record; 'skip' stores an empty document instead.
       documents_per_part: see `DOCUMENTS_PER_PART`.
     """
 
     documents: Documents
-    tokenizer: str | None
+    tokenizer: Any
     output: str
     bad_records: str = RAISE
     documents_per_part: int = DOCUMENTS_PER_PART
@@ -69,15 +62,6 @@ class Preparation:
             raise UserError(f"bad_records={self.bad_records!r}; set it to {RAISE!r} or {SKIP!r}{near}")
         if self.documents_per_part < 1:
             raise UserError(f"documents_per_part={self.documents_per_part}; set it to 1 or more")
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Documents `start` to `stop` of a chunk; `stop` None: to its end."""
-
-    chunk: int
-    start: int
-    stop: int | None
 
 
 def parts_of(source: Source, documents_per_part: int) -> list[Part]:
@@ -92,6 +76,115 @@ def parts_of(source: Source, documents_per_part: int) -> list[Part]:
     ]
 
 
+class Preparing:
+    """A store that is being made, perhaps by several processes."""
+
+    def __init__(self, preparation: Preparation):
+        """Opens the corpus and the folder; reads which parts are finished.
+
+        Raises:
+          UserError: the corpus, the tokenizer or the output can't be used.
+        """
+        given = preparation.documents.files
+        given = given() if callable(given) else given
+        paths = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
+        documents = dataclasses.replace(preparation.documents, files=paths)
+        self.source = open_documents(documents)
+        tokenizer = tokenizer_field.make_tokenizer(preparation.tokenizer, None)
+        parts = tuple(parts_of(self.source, preparation.documents_per_part))
+        if not parts:
+            raise UserError(f"{self.source.size_text} hold no document; give at least one")
+        arrow_library()
+        self.folder = _output_folder(preparation)
+        key = _key(preparation, documents, self.source, tokenizer)
+        self.task = Task(documents, tokenizer, os.fspath(self.folder), key, parts, preparation.bad_records)
+        self._done: dict[int, dict[str, Any]] = {}
+        self.look()
+
+    @property
+    def missing(self) -> list[int]:
+        """The parts that are not finished, ascending."""
+        return [number for number in range(len(self.task.parts)) if number not in self._done]
+
+    def look(self) -> None:
+        """Takes the parts that other processes have finished."""
+        names = set(reading.names(os.fspath(self.folder)))
+        for number in self.missing:
+            if {self.task.part_name(number), self.task.record_name(number)} <= names:
+                try:
+                    record = json_values.parse_object(
+                        json_values.content_of(self.folder / self.task.record_name(number))
+                    )
+                except (OSError, ValueError):
+                    continue
+                if record.get("key") == self.task.key:
+                    self._done[number] = record
+
+    def make(self, numbers: Sequence[int], workers: int, ends: threading.Event, *, nice: bool = False) -> Iterator[int]:
+        """Makes parts with `workers` processes, and yields the number of each finished one.
+
+        Args:
+          numbers: the parts.
+          workers: processes; 1 with `nice` False makes them in this one.
+          ends: ends the work; parts that are being made are left.
+          nice: the processes leave the processors to others.
+
+        Raises:
+          UserError: the corpus can't be read, or a record is bad and `bad_records` is 'raise'.
+        """
+        if numbers:  # the folder is incomplete until all parts match
+            (self.folder / DESCRIPTION_FILE).unlink(missing_ok=True)
+        if not nice and (workers == 1 or len(numbers) < 2):
+            for number in numbers:
+                self._done[number] = make_part(self.task, number)
+                yield number
+            return
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        made: queue.SimpleQueue[tuple[int, dict[str, Any]] | Exception] = queue.SimpleQueue()
+        for number in numbers:
+            waiting.put(number)
+        running: list[Worker] = []
+        try:
+            for _ in range(min(workers, len(numbers))):
+                running.append(Worker(self.task, nice=nice))
+                threading.Thread(target=_serve, args=(running[-1], waiting, made), daemon=True).start()
+            left = len(numbers)
+            while left and not ends.is_set():
+                try:
+                    found = made.get(timeout=1.0)
+                except queue.Empty:
+                    continue
+                if isinstance(found, Exception):
+                    raise found
+                self._done[found[0]] = found[1]
+                left -= 1
+                yield found[0]
+        finally:
+            for worker in running:
+                worker.stop()
+
+    def finish(self) -> Description:
+        """Writes the description of a store whose parts are all there, and returns it."""
+        task, records = self.task, [self._done[number] for number in range(len(self.task.parts))]
+        chunks = [0] * self.source.num_chunks
+        for part, record in zip(task.parts, records, strict=True):
+            chunks[part.chunk] += record["documents"]
+        counts = ("documents", "tokens", "bytes", "empty", "skipped")
+        statistics: dict[str, Any] = {name: sum(record[name] for record in records) for name in counts}
+        statistics["largest"] = max(record["largest"] for record in records)
+        statistics["named"] = [text for record in records for text in record["named"]][:_NAMED]
+        lengths = np.sum([record["lengths"] for record in records], axis=0)
+        statistics["lengths"] = {str(2**n): int(count) for n, count in enumerate(lengths) if count}
+        parts = {task.part_name(n): [Batch(*batch) for batch in record["batches"]] for n, record in enumerate(records)}
+        found = Description(task.tokenizer.fingerprint(), task.dtype.name, chunks, parts, statistics)
+        files.write_atomically(self.folder / DESCRIPTION_FILE, found.lines())
+        return found
+
+    def tokens(self) -> int:
+        """Returns the tokens of the finished parts."""
+        return sum(record["tokens"] for record in self._done.values())
+
+
 def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
     """Tokenises the corpus with `workers` processes, and returns the description that it writes.
 
@@ -99,61 +192,30 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
       UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is
         'raise'.
     """
-    preparation = _resolved(preparation)
-    source = open_documents(preparation.documents)
-    tokenizer = tokenizer_field.make_tokenizer(preparation.tokenizer, None)
-    parts = parts_of(source, preparation.documents_per_part)
-    if not parts:
-        raise UserError(f"{source.size_text} hold no document; give at least one")
-    arrow_library()
-    folder = _output_folder(preparation)
-    key = _key(preparation, source, tokenizer)
-    total = len(parts)
-    done = {i: found for i in range(total) if (found := _finished(folder, i, total, key)) is not None}
-    if done:
-        logging.info("%s of %d are there from before", count_text(len(done), "part"), total)
-    task = functools.partial(_prepare_part, preparation, key, total)
-    waiting = [(i, part) for i, part in enumerate(parts) if i not in done]
-    if waiting:  # the folder is incomplete until all parts match
-        (folder / DESCRIPTION_FILE).unlink(missing_ok=True)
-    progress = _Progress(total, len(done))
-    for number, found in _run(task, waiting, workers):
-        done[number] = found
-        progress.add(found)
-    description = _description(source, tokenizer, parts, [done[i] for i in range(total)])
-    files.write_atomically(folder / DESCRIPTION_FILE, description.lines())
-    return description
+    preparing = Preparing(preparation)
+    missing, total = preparing.missing, len(preparing.task.parts)
+    if len(missing) < total:
+        logging.info("%s of %d are there from before", count_text(total - len(missing), "part"), total)
+    progress = Progress(preparing)
+    for _ in preparing.make(missing, workers, threading.Event()):
+        progress.log()
+    return preparing.finish()
 
 
-def _run(task: Any, waiting: Sequence[tuple[int, Part]], workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and the statistics of each part as it finishes."""
-    if workers == 1 or len(waiting) < 2:
-        yield from ((number, task(number, part)) for number, part in waiting)
-        return
-    # Not forked: threads of libraries don't survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(waiting)), mp_context=context, initializer=_use_one_thread
-    ) as pool:
-        running = {pool.submit(task, number, part): number for number, part in waiting}
+def _serve(
+    worker: Worker, waiting: queue.SimpleQueue[int], made: queue.SimpleQueue[tuple[int, dict[str, Any]] | Exception]
+) -> None:
+    """Lets a worker make parts until none waits."""
+    while True:
         try:
-            for future in concurrent.futures.as_completed(running):
-                yield running[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _use_one_thread() -> None:
-    """Limits a worker to one encoding thread; the workers together use all cores."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _resolved(preparation: Preparation) -> Preparation:
-    """Replaces `files` by a tuple of paths, which other processes can unpickle."""
-    given = preparation.documents.files() if callable(preparation.documents.files) else preparation.documents.files
-    paths = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
-    return dataclasses.replace(preparation, documents=dataclasses.replace(preparation.documents, files=paths))
+            number = waiting.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            made.put((number, worker.make(number)))
+        except Exception as error:  # for whoever waits
+            made.put(error)
+            return
 
 
 def _output_folder(preparation: Preparation) -> epath.Path:
@@ -167,152 +229,41 @@ def _output_folder(preparation: Preparation) -> epath.Path:
     return folder
 
 
-@functools.lru_cache(maxsize=1)
-def _opened(preparation: Preparation, key: str) -> tuple[Source, tokenizers.Tokenizer]:
-    """Opens the corpus and the tokenizer once per process. `key` changes with the files."""
-    del key
-    return open_documents(preparation.documents), tokenizer_field.make_tokenizer(preparation.tokenizer, None)
-
-
-def _prepare_part(preparation: Preparation, key: str, total: int, number: int, part: Part) -> dict[str, Any]:
-    """Tokenises a part, writes it with its statistics, and returns the statistics."""
-    source, tokenizer = _opened(preparation, key)
-    folder = directory("--output", preparation.output)
-    encoder = Encoder(tokenizer, tokenizer.vocab_size)
-    record: dict[str, Any] = {
-        "key": key,
-        "documents": 0,
-        "tokens": 0,
-        "bytes": 0,
-        "empty": 0,
-        "skipped": 0,
-        "largest": 0,
-        "named": [],
-    }
-    lengths = np.zeros(_BUCKETS, np.int64)
-    dtype = np.dtype(tokenizers.token_dtype(tokenizer.vocab_size))
-    count = None if part.stop is None else part.stop - part.start
-    records = itertools.islice(source.read_chunk(part.chunk, part.start), count)
-    with tempfile.TemporaryDirectory(dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
-        path = os.path.join(scratch, "part")
-        writer = Writer(path, dtype)
-        while block := list(itertools.islice(records, _BLOCK)):
-            for one, tokens in zip(block, encoder.encode(block), strict=True):
-                writer.add(_counted(record, lengths, one, tokens, preparation.bad_records))
-        record["batches"] = writer.close()
-        record["lengths"] = lengths.tolist()
-        # Delete old statistics first: they must never describe another part, even after a crash.
-        _record_path(folder, number, total).unlink(missing_ok=True)
-        target = folder / _part_name(number, total)
-        if is_remote(folder):
-            epath.Path(path).copy(target, overwrite=True)
-        else:
-            os.replace(path, os.fspath(target))
-    # Written last: its presence marks the part as complete.
-    files.write_atomically(_record_path(folder, number, total), [json.dumps(record)])
-    return record
-
-
-def _counted(
-    record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: Tokens | BadRecord, bad_records: str
-) -> np.ndarray:
-    """Adds a document to a part's statistics and returns its tokens; none if it is bad and bad records are skipped."""
-    record["documents"] += 1
-    if isinstance(tokens, BadRecord):
-        if bad_records == RAISE:
-            raise UserError(f"{tokens.where} {tokens.problem}. Fix it, or skip bad records with --bad_records=skip")
-        record["skipped"] += 1
-        if len(record["named"]) < _NAMED:
-            record["named"].append(f"{tokens.where} {tokens.problem}")
-        return np.zeros(0, np.uint8)
-    assert isinstance(tokens, np.ndarray)  # a store is not prepared again
-    record["tokens"] += len(tokens)
-    record["bytes"] += 0 if isinstance(one, BadRecord) else len(one.content)
-    if len(tokens):
-        record["largest"] = max(record["largest"], int(tokens.max()))
-        lengths[min(len(tokens).bit_length() - 1, _BUCKETS - 1)] += 1
-    else:
-        record["empty"] += 1
-    return tokens
-
-
-def _description(
-    source: Source, tokenizer: tokenizers.Tokenizer, parts: Sequence[Part], records: Sequence[dict[str, Any]]
-) -> Description:
-    chunks = [0] * source.num_chunks
-    for part, record in zip(parts, records, strict=True):
-        chunks[part.chunk] += record["documents"]
-    statistics: dict[str, Any] = {
-        name: sum(record[name] for record in records) for name in ("documents", "tokens", "bytes", "empty", "skipped")
-    }
-    statistics["largest"] = max(record["largest"] for record in records)
-    statistics["named"] = [text for record in records for text in record["named"]][: _NAMED * 4]
-    lengths = np.sum([record["lengths"] for record in records], axis=0)
-    statistics["lengths"] = {str(2**n): int(count) for n, count in enumerate(lengths) if count}
-    return Description(
-        tokenizer=tokenizer.fingerprint(),
-        dtype=np.dtype(tokenizers.token_dtype(tokenizer.vocab_size)).name,
-        chunks=chunks,
-        parts={
-            _part_name(number, len(parts)): [Batch(*batch) for batch in record["batches"]]
-            for number, record in enumerate(records)
-        },
-        statistics=statistics,
-    )
-
-
-def _key(preparation: Preparation, source: Source, tokenizer: tokenizers.Tokenizer) -> str:
+def _key(preparation: Preparation, documents: Documents, source: Source, tokenizer: Any) -> str:
     """Hash of the files, the settings and the tokenizer; a finished part is kept only if its key matches."""
-    documents = preparation.documents
     settings = [
         FORMAT,
         source.fingerprint(),
         tokenizer.fingerprint(),
-        [documents.column, documents.kind, documents.separator],
+        [documents.column, documents.kind, documents.separator, documents.max_record_bytes],
         [preparation.bad_records, preparation.documents_per_part],
     ]
     return short_hash(json.dumps(settings, sort_keys=True, default=str))
 
 
-def _finished(folder: epath.Path, number: int, total: int, key: str) -> dict[str, Any] | None:
-    """Returns the statistics of a part finished earlier with this key, or None."""
-    try:
-        record = json_values.parse_object(json_values.content_of(_record_path(folder, number, total)))
-    except (OSError, ValueError):
-        return None
-    return record if record.get("key") == key and (folder / _part_name(number, total)).exists() else None
-
-
-def _part_name(number: int, total: int) -> str:
-    return f"tokens-{number:05d}-of-{total:05d}.arrow"
-
-
-def _record_path(folder: epath.Path, number: int, total: int) -> epath.Path:
-    return folder / f"tokens-{number:05d}-of-{total:05d}.json"
-
-
-class _Progress:
+class Progress:
     """Logs finished parts, the rate, and the remaining time."""
 
-    def __init__(self, total: int, before: int):
-        self._total, self._done, self._before = total, before, before
-        self._tokens = 0
+    def __init__(self, preparing: Preparing):
+        """Begins to count."""
+        self._preparing = preparing
+        self._total = len(preparing.task.parts)
+        self._before, self._tokens = self._total - len(preparing.missing), preparing.tokens()
         self._start = self._last = time.monotonic()
 
-    def add(self, record: dict[str, Any]) -> None:
-        self._done += 1
-        self._tokens += record["tokens"]
-        now = time.monotonic()
-        if now - self._last < _LINE_EVERY and self._done < self._total:
+    def log(self) -> None:
+        """Logs a line if it is time to, or if all is done."""
+        now, left = time.monotonic(), len(self._preparing.missing)
+        if now - self._last < _LINE_EVERY and left:
             return
         self._last = now
-        passed = now - self._start
-        left = passed / (self._done - self._before) * (self._total - self._done)
+        passed, done = now - self._start, self._total - left - self._before
+        tokens = self._preparing.tokens() - self._tokens
         logging.info(
-            "%d of %d parts, %s tokens, %s tokens/s, %s left",
-            self._done,
+            "%d of %d parts are tokenised, %s tokens, %s tokens/s, %s left",
+            self._total - left,
             self._total,
-            f"{self._tokens:,}",
-            f"{self._tokens / max(passed, 1e-9):,.0f}",
-            format_seconds(left),
+            f"{tokens:,}",
+            f"{tokens / max(passed, 1e-9):,.0f}",
+            format_seconds(passed / max(1, done) * left),
         )

@@ -1,11 +1,12 @@
 """Documents as tokens: Arrow files that `tools/prepare_text.py` writes, and that are read by byte ranges.
 
-A store is a folder: its parts, Arrow IPC files with a column `tokens`, a list of uint16 or uint32; and `corpus.json`, which says
-how many documents and tokens each record batch has and where their lengths and tokens begin in the file. An Arrow file keeps the
-tokens of a batch in one piece, so any part of a document is a range of bytes, in object stores too, and any Arrow library reads
-the files as they are.
+A store is a folder: its parts, Arrow IPC files with the columns `tokens`, a list of uint16 or uint32, and `bytes`, the size of
+the text, int32; and `corpus.json`, which says how many documents and tokens each record batch has and where they are in the file.
+An Arrow file keeps the tokens of a batch in one piece, so any part of a document is a range of bytes, in object stores too, and
+any Arrow library reads the files as they are.
 
-Documents are numbered as in the original source, so every shuffle gives the same order. One without text, or left out, is empty.
+Documents are numbered as in the original source, so every shuffle gives the same order. One without text is empty. So is a bad
+record that was left out, whose `bytes` are -1 less its size.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files as input_files
-from spmd_trainer.inputs.corpus.documents import Document, Record
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, json_values, reading
@@ -30,8 +31,6 @@ from spmd_trainer.storage.local_copies import cached_index
 
 DESCRIPTION_FILE = "corpus.json"
 FORMAT = 2
-# A record batch ends with the document that reaches one of these: a writer holds it in memory.
-_BATCH_TOKENS, _BATCH_DOCUMENTS = 2**24, 2**20
 # Documents whose lengths are read at a time in order; nearer ones are read together.
 _BLOCK, _NEAR = 1024, 256
 # Ranges that are this near each other are read in one request of an object store.
@@ -39,7 +38,6 @@ _NEAR_BYTES = 2**16
 _REQUESTS = 32
 # Parts of remote stores whose lengths are held.
 _HELD = 64
-_COLUMN = "tokens"
 
 
 class Batch(NamedTuple):
@@ -50,12 +48,14 @@ class Batch(NamedTuple):
       tokens: how many they have together.
       offsets_at: byte of the file where their ends begin: little-endian int32 [documents + 1], the first one 0.
       tokens_at: byte of the file where their tokens begin.
+      sizes_at: byte of the file where the sizes of their texts begin: little-endian int32 [documents].
     """
 
     documents: int
     tokens: int
     offsets_at: int
     tokens_at: int
+    sizes_at: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +110,13 @@ class Description:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LeftOut(BadRecord):
+    """A bad record of the source that the store has left out. `size`: bytes that it counts for in the order of documents."""
+
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StoredTokens:
     """Where the tokens of a document are.
 
@@ -118,12 +125,14 @@ class StoredTokens:
       batch: number of the record batch in the store.
       start: number of the first one in the batch.
       size: how many they are.
+      nbytes: bytes of the document's text if they are known, else of the tokens.
     """
 
     store: TokenStore
     batch: int
     start: int
     size: int
+    nbytes: int
 
     def __len__(self) -> int:
         return self.size
@@ -132,11 +141,6 @@ class StoredTokens:
     def dtype(self) -> np.dtype:
         """Their dtype."""
         return self.store.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Their bytes."""
-        return self.size * self.dtype.itemsize
 
 
 class TokenStore(NumberedFiles):
@@ -149,14 +153,18 @@ class TokenStore(NumberedFiles):
 
     kind: ClassVar[str] = "tokens"
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, *, names_left_out: bool = False):
         """Reads `corpus.json` of a local, gs:// or s3:// folder.
+
+        Args:
+          folder: the folder.
+          names_left_out: a record that was left out is a BadRecord; otherwise it is an empty document.
 
         Raises:
           UserError: the folder is not a store, or a file is missing or has other documents than `corpus.json` says.
         """
         self.description = Description.read(folder)
-        self._folder = folder
+        self._folder, self._names_left_out = folder, names_left_out
         super().__init__([os.path.join(folder, name) for name in self.description.parts])
         self.dtype = np.dtype(self.description.dtype)
         self.shards = ShardIndex(self.description.chunks)
@@ -209,21 +217,37 @@ class TokenStore(NumberedFiles):
             )
 
     def read(self, numbers: np.ndarray) -> list[Record]:
-        found: list[Record | None] = [None] * len(numbers)
+        found: dict[int, Record] = {}
         for number, places, inside in self._numbers.split(numbers):
-            path = self.paths[self._batches[number][0]]
-            first = self._numbers.span(number)[0]
+            width = self.dtype.itemsize
             for place, one, start, end in zip(
                 places.tolist(), inside.tolist(), *self._spans(number, inside), strict=True
             ):
-                content = StoredTokens(self, number, start, end - start)
-                found[place] = Document(content, f"{path} document {first + one}")
-        return [record for record in found if record is not None]
+                content = StoredTokens(self, number, start, end - start, width * (end - start))
+                found[place] = self._record(number, one, content)
+        return [found[place] for place in range(len(numbers))]
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
         first, end = self.shards.span(chunk)
         for begin in range(first + start, end, _BLOCK):
-            yield from self.read(np.arange(begin, min(begin + _BLOCK, end)))
+            for number, _, inside in self._numbers.split(np.arange(begin, min(begin + _BLOCK, end))):
+                sizes = self._sizes(number, int(inside[0]), len(inside)).tolist()
+                for one, size, start, stop in zip(inside.tolist(), sizes, *self._spans(number, inside), strict=True):
+                    yield self._record(number, one, StoredTokens(self, number, start, stop - start, size), size)
+
+    def _record(self, number: int, inside: int, content: StoredTokens, size: int | None = None) -> Record:
+        """Returns document `inside` of batch `number`. `size`: its entry in the column `bytes`."""
+        where = f"{self.paths[self._batches[number][0]]} document {self._numbers.span(number)[0] + inside}"
+        if self._names_left_out and not len(content):
+            size = int(self._sizes(number, inside, 1)[0]) if size is None else size
+            if size < 0:
+                return LeftOut(where, "was left out when the corpus was tokenised", -1 - size)
+        return Document(content, where)
+
+    def _sizes(self, number: int, start: int, count: int) -> np.ndarray:
+        part, batch = self._batches[number]
+        at = batch.sizes_at + 4 * start
+        return np.frombuffer(self._files.read(part, at, at + 4 * count), "<i4")
 
     def _spans(self, number: int, inside: np.ndarray) -> tuple[list[int], list[int]]:
         """Returns the first token of some documents of a batch, and the one after their last."""
@@ -257,7 +281,8 @@ class TokenStore(NumberedFiles):
         batches = [batch for of, batch in self._batches if of == part]
 
         def read() -> np.ndarray:
-            found = [self._files.read(part, at, at + 4 * (count + 1)) for count, _, at, _ in batches]
+            spans = [(batch.offsets_at, batch.offsets_at + 4 * (batch.documents + 1)) for batch in batches]
+            found = [self._files.read(part, start, stop) for start, stop in spans]
             return np.frombuffer(b"".join(found), "<i4")
 
         with input_files.readable(self.paths[part]):
@@ -323,58 +348,3 @@ def fetch(ranges: Sequence[tuple[np.ndarray | StoredTokens, int, int]]) -> list[
         tokens = store._fetch([asked for _, asked in wanted])
         found |= {place: one for (place, _), one in zip(wanted, tokens, strict=True)}
     return [found[place] for place in range(len(ranges))]
-
-
-class Writer:
-    """Writes a part of a store to a local file."""
-
-    def __init__(self, path: str, dtype: np.dtype):
-        """Begins the file. Raises UserError if pyarrow isn't installed."""
-        self._arrow = arrow_library()
-        self._path, self._dtype = path, dtype
-        self._type = self._arrow.list_(self._arrow.from_numpy_dtype(dtype))
-        schema = self._arrow.schema([(_COLUMN, self._type)])
-        self._writer = self._arrow.ipc.new_file(path, schema)
-        self._documents: list[np.ndarray] = []
-        self._tokens = 0
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Adds a document, unsigned [n]."""
-        self._documents.append(tokens.astype(self._dtype, copy=False))
-        self._tokens += len(tokens)
-        if self._tokens >= _BATCH_TOKENS or len(self._documents) >= _BATCH_DOCUMENTS:
-            self._write()
-
-    def close(self) -> list[Batch]:
-        """Ends the file, and returns its batches."""
-        if self._documents:
-            self._write()
-        self._writer.close()
-        with self._arrow.memory_map(self._path) as file:
-            base = file.read_buffer(file.size()).address
-            with self._arrow.ipc.open_file(file) as opened:
-                return [self._located(opened.get_batch(n).column(0), base) for n in range(opened.num_record_batches)]
-
-    def _write(self) -> None:
-        ends = np.cumsum([0, *map(len, self._documents)])
-        offsets = self._arrow.array(ends.astype(np.int32))
-        values = self._arrow.array(np.concatenate(self._documents))
-        column = self._arrow.ListArray.from_arrays(offsets, values)
-        self._writer.write_batch(self._arrow.record_batch([column], names=[_COLUMN]))
-        self._documents, self._tokens = [], 0
-
-    def _located(self, column: Any, base: int) -> Batch:
-        _, offsets, _, values = column.buffers()
-        return Batch(
-            len(column), len(column.values), offsets.address - base, values.address - base if len(column.values) else 0
-        )
-
-
-def arrow_library() -> Any:
-    """Imports pyarrow. Raises UserError if it isn't installed."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise UserError("prepared corpora need pyarrow to be written: pip install 'spmd-trainer[data]'") from error
-    return pyarrow

@@ -15,7 +15,7 @@ from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
-from spmd_trainer.inputs.corpus import corpus_input, encoding, prepare, token_store
+from spmd_trainer.inputs.corpus import corpus_input, encoding, part_worker, prepare
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, Description, TokenStore
 
@@ -85,22 +85,22 @@ def test_several_processes_write_the_same(web, tmp_path):
 
 def test_a_stopped_preparation_goes_on_where_it_was(web, tmp_path, monkeypatch):
     output, done = tmp_path / "tokens", []
-    whole = prepare._prepare_part
+    whole = prepare.make_part
 
-    def counted(preparation, key, total, number, part):
+    def counted(task, number):
         if len(done) == 3:
             raise KeyboardInterrupt
         done.append(number)
-        return whole(preparation, key, total, number, part)
+        return whole(task, number)
 
-    monkeypatch.setattr(prepare, "_prepare_part", counted)
+    monkeypatch.setattr(prepare, "make_part", counted)
     with pytest.raises(KeyboardInterrupt):
         run(output, str(web / "*.jsonl"), documents_per_part=4)
     assert not (output / DESCRIPTION_FILE).exists()
     with raises_naming(UserError, output / DESCRIPTION_FILE, "tools/prepare_text.py", "stopped"):
         TokenStore(str(output))
     again = []
-    monkeypatch.setattr(prepare, "_prepare_part", lambda *args: again.append(args[3]) or whole(*args))
+    monkeypatch.setattr(prepare, "make_part", lambda *args: again.append(args[1]) or whole(*args))
     run(output, str(web / "*.jsonl"), documents_per_part=4)
     assert sorted(done + again) == list(range(7))
 
@@ -133,14 +133,14 @@ def test_bad_records_are_named_or_left_out_and_counted(web, tmp_path):
 def test_a_folder_whose_parts_are_of_two_preparations_is_no_corpus(web, tmp_path, monkeypatch):
     output, files = tmp_path / "tokens", str(web / "*.jsonl")
     run(output, files)
-    whole = prepare._prepare_part
+    whole = prepare.make_part
 
     def stops_at_the_last(*args):
-        if args[3] == 2:
+        if args[1] == 2:
             raise KeyboardInterrupt
         return whole(*args)
 
-    monkeypatch.setattr(prepare, "_prepare_part", stops_at_the_last)
+    monkeypatch.setattr(prepare, "make_part", stops_at_the_last)
     with pytest.raises(KeyboardInterrupt):
         run(output, files, bad_records="skip")  # another preparation: its parts are not kept
     with raises_naming(UserError, output / DESCRIPTION_FILE, "tools/prepare_text.py", "stopped"):
@@ -161,8 +161,8 @@ def test_a_part_without_its_record_is_made_again(web, tmp_path, monkeypatch):
         run(output, files, bad_records="skip")
     monkeypatch.setattr(prepare.files, "write_atomically", write)
     made = []
-    part = prepare._prepare_part
-    monkeypatch.setattr(prepare, "_prepare_part", lambda *args: made.append(args[3]) or part(*args))
+    part = prepare.make_part
+    monkeypatch.setattr(prepare, "make_part", lambda *args: made.append(args[1]) or part(*args))
     run(output, files)
     assert made == [0]
 
@@ -266,7 +266,7 @@ def test_a_process_reads_the_tokens_of_its_own_rows_alone(web, tmp_path, monkeyp
 
 
 def test_a_store_of_several_batches_and_its_own_limit_of_the_vocabulary(web, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "_BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(part_worker, "_BATCH_DOCUMENTS", 3)
     found = run(tmp_path / "tokens", str(web / "*.jsonl"))
     assert [len(batches) for batches in found.parts.values()] == [3, 2, 3]
     assert found.statistics["largest"] == ord("x")

@@ -1,0 +1,283 @@
+"""Tokenises parts of a corpus, in a process that does nothing else: JSON, tokenizers and packing hold one interpreter's lock.
+
+    python -m spmd_trainer.inputs.corpus.part_worker
+
+Its stdin begins with a pickled `Task`; each line after it is the number of a part. Its stdout has a line for each: the part's
+record, or {"error": what is wrong with the corpus}. It ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from typing import Any, BinaryIO
+
+import numpy as np
+from etils import epath
+
+import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import tokenizers
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, Source
+from spmd_trainer.inputs.corpus.encoding import RAISE, Encoder
+from spmd_trainer.inputs.corpus.open_source import open_documents
+from spmd_trainer.inputs.corpus.order import size_of
+from spmd_trainer.inputs.corpus.row_plan import Tokens
+from spmd_trainer.inputs.corpus.token_store import Batch
+from spmd_trainer.storage import files, is_remote
+
+# Documents encoded at a time.
+_BLOCK = 256
+# Bad records listed per part.
+_NAMED = 5
+# Histogram buckets of lengths: 2^n to 2^(n+1) - 1 tokens.
+_BUCKETS = 32
+# A record batch ends with the document that reaches one of these: a writer holds it in memory.
+_BATCH_TOKENS, _BATCH_DOCUMENTS = 2**24, 2**20
+# Workers of a training run leave the processors to it.
+_NICE = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Documents `start` to `stop` of a chunk; `stop` None: to its end."""
+
+    chunk: int
+    start: int
+    stop: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a worker needs to make parts.
+
+    Attributes:
+      documents: the corpus; its `files` are paths.
+      tokenizer: the tokenizer.
+      folder: the store.
+      key: hash of all that decides a part's content.
+      parts: all parts of the store.
+      bad_records: 'raise' or 'skip'.
+    """
+
+    documents: Documents
+    tokenizer: tokenizers.Tokenizer
+    folder: str
+    key: str
+    parts: tuple[Part, ...]
+    bad_records: str
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """The opened corpus."""
+        return open_documents(self.documents)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the tokens."""
+        return np.dtype(tokenizers.token_dtype(self.tokenizer.vocab_size))
+
+    def part_name(self, number: int) -> str:
+        """Returns the name of a part's file."""
+        return f"tokens-{number:05d}-of-{len(self.parts):05d}.arrow"
+
+    def record_name(self, number: int) -> str:
+        """Returns the name of the file that says that a part is finished."""
+        return f"tokens-{number:05d}-of-{len(self.parts):05d}.json"
+
+
+class Worker:
+    """A worker process, as seen from its parent."""
+
+    def __init__(self, task: Task, *, nice: bool):
+        """Starts it. `nice`: it leaves the processors to others.
+
+        Raises:
+          TypeError, AttributeError, pickle.PicklingError: the tokenizer can't be sent to another process.
+        """
+        content = pickle.dumps(task)
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
+        # In a session of its own: Ctrl-C in a terminal is its parent's to handle.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *(["nice"] if nice else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._input.write(len(content).to_bytes(8, "little") + content)
+
+    def make(self, number: int) -> dict[str, Any]:
+        """Makes a part and returns its record.
+
+        Raises:
+          UserError: as `make_part`, or the process ended.
+        """
+        try:
+            self._input.write(f"{number}\n".encode())
+            self._input.flush()
+            answer = self._output.readline()
+        except BrokenPipeError:
+            answer = b""
+        if not answer:
+            raise UserError(f"a process that tokenises ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(answer)
+        if "error" in found:
+            raise UserError(found["error"])
+        return found
+
+    def stop(self) -> None:
+        """Ends the process at once."""
+        self._process.kill()
+        self._process.wait()
+
+
+def make_part(task: Task, number: int) -> dict[str, Any]:
+    """Tokenises a part, writes it with its record, and returns the record.
+
+    Raises:
+      UserError: the corpus can't be read, or has a bad record and `bad_records` is 'raise'.
+      OSError: the part can't be written.
+    """
+    part, folder = task.parts[number], epath.Path(task.folder)
+    encoder = Encoder(task.tokenizer, task.tokenizer.vocab_size)
+    names = ("documents", "tokens", "bytes", "empty", "skipped", "largest")
+    record: dict[str, Any] = {"key": task.key, **dict.fromkeys(names, 0), "named": []}
+    lengths = np.zeros(_BUCKETS, np.int64)
+    count = None if part.stop is None else part.stop - part.start
+    records = itertools.islice(task.source.read_chunk(part.chunk, part.start), count)
+    with tempfile.TemporaryDirectory(dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
+        path = os.path.join(scratch, "part")
+        writer = Writer(path, task.dtype)
+        while block := list(itertools.islice(records, _BLOCK)):
+            for one, tokens in zip(block, encoder.encode(block), strict=True):
+                writer.add(_counted(record, lengths, one, tokens, task.bad_records), size_of(one))
+        record |= {"batches": writer.close(), "lengths": lengths.tolist()}
+        # Delete an old record first: it must never describe another part, even after a crash.
+        (folder / task.record_name(number)).unlink(missing_ok=True)
+        target = folder / task.part_name(number)
+        if is_remote(folder):
+            epath.Path(path).copy(target, overwrite=True)
+        else:
+            os.replace(path, os.fspath(target))
+    # Written last: its presence marks the part as complete.
+    files.write_atomically(folder / task.record_name(number), [json.dumps(record)])
+    return record
+
+
+def _counted(
+    record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: Tokens | BadRecord, bad_records: str
+) -> np.ndarray | None:
+    """Adds a document to a part's statistics and returns its tokens; None if it is bad and bad records are skipped."""
+    record["documents"] += 1
+    if isinstance(tokens, BadRecord):
+        if bad_records == RAISE:
+            raise UserError(f"{tokens.where} {tokens.problem}. Fix it, or skip bad records with --bad_records=skip")
+        record["skipped"] += 1
+        if len(record["named"]) < _NAMED:
+            record["named"].append(f"{tokens.where} {tokens.problem}")
+        return None
+    assert isinstance(tokens, np.ndarray)  # a store is not prepared again
+    record["tokens"] += len(tokens)
+    record["bytes"] += 0 if isinstance(one, BadRecord) else len(one.content)
+    if len(tokens):
+        record["largest"] = max(record["largest"], int(tokens.max()))
+        lengths[min(len(tokens).bit_length() - 1, _BUCKETS - 1)] += 1
+    else:
+        record["empty"] += 1
+    return tokens
+
+
+class Writer:
+    """Writes a part of a store to a local file."""
+
+    def __init__(self, path: str, dtype: np.dtype):
+        """Begins the file. Raises UserError if pyarrow isn't installed."""
+        self._arrow = arrow_library()
+        self._path, self._dtype = path, dtype
+        self._type = self._arrow.list_(self._arrow.from_numpy_dtype(dtype))
+        schema = self._arrow.schema([("tokens", self._type), ("bytes", self._arrow.int32())])
+        self._writer = self._arrow.ipc.new_file(path, schema)
+        self._documents: list[np.ndarray] = []
+        self._sizes: list[int] = []
+        self._tokens = 0
+
+    def add(self, tokens: np.ndarray | None, size: int) -> None:
+        """Adds a document, unsigned [n], of `size` bytes of text. None: a record that is left out."""
+        self._sizes.append(-1 - size if tokens is None else size)
+        tokens = np.zeros(0, self._dtype) if tokens is None else tokens
+        self._documents.append(tokens.astype(self._dtype, copy=False))
+        self._tokens += len(tokens)
+        if self._tokens >= _BATCH_TOKENS or len(self._documents) >= _BATCH_DOCUMENTS:
+            self._write()
+
+    def close(self) -> list[Batch]:
+        """Ends the file, and returns its batches."""
+        if self._documents:
+            self._write()
+        self._writer.close()
+        with self._arrow.memory_map(self._path) as file:
+            base = file.read_buffer(file.size()).address
+            with self._arrow.ipc.open_file(file) as opened:
+                return [self._located(opened.get_batch(n), base) for n in range(opened.num_record_batches)]
+
+    def _write(self) -> None:
+        ends = np.cumsum([0, *map(len, self._documents)])
+        offsets = self._arrow.array(ends.astype(np.int32))
+        values = self._arrow.array(np.concatenate(self._documents))
+        columns = [
+            self._arrow.ListArray.from_arrays(offsets, values),
+            self._arrow.array(self._sizes, self._arrow.int32()),
+        ]
+        self._writer.write_batch(self._arrow.record_batch(columns, names=["tokens", "bytes"]))
+        self._documents, self._sizes, self._tokens = [], [], 0
+
+    def _located(self, batch: Any, base: int) -> Batch:
+        tokens, sizes = batch.columns
+        _, offsets, _, values = tokens.buffers()
+        count = len(tokens.values)
+        tokens_at = values.address - base if count else 0
+        return Batch(len(tokens), count, offsets.address - base, tokens_at, sizes.buffers()[1].address - base)
+
+
+def arrow_library() -> Any:
+    """Imports pyarrow. Raises UserError if it isn't installed."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise UserError("prepared corpora need pyarrow to be written: pip install 'spmd-trainer[data]'") from error
+    return pyarrow
+
+
+def main(source: BinaryIO, output: BinaryIO) -> None:
+    """Makes the parts that its parent asks for."""
+    task: Task = pickle.loads(source.read(int.from_bytes(source.read(8), "little")))
+    for line in source:
+        try:
+            answer = make_part(task, int(line))
+        except (UserError, OSError) as error:
+            answer = {"error": str(error)}
+        output.write(f"{json.dumps(answer)}\n".encode())
+        output.flush()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["nice"]:
+        os.nice(_NICE)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a library that prints must not answer
+    main(sys.stdin.buffer, answers)

@@ -1,0 +1,217 @@
+"""Tokenises a corpus while a run trains on it: once for all processes, which then read it as tokens.
+
+A run begins by reading the text, as without this: the first window of a global shuffle needs documents from everywhere. Meanwhile
+each process of the job tokenises its share of the parts in processes beside the trainer, into a folder that all can read. From
+the next document after the last part is there, all read tokens. The batches are the same either way, so nobody waits, and it
+doesn't matter when which process changes over. If the folder can't be written, or a record is bad, all go on reading text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.documents import Documents, Record, Source
+from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing, Progress
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
+from spmd_trainer.sharding.messages import short_hash
+from spmd_trainer.storage import files, json_values, reading
+from spmd_trainer.storage.local_copies import state_key
+from spmd_trainer.storage.lock import LockedError, locked
+
+# How often a process looks what the others have finished.
+_LOOK_SECONDS = 2.0
+# Says which job makes the store.
+_MAKING_FILE = "making.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Helpers:
+    """Who tokenises.
+
+    Attributes:
+      index: number of this process in the job.
+      count: number of processes.
+      workers: processes beside this one that tokenise.
+      job: a name of the job that no other has.
+    """
+
+    index: int
+    count: int
+    workers: int
+    job: str
+
+
+class PreparedSource(Source):
+    """A source that is read as text until its store is there."""
+
+    def __init__(self, source: Source, preparation: Preparation, helpers: Helpers):
+        """Reads the source as text; `start` begins to tokenise.
+
+        Args:
+          source: the opened corpus.
+          preparation: how it is tokenised, and where to.
+          helpers: who does it.
+        """
+        self._source, self._preparation, self._helpers = source, preparation, helpers
+        self._store: TokenStore | None = None
+        self._ends = threading.Event()
+
+    def start(self) -> None:
+        """Tokenises in a thread, which ends with the process."""
+        threading.Thread(target=self._work, name="tokenise", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the work; finished parts are kept."""
+        self._ends.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """True once documents are read as tokens."""
+        return self._store is not None
+
+    @property
+    def num_chunks(self) -> int:
+        return self._source.num_chunks
+
+    @property
+    def random_access(self) -> bool:
+        return self._source.random_access
+
+    @property
+    def num_bytes(self) -> int:
+        return self._source.num_bytes
+
+    @property
+    def size_text(self) -> str:
+        return self._source.size_text
+
+    def chunk_sizes(self) -> np.ndarray | None:
+        return self._source.chunk_sizes()
+
+    def read(self, numbers: np.ndarray) -> list[Record]:
+        return (self._store or self._source).read(numbers)
+
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        if self._store is None:
+            for record in self._source.read_chunk(chunk, start):
+                yield record
+                start += 1
+                if self._store is not None:
+                    break
+            else:
+                return
+        yield from self._store.read_chunk(chunk, start)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self._source.fingerprint()
+
+    def changed_text(self, before: Mapping[str, Any]) -> str:
+        return self._source.changed_text(before)
+
+    def _work(self) -> None:
+        try:
+            self._make()
+            store = TokenStore(self._preparation.output, names_left_out=True)
+            if store.num_chunks != self._source.num_chunks:
+                raise UserError(f"{self._preparation.output} has other files than {self._source.size_text}")
+            self._store = store
+            logging.info("%s is read as tokens from now on: %s", self._source.size_text, store.size_text)
+        except _Ended:
+            pass
+        except Exception as error:  # the run goes on without it
+            logging.warning(
+                "%s can't be tokenised ahead, so every process goes on tokenising all of it: %s",
+                self._source.size_text,
+                error,
+            )
+
+    def _make(self) -> None:
+        """Returns once the store is there."""
+        folder = epath.Path(self._preparation.output)
+        if (folder / DESCRIPTION_FILE).exists():
+            return
+        if self._helpers.index:
+            while not self._is_making(folder):
+                if self._looks(folder):
+                    return
+            self._make_share(folder)
+            return
+        try:
+            with locked(folder, name="--data_cache_dir"):
+                files.write_atomically(folder / _MAKING_FILE, [json.dumps({"job": self._helpers.job})])
+                self._make_share(folder)
+        except LockedError as error:
+            logging.info("another job tokenises %s: %s", self._source.size_text, error)
+            while not self._looks(folder):
+                pass
+
+    def _make_share(self, folder: epath.Path) -> None:
+        """Makes this process's parts, and waits for those of the others. Process 0 writes the description."""
+        preparing = Preparing(self._preparation)
+        progress = Progress(preparing)
+        own = [number for number in preparing.missing if number % self._helpers.count == self._helpers.index]
+        for _ in preparing.make(own, self._helpers.workers, self._ends, nice=True):
+            if self._helpers.index == 0:
+                preparing.look()
+                progress.log()
+        if self._helpers.index:
+            while not self._looks(folder):
+                pass
+            return
+        while preparing.missing:
+            self._pause()
+            preparing.look()
+            progress.log()
+        preparing.finish()
+
+    def _is_making(self, folder: epath.Path) -> bool:
+        """Returns whether process 0 of this job has begun to make the store."""
+        try:
+            found = json_values.parse_object(json_values.content_of(folder / _MAKING_FILE))
+        except (OSError, ValueError):
+            return False
+        return found.get("job") == self._helpers.job
+
+    def _looks(self, folder: epath.Path) -> bool:
+        """Returns whether the store is there, after a pause if it isn't."""
+        if (folder / DESCRIPTION_FILE).exists():
+            return True
+        self._pause()
+        return False
+
+    def _pause(self) -> None:
+        if self._ends.wait(_LOOK_SECONDS):
+            raise _Ended
+
+
+class _Ended(Exception):
+    """The run ends."""
+
+
+def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> str:
+    """Returns the name of a corpus' store in a cache: another one for other files, versions of files or tokenizers."""
+    decides = [
+        source.fingerprint(),
+        reading.for_each(source.paths, state_key),
+        tokenizer.fingerprint(),
+        bad_records,
+        [documents.column, documents.kind, documents.separator, documents.max_record_bytes],
+    ]
+    return f"corpus-{short_hash(json.dumps(decides, sort_keys=True, default=str), 24)}"
+
+
+def new_job_name() -> str:
+    """Returns a name that no other job has."""
+    return f"{time.time_ns()}-{os.getpid()}-{os.urandom(4).hex()}"

@@ -1,0 +1,75 @@
+"""Where a run keeps the tokens of its corpora, so that its processes tokenise them once, together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from spmd_trainer import multihost
+from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
+from spmd_trainer.inputs.corpus.prepared_source import Helpers, new_job_name
+from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage.paths import directory
+from spmd_trainer.training.run_config import TrainConfig
+
+# In the job_log_dir, for jobs of several processes.
+DIRECTORY = "tokens"
+# Smaller corpora take less time to tokenise at each start than anybody would notice.
+_LEAST_BYTES = 2**26
+
+
+@contextlib.contextmanager
+def tokenised_ahead(built: Any, config: TrainConfig) -> Iterator[None]:
+    """Tokenises an input's corpora in the background, as `config.data_cache_dir` says. Called by every process.
+
+    Args:
+      built: the built input, of any class. No batch has been taken.
+      config: the run's settings.
+
+    Raises:
+      UserError: the folder can't be used.
+    """
+    count, index = multihost.joined()
+    given = config.data_cache_dir
+    folder = _folder(given, config, count)
+    if not isinstance(built, CorpusInput) or folder is None:
+        yield
+        return
+    # All use the names that process 0 finds: files that each host has for itself may differ in their times.
+    names = built.store_names(_LEAST_BYTES if given is None else 0) if index == 0 else {}
+    names = multihost.broadcast(names, name=f"the token stores of {built.name}")
+    job = multihost.broadcast(new_job_name(), name=f"the job that makes the token stores of {built.name}")
+    if names:
+        helpers = Helpers(index, count, _workers(built.name, count), job)
+        logging.info(
+            "%s: %s tokenised into %s with %s, while this run reads the text",
+            *(
+                built.name,
+                count_text(len(names), "source"),
+                folder,
+                count_text(helpers.workers, "process", "processes"),
+            ),
+        )
+        built.tokenise_ahead({name: os.fspath(folder / store) for name, store in names.items()}, helpers)
+    try:
+        yield
+    finally:
+        built.stop_tokenising()
+
+
+def _folder(given: str | None, config: TrainConfig, count: int) -> epath.Path | None:
+    if given is None:
+        return config.job_log_dir / DIRECTORY if count > 1 else None
+    return directory("--data_cache_dir", given) if given else None
+
+
+def _workers(name: str, count: int) -> int:
+    """Returns the processors of this host for each process of the job that runs on it."""
+    hosts = multihost.gather(f"the hosts of {name}", socket.gethostname()) if count > 1 else [socket.gethostname()]
+    return max(1, len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname()))

@@ -1,0 +1,229 @@
+"""Corpora that are tokenised while a run trains: the batches are those of reading text, before and after the change."""
+
+import dataclasses
+import functools
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from input_helpers import assert_same, drain, take
+from praxis import base_hyperparams, pax_fiddle
+
+from spmd_trainer.inputs.corpus import corpus_input, part_worker, prepare, prepared_source
+from spmd_trainer.inputs.corpus.documents import Documents
+from spmd_trainer.inputs.corpus.mixture import Mixture
+from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE
+
+ALONE = Helpers(index=0, count=1, workers=1, job="mine")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Parts are made in a thread of this process: a worker takes a second to start."""
+    monkeypatch.setattr(prepared_source, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(corpus_input, "Preparation", functools.partial(prepare.Preparation, documents_per_part=8))
+
+    class InThread:
+        def __init__(self, task, *, nice):
+            assert nice
+            self._task = task
+
+        def make(self, number):
+            return part_worker.make_part(self._task, number)
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(prepare, "Worker", InThread)
+
+
+def write(folder, *, compressed=False, broken=()):
+    """Two files of 30 documents each, some of them without text."""
+    random = np.random.default_rng(1)
+    folder.mkdir()
+    for name in "ab":
+        lines = [json.dumps({"text": "xy"[n % 2] * int(random.integers(0, 40))}) for n in range(30)]
+        for number in broken:
+            lines[number] = "{broken"
+        content = ("\n".join(lines) + "\n").encode()
+        path = folder / f"{name}.jsonl{'.gz' if compressed else ''}"
+        path.write_bytes(gzip.compress(content) if compressed else content)
+    return str(folder / "*")
+
+
+def make(documents, *, host=0, hosts=1, **fields):
+    settings = {"is_training": True, "seq_len": 32, "batch_size": 2, "input_random_seed": 3, "window_rows": 4, **fields}
+    config = pax_fiddle.Config(
+        corpus_input.CorpusInput,
+        name="train",
+        source=documents,
+        num_infeed_hosts=hosts,
+        infeed_host_index=host,
+        **settings,
+    )
+    return base_hyperparams.instantiate(config)
+
+
+def ahead(source, root, helpers=ALONE):
+    source.tokenise_ahead({name: os.path.join(root, store) for name, store in source.store_names().items()}, helpers)
+    return [one.source for one in source.sources if isinstance(one.source, PreparedSource)]
+
+
+def wait(*sources, seconds=20):
+    ends = time.monotonic() + seconds
+    while not all(source.is_ready for source in sources):
+        assert time.monotonic() < ends, "the store did not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shuffle", ["auto", 5, None])
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("changes_after", [0, 3])
+def test_the_batches_are_those_of_reading_text(tmp_path, monkeypatch, shuffle, compressed, changes_after):
+    monkeypatch.setattr(
+        corpus_input.windows, "_AUTO_WINDOW_BYTES", 200
+    )  # 'auto' counts the bytes of texts and bad records
+    files = write(tmp_path / "web", compressed=compressed, broken=(4, 17))
+    documents = Documents(files, shuffle=shuffle)
+    expected_from = make(documents, bad_records="skip")
+    expected = take(expected_from, 40)
+    source = make(documents, bad_records="skip")
+    begun = take(source, changes_after)
+    position = source.get_state()
+    source = make(documents, bad_records="skip")
+    (prepared,) = ahead(source, str(tmp_path / "cache"))
+    source.set_state(position)
+    wait(prepared)
+    assert_same(begun + take(source, 40 - changes_after), expected)
+    assert source.skipped == expected_from.skipped
+    assert source.skipped["documents"] > 4
+    # What was saved while reading tokens continues with text, and the other way round.
+    again = make(documents, bad_records="skip")
+    again.set_state(source.get_state())
+    assert_same(take(again, 3), take(source, 3))
+
+
+def test_the_change_in_the_midst_of_a_file_read_in_order(tmp_path, monkeypatch):
+    files = write(tmp_path / "web", compressed=True)
+    expected = drain(make(Documents(files), is_training=False))
+    source = make(Documents(files), is_training=False)
+    monkeypatch.setattr(PreparedSource, "start", lambda self: None)
+    (prepared,) = ahead(source, str(tmp_path / "cache"))
+    found = take(source, 2)
+    prepared._work()
+    assert prepared.is_ready
+    assert_same(found + drain(source), expected)
+
+
+def test_processes_make_the_parts_together_and_each_once(tmp_path, monkeypatch):
+    files = write(tmp_path / "web")
+    expected = [take(make(Documents(files), host=host, hosts=3), 20) for host in range(3)]
+    made = []
+    whole = part_worker.make_part
+    monkeypatch.setattr(part_worker, "make_part", lambda task, number: made.append(number) or whole(task, number))
+    inputs = [make(Documents(files), host=host, hosts=3) for host in range(3)]
+    sources = [
+        source
+        for host in (2, 1, 0)
+        for source in ahead(inputs[host], str(tmp_path / "cache"), dataclasses.replace(ALONE, index=host, count=3))
+    ]
+    wait(*sources)
+    assert sorted(made) == list(range(8))  # of 60 documents, 8 in a part, and no part of two files
+    for host in range(3):
+        assert_same(take(inputs[host], 20), expected[host])
+    # Another job, on another number of processes, finds all of it.
+    (later,) = ahead(make(Documents(files), seq_len=16), str(tmp_path / "cache"))
+    wait(later)
+    assert len(made) == 8
+
+
+def test_a_second_job_at_the_same_time_makes_no_part_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_source.locked.__wrapped__, "__kwdefaults__", {
+        **prepared_source.locked.__wrapped__.__kwdefaults__, "stale_seconds": 0.5, "heartbeat_seconds": 0.05
+    })  # fmt: skip
+    files = write(tmp_path / "web")
+    made = []
+    whole = part_worker.make_part
+
+    def slow(task, number):
+        made.append(number)
+        time.sleep(0.2)
+        return whole(task, number)
+
+    monkeypatch.setattr(part_worker, "make_part", slow)
+    (first,) = ahead(make(Documents(files)), str(tmp_path / "cache"))
+    (second,) = ahead(make(Documents(files)), str(tmp_path / "cache"), dataclasses.replace(ALONE, job="another"))
+    wait(first, second)
+    assert sorted(made) == list(range(8))
+
+
+def test_other_versions_of_files_have_another_store(tmp_path):
+    files = write(tmp_path / "web")
+    before = make(Documents(files)).store_names()
+    assert make(Documents(files)).store_names() == before
+    assert make(Documents(files), seq_len=16).store_names() == before
+    assert make(Documents(files), bad_records="skip").store_names() != before
+    assert make(Documents(files), eos_id=300).store_names() != before
+    path = tmp_path / "web" / "a.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"x", b"z"))  # of the same size
+    os.utime(path, ns=(0, 0))
+    assert make(Documents(files)).store_names() != before
+    assert make(Documents(files)).store_names(least_bytes=10**6) == {}
+
+
+@pytest.mark.parametrize("fault", ["a bad record", "the folder is a file"])
+def test_what_can_not_be_tokenised_ahead_is_read_as_text(tmp_path, caplog, fault):
+    files = write(tmp_path / "web", broken=(29,) if fault == "a bad record" else ())
+    if fault != "a bad record":
+        (tmp_path / "cache").write_text("")
+    mixture = Mixture({"web": (Documents(files, shuffle=None), 1.0)})
+    source = make(mixture, shuffle=False)
+    (prepared,) = ahead(source, str(tmp_path / "cache"))
+    prepared._work()
+    assert not prepared.is_ready
+    assert "can't be tokenised ahead" in caplog.text
+    assert_same(take(source, 2), take(make(mixture, shuffle=False), 2))
+
+
+@pytest.mark.full
+def test_kills_while_it_is_made_lose_no_finished_part(tmp_path):
+    """Real workers of a real process that is killed again and again."""
+    files = tmp_path / "web"
+    files.mkdir()
+    (files / "a.txt").write_text("\n".join(f"document {n} " + "x" * (n % 50) for n in range(60_000)))
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, time\n"
+        "from spmd_trainer.inputs.corpus import prepare\n"
+        "from spmd_trainer.inputs.corpus.documents import Documents\n"
+        "from spmd_trainer.inputs.corpus.open_source import open_documents\n"
+        "from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource\n"
+        "documents = Documents(sys.argv[1], separator='\\n')\n"
+        "task = prepare.Preparation(documents, None, sys.argv[2], documents_per_part=5_000)\n"
+        "source = PreparedSource(open_documents(documents), task, Helpers(0, 1, 2, str(time.time())))\n"
+        "source.start()\n"
+        "while not source.is_ready: time.sleep(0.01)\n"
+    )
+    store = tmp_path / "store"
+    command = [sys.executable, str(program), str(files / "a.txt"), str(store)]
+    times: dict[str, int] = {}
+    for kill in range(20):
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            process.wait(1.5 + 0.2 * (kill % 5))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        for record in store.glob("tokens-*.json"):
+            assert times.setdefault(record.name, record.stat().st_mtime_ns) == record.stat().st_mtime_ns
+    subprocess.run(command, check=True, timeout=300)
+    assert (store / DESCRIPTION_FILE).exists()
+    documents = Documents(str(files / "a.txt"), separator="\n")
+    assert_same(take(make(Documents(str(store))), 5), take(make(documents), 5))
