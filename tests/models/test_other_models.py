@@ -13,7 +13,8 @@ from model_helpers import KEY, Config, batch, failing_steps, loss, nnx_task, sha
 from spmd_trainer import models
 from spmd_trainer.errors import UserError
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.step import PjitPartitioner, functional
+from spmd_trainer.step import functional
+from spmd_trainer.step.pjit import PjitPartitioner
 
 
 class LinenNet(nn.Module):

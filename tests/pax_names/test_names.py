@@ -29,7 +29,7 @@ from spmd_trainer import (
     trainer_lib,
 )
 from spmd_trainer.errors import UserError
-from spmd_trainer.errors.absent_names import AbsentNameError
+from spmd_trainer.pax.absent_names import AbsentNameError
 from spmd_trainer.tasks.lm import model_params
 
 # What the files of others import from paxml.

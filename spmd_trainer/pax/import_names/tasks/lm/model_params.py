@@ -10,8 +10,7 @@
 Names, class attributes and defaults are those of paxml 1.4.0. The docstring of each class documents its attributes.
 """
 
-from spmd_trainer.tasks.lm.classification import ClassificationModelAdam
-from spmd_trainer.tasks.lm.task_defaults import (
+from spmd_trainer.task_defaults import (
     UnsupportedError,
     maybe_setup_moe_params,
     set_default_adafactor,
@@ -19,6 +18,7 @@ from spmd_trainer.tasks.lm.task_defaults import (
     set_sharding_annotations_v1,
     set_sharding_annotations_with_expert_parallelism,
 )
+from spmd_trainer.tasks.lm.classification import ClassificationModelAdam
 from spmd_trainer.tasks.lm.transformer_bert import TransformerBertPmapAdam, TransformerBertSpmdAdafactor
 from spmd_trainer.tasks.lm.transformer_lm import (
     TransformerLmPmapAdam,

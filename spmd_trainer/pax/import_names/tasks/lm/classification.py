@@ -10,8 +10,7 @@ from typing import Any
 from praxis.layers import models
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import base_experiment, tasks_lib
-from spmd_trainer.tasks.lm import task_defaults
+from spmd_trainer import base_experiment, task_defaults, tasks_lib
 
 
 class ClassificationModelAdam(base_experiment.BaseExperiment):

@@ -12,8 +12,7 @@ from praxis import layers
 from praxis.layers import activations, models, transformer_models
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import tasks_lib
-from spmd_trainer.tasks.lm import task_defaults
+from spmd_trainer import task_defaults, tasks_lib
 from spmd_trainer.tasks.lm.transformer_experiment import TransformerExperiment
 
 
