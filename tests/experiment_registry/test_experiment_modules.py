@@ -195,4 +195,6 @@ def test_a_package_that_exits_is_named_and_the_others_are_imported(project):
 
 
 def test_a_module_given_for_a_class(project):
-    assert_names(message(f"{project.name}.mine"), f"{project.name}.mine", "is a module")
+    # One of a user, a shipped one, and one that an installed paxml has.
+    for name in (f"{project.name}.mine", "lm.stdlib", "spmd_trainer.tasks.lm.params.lm_cloud"):
+        assert_names(message(name), name, "is a module")

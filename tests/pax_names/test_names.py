@@ -49,6 +49,14 @@ OTHERS = {
         "learners": ["Learner"],
         "tasks_lib": ["SingleTask"],
     },
+    "an experiment written for an earlier version of this trainer": {
+        "": ["learners", "shard_map_partitioning"],
+        "callbacks": ["Callback", "CallbackError", "Run"],
+        "metrics.early_stopping": ["EarlyStopping"],
+        "metrics.writers": ["read_metrics"],
+        "tasks.lm.cheaper_layers": ["use_cheaper_layers"],
+        "tasks.lm.task_defaults": ["set_adam_with_cosine_decay", "batch_split_mapping"],
+    },
 }
 
 
