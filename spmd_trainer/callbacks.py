@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from spmd_trainer.train_states import PyTree, TrainState
     from spmd_trainer.training.summary_writers import SummaryWriters
 
-__all__ = ["Callback", "CallbackError", "Run", "RunTimes", "StepWatch", "Turn"]
-
 # The parts of a run's time.
 PARTS = ("start", "compile", "input", "step", "save", "evaluation", "decode", "other")
 # How a run ended: complete, with an error, or by a signal, after which the same command continues it.
