@@ -1,4 +1,5 @@
-"""Modules of Pax without code of their own: they are tables of names that stand elsewhere here, or that nothing stands for.
+"""Modules of Pax, and earlier ones of this trainer, without code of their own: tables of names that stand elsewhere here, or that
+nothing stands for.
 
 A name of the latter kind can be imported; using it raises an error that says what to use instead.
 """
@@ -43,10 +44,6 @@ STANDING: dict[str, dict[str, str]] = {
         "step.learner": "Learner MultiOptimizerLearner extract_ema global_norm has_ema reset_ema",
         "step.masks": "get_excluded_var_mask_for_grad get_excluded_var_mask_for_opt",
     },
-    # Earlier names of modules that users import.
-    "metrics": {},
-    "metrics.early_stopping": {"training.early_stopping": "EarlyStopping"},
-    "metrics.writers": {"training.summary_writers": "METRICS_FILE SummaryError SummaryWriters read_metrics"},
     "programs": {
         "base_experiment": "BaseEvalProgram BaseTrainProgram Program SingleTaskEvalProgram SingleTaskTrainProgram"
     },
@@ -55,9 +52,14 @@ STANDING: dict[str, dict[str, str]] = {
         "step.minibatches": "accumulate_gradients",
         "step.shard_map": "ShardMapPartitioner",
     },
+    # Earlier names of modules here, which experiments import.
+    "metrics": {},
+    "metrics.early_stopping": {"training.early_stopping": "EarlyStopping"},
+    "metrics.writers": {"training.summary_writers": "METRICS_FILE SummaryError SummaryWriters read_metrics"},
     "tasks.lm.task_defaults": {
-        "task_defaults": "batch_split_mapping check_mesh_shape set_adam_with_cosine_decay set_default_adafactor "
-        "set_default_adam set_mesh set_sharding_annotations_v1 shard_lm_v1"
+        "task_defaults": "DATA_AXIS MDL_AXIS MESH_AXIS_NAMES REPLICA_AXIS STAGE_AXIS UnsupportedError batch_split_mapping "
+        "check_mesh_shape maybe_setup_moe_params set_adam_with_cosine_decay set_default_adafactor set_default_adam "
+        "set_mesh set_sharding_annotations_v1 set_sharding_annotations_with_expert_parallelism shard_lm_v1"
     },
 }
 # {module: {name: what to use instead}}
