@@ -29,7 +29,8 @@ from praxis.py_utils import NestedMap
 from benchmarks import reporting, turns
 from spmd_trainer import tasks_lib
 from spmd_trainer.experiments.lm import cloud
-from spmd_trainer.step import PjitPartitioner, step_fns
+from spmd_trainer.step import step_fns
+from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.tasks.lm.attention import use_fused_attention_in
 
 CHUNKED, PRAXIS = "chunked", "praxis"

@@ -26,11 +26,11 @@ from praxis import pax_fiddle
 from praxis.py_utils import NestedMap
 
 from benchmarks import turns
-from spmd_trainer import sharding, tasks_lib
+from spmd_trainer import sharding, task_defaults, tasks_lib
 from spmd_trainer.decoder import lm
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.step import PjitPartitioner, step_fns
-from spmd_trainer.tasks.lm import task_defaults
+from spmd_trainer.step import step_fns
+from spmd_trainer.step.pjit import PjitPartitioner
 
 SIZES = {
     "vocab_size": 512,

@@ -26,7 +26,8 @@ from praxis.py_utils import NestedMap
 from benchmarks import turns
 from spmd_trainer import models, sharding, tasks_lib
 from spmd_trainer.experiments.lm import nnx as nnx_lm
-from spmd_trainer.step import PjitPartitioner, step_fns
+from spmd_trainer.step import step_fns
+from spmd_trainer.step.pjit import PjitPartitioner
 
 SIZES = {"vocab_size": 256, "dims": 128, "hidden_dims": 512, "num_heads": 4, "num_layers": 4}
 ROWS, LENGTH = 16, 128

@@ -34,7 +34,8 @@ from benchmarks.pax_baseline import CHIPS, HOST, RATE, Choices, Sizes, batch, lo
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.planner import hlo_costs, topologies
-from spmd_trainer.step import PjitPartitioner, step_fns
+from spmd_trainer.step import step_fns
+from spmd_trainer.step.pjit import PjitPartitioner
 
 BAR = 1.15
 MESH = [("replica", 1), ("data", 4), ("mdl", 2)]

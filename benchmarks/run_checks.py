@@ -23,11 +23,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from benchmarks import reporting, steady_step
-from spmd_trainer.callbacks.base import Callback, CallbackList
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.callbacks import Callback
 from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import train
+from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.job import Job
 from spmd_trainer.watch import run as watch_run
 from spmd_trainer.watch.board import Board

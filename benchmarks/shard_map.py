@@ -29,7 +29,8 @@ from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytes
 from spmd_trainer.inputs import batches
 from spmd_trainer.planner.hlo_collectives import collectives_text
-from spmd_trainer.step import Partitioner, pjit, step_fns
+from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.step.shard_map import ShardMapPartitioner
 
 MESH = (("replica", 1), ("data", 8), ("mdl", 1))

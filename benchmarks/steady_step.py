@@ -35,7 +35,7 @@ from benchmarks import (
     reporting,
     turns,
 )  # baseline_lm sets up the host devices, so before JAX
-from spmd_trainer.step import Partitioner
+from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.training import start_up, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config

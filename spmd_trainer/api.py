@@ -94,9 +94,9 @@ def evaluate(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str
     Raises:
       UserError: as `train`; there is no checkpoint, or nothing to evaluate.
     """
-    from spmd_trainer.metrics.writers import SummaryWriters
     from spmd_trainer.training import checkpoints
     from spmd_trainer.training.evaluate import Evaluations
+    from spmd_trainer.training.summary_writers import SummaryWriters
 
     with _job("eval", exp, job_log_dir, overrides, settings) as job:
         restored = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)

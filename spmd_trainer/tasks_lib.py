@@ -19,9 +19,10 @@ from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.base import Model, as_model
-from spmd_trainer.optim import learner as learner_lib
-from spmd_trainer.optim import optax_bridge, pax_fields
-from spmd_trainer.optim.learner import Learner
+from spmd_trainer.pax import task_fields
+from spmd_trainer.step import learner as learner_lib
+from spmd_trainer.step import optax_bridge
+from spmd_trainer.step.learner import Learner
 from spmd_trainer.train_states import TrainState
 
 if TYPE_CHECKING:
@@ -160,17 +161,17 @@ class SingleTask(BaseTask):
         model's metrics unchanged.
       vn: a field of Pax; its `vn_scale` must be 0.
       early_stopping_fn: called after each evaluation during training. If it returns True, training saves a checkpoint and
-        ends. `metrics.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
+        ends. `training.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
         `PaxEarlyStopping`.
       lora: config of a `decoder.lora.Lora`: adapters to learn, on a frozen model; None: the model itself learns.
       summary_verbosity: drop layers' `add_summary` calls above this verbosity.
     """
 
-    InferWriter = pax_fields.InferWriter
-    VariationalNoise = pax_fields.VariationalNoise
+    InferWriter = task_fields.InferWriter
+    VariationalNoise = task_fields.VariationalNoise
 
     @dataclasses.dataclass(frozen=True)
-    class Train(pax_fields.TrainFields):
+    class Train(task_fields.TrainFields):
         """How to train. Intervals are in steps.
 
         Attributes:
@@ -259,7 +260,7 @@ class SingleTask(BaseTask):
         per_example_outputs: bool = False
 
     @dataclasses.dataclass(frozen=True)
-    class Decode(pax_fields.DecodeFields):
+    class Decode(task_fields.DecodeFields):
         """How to decode.
 
         Attributes:
@@ -305,7 +306,7 @@ class SingleTask(BaseTask):
     decode: pax_fiddle.Config[SingleTask.Decode] = pax_fiddle.template_field(Decode)
     infer: pax_fiddle.Config[SingleTask.Infer] = pax_fiddle.template_field(Infer)
     metrics: Any = None
-    vn: pax_fiddle.Config[pax_fields.VariationalNoise] = pax_fiddle.template_field(VariationalNoise)
+    vn: pax_fiddle.Config[task_fields.VariationalNoise] = pax_fiddle.template_field(VariationalNoise)
     early_stopping_fn: EarlyStoppingFn | None = None
     lora: Any = None
     summary_verbosity: int = 3
@@ -323,7 +324,7 @@ class SingleTask(BaseTask):
                 f"task.model must be a praxis model, one of spmd_trainer.models, or the config of one, not "
                 f"{type(self.model).__name__}"
             )
-        pax_fields.check({"": self, "train": self.train, "decode": self.decode, "vn": self.vn})
+        task_fields.check({"": self, "train": self.train, "decode": self.decode, "vn": self.vn})
         if self.early_stopping_fn is not None and _has_pax_signature(self.early_stopping_fn):
             self.early_stopping_fn = PaxEarlyStopping(self.early_stopping_fn)
         if isinstance(self.train.learner, list | tuple):

@@ -23,7 +23,8 @@ from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.step import Partitioner, PjitPartitioner
+from spmd_trainer.step.partitioner import Partitioner
+from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.training import verify
 
 STEPS = 5

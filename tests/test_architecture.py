@@ -10,23 +10,15 @@ from spmd_trainer.pax import import_table
 ROOT = pathlib.Path(__file__).parents[1] / "spmd_trainer"
 # Lowest first. A package's files share its layer.
 LAYERS = [
-    ["errors", "settings", "multihost", "storage", "pax/bridge", "sharding"],
-    ["kernels", "optim", "inputs"],
+    ["errors", "settings", "multihost", "storage", "pax/bridge", "pax/task_fields", "sharding"],
+    ["train_states", "models", "kernels", "inputs"],
     [
-        "train_states",
-        "models",
-        "decoder",
-        "decoder/lora",
-        "tasks",
-        "tasks_lib",
-        "base_experiment",
-        "experiment_registry",
-        "experiments",
+        *("step", "tasks_lib", "base_experiment", "experiment_registry", "experiment_modules", "experiments"),
+        *("task_defaults", "decoder", "decoder/lora"),
     ],
-    ["step"],
-    ["metrics", "checkpointing", "callbacks"],
+    ["checkpointing"],
     ["pax", "hf", "lm_eval/settings"],
-    ["training"],
+    ["callbacks", "training"],
     [
         *("watch", "tracking", "lm_eval", "planner"),
         *("pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "pax/import_names", "hf/export_mode"),

@@ -84,7 +84,7 @@ class Readers(ast.NodeVisitor):
 def reads():
     found = set()
     for path in sorted(ROOT.rglob("*.py")):
-        if {"experiments", "tasks"} & set(path.parts):
+        if {"experiments", "tasks", "task_defaults.py"} & set(path.parts):
             continue  # these set fields instead of reading them
         # Learner and SingleTask read their own fields through `self`.
         owner_of_self = (

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_registry, sharding, tasks_lib
+from spmd_trainer import experiment_modules, experiment_registry, sharding, tasks_lib
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.step import pjit
 from spmd_trainer.training import experiment_config
@@ -20,7 +20,7 @@ from spmd_trainer.training import experiment_config
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 UPDATE = "UPDATE_GOLDEN=1 pytest tests/test_golden_layouts.py"
 
-experiment_registry.modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
+experiment_modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
 # Only those of `experiments/`: other tests register their own.
 EXPERIMENTS = sorted(
     experiment_registry.short_name(name)

@@ -15,7 +15,7 @@ import random_nets
 from flax.errors import ScopeParamShapeError
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_registry, sharding, tasks_lib
+from spmd_trainer import experiment_modules, experiment_registry, sharding, tasks_lib
 from spmd_trainer.step import pjit
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.training import experiment_config, verify
@@ -50,7 +50,7 @@ FIRST_SEED = int(os.environ.get("SPMD_TEST_SEED", time.time_ns() // 10**9))
 STEPS = 5
 KEY = jax.random.key(1)
 
-experiment_registry.modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
+experiment_modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
 EXPERIMENTS = sorted(
     experiment_registry.short_name(name)
     for name in experiment_registry.get_all()

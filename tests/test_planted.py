@@ -15,7 +15,9 @@ FAULTS = run.read_faults()
 PACKAGE = run.ROOT / "spmd_trainer"
 LEFT_OUT = {"pytest.mark.full", "pytest.mark.slow", "pytest.mark.installed", "pytest.mark.docs"}
 # Lines of a room from which on it has at least two faults.
-LARGE, MOST = 600, 12
+LARGE = 600
+# The most faults of a room and of a file.
+MOST, MOST_OF_FILE = 20, 4
 
 
 def lines_of(room: Path) -> int:
@@ -64,6 +66,7 @@ def test_they_are_spread_over_all_rooms():
     large = {path.name for path in PACKAGE.iterdir() if path.is_dir() and lines_of(path) > LARGE}
     assert {room for room in large if counts[room] < 2} == set()
     assert max(counts.values()) <= MOST
+    assert max(collections.Counter(fault.file for fault in FAULTS).values()) <= MOST_OF_FILE
 
 
 def test_a_text_that_is_not_there_once_is_named_with_its_fault(tmp_path):

@@ -18,10 +18,9 @@ import sys
 from collections.abc import Sequence
 
 import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
-from spmd_trainer import pax, storage
+from spmd_trainer import experiment_modules, pax, storage
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.errors import UserError, terminal
-from spmd_trainer.experiment_registry import modules
 
 
 def convert(args: argparse.Namespace) -> int:
@@ -34,7 +33,7 @@ def convert(args: argparse.Namespace) -> int:
     source, target = storage.directory("SOURCE", args.source), storage.directory("TARGET", args.target)
     if args.exp is None:
         return pax.convert(source, target, step=args.step)
-    modules.add(args.exp_module)
+    experiment_modules.add(args.exp_module)
     # Importing the programs takes a second.
     from praxis import pax_fiddle
 

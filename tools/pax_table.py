@@ -2,7 +2,7 @@
 
     VOCAB_PATH=some_sentencepiece.model python tools/pax_table.py --write
 
-Each module is imported from the installed paxml's sources (`spmd_trainer/tasks/published.py`), and each of its
+Each module is imported from the installed paxml's sources (`spmd_trainer/pax/published.py`), and each of its
 experiments is built on an abstract mesh of its declared size: the config is resolved, the model is traced, and every
 variable gets its layout. Reads no data: an experiment whose input can't report its shapes without them gets a made-up
 input of these shapes.
@@ -28,7 +28,8 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import experiment_registry, tasks_lib
 from spmd_trainer.inputs import ArrayInput
-from spmd_trainer.step import PjitPartitioner, mesh_choice
+from spmd_trainer.step import mesh_choice
+from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.training import experiment_config
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "coming_from_pax.md"

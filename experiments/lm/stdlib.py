@@ -8,9 +8,9 @@ from typing import Any
 
 from praxis import base_hyperparams, base_layer, decoder_hparams, layers, pax_fiddle, py_utils
 
-from spmd_trainer import base_experiment, experiment_registry, sharding, tasks_lib
+from spmd_trainer import base_experiment, experiment_registry, sharding, task_defaults, tasks_lib
 from spmd_trainer.inputs import stdlib_text, text
-from spmd_trainer.tasks.lm import cheaper_layers, task_defaults
+from spmd_trainer.tasks.lm import cheaper_layers
 
 # 256 bytes and end-of-text. 257 is prime, so no mesh divides it and every run exercises padding.
 VOCAB_SIZE = 257

@@ -15,11 +15,10 @@ from praxis.layers import embedding_softmax, poolings, vits
 from praxis.layers import models as praxis_models
 from praxis.py_utils import NestedMap
 
-from spmd_trainer import base_experiment, experiment_registry, models, sharding, tasks_lib
+from spmd_trainer import base_experiment, experiment_registry, models, sharding, task_defaults, tasks_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.vision import digits_nets
 from spmd_trainer.inputs import examples, synthetic
-from spmd_trainer.tasks.lm import task_defaults
 
 Config = pax_fiddle.Config
 

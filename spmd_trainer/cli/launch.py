@@ -13,13 +13,12 @@ import jax
 from absl import flags, logging
 from etils import epath
 
-from spmd_trainer import experiment_registry, multihost, storage
+from spmd_trainer import experiment_modules, experiment_registry, multihost, storage
 from spmd_trainer.callbacks import CallbackError
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import distributed, live_line, log_lines, run_flags
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, first_paragraph, terminal, user_code
-from spmd_trainer.experiment_registry import modules
 from spmd_trainer.storage import access
 from spmd_trainer.training import garbage, start_checks
 from spmd_trainer.training.job import Job
@@ -39,7 +38,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
     """
     if arguments:
         raise UserError(f"unexpected argument {arguments[0]!r}; every option is a flag, e.g. --exp=NAME")
-    modules.add(flag_values.exp_module)
+    experiment_modules.add(flag_values.exp_module)
     if flag_values.list:
         print_experiments()
         return
@@ -224,7 +223,7 @@ def print_experiments() -> None:
     Raises:
       UserError: some modules can't be imported; the others were printed before.
     """
-    failures = modules.import_packages()
+    failures = experiment_modules.import_packages()
     shipped = f"{experiment_registry.EXPERIMENTS_PACKAGE}."
     rows = {
         experiment_registry.short_name(name): (cls.__doc__ or "").strip().split("\n")[0]

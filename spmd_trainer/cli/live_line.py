@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_trainer.errors import terminal
-from spmd_trainer.metrics.live_status import ERASE_ROW, LiveStatus, PhaseStatus, TrainingStatus, live
 from spmd_trainer.sharding.messages import bytes_text, format_duration, format_seconds
+from spmd_trainer.training.live_status import ERASE_ROW, LiveStatus, PhaseStatus, TrainingStatus, live
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

@@ -17,10 +17,10 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.errors import disk_is_full, terminal, user_code
-from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.storage import is_remote, reading
 from spmd_trainer.storage.append import open_append
 from spmd_trainer.training import rooms
+from spmd_trainer.training.live_status import SHOWN_LIVE, live
 
 _tracking = rooms.find("tracking")
 # praxis warns about each variable without a split mapping; the sharding report gives the layout of each, and the reason.

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from praxis import layers
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import base_experiment, tasks_lib
+from spmd_trainer import base_experiment, task_defaults, tasks_lib
 from spmd_trainer.decoder import axes
 from spmd_trainer.decoder.lm import DecoderLanguageModel, DecoderLm
 from spmd_trainer.models.decoder_spec import DecoderSpec
-from spmd_trainer.tasks.lm import task_defaults
 
 
 class DecoderExperiment(base_experiment.BaseExperiment):

@@ -28,13 +28,13 @@ from spmd_trainer.lm_eval import task_code
 from spmd_trainer.lm_eval.requests import Answers, Progress, Requests, Source, request_key
 from spmd_trainer.lm_eval.settings import BOOTSTRAP_ITERS, LmEvalSettings
 from spmd_trainer.lm_eval.texts import Texts
-from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.models.config_lines import lines_of
 from spmd_trainer.sharding.messages import nearest_names, suggestion_text
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, start_token
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
-from spmd_trainer.optim.learner import extract_ema, has_ema
+from spmd_trainer.step.learner import extract_ema, has_ema
 
 
 class LmEval(Callback):

@@ -14,12 +14,12 @@ from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, s
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
-from spmd_trainer.metrics.writers import SummaryWriters
 from spmd_trainer.training import checkpoints
 from spmd_trainer.training.ending import say_results
 from spmd_trainer.training.experiment_config import ResolvedExperiment
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.summary_writers import SummaryWriters
 
 
 def evaluate(job: Job) -> dict[str, float]:

@@ -1,8 +1,12 @@
 """Everything about Pax (paxml): its import names, its checkpoints, its experiment files, and praxis on today's JAX.
 
 bridge.py       makes praxis 1.4.0 run on today's JAX
-import_names/   modules under Pax's import names (`spmd_trainer.learners`, ...), which only users import
+import_names/   modules under Pax's import names (`spmd_trainer.partitioning`, ...), which only users import; tasks/ in it has
+                Pax's experiment classes, the praxis layers that compute them, and inputs
 import_table.py  modules under Pax's import names without code of their own, and what to use instead of absent names
+absent_names.py  what such a name raises when it is used
+published.py    modules of an installed paxml, such as `spmd_trainer.tasks.lm.params.c4`
+task_fields.py  fields of Pax's tasks that are not supported
 port*.py        what an experiment file written for paxml needs here (--mode=port)
 
 Checkpoints are opened, and never written to:

@@ -1,4 +1,5 @@
-"""Modules of Pax without code of their own: they are tables of names that stand elsewhere here, or that nothing stands for.
+"""Modules of Pax, and earlier ones of this trainer, without code of their own: tables of names that stand elsewhere here, or that
+nothing stands for.
 
 A name of the latter kind can be imported; using it raises an error that says what to use instead.
 """
@@ -40,11 +41,8 @@ STANDING: dict[str, dict[str, str]] = {
     "decode_programs": {"base_experiment": "SingleTaskDecodeProgram"},
     "interop": {"": "hf pax"},  # the rooms' earlier names
     "learners": {
-        "optim.learner": "Learner MultiOptimizerLearner extract_ema global_norm has_ema reset_ema",
-        "optim.masks": "get_excluded_var_mask_for_grad get_excluded_var_mask_for_opt",
-    },
-    "partitioning": {
-        "step": "Partitioner PjitPartitioner create_partitioner get_partitioned_spmd_model_decode_fn partition_spmd_model"
+        "step.learner": "Learner MultiOptimizerLearner extract_ema global_norm has_ema reset_ema",
+        "step.masks": "get_excluded_var_mask_for_grad get_excluded_var_mask_for_opt",
     },
     "programs": {
         "base_experiment": "BaseEvalProgram BaseTrainProgram Program SingleTaskEvalProgram SingleTaskTrainProgram"
@@ -53,6 +51,15 @@ STANDING: dict[str, dict[str, str]] = {
         "step.collectives": "fold_rng_over_axis gather_params shard_params sync_gradients",
         "step.minibatches": "accumulate_gradients",
         "step.shard_map": "ShardMapPartitioner",
+    },
+    # Earlier names of modules here, which experiments import.
+    "metrics": {},
+    "metrics.early_stopping": {"training.early_stopping": "EarlyStopping"},
+    "metrics.writers": {"training.summary_writers": "METRICS_FILE SummaryError SummaryWriters read_metrics"},
+    "tasks.lm.task_defaults": {
+        "task_defaults": "DATA_AXIS MDL_AXIS MESH_AXIS_NAMES REPLICA_AXIS STAGE_AXIS UnsupportedError batch_split_mapping "
+        "check_mesh_shape maybe_setup_moe_params set_adam_with_cosine_decay set_default_adafactor set_default_adam "
+        "set_mesh set_sharding_annotations_v1 set_sharding_annotations_with_expert_parallelism shard_lm_v1"
     },
 }
 # {module: {name: what to use instead}}
@@ -69,14 +76,6 @@ ABSENT: dict[str, dict[str, str]] = {
         "BaseInputCheckpointHandler": "the position of the input is saved with every checkpoint",
     },
     "decode_programs": {"DecodeProgramOutput": "decodes are written to decode_out/DATASET/step_N.jsonl"},
-    "partitioning": {
-        "PmapPartitioner": "PjitPartitioner runs models without a mesh data-parallel; trainer_lib has steps for your own "
-        "jax.pmap",
-        "AutoShardingPjitPartitioner": "give rules instead: task.train.sharding_strategy",
-        "get_step_fn": "PjitPartitioner().partition(step_fns.train_step, shapes, is_eval=False) partitions a step of "
-        "step/step_fns.py",
-        "create_experiment_or_default_partitioner": "experiment.partitioner() or create_partitioner(task)",
-    },
     "automl": _each(
         _TUNER,
         "BaseAlgorithm BaseReward EarlyStoppingByRank EarlyStoppingByValue Metric MetricAggregator MetricType "
@@ -112,8 +111,11 @@ ABSENT: dict[str, dict[str, str]] = {
     ),
     "tuning_lib": {"tune": _TUNER, "EarlyStoppingFn": "give task.early_stopping_fn"},
 }
-# Packages whose modules are read from an installed paxml; see `tasks/published.py`.
-PACKAGES = ("contrib", "contrib.gpu", "contrib.gpu.scripts_gpu", "experimental")
+# Packages whose modules are read from an installed paxml; see `published.py`.
+PACKAGES = (
+    *("tasks.lm.params", "tasks.vision.params", "tasks.test"),
+    *("contrib", "contrib.gpu", "contrib.gpu.scripts_gpu", "experimental"),
+)
 
 
 class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -126,17 +128,18 @@ class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         package, _, name = fullname.partition(".")
         if package != "spmd_trainer" or name not in (*STANDING, *ABSENT, *PACKAGES):
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=name in PACKAGES)
+        is_package = name in PACKAGES or any(other.startswith(f"{name}.") for other in STANDING)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Gives the module a `__getattr__` for its names, or a package its finder of modules."""
         name = module.__name__.partition(".")[2]
         if name in PACKAGES:
-            from spmd_trainer.tasks import published
+            from spmd_trainer.pax import published
 
             published.install()
             return
-        from spmd_trainer.errors.absent_names import getter
+        from spmd_trainer.pax.absent_names import getter
 
         names = {home: names.split() for home, names in STANDING.get(name, {}).items()}
         rooms = names.pop("", [])

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
-from spmd_trainer.errors.absent_names import Absent, AbsentNameError
 from spmd_trainer.pax import import_table
+from spmd_trainer.pax.absent_names import Absent, AbsentNameError
 from spmd_trainer.pax.port_source import OURS, PAX, Source, Use
 
 # Modules of paxml without a counterpart, and what to use instead.

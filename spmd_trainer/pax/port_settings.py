@@ -10,11 +10,10 @@ from typing import Any
 from spmd_trainer import tasks_lib
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.optim import pax_fields
-from spmd_trainer.optim.learner import Learner
-from spmd_trainer.pax import port_names
+from spmd_trainer.pax import port_names, task_fields
 from spmd_trainer.pax.port_names import Finding
 from spmd_trainer.pax.port_source import Source
+from spmd_trainer.step.learner import Learner
 
 # The sections of a task by their path below it.
 SECTIONS: Mapping[str, type] = {
@@ -24,7 +23,7 @@ SECTIONS: Mapping[str, type] = {
     "evaluate": tasks_lib.SingleTask.Evaluate,
     "decode": tasks_lib.SingleTask.Decode,
     "infer": tasks_lib.SingleTask.Infer,
-    "vn": pax_fields.VariationalNoise,
+    "vn": task_fields.VariationalNoise,
 }
 # Fields of Pax's Learner that have no effect here unless they are None.
 _REFUSED_OF_LEARNER = {
@@ -73,13 +72,13 @@ def _judge(path: str, value: ast.expr | None, line: int) -> Finding | None:
     cls = SECTIONS[section]
     known = {item.name: item for item in dataclasses.fields(cls)}
     name = f"task.{path}"
-    refused: Mapping[str, str] = {**pax_fields.REFUSED, **_REFUSED_OF_LEARNER}
-    if path in refused or path in pax_fields.IGNORED:
+    refused: Mapping[str, str] = {**task_fields.REFUSED, **_REFUSED_OF_LEARNER}
+    if path in refused or path in task_fields.IGNORED:
         if field in known and _is_default(value, known[field].default):
             return None
         if path in refused:
             return Finding(line, name, f"is refused: {refused[path]}")
-        return Finding(line, name, f"is ignored: {pax_fields.IGNORED[path]}", blocks=False)
+        return Finding(line, name, f"is ignored: {task_fields.IGNORED[path]}", blocks=False)
     if field in known:
         return None
     # Fields that fiddle and praxis give every config, such as `name`.

@@ -30,7 +30,6 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from praxis import base_layer
 
-from spmd_trainer.optim import masks
 from spmd_trainer.planner import jaxpr_costs, links
 from spmd_trainer.planner.hlo_collectives import Collective
 from spmd_trainer.planner.jaxpr_costs import DotCosts
@@ -38,7 +37,7 @@ from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import VariableSpec
-from spmd_trainer.step import step_fns
+from spmd_trainer.step import masks, step_fns
 from spmd_trainer.step.compiled_step import StepFn
 from spmd_trainer.training.job import Job
 

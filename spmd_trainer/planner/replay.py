@@ -22,8 +22,6 @@ from spmd_trainer import multihost
 from spmd_trainer.checkpointing import Checkpointer, DamagedCheckpointError, Restored, steps
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError, terminal
-from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.planner import replay_report
 from spmd_trainer.planner.nan_origin import Flags, Value
 from spmd_trainer.planner.replay_report import Observed
@@ -32,6 +30,7 @@ from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.step.step_fns import GradFn
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoint_sources, run_directory, start_up
@@ -40,6 +39,7 @@ from spmd_trainer.training.checkpoints import no_checkpoint_in
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import ReplayConfig
+from spmd_trainer.training.summary_writers import read_metrics
 from spmd_trainer.watch import invalid_batches
 
 # A repeated step's loss differs from the written one by less than this, unless the steps are of different runs.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from spmd_trainer.callbacks.invalid_steps import GRAD_NORM, is_finite, is_valid
-from spmd_trainer.metrics.packing import Scalars, summary_name
 from spmd_trainer.planner.nan_origin import Flags, Found, Value
 from spmd_trainer.planner.value_flags import FINITE, INFINITE
+from spmd_trainer.step.packing import Scalars, summary_name
 from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.training.invalid_steps import GRAD_NORM, is_finite, is_valid
 
 # Most lines of each list.
 _LISTED = 12

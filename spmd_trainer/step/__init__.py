@@ -7,21 +7,9 @@ On a mesh: start with `partitioner.py`, then `layout.py`, where every variable a
 wraps a step for the mesh and jits it. There are two partitioners: `pjit.py`, whose collectives the compiler chooses, and
 `shard_map.py`, whose collectives are written out (`shard_map_passes.py`, `collectives.py`, `gathered_on_use.py`).
 `mesh_choice.py` chooses the mesh, `state_layout.py` makes the first state and decides where each variable lives,
-`vocabulary_padding.py` is a special case of padding, `moving.py` moves a live state to another mesh, and `functional.py` has the
-steps as plain functions, for people who write their own training loop.
-The names below are Pax's, except `Partitioner`.
+`vocabulary_padding.py` is a special case of padding, and `moving.py` moves a live state to another mesh.
+
+The optimizer: start with `learner.py`: clipping, skipped steps, the optimizer, moving averages. `masks.py` says which variables
+learn, `optax_bridge.py` gives praxis and optax optimizers one interface. Experiments import the learners as
+`spmd_trainer.learners`, Pax's name. `packing.py` brings the scalars of a step to the host.
 """
-
-from __future__ import annotations
-
-from spmd_trainer.step.functional import get_partitioned_spmd_model_decode_fn, partition_spmd_model
-from spmd_trainer.step.partitioner import Partitioner
-from spmd_trainer.step.pjit import PjitPartitioner, create_partitioner
-
-__all__ = [
-    "Partitioner",
-    "PjitPartitioner",
-    "create_partitioner",
-    "get_partitioned_spmd_model_decode_fn",
-    "partition_spmd_model",
-]

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer import sharding
-from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import VariableSpec
-from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.step import masks
 from spmd_trainer.train_states import (
     NestedJTensor,
     NestedPartitionSpec,
@@ -28,6 +27,9 @@ from spmd_trainer.train_states import (
     PyTree,
     TrainState,
 )
+
+if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
 
 # How `numpy.pad` fills the rows that a batch lacks to a multiple of the devices: zeros, or the first rows again.
 RowPadding: TypeAlias = Literal["constant", "wrap"]

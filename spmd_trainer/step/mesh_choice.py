@@ -6,15 +6,17 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from jax.sharding import Mesh
 
 from spmd_trainer import sharding
-from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.messages import count_text, mesh_text
+
+if TYPE_CHECKING:
+    from spmd_trainer.base_experiment import BaseExperiment
 
 # Name of the only axis of a model that declares no mesh: data-parallel over all devices.
 DEFAULT_AXIS = "data"

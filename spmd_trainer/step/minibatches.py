@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from praxis import base_layer
 
-from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.step import step_fns
+from spmd_trainer.step import masks, step_fns
 from spmd_trainer.step.layout import Layout, LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput
 from spmd_trainer.train_states import NestedJTensor, PyTree

@@ -10,7 +10,7 @@ import abc
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -23,8 +23,10 @@ from spmd_trainer.step import state_layout
 from spmd_trainer.step.compiled_step import CompiledStep, StepFn
 from spmd_trainer.step.layout import Layout, RowPadding
 from spmd_trainer.step.mesh_choice import mesh_from_model
-from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedPartitionSpec, NestedShapeDtypeStruct, TrainState
+
+if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
 
 # What happens to the global batch on fewer devices: each device holds more rows; the same rows in more minibatches; fewer rows.
 ElasticBatch: TypeAlias = Literal["whole", "accumulate", "scale"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -11,8 +11,10 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.step import minibatches, vocabulary_padding
 from spmd_trainer.step.compiled_step import CompiledStep, StepFn, compile_step
 from spmd_trainer.step.partitioner import Partitioner
-from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct
+
+if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
 
 
 class PjitPartitioner(Partitioner):

@@ -37,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -51,8 +51,10 @@ from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.partitioner import ElasticBatch, Partitioner
 from spmd_trainer.step.shard_map_passes import PassSettings
 from spmd_trainer.step.state_layout import NestedVariableSpec
-from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedShapeDtypeStruct
+
+if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
 
 
 class ShardMapPartitioner(Partitioner):

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd_trainer.optim import masks
 from spmd_trainer.sharding.even_values import slice_off
-from spmd_trainer.step import collectives, minibatches, step_fns
+from spmd_trainer.step import collectives, masks, minibatches, step_fns
 from spmd_trainer.step.gathered_on_use import GatheredOnUse, without_keeping_gathered
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.minibatches import Outputs, advance_integers, is_integer, keep_integers

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,14 @@ from praxis import base_layer, optimizers, py_utils
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.optim import masks, optax_bridge
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
-from spmd_trainer.step import step_fns
+from spmd_trainer.step import masks, optax_bridge, step_fns
 from spmd_trainer.step.layout import LogicalLayout
-from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
+
+if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
 
 # VariableSpecs, in the structure of the variables or of the state.
 NestedVariableSpec: TypeAlias = PyTree

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,13 @@ from praxis import base_layer
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.base import ModuleModel
-from spmd_trainer.optim import masks
 from spmd_trainer.sharding.variables import path_str
+from spmd_trainer.step import masks
 from spmd_trainer.step.layout import LogicalLayout
-from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
+
+if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
 
 Tree = TypeVar("Tree")
 

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,13 @@ from jax import lax
 from praxis import layers, optimizers, pax_fiddle
 from praxis.layers import embedding_softmax, linears
 
-from spmd_trainer.optim.learner import Learner
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.tasks_lib import SingleTask
+from spmd_trainer.step.learner import Learner
 from spmd_trainer.train_states import NestedShapeDtypeStruct
+
+if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
 
 # Optimizers that update each element from its own gradient and moments alone, and keep zeros at zero.
 _ELEMENTWISE = (optimizers.Adam, optimizers.Lion, optimizers.Sgd, optimizers.ShardedSgd)

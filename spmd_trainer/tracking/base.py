@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from etils import epath
 
-from spmd_trainer.callbacks.base import Status
+from spmd_trainer.callbacks import Status
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.storage import is_remote
 from spmd_trainer.tracking.settings import Settings

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import logging
 from etils import epath
 
-from spmd_trainer.callbacks.base import Status
+from spmd_trainer.callbacks import Status
 from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.tracking import THREADS

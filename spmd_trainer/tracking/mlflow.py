@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from absl import logging
 from etils import epath
 
-from spmd_trainer.callbacks.base import Status
+from spmd_trainer.callbacks import Status
 from spmd_trainer.errors import UserError
 from spmd_trainer.storage import is_remote
 from spmd_trainer.tracking import samples as samples_lib

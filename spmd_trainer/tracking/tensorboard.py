@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
-from spmd_trainer.callbacks.base import Status
+from spmd_trainer.callbacks import Status
 from spmd_trainer.tracking import samples as samples_lib
 from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
 from spmd_trainer.tracking.settings import flat
 
 if TYPE_CHECKING:
-    from spmd_trainer.metrics.event_files import EventFile
+    from spmd_trainer.training.event_files import EventFile
 
 
 class TensorboardTracker(Tracker):
@@ -32,7 +32,7 @@ class TensorboardTracker(Tracker):
 
     def open(self, facts: RunFacts) -> str:
         """Writes the config and the hyperparameters."""
-        from spmd_trainer.metrics import event_files
+        from spmd_trainer.training import event_files
 
         self._summaries = event_files
         self._root = facts.job_log_dir / "summaries"
@@ -79,7 +79,7 @@ class TensorboardTracker(Tracker):
         return self._files[name]
 
     def _new_file(self, name: str, *, replaces_from: int | None = None) -> EventFile:
-        from spmd_trainer.metrics.event_files import EventFile
+        from spmd_trainer.training.event_files import EventFile
 
         return EventFile(self._root / name, replaces_from=replaces_from)
 

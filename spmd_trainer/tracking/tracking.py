@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.callbacks.base import Callback, Run, Status, Turn
+from spmd_trainer.callbacks import Callback, Run, Status, Turn
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import installed_version
-from spmd_trainer.experiment_registry.modules import short_name
+from spmd_trainer.experiment_modules import short_name
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.storage.run_files import PAGE

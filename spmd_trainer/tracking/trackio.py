@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 from etils import epath
 
-from spmd_trainer.callbacks.base import Status
+from spmd_trainer.callbacks import Status
 from spmd_trainer.tracking.base import RunFacts
 from spmd_trainer.tracking.wandb import LikeWandb
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from spmd_trainer.callbacks.base import Status
+from spmd_trainer.callbacks import Status
 from spmd_trainer.errors import UserError
 from spmd_trainer.tracking import samples as samples_lib
 from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker

@@ -31,9 +31,8 @@ from spmd_trainer.checkpointing import (
 )
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.writers import SummaryWriters
-from spmd_trainer.optim.learner import extract_ema, has_ema
 from spmd_trainer.step.layout import Layout
+from spmd_trainer.step.learner import extract_ema, has_ema
 from spmd_trainer.storage.run_files import has_run
 from spmd_trainer.train_states import is_adapter
 from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, rooms, run_directory
@@ -42,6 +41,7 @@ from spmd_trainer.training.ending import say_results
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.summary_writers import SummaryWriters
 
 
 def restore_for_inference(

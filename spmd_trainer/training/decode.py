@@ -15,10 +15,9 @@ from praxis import decoder_hparams
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
-from spmd_trainer.metrics.packing import Packed, ScalarPacking
-from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
+from spmd_trainer.step.packing import Packed, ScalarPacking
 from spmd_trainer.storage import json_values
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
@@ -26,6 +25,7 @@ from spmd_trainer.training import checkpoints, decode_records, rooms
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
 from spmd_trainer.training.decode_records import DecodeOutput
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
 
 # Number of decoded examples per dataset that are also logged.
 _LOGGED = 5

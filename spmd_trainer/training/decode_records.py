@@ -19,11 +19,11 @@ from praxis import decoder_hparams
 from praxis.layers import embedding_softmax
 
 from spmd_trainer.errors import UserError, terminal
-from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
-from spmd_trainer.metrics.packing import WeightedMean
 from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.step.packing import WeightedMean
 from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
+from spmd_trainer.training.live_status import SHOWN_LIVE, live
 
 # What praxis' `logprobs` hold at positions where nothing was decoded; log-probabilities are at most 0.
 _NOT_DECODED = 1.0

@@ -14,10 +14,10 @@ from etils import epath
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.checkpointing import steps
-from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
 from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.step.mesh_choice import mesh_flag
 from spmd_trainer.storage.run_files import PAGE
+from spmd_trainer.training.live_status import SHOWN_LIVE, live
 from spmd_trainer.training.run_config import RunConfig
 
 if TYPE_CHECKING:

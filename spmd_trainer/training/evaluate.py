@@ -13,12 +13,10 @@ from absl import logging
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
-from spmd_trainer.metrics import clu_metrics
-from spmd_trainer.metrics.packing import Packed, ScalarPacking, Scalars, WeightedMean
-from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
+from spmd_trainer.step.packing import Packed, ScalarPacking, Scalars, WeightedMean, computed_clu
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import checkpoints
@@ -26,6 +24,7 @@ from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call,
 from spmd_trainer.training.decode_records import arrays_of_row
 from spmd_trainer.training.ending import shown
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
 
 # The key in `metrics.jsonl` for the fingerprint of what was evaluated.
 _IDENTITY = "identity"
@@ -95,7 +94,7 @@ class Evaluations:
             self._train_step = EvalStep(self._job, self._job.inputs_shape_dtype, "a training batch")
         scalars, _ = self._train_step(state, batch)
         means = {name: value for name, value in scalars.means.items() if scalars.weights[name]}
-        return means | clu_metrics.computed(scalars.clu)
+        return means | computed_clu(scalars.clu)
 
     def _write(self, name: str, step: int, metrics: dict[str, float], notes: dict[str, str]) -> dict[str, float]:
         self._writers.write(f"eval_{name}", step, metrics, notes)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import jax
 
-from spmd_trainer.callbacks.base import CallbackList, Run
+from spmd_trainer.callbacks import Run
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.optim.learner import extract_ema
+from spmd_trainer.step.learner import extract_ema
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import decode, evaluate
+from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.dataset_batches import no_op
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import TrainConfig

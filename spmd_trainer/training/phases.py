@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from absl import logging
 
-from spmd_trainer.metrics.live_status import SHOWN_LIVE, PhaseStatus, live
 from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.training.live_status import SHOWN_LIVE, PhaseStatus, live
 
 # Seconds into a phase at which a progress line is logged; after the last of them, one line a minute.
 _MOMENTS = (10.0, 20.0, 40.0)

@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from spmd_trainer.metrics.live_status import ERASE_ROW, live
+from spmd_trainer.training.live_status import ERASE_ROW, live
 
 
 class Interrupted(Exception):

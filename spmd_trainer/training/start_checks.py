@@ -23,11 +23,11 @@ from spmd_trainer import experiment_registry, multihost
 from spmd_trainer.checkpointing import loading_rules
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs.batches import dataset_input_specs
-from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.optim.learner import MultiOptimizerLearner, has_ema
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.learner import MultiOptimizerLearner, has_ema
 from spmd_trainer.storage import access
 from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, rooms, run_directory
+from spmd_trainer.training.early_stopping import EarlyStopping
 from spmd_trainer.training.ending import TIMING
 from spmd_trainer.training.run_config import ExportConfig, TrainConfig
 

@@ -17,16 +17,15 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import multihost
-from spmd_trainer.callbacks.base import CallbackList, Run
+from spmd_trainer.callbacks import Run
 from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, frozen_base
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.metrics.packing import Packed, ScalarPacking
-from spmd_trainer.optim.learner import has_ema, reset_ema
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.learner import has_ema, reset_ema
+from spmd_trainer.step.packing import Packed, ScalarPacking
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import (
     adapter_checkpoints,
@@ -41,9 +40,11 @@ from spmd_trainer.training import (
 )
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
 from spmd_trainer.training.agreed_input import agree_on_input
+from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.checkpoints import restore_from
 from spmd_trainer.training.corpus_stores import tokenised_ahead
 from spmd_trainer.training.dataset_batches import batch_checker
+from spmd_trainer.training.early_stopping import EarlyStopping
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import TrainConfig

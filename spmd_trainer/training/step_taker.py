@@ -9,11 +9,11 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
-from spmd_trainer.callbacks.base import CallbackList, Run
+from spmd_trainer.callbacks import Run
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.metrics import clu_metrics
-from spmd_trainer.metrics.packing import Packed, ScalarPacking, Scalars
+from spmd_trainer.step.packing import Packed, ScalarPacking, Scalars, computed_clu
 from spmd_trainer.train_states import PyTree
+from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.start_up import CompiledTrainStep
 
@@ -63,7 +63,7 @@ class StepsInFlight:
         if self.last is None:
             return {}
         loss = {} if self.last.loss is None else {"loss": self.last.loss}
-        return loss | dict(self.last.means) | clu_metrics.computed(self.last.clu)
+        return loss | dict(self.last.means) | computed_clu(self.last.clu)
 
     def _report_until(self, keep: int) -> None:
         while len(self._steps) > keep:

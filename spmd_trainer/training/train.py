@@ -13,23 +13,24 @@ from absl import logging
 from etils import epath
 from praxis import pax_fiddle
 
-from spmd_trainer.callbacks.base import Callback, CallbackList, Run
-from spmd_trainer.callbacks.checkpoints import Checkpoints
-from spmd_trainer.callbacks.early_stop import EarlyStop
-from spmd_trainer.callbacks.invalid_steps import InvalidSteps
-from spmd_trainer.callbacks.summaries import Summaries
+from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.checkpointing import CheckpointError
-from spmd_trainer.metrics.writers import SummaryError, SummaryWriters
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import elastic, ending, garbage, rooms, run_directory, start_up
+from spmd_trainer.training.callback_list import CallbackList
+from spmd_trainer.training.early_stopping import EarlyStop
+from spmd_trainer.training.invalid_steps import InvalidSteps
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.periodic import PeriodicWork, Schedule
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import TrainConfig
+from spmd_trainer.training.saving import Checkpoints
 from spmd_trainer.training.signals import SaveRequest, save_requests
 from spmd_trainer.training.step_taker import INPUT_ENDED, StepTaker
+from spmd_trainer.training.summaries import Summaries
+from spmd_trainer.training.summary_writers import SummaryError, SummaryWriters
 
 # How long a callback of a run that hangs may take, a save in progress included.
 _LONGEST_FAILURE_SECONDS = 60.0

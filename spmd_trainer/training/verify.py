@@ -15,10 +15,10 @@ from absl import logging
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import UserError, terminal
-from spmd_trainer.metrics.packing import summary_name
 from spmd_trainer.sharding.messages import mesh_text
 from spmd_trainer.step import mesh_choice, pjit, step_fns
 from spmd_trainer.step.layout import Layout
+from spmd_trainer.step.packing import summary_name
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import TrainState

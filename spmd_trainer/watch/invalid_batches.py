@@ -11,13 +11,13 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.callbacks.base import Callback, Run, Turn
-from spmd_trainer.callbacks.invalid_steps import is_finite, is_valid
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.callbacks import Callback, Run, Turn
 from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.storage import reading
 from spmd_trainer.storage.run_files import names_in
 from spmd_trainer.train_states import PyTree
+from spmd_trainer.training.invalid_steps import is_finite, is_valid
 
 # A run's directory gets the batches of so many steps.
 MAX_BATCHES = 5

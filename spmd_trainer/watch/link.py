@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from spmd_trainer.callbacks.bounded import within
 from spmd_trainer.errors import terminal
+from spmd_trainer.training.callback_list import within
 
 # Exit status of a process that has made no progress for --hang_seconds. Of several processes only the one that is behind has it,
 # or all of them if nobody can be named.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from spmd_trainer.callbacks.base import Callback, Run
-from spmd_trainer.callbacks.invalid_steps import is_valid
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.callbacks import Callback, Run
+from spmd_trainer.step.packing import Scalars
+from spmd_trainer.training.invalid_steps import is_valid
 
 # Losses of valid steps that a step is compared with, and how many there must be.
 _WINDOW = 100

@@ -7,7 +7,7 @@ import time
 import jax
 from absl import logging
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks import Callback, Run
 
 
 class Profiler(Callback):

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 
 from absl import logging
 
-from spmd_trainer.callbacks.base import Callback, Run
-from spmd_trainer.metrics.live_status import Memory, TrainingStatus, live
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.sharding.messages import format_duration, format_seconds
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.training import rooms
+from spmd_trainer.training.live_status import Memory, TrainingStatus, live
 
 # Metrics shown beside the loss if the task has them, and their labels.
 _SHOWN = {

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from absl import logging
 from jax.sharding import NamedSharding
 
-from spmd_trainer.callbacks.base import Run
-from spmd_trainer.callbacks.step_watch import StepFn
-from spmd_trainer.metrics.packing import Packed
+from spmd_trainer.callbacks import Run, StepFn
 from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.step.packing import Packed
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.watch.replica_check import DeviceChecksum, ReplicaError, device_checksums, device_text, rows_text
 

@@ -20,7 +20,7 @@ from absl import logging
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.checkpointing.checksums import bits_checksum
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.messages import named_text

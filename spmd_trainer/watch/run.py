@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from absl import logging
 
-from spmd_trainer.callbacks.base import Callback, Run, Turn
+from spmd_trainer.callbacks import Callback, Run, Turn
 from spmd_trainer.storage.run_files import PAGE, has_run
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.periodic import Schedule

@@ -1,16 +1,26 @@
-"""Keeps where the run's time goes in `run_times.jsonl`."""
+"""Accounts for a run's time: seconds per part of each start of the run, kept in `run_times.jsonl`."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import time
+from collections.abc import Mapping, Sequence
 
 import jax
+from absl import logging
+from etils import epath
 
-from spmd_trainer.callbacks.base import Callback, Run, Turn
-from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.metrics.run_times import RunTimesFile
+from spmd_trainer.callbacks import PARTS, Callback, Run, Turn
+from spmd_trainer.step.packing import Scalars
+from spmd_trainer.storage import json_values
+from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 from spmd_trainer.storage.run_files import has_run
 
+TIMES_FILE = "run_times.jsonl"
+# How a start of a run can end, if it was not killed.
+ENDS = ("finished", "stopped", "failed")
 # Summaries may be written at every step. The times are not: a kill may cost the record this many seconds, or this share of all.
 _SECONDS_BETWEEN_LINES = 2.0
 _SHARE_BETWEEN_LINES = 0.005
@@ -102,3 +112,141 @@ class LastTimes(Callback):
         self._record.write_last(run)
 
     on_failure = on_end
+
+
+@dataclasses.dataclass(frozen=True)
+class StartTimes:
+    """Times of one start of a run so far.
+
+    Attributes:
+      start: its beginning, in seconds since 1970; identifies the start.
+      seconds: {part: seconds}, of all `PARTS`.
+      first_step: step of its initial state.
+      step: its latest step.
+      time: time of this record, in seconds since 1970.
+      ended: one of `ENDS`; '' while it runs, and if it was killed.
+      starting: True until its state is restored or initialised. Its steps then repeat those of the start before.
+    """
+
+    start: float
+    seconds: Mapping[str, float]
+    first_step: int
+    step: int
+    time: float
+    ended: str = ""
+    starting: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Number of steps it has taken."""
+        return self.step - self.first_step
+
+    @property
+    def total(self) -> float:
+        """Seconds of all parts."""
+        return math.fsum(self.seconds.values())
+
+
+class RunTimesFile:
+    """Appends the times of a start to the run's `run_times.jsonl`. Only process 0 may use it."""
+
+    def __init__(self, job_log_dir: epath.Path, start: float):
+        """`start` is as in `StartTimes`. The first write creates the file."""
+        self._path = job_log_dir / TIMES_FILE
+        self._start = start
+        self._file: GrowingFile | None = None
+        self._has_failed = False
+
+    def write(self, seconds: Mapping[str, float], first_step: int | None, step: int = 0, ended: str = "") -> None:
+        """Appends a line. A failure only logs a warning, once.
+
+        Args:
+          seconds: see `RunTimes.seconds`.
+          first_step, step, ended: see `StartTimes`. Without a first step, the start has no state yet.
+        """
+        steps: dict[str, int] = {"starting": True}
+        if first_step is not None:
+            steps = {"steps": step - first_step, "first_step": first_step, "step": step}
+        line = {
+            "start": self._start,
+            "seconds": {part: round(value, 3) for part, value in seconds.items()},
+            **steps,
+            "time": round(time.time(), 3),
+            **({"ended": ended} if ended else {}),
+        }
+        try:
+            if self._file is None:
+                self._file = open_append(self._path, attempts=1)
+            self._file.write(json.dumps(line).encode() + b"\n")
+            if ended:
+                self._file.flush()
+        except Exception as error:  # object stores have errors of their own
+            if not self._has_failed:
+                self._has_failed = True
+                logging.warning("can't write %s: %s", self._path, error)
+
+
+def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
+    """Returns the last record of each start, earliest first. Skips unreadable lines, e.g. cut short by a kill."""
+    last: dict[float, StartTimes] = {}
+    reached = 0
+    for line in read_joined(epath.Path(job_log_dir) / TIMES_FILE).splitlines():
+        try:
+            record = json_values.parse_object(line)
+            starting = record.get("starting") is True
+            found = StartTimes(
+                start=float(record["start"]),
+                seconds={part: float(record["seconds"].get(part, 0.0)) for part in PARTS},
+                first_step=reached if starting else int(record["first_step"]),
+                step=reached if starting else int(record["step"]),
+                time=float(record["time"]),
+                ended=str(record.get("ended", "")),
+                starting=starting,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            continue
+        if math.isfinite(found.total + found.time + found.start):
+            last[found.start] = found
+            reached = found.step
+    return [last[start] for start in sorted(last)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Share of a run's time spent on steps that count.
+
+    Attributes:
+      seconds: total time of all starts, without the time between them.
+      productive: seconds of steps whose result the run has kept.
+      redone: seconds of steps that a later start repeated from an earlier checkpoint.
+      redone_steps: the number of those steps.
+      away: seconds between the last record of each start and the beginning of the next.
+    """
+
+    seconds: float
+    productive: float
+    redone: float
+    redone_steps: int
+    away: float
+
+    @property
+    def share(self) -> float:
+        """`productive` / `seconds`; 0 for a run that has just begun."""
+        return self.productive / self.seconds if self.seconds else 0.0
+
+
+def goodput(records: Sequence[StartTimes]) -> Goodput:
+    """Computes the goodput of the records from `read_run_times`."""
+    productive = redone = away = 0.0
+    redone_steps = 0
+    for index, record in enumerate(records):
+        later = records[index + 1 :]
+        lost = max(0, record.step - min((one.first_step for one in later), default=record.step))
+        lost = min(lost, record.steps)
+        share = lost / record.steps if record.steps else 0.0
+        redone_steps += lost
+        redone += record.seconds["step"] * share
+        productive += record.seconds["step"] * (1.0 - share)
+        if later:
+            away += max(0.0, later[0].start - record.time)
+    return Goodput(math.fsum(record.total for record in records), productive, redone, redone_steps, away)

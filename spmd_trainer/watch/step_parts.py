@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmd_trainer.callbacks.base import Callback, Run
-from spmd_trainer.callbacks.step_watch import StepFn, StepWatch
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.callbacks import Callback, Run, StepFn, StepWatch
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.watch.device_watch import Clock, DeviceWatch
 from spmd_trainer.watch.repeat_check import RepeatCheck
 

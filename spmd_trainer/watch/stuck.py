@@ -35,7 +35,7 @@ class Beat:
       step: the last training step that it has handed to its devices.
       finished: the last step whose scalars have arrived.
       activity: what it does, e.g. 'training step 12'.
-      part: what its time counts as, one of `metrics.run_times.PARTS`, or what it waits for: `DEVICES`, `OTHERS_INPUT`, `OTHERS`.
+      part: what its time counts as, one of `callbacks.PARTS`, or what it waits for: `DEVICES`, `OTHERS_INPUT`, `OTHERS`.
       seconds: how long that part has lasted.
       phase: what goes on within the activity, e.g. 'evaluating heldout at step 20'; empty for nothing of its own.
       batches: batches that the phase has finished.

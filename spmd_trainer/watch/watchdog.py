@@ -12,14 +12,14 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import multihost
-from spmd_trainer.callbacks.base import Callback, Run, Turn
-from spmd_trainer.callbacks.bounded import within
+from spmd_trainer.callbacks import Callback, Run, Turn
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.live_status import live
-from spmd_trainer.metrics.packing import Scalars
 from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.storage.append import open_append
 from spmd_trainer.storage.run_files import LOGS
+from spmd_trainer.training.callback_list import within
+from spmd_trainer.training.live_status import live
 from spmd_trainer.watch import link
 from spmd_trainer.watch.board import Board, Digest
 from spmd_trainer.watch.stacks import LONGEST, HeldInterpreter, stacks

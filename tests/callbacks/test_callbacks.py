@@ -14,14 +14,14 @@ from praxis import pax_fiddle
 from trained_helpers import TINY, make_job
 
 from spmd_trainer.callbacks import Callback, CallbackError
-from spmd_trainer.callbacks.base import CallbackList
-from spmd_trainer.callbacks.summaries import Summaries
 from spmd_trainer.checkpointing import steps
 from spmd_trainer.cli import launch, log_lines
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.writers import SummaryError
 from spmd_trainer.training import evaluate, train
+from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.run_directory import failure
+from spmd_trainer.training.summaries import Summaries
+from spmd_trainer.training.summary_writers import SummaryError
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from facts import raises_naming
 
-from spmd_trainer.callbacks import invalid_steps
-from spmd_trainer.callbacks.invalid_steps import InvalidSteps, NonFiniteStepError, NothingLearntError, learns
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.packing import Scalars, SummaryNames
-from spmd_trainer.training import train
+from spmd_trainer.step.packing import Scalars, SummaryNames
+from spmd_trainer.training import invalid_steps, train
+from spmd_trainer.training.invalid_steps import InvalidSteps, NonFiniteStepError, NothingLearntError, learns
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 

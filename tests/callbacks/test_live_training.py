@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_trainer.metrics.live_status import Memory, live
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.step.packing import Scalars
+from spmd_trainer.training.live_status import Memory, live
 from spmd_trainer.training.periodic import Schedule
 from spmd_trainer.watch.progress import ProgressLines
 

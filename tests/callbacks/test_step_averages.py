@@ -6,13 +6,13 @@ from facts import raises_naming
 from trained_helpers import make_job
 
 from spmd_trainer.callbacks import Callback, Run
-from spmd_trainer.callbacks.base import CallbackList
-from spmd_trainer.callbacks.invalid_steps import InvalidSteps
-from spmd_trainer.callbacks.summaries import StepAverages, Summaries
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.packing import Scalars, SummaryNames
-from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
+from spmd_trainer.step.packing import Scalars, SummaryNames
 from spmd_trainer.training import train
+from spmd_trainer.training.callback_list import CallbackList
+from spmd_trainer.training.invalid_steps import InvalidSteps
+from spmd_trainer.training.summaries import StepAverages, Summaries
+from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
 
 pytestmark = pytest.mark.xdist_group("trained")
 

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from spmd_trainer.cli import live_line
-from spmd_trainer.metrics.live_status import LiveStatus, Memory, PhaseStatus, TrainingStatus
+from spmd_trainer.training.live_status import LiveStatus, Memory, PhaseStatus, TrainingStatus
 
 GIB = 1 << 30
 TRAINING = TrainingStatus(

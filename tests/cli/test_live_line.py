@@ -11,8 +11,8 @@ import pytest
 from terminal_helpers import Terminal
 
 from spmd_trainer.cli import live_line
-from spmd_trainer.metrics.live_status import ERASE_ROW, TrainingStatus, live
 from spmd_trainer.training import signals
+from spmd_trainer.training.live_status import ERASE_ROW, TrainingStatus, live
 
 TRAINING = TrainingStatus(12, 600, loss=2.5, seconds_per_step=0.25, items_per_step=1000, unit="tokens")
 

@@ -14,7 +14,7 @@ from facts import assert_names
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import log_lines
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.live_status import SHOWN_LIVE, live
+from spmd_trainer.training.live_status import SHOWN_LIVE, live
 
 PROGRAM = """
 import logging, pathlib, sys, sysconfig, threading

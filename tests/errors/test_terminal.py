@@ -16,7 +16,7 @@ from spmd_trainer.cli import flag_parsing, live_line, log_lines
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs import files
 from spmd_trainer.inputs.chat_template import ChatTemplate
-from spmd_trainer.metrics.live_status import live
+from spmd_trainer.training.live_status import live
 
 # Clears a screen, sets its title, rings, goes back, an 8-bit CSI, turns what follows around, ends a line, part of a name.
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x08\r\x9b31m\u202e\u2066\u2028\udcff"

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 from facts import assert_names, raises_naming
 
-from spmd_trainer import experiment_registry
+from spmd_trainer import experiment_modules, experiment_registry
 from spmd_trainer.errors import UserError
-from spmd_trainer.experiment_registry import modules
 
 EXPERIMENTS = """
 from spmd_trainer import base_experiment, experiment_registry
@@ -134,7 +133,7 @@ def test_all_modules_of_a_package_are_imported_and_the_broken_ones_named(project
     (project / "broken.py").write_text("raise RuntimeError('no luck')\n")
     (project / "__main__.py").write_text("raise SystemExit('a program, not to be run')\n")
     with raises_naming(UserError, f"{project.name}.broken", "RuntimeError", "no luck"):
-        modules.import_package(project.name)
+        experiment_modules.import_package(project.name)
     assert f"{project.name}.mine.Mine" in experiment_registry.get_all()
 
 
@@ -163,8 +162,8 @@ def test_entry_points_announce_experiments(project, monkeypatch):
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: announced\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[spmd_trainer.experiments]\nx = {project.name}\n")
-    assert project.name in modules.packages()
-    assert modules.import_packages() == []
+    assert project.name in experiment_modules.packages()
+    assert experiment_modules.import_packages() == []
     assert f"{project.name}.mine.Mine" in experiment_registry.get_all()
 
 
@@ -191,9 +190,11 @@ def test_a_package_that_exits_is_named_and_the_others_are_imported(project):
     (project / "exits").mkdir()
     (project / "exits" / "__init__.py").write_text("raise SystemExit(0)\n")
     with pytest.raises(UserError, match=r"exits failed: SystemExit"):
-        modules.import_package(project.name)
+        experiment_modules.import_package(project.name)
     assert f"{project.name}.mine.Mine" in experiment_registry.get_all()
 
 
 def test_a_module_given_for_a_class(project):
-    assert_names(message(f"{project.name}.mine"), f"{project.name}.mine", "is a module")
+    # One of a user, a shipped one, and one that an installed paxml has.
+    for name in (f"{project.name}.mine", "lm.stdlib", "spmd_trainer.tasks.lm.params.lm_cloud"):
+        assert_names(message(name), name, "is a module")

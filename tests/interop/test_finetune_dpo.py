@@ -15,11 +15,11 @@ from spmd_trainer.decoder.preferences.model import PreferenceModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ChatPromptInput
 from spmd_trainer.inputs.preferences import PreferenceInput
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.step import pjit
 from spmd_trainer.training import experiment_config, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import TrainConfig
+from spmd_trainer.training.summary_writers import read_metrics
 
 FOLDER = DATA / "llama_tokenizer"
 PAIRS = [{"prompt": f"def f{i}(x):", "chosen": " return x", "rejected": f" raise ValueError({i})"} for i in range(6)]

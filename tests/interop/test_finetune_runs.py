@@ -17,11 +17,11 @@ from etils import epath
 from hf_models import DATA
 
 from spmd_trainer import sharding
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.step import pjit
 from spmd_trainer.training import experiment_config, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import TrainConfig
+from spmd_trainer.training.summary_writers import read_metrics
 
 pytestmark = pytest.mark.slow
 FOLDER = DATA / "llama_tokenizer"

@@ -27,7 +27,7 @@ from spmd_trainer.checkpointing import (
     CheckpointNotFoundError,
 )
 from spmd_trainer.checkpointing import flax as flax_checkpoints
-from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import checkpoint_sources
 

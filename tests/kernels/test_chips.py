@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_trainer.kernels import chips
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.watch.progress import Progress
 
 

@@ -27,8 +27,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.lm_eval import mode
 from spmd_trainer.lm_eval.lm_eval import LmEval
 from spmd_trainer.lm_eval.settings import LmEvalSettings, ModelArgs
-from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.training import checkpoints, train
+from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
 
 helpers.stay_offline()
 pytest.importorskip("lm_eval", reason="lm-eval is an extra of its own: pip install 'spmd-trainer[lm-eval]'")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_trainer.metrics.early_stopping import EarlyStopping
+from spmd_trainer.training.early_stopping import EarlyStopping
 
 
 @pytest.mark.parametrize(("mode", "values"), [("min", [3.0, 2, 2.5, 1, 2, 2]), ("max", [1.0, 2, 1.5, 3, 2, 2])])

@@ -11,9 +11,9 @@ import sys
 import pytest
 from facts import raises_naming
 
-from spmd_trainer.metrics import event_files
-from spmd_trainer.metrics.writers import SummaryError, SummaryWriters, read_metrics
 from spmd_trainer.storage import append
+from spmd_trainer.training import event_files
+from spmd_trainer.training.summary_writers import SummaryError, SummaryWriters, read_metrics
 
 STEPS = {1: {"loss": 1.5, "layers/0/norm": math.inf}, 3: {"loss": 2.5}, 4: {"loss": 0.25, "tokens": 7}}
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from trained_helpers import make_job
 
-from spmd_trainer.metrics.packing import ScalarPacking
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.packing import ScalarPacking
 from spmd_trainer.step.step_fns import StepFnOutput
 
 

@@ -5,15 +5,8 @@ import json
 import pytest
 from etils import epath
 
-from spmd_trainer.metrics.run_times import (
-    PARTS,
-    TIMES_FILE,
-    RunTimes,
-    RunTimesFile,
-    StartTimes,
-    goodput,
-    read_run_times,
-)
+from spmd_trainer.callbacks import PARTS, RunTimes
+from spmd_trainer.watch.run_times import TIMES_FILE, RunTimesFile, StartTimes, goodput, read_run_times
 
 
 class Clock:

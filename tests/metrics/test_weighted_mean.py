@@ -2,7 +2,7 @@
 
 import math
 
-from spmd_trainer.metrics.packing import WeightedMean
+from spmd_trainer.step.packing import WeightedMean
 
 
 def mean_of(*batches):

@@ -14,8 +14,7 @@ from praxis import base_layer
 
 from spmd_trainer import models, tasks_lib
 from spmd_trainer.decoder import lora
-from spmd_trainer.optim import masks
-from spmd_trainer.step import state_layout, step_fns
+from spmd_trainer.step import masks, state_layout, step_fns
 
 KEY = jax.random.key(5)
 

@@ -10,7 +10,7 @@ from flax import nnx
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
-from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.training import verify
 
 Config = pax_fiddle.Config

@@ -15,12 +15,12 @@ import spmd_trainer as st
 from spmd_trainer import base_experiment, models, tasks_lib, trainer_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ArrayInput
-from spmd_trainer.metrics import clu_metrics
-from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.models import base
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.step import packing
+from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.training.early_stopping import EarlyStopping
+from spmd_trainer.training.summary_writers import read_metrics
 
 CLASSES, TRAIN_ROWS, STEPS = 3, 48, 4
 EVAL_ROWS = 27  # no batch size below divides it
@@ -240,6 +240,6 @@ def test_metrics_under_pmap_are_those_of_the_whole_batch():
     _, output = evaluate(trainer_lib.replicate_model_state(state), jax.random.split(key, 8), split)
     first = jax.tree.map(lambda x: np.asarray(x[0]), output.clu_metrics)
     whole = expected(state.mdl_vars["params"], rows)
-    for name, value in clu_metrics.computed(first).items():
+    for name, value in packing.computed_clu(first).items():
         np.testing.assert_allclose(value, whole[name], rtol=2e-5, err_msg=name)
-    assert len(clu_metrics.computed(first)) == 2 + CLASSES
+    assert len(packing.computed_clu(first)) == 2 + CLASSES

@@ -19,8 +19,9 @@ from spmd_trainer.decoder import lora
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.errors import UserError
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.step import PjitPartitioner, state_layout, step_fns
+from spmd_trainer.step import state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
+from spmd_trainer.step.pjit import PjitPartitioner
 
 KINDS = ["function", "linen", "nnx"]
 

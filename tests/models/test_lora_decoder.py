@@ -13,9 +13,9 @@ from praxis.py_utils import NestedMap
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.decoder import lora
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
-from spmd_trainer.optim import masks
-from spmd_trainer.step import PjitPartitioner, state_layout, step_fns
+from spmd_trainer.step import masks, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
+from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.training import experiment_config, verify
 
 KEY = jax.random.key(1)

@@ -15,8 +15,8 @@ from flax import nnx
 import spmd_trainer as st
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.vision import digits, digits_nets
-from spmd_trainer.metrics.writers import read_metrics
-from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.training.summary_writers import read_metrics
 
 EXPERIMENTS = ["vision.digits.DigitsNnxTiny", "vision.digits.DigitsLinenTiny", "lm.nnx.StdlibNnxTiny"]
 STEPS = 6

@@ -13,7 +13,8 @@ from model_helpers import KEY, Config, Net, batch, failing_steps, loss, nnx_task
 from spmd_trainer import models, sharding
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
-from spmd_trainer.step import PjitPartitioner, state_layout, step_fns
+from spmd_trainer.step import state_layout, step_fns
+from spmd_trainer.step.pjit import PjitPartitioner
 
 
 def by_path(tree):

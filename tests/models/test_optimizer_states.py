@@ -11,7 +11,7 @@ from model_helpers import Config, Net, batch, failing_steps, nnx_task, shapes_of
 
 from spmd_trainer import sharding
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.step.pjit import PjitPartitioner
 
 
 class Statistics(NamedTuple):

@@ -10,10 +10,10 @@ from facts import raises_naming
 from flax import linen as nn
 from model_helpers import KEY, Config, batch, failing_steps, loss, nnx_task, shapes_of, snapshots, task
 
-from spmd_trainer import models
+from spmd_trainer import models, partitioning
 from spmd_trainer.errors import UserError
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
-from spmd_trainer.step import PjitPartitioner, functional
+from spmd_trainer.step.pjit import PjitPartitioner
 
 
 class LinenNet(nn.Module):
@@ -352,7 +352,7 @@ KINDS = {
 @pytest.mark.full
 def test_an_own_loop(kind):
     built = KINDS[kind]()
-    state, _, _, train_step, eval_step, num_params = functional.partition_spmd_model(built, KEY, shapes_of(batch()))
+    state, _, _, train_step, eval_step, num_params = partitioning.partition_spmd_model(built, KEY, shapes_of(batch()))
     assert num_params > 0
     losses = []
     for number in range(5):
@@ -367,8 +367,8 @@ def test_an_own_loop(kind):
 def test_an_own_loop_decodes():
     built = nnx_task()
     built.model.generate = generate
-    state, specs, *_ = functional.partition_spmd_model(built, KEY, shapes_of(batch()))
-    decode, _ = functional.get_partitioned_spmd_model_decode_fn(built, KEY, state, specs, shapes_of(batch()))
+    state, specs, *_ = partitioning.partition_spmd_model(built, KEY, shapes_of(batch()))
+    decode, _ = partitioning.get_partitioned_spmd_model_decode_fn(built, KEY, state, specs, shapes_of(batch()))
     _, metrics, per_example, _ = decode(state.mdl_vars, KEY, state.step, batch())
     assert per_example["outputs"].shape == (16, 8)
     assert metrics["num_decoded"][0] == 16
@@ -381,7 +381,7 @@ def test_an_own_loop_gets_clu_metrics():
         **loss(outputs, batch),
         "last": clu_metrics.LastValue.from_model_output(outputs[:, 0]),
     }
-    state, _, _, train_step, eval_step, _ = functional.partition_spmd_model(built, KEY, shapes_of(batch()))
+    state, _, _, train_step, eval_step, _ = partitioning.partition_spmd_model(built, KEY, shapes_of(batch()))
     *_, summaries = eval_step(state.mdl_vars, KEY, state.step, batch())
     assert summaries["last"].count == 16
     *_, summaries = train_step(state, KEY, batch())

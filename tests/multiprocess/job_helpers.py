@@ -19,8 +19,8 @@ from typing import Any
 from etils import epath
 
 from spmd_trainer.checkpointing import steps
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.storage import is_remote
+from spmd_trainer.training.summary_writers import read_metrics
 
 TINY = "lm.stdlib.StdlibBytesTiny"
 # Global batch size and mesh, the same for any number of processes.

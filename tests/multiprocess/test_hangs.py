@@ -24,9 +24,9 @@ from job_helpers import (
     started,
 )
 
-from spmd_trainer.metrics.run_times import read_run_times
 from spmd_trainer.training import run_directory
 from spmd_trainer.watch.link import STATUS_HANG
+from spmd_trainer.watch.run_times import read_run_times
 
 pytestmark = [pytest.mark.xdist_group("multiprocess"), pytest.mark.usefixtures("importable")]
 

@@ -10,7 +10,7 @@ from praxis import base_input, layers, pax_fiddle
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.step.pjit import PjitPartitioner
 
 
 class Stream(base_input.BaseInput):

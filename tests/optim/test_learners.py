@@ -28,7 +28,7 @@ from learner_helpers import (
 )
 
 from spmd_trainer import learners
-from spmd_trainer.optim import masks
+from spmd_trainer.step import masks
 
 # isort: split
 from praxis import base_layer, optimizers

@@ -27,7 +27,7 @@ from learner_helpers import (
 from praxis import optimizers
 
 from spmd_trainer import learners
-from spmd_trainer.optim import optax_bridge
+from spmd_trainer.step import optax_bridge
 
 
 @pytest.mark.parametrize(

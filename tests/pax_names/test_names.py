@@ -29,7 +29,7 @@ from spmd_trainer import (
     trainer_lib,
 )
 from spmd_trainer.errors import UserError
-from spmd_trainer.errors.absent_names import AbsentNameError
+from spmd_trainer.pax.absent_names import AbsentNameError
 from spmd_trainer.tasks.lm import model_params
 
 # What the files of others import from paxml.
@@ -48,6 +48,14 @@ OTHERS = {
         "checkpoints": ["CheckpointType", "restore_checkpoint", "save_checkpoint"],
         "learners": ["Learner"],
         "tasks_lib": ["SingleTask"],
+    },
+    "an experiment written for an earlier version of this trainer": {
+        "": ["learners", "shard_map_partitioning"],
+        "callbacks": ["Callback", "CallbackError", "Run"],
+        "metrics.early_stopping": ["EarlyStopping"],
+        "metrics.writers": ["read_metrics"],
+        "tasks.lm.cheaper_layers": ["use_cheaper_layers"],
+        "tasks.lm.task_defaults": ["set_adam_with_cosine_decay", "batch_split_mapping"],
     },
 }
 

@@ -6,7 +6,7 @@ import sys
 import pax_helpers
 import pytest
 
-from spmd_trainer.tasks import published
+from spmd_trainer.pax import published
 
 TABLE = pax_helpers.pax_table()
 

@@ -17,16 +17,16 @@ from facts import assert_names, raises_naming
 from nan_layers import NanTiny
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.planner import replay, replay_report
 from spmd_trainer.planner.nan_origin import Flags, Value
 from spmd_trainer.planner.value_flags import Frame
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import shard_map
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.training import train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.training.summary_writers import read_metrics
 from spmd_trainer.watch import invalid_batches
 
 STEP, SAVED = 6, 4

@@ -8,7 +8,7 @@ from praxis import base_layer, layers, optimizers, schedules
 from praxis.layers import attentions
 from praxis_layer_helpers import PARAMS, Config, apply, assert_trees_close, build, initial, normal, randomized
 
-from spmd_trainer.optim import optax_bridge
+from spmd_trainer.step import optax_bridge
 
 BATCH, TIME, WIDTH, HIDDEN = 4, 5, 6, 7
 X = normal(BATCH, TIME, WIDTH)

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
-from spmd_trainer.step import PjitPartitioner, partitioner, step_fns
+from spmd_trainer.step import partitioner, step_fns
+from spmd_trainer.step.pjit import PjitPartitioner
 
 SIZES = {"data": 4, "mdl": 2}
 

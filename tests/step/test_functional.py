@@ -7,10 +7,9 @@ from facts import raises_naming
 from jax.sharding import PartitionSpec as P
 from praxis import base_layer, pax_fiddle
 
-from spmd_trainer import tasks_lib
+from spmd_trainer import partitioning, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches, synthetic
-from spmd_trainer.step import functional
 
 # One worker: what these tests share is made once.
 pytestmark = [pytest.mark.xdist_group("functional"), pytest.mark.full]
@@ -29,7 +28,7 @@ def make_batch():
 
 @pytest.fixture(scope="module")
 def model():
-    return functional.partition_spmd_model(StdlibBytesTiny().task(), KEY, SHAPES)
+    return partitioning.partition_spmd_model(StdlibBytesTiny().task(), KEY, SHAPES)
 
 
 def test_train_eval_and_decode_with_the_steps_alone(model):
@@ -58,7 +57,7 @@ def test_train_eval_and_decode_with_the_steps_alone(model):
     assert int(state.step) == 3
 
     task = tasks_lib.build_task(StdlibBytesTiny().task())
-    decode_step, decode_specs = functional.get_partitioned_spmd_model_decode_fn(task, KEY, state, specs, SHAPES)
+    decode_step, decode_specs = partitioning.get_partitioned_spmd_model_decode_fn(task, KEY, state, specs, SHAPES)
     assert decode_specs == input_specs
     prompts = batch.copy()
     prompts.paddings = np.zeros((ROWS, LENGTH), np.float32)
@@ -72,4 +71,4 @@ def test_a_state_of_another_layout_is_refused_by_name(model):
     task_p.model.ici_mesh_shape = [1, 2, 4]
     task = tasks_lib.build_task(task_p)
     with raises_naming(ValueError, "softmax", "train state", "shape"):
-        functional.get_partitioned_spmd_model_decode_fn(task, KEY, state, specs, SHAPES)
+        partitioning.get_partitioned_spmd_model_decode_fn(task, KEY, state, specs, SHAPES)

@@ -9,7 +9,7 @@ import pytest
 from facts import assert_names, raises_naming
 from hypothesis import strategies as st
 
-from spmd_trainer import experiment_registry, sharding
+from spmd_trainer import experiment_modules, experiment_registry, sharding
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError
 from spmd_trainer.step import mesh_choice
@@ -121,7 +121,7 @@ def test_a_fitted_mesh_has_the_devices_product_and_changes_no_more_than_it_must(
         assert {axis: fitted[axis] for axis in others} == others
 
 
-experiment_registry.modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
+experiment_modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
 SHIPPED = sorted(
     name
     for name in experiment_registry.get_all()

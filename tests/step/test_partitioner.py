@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_trainer import sharding
-from spmd_trainer import step as partitioning
+from spmd_trainer import partitioning, sharding
 from spmd_trainer.inputs import batches
 from spmd_trainer.step import pjit, step_fns
 from spmd_trainer.step.compiled_step import CompiledStep

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
-from spmd_trainer.step import PjitPartitioner
+from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.training import verify
 
 ROWS_OVER_DATA = {"map_1d": ("data",), "map_2d": ("data", None)}

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from trained_helpers import make_job
 
-from spmd_trainer.metrics.packing import summary_name
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import step_fns
+from spmd_trainer.step.packing import summary_name
 from spmd_trainer.training.verify import _logical
 
 pytestmark = pytest.mark.full

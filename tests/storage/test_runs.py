@@ -11,9 +11,9 @@ from etils import epath
 from facts import assert_names
 from proxy import Proxy
 
-from spmd_trainer.metrics.run_times import read_run_times
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.storage import append
+from spmd_trainer.training.summary_writers import read_metrics
+from spmd_trainer.watch.run_times import read_run_times
 
 pytestmark = pytest.mark.xdist_group("storage_runs")  # one run on a disk is compared with all
 COMMAND = ("--exp=lm.stdlib.StdlibBytesTiny", "--mesh=replica:1,data:2,mdl:1")

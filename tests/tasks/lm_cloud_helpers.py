@@ -10,7 +10,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 
-from spmd_trainer.step import functional
+from spmd_trainer import partitioning
 
 # Small enough to train: what is left of a published model when its sizes are overridden.
 TINY = {
@@ -69,7 +69,7 @@ def train(task_p, batch, steps: int = 4) -> list[float]:
     """Losses of a few steps on one batch, on the mesh that the task declares."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     key = jax.random.key(0)
-    state, _, _, train_step, _, _ = functional.partition_spmd_model(task_p, key, shapes)
+    state, _, _, train_step, _, _ = partitioning.partition_spmd_model(task_p, key, shapes)
     losses = []
     for _ in range(steps):
         state, loss, *_ = train_step(state, key, batch)

@@ -13,11 +13,10 @@ from praxis import base_layer, layers
 from praxis.layers.transformer_models import LanguageModelType
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import tasks_lib
+from spmd_trainer import partitioning, tasks_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.kernels import kernels
-from spmd_trainer.step import functional
 from spmd_trainer.tasks.lm import attention, model_params
 
 SMALL = {"input_dim": 24, "hidden_dim": 24, "num_heads": 3, "dim_per_head": 8}
@@ -57,7 +56,7 @@ def steps(cls, batch) -> tuple[list[float], dict]:
     """Losses of 3 steps on 8 devices (the later ones tell of the gradients), and the variables after them."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     key = jax.random.key(0)
-    state, _, _, train_step, _, _ = functional.partition_spmd_model(cls().task(), key, shapes)
+    state, _, _, train_step, _, _ = partitioning.partition_spmd_model(cls().task(), key, shapes)
     losses = []
     for _ in range(3):
         state, loss, *_ = train_step(state, key, batch)

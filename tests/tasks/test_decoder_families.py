@@ -8,11 +8,11 @@ import pytest
 from decoder_helpers import evaluating
 from praxis import base_layer
 
-from spmd_trainer import experiment_registry
+from spmd_trainer import experiment_modules, experiment_registry
 from spmd_trainer.decoder import experiment
 from spmd_trainer.training import experiment_config
 
-experiment_registry.modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
+experiment_modules.import_package(experiment_registry.EXPERIMENTS_PACKAGE)
 
 # Numbers of parameters of the published checkpoints, tied embeddings counted once; of the text part alone for Gemma 3 from 4B on.
 PUBLISHED = {

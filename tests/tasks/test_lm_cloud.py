@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lm_cloud_helpers import TINY, differences, load, moved_over, num_params, train
 from praxis import layers, pax_fiddle
 
-import spmd_trainer.tasks.lm
 from spmd_trainer import base_experiment, experiment_registry, tasks_lib
 from spmd_trainer.experiments.lm import cloud
 from spmd_trainer.inputs import batches
@@ -38,14 +37,11 @@ def patch():
 
 
 @pytest.fixture(scope="module")
-def published(patch, tmp_path_factory):
+def published(patch):
     """The published files as modules of `spmd_trainer.tasks.lm.params`, where their own imports look for each other."""
-    folder = tmp_path_factory.mktemp("moved_over")
-    (folder / "params").mkdir()
-    for name in PUBLISHED:
-        (folder / "params" / f"{name}.py").write_text(moved_over(f"params/{name}.py"))
-    patch.setattr(spmd_trainer.tasks.lm, "__path__", [*spmd_trainer.tasks.lm.__path__, str(folder)])
-    package = f"{spmd_trainer.tasks.lm.__name__}.params"
+    package = "spmd_trainer.tasks.lm.params"
+    for module in [package, *(f"{package}.{name}" for name in PUBLISHED)]:
+        patch.delitem(sys.modules, module, raising=False)
     yield {name: importlib.import_module(f"{package}.{name}") for name in PUBLISHED}
     for module in [package, *(f"{package}.{name}" for name in PUBLISHED)]:
         sys.modules.pop(module)

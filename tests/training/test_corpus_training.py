@@ -10,8 +10,8 @@ from trained_helpers import make_job
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import CorpusInput, Mixture
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.training import train
+from spmd_trainer.training.summary_writers import read_metrics
 
 STEPS, STOP = 6, 3
 

@@ -15,8 +15,8 @@ from praxis import decoder_hparams
 from trained_helpers import STEPS, TINY, logits, make_job, read_lines, restored, trained
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
 from spmd_trainer.training import checkpoints, decode, start_checks
+from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("trained")

@@ -4,8 +4,8 @@ import pytest
 from etils import epath
 from facts import assert_names
 
-from spmd_trainer.metrics.live_status import live
 from spmd_trainer.training import decode_records
+from spmd_trainer.training.live_status import live
 
 FILE = epath.Path("/runs/mine/decode_out/prompts/step_4.jsonl")
 

@@ -13,14 +13,14 @@ from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.step import pjit
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.shard_map import ShardMapPartitioner
 from spmd_trainer.training import elastic, experiment_config, train
+from spmd_trainer.training.early_stopping import EarlyStopping
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import TrainConfig
+from spmd_trainer.training.summary_writers import read_metrics
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("elastic")

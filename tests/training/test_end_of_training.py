@@ -10,9 +10,9 @@ import pytest
 from praxis import pax_fiddle
 from trained_helpers import TINY, make_job
 
-from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.training import decode, elastic, evaluate, train
+from spmd_trainer.training.early_stopping import EarlyStopping
+from spmd_trainer.training.summary_writers import read_metrics
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")

@@ -10,8 +10,8 @@ from trained_helpers import make_job
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
-from spmd_trainer.metrics.live_status import live
 from spmd_trainer.training import ending
+from spmd_trainer.training.live_status import live
 
 pytestmark = pytest.mark.xdist_group("trained")
 

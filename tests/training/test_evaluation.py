@@ -15,10 +15,10 @@ from trained_helpers import STEPS, logits, make_job, read_lines, restored, train
 from spmd_trainer.checkpointing import CheckpointMismatchError, CheckpointNotFoundError, steps
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.metrics.packing import WeightedMean
-from spmd_trainer.metrics.writers import SummaryWriters, read_metrics
+from spmd_trainer.step.packing import WeightedMean
 from spmd_trainer.training import checkpoints, evaluate, train
+from spmd_trainer.training.early_stopping import EarlyStopping
+from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("trained")

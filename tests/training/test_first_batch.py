@@ -11,11 +11,11 @@ from praxis.py_utils import NestedMap
 from trained_helpers import STEPS, make_job, trained
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.tasks.lm import input_generator
 from spmd_trainer.training import dataset_batches, evaluate, start_up, train
 from spmd_trainer.training.dataset_batches import _num_batches
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.summary_writers import read_metrics
 
 pytestmark = pytest.mark.xdist_group("trained")
 

@@ -8,10 +8,10 @@ from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.inputs import CorpusInput, Documents
 from spmd_trainer.inputs.corpus import prepare
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.training import experiment_config, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.training.summary_writers import read_metrics
 from spmd_trainer.watch.pages import corpus_summary, show_data
 
 SMALL = ("NUM_LAYERS=1", "MODEL_DIMS=16", "HIDDEN_DIMS=32", "NUM_HEADS=2", "MAX_SEQ_LEN=32", "GLOBAL_BATCH_SIZE=8")

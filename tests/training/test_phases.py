@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from spmd_trainer.metrics.live_status import SHOWN_LIVE, PhaseStatus, live
 from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.training.live_status import SHOWN_LIVE, PhaseStatus, live
 from spmd_trainer.training.phases import Phase
 
 

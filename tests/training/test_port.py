@@ -13,8 +13,7 @@ from facts import assert_names, raises_naming
 
 from spmd_trainer import main
 from spmd_trainer.errors import UserError
-from spmd_trainer.pax import port, port_names, port_settings, port_source
-from spmd_trainer.tasks import published
+from spmd_trainer.pax import port, port_names, port_settings, port_source, published
 from spmd_trainer.training.run_config import PortConfig
 
 PAXML = pathlib.Path(importlib.util.find_spec("praxis").origin).parents[1] / "paxml"

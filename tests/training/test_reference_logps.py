@@ -17,11 +17,11 @@ from spmd_trainer.decoder.preferences.model import PreferenceModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.llama import TinyLlama
 from spmd_trainer.inputs.preferences import PreferenceInput
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.step import layout
 from spmd_trainer.step.shard_map import ShardMapPartitioner
 from spmd_trainer.training import evaluate, reference_files, reference_logps, train
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.summary_writers import read_metrics
 
 PAIRS = [{"prompt": f"{i} is", "chosen": " odd" if i % 2 else " even", "rejected": " a number"} for i in range(10)]
 FIELDS = (

@@ -9,10 +9,10 @@ from facts import assert_names, raises_naming
 from jax import lax
 from replica_helpers import flipped
 
-from spmd_trainer.metrics.writers import read_metrics
 from spmd_trainer.training import train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
+from spmd_trainer.training.summary_writers import read_metrics
 from spmd_trainer.watch import repeat_check
 from spmd_trainer.watch.repeat_check import RepeatCheck, RepeatError
 from spmd_trainer.watch.replica_check import ReplicaError

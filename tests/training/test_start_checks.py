@@ -25,8 +25,8 @@ from spmd_trainer.checkpointing import (
 )
 from spmd_trainer.checkpointing.own_steps import OwnStep
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.early_stopping import EarlyStopping
 from spmd_trainer.training import evaluate, experiment_config, start_checks, start_up, train
+from spmd_trainer.training.early_stopping import EarlyStopping
 from spmd_trainer.training.run_config import TrainConfig, config_class
 
 TINY = "synthetic.structures.TinyLm"

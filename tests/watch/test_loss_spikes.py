@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from facts import assert_names
 
-from spmd_trainer.metrics.packing import Scalars, SummaryNames
+from spmd_trainer.step.packing import Scalars, SummaryNames
 from spmd_trainer.watch.loss_spikes import LossSpikes
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.step.packing import Scalars
 from spmd_trainer.watch.progress import LONGEST_SILENCE, Progress
 
 

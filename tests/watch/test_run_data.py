@@ -9,10 +9,10 @@ from facts import assert_names
 from made_up_run import make_run, report, times_line, train_line, write_lines
 from page_checks import EVIL, assert_harmless
 
-from spmd_trainer.metrics.run_times import RunTimesFile
 from spmd_trainer.sharding.page import fill, script_json
 from spmd_trainer.watch.pages import run_texts
 from spmd_trainer.watch.pages.run_page import PageData, names_of, page_text, write_page
+from spmd_trainer.watch.run_times import RunTimesFile
 
 
 def read(*directories):

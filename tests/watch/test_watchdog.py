@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 from facts import assert_names
 
-from spmd_trainer.metrics.run_times import RunTimes
+from spmd_trainer.callbacks import RunTimes
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.watch.board import Digest
 from spmd_trainer.watch.link import STATUS_HANG, JobLink

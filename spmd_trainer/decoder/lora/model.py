@@ -23,7 +23,8 @@ from spmd_trainer.decoder.lora.interpreter import Interpreter
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.base import ForwardResult, Model, ModuleModel, praxis_rngs
-from spmd_trainer.optim import masks
+from spmd_trainer.sharding.variables import path_str
+from spmd_trainer.step import masks
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 # Collections that the forward pass of a frozen base must not change.
@@ -356,7 +357,7 @@ def _is_box(x: Any) -> bool:
 def _named_values(base_vars: PyTree) -> list[tuple[str, Any]]:
     """Returns (path, value) of each variable, in the order of its leaves. A partitioner's box counts as a value."""
     named = jax.tree_util.tree_leaves_with_path(base_vars, is_leaf=_is_box)
-    return [(masks.path_str(path), x) for path, x in named]
+    return [(path_str(path), x) for path, x in named]
 
 
 def _frozen(box: Any) -> base_layer.BoxedParam:

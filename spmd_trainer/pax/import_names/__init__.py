@@ -1,6 +1,7 @@
-"""Modules under import names that only users need: Pax's `trainer_lib`, `checkpoint_paths`, ...
+"""Modules under import names that only users need: Pax's `trainer_lib`, `tasks.lm.model_params`, ...
 
     from spmd_trainer import checkpoint_paths, trainer_lib  # pax/import_names/checkpoint_paths.py and trainer_lib.py
+    from spmd_trainer.tasks.lm import model_params  # pax/import_names/tasks/lm/model_params.py
 
 `spmd_trainer/__init__.py` adds this folder to the package's search path, so its modules are imported as `spmd_trainer.NAME`.
 They have only this name, because a second copy of a module would have a second copy of each of its classes. The trainer does

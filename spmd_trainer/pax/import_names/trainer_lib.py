@@ -22,7 +22,7 @@ from praxis import base_layer
 
 from spmd_trainer.checkpoint_paths import CheckpointType
 from spmd_trainer.errors import UserError
-from spmd_trainer.errors.absent_names import getter
+from spmd_trainer.pax.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
 from spmd_trainer.step import minibatches, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout

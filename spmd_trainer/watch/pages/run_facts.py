@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spmd_trainer.metrics.run_times import StartTimes, goodput
 from spmd_trainer.sharding.messages import bytes_text, count_text, format_duration
 from spmd_trainer.watch.pages.run_charts import Record, curves_of
 from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars
+from spmd_trainer.watch.run_times import StartTimes, goodput
 
 # A run that has not written for so long is said to be silent.
 _SILENT_SECONDS = 600.0

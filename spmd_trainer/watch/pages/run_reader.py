@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from spmd_trainer.metrics.run_times import TIMES_FILE, goodput, read_run_times
 from spmd_trainer.models import config_lines
 from spmd_trainer.storage import is_remote, json_values, reading, run_files
 from spmd_trainer.watch.pages import run_charts, run_facts, run_texts
 from spmd_trainer.watch.pages.run_charts import Record
 from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars, entries
+from spmd_trainer.watch.run_times import TIMES_FILE, goodput, read_run_times
 
 _T = TypeVar("_T")
 # What reading a file that is cut short, or no file of ours, raises.

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from etils import epath
 
-from spmd_trainer.metrics.writers import METRICS_FILE
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.append import read_joined
+from spmd_trainer.training.summary_writers import METRICS_FILE
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -1,6 +1,6 @@
 """A language model that reports LAMBADA's or BoolQ's accuracy, for Pax's GPU experiments.
 
-They import it as `praxis.contrib.gpu.scripts_gpu.models`, which praxis 1.4.0 was published without; see `tasks/published.py`.
+They import it as `praxis.contrib.gpu.scripts_gpu.models`, which praxis 1.4.0 was published without; see `pax/published.py`.
 """
 
 from __future__ import annotations

@@ -122,17 +122,16 @@ def import_for(name: str) -> Iterator[types.ModuleType]:
 
 def _exists(module_name: str) -> bool:
     """Returns True if a module can be found. Does not run the packages that contain it."""
-    top, *rest = module_name.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return False
-    for end, _ in enumerate(rest, start=2):
-        if spec is None or spec.submodule_search_locations is None:
+    parts, spec = module_name.split("."), None
+    for end, _ in enumerate(parts, start=1):
+        parent, name = ".".join(parts[: end - 1]), ".".join(parts[:end])
+        if not parent or parent in sys.modules:  # an imported package may find its modules outside its folder
+            try:
+                spec = importlib.util.find_spec(name)
+            except (ImportError, ValueError):
+                return False
+        elif spec is None or spec.submodule_search_locations is None:
             return False
-        name = ".".join(module_name.split(".")[:end])
-        if name in sys.modules:  # an imported package may look for its modules outside its folder
-            spec = sys.modules[name].__spec__
         else:
             spec = importlib.machinery.PathFinder.find_spec(name, spec.submodule_search_locations)
     return spec is not None
@@ -235,7 +234,7 @@ def _class_text(module: types.ModuleType, class_name: str) -> str:
     ]
     near = [f"{short_name(module.__name__)}.{name}" for name in nearest_names(class_name, classes)]
     hint = suggestion_text(near) or f"; its experiments: {', '.join(classes) or 'none'}"
-    return f"module {module.__name__} ({module.__file__}) has no class {class_name!r}{hint}"
+    return f"module {module.__name__} ({_file(module)}) has no class {class_name!r}{hint}"
 
 
 def _no_module_text(module_name: str) -> str:
@@ -260,4 +259,4 @@ def _no_module_text(module_name: str) -> str:
 
 
 def _file(module: types.ModuleType) -> str:
-    return str(module.__file__ or next(iter(getattr(module, "__path__", ["?"]))))
+    return str(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "no file of its own"))

@@ -1,8 +1,8 @@
 """The registry of experiments: `@register` adds a class, `get(name)` returns it.
 
 An experiment's names are its full name `module.Class`, any unambiguous tail of it, and Pax's short form without `.params.`
-(`lm.lm_cloud.X` for `lm.params.lm_cloud.X`). Nothing is printed at import. `modules.py` imports the module of a name and
-explains names that don't exist.
+(`lm.lm_cloud.X` for `lm.params.lm_cloud.X`). Nothing is printed at import. `experiment_modules.py` imports the module of a
+name and explains names that don't exist.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from spmd_trainer.experiment_registry import modules
-from spmd_trainer.experiment_registry.modules import EXPERIMENTS_PACKAGE, short_name
+from spmd_trainer import experiment_modules
+from spmd_trainer.experiment_modules import EXPERIMENTS_PACKAGE, short_name
 
 __all__ = [
     "EXPERIMENTS_PACKAGE",
@@ -157,14 +157,14 @@ def _matches(name: str) -> list[str]:
 def _matches_after_imports(name: str) -> list[str]:
     """Returns the same after importing modules until one matches; at least one name."""
     imported = []
-    for module in modules.import_for(name):
+    for module in experiment_modules.import_for(name):
         imported.append(module)
         if found := _matches(name):
             return found
-    failures = modules.import_packages()
+    failures = experiment_modules.import_packages()
     if found := _matches(name):
         return found
-    raise modules.unknown(name, imported, _full_names_by_key, failures)
+    raise experiment_modules.unknown(name, imported, _full_names_by_key, failures)
 
 
 def get_all() -> Mapping[str, type]:

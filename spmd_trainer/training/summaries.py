@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmd_trainer.callbacks.base import Callback, Run, Turn
-from spmd_trainer.callbacks.invalid_steps import is_valid
+from spmd_trainer.callbacks import Callback, Run, Turn
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics import clu_metrics
-from spmd_trainer.metrics.clu_metrics import CluMetrics
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.step.packing import CluMetrics, Scalars, computed_clu, merged_clu
+from spmd_trainer.training.invalid_steps import is_valid
 
 
 class Summaries(Callback):
@@ -107,7 +105,7 @@ class StepAverages:
             self._values.setdefault(name, []).append((value, scalars.weights[name]))
         for name, value in scalars.summaries.items():
             self._summaries.setdefault(name, []).append(value)
-        self._clu = clu_metrics.merged(self._clu, scalars.clu)
+        self._clu = merged_clu(self._clu, scalars.clu)
 
     def take(self, scalars: Mapping[str, float]) -> dict[str, float]:
         """Returns the averages {'loss': ..., metric: ..., summary: ...} and starts an empty average.
@@ -121,7 +119,7 @@ class StepAverages:
             result[name] = sum(v * w for v, w in pairs if w) / total if total else pairs[-1][0]
         if self._losses:
             result["loss"] = sum(self._losses) / len(self._losses)
-        result |= clu_metrics.computed(self._clu)
+        result |= computed_clu(self._clu)
         self._clear()
         return result or dict(scalars)
 

@@ -20,7 +20,7 @@ from spmd_trainer.storage.append import GrowingFile, open_append, read_joined
 from spmd_trainer.storage.retry import retry
 
 if TYPE_CHECKING:
-    from spmd_trainer.metrics.event_files import EventFile
+    from spmd_trainer.training.event_files import EventFile
 
 METRICS_FILE = "metrics.jsonl"
 # (name, step, scalars, notes): the arguments of `SummaryWriters.write`.
@@ -162,7 +162,7 @@ class SummaryWriters:
         retry(lambda: lines.write(line.encode()), what=what, attempts=attempts)
 
     def _open(self, name: str) -> tuple[EventFile, GrowingFile]:
-        from spmd_trainer.metrics.event_files import EventFile
+        from spmd_trainer.training.event_files import EventFile
 
         directory = self._root / name
         if not is_remote(directory):

@@ -1,4 +1,4 @@
-"""Packs the scalars of a step into one array.
+"""The scalars of a step: packed into one array on the devices, unpacked and averaged on the host.
 
 Fetching sixty separate scalars from the devices can take the host longer than a small step. clu metrics stay separate,
 because their arrays may be integers of any size; few models have them.
@@ -14,11 +14,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from clu import metrics
 
-from spmd_trainer.metrics import clu_metrics
-from spmd_trainer.metrics.clu_metrics import CluMetrics
+from spmd_trainer.errors import UserError
 from spmd_trainer.step.step_fns import StepFnOutput
 
+CluMetrics: TypeAlias = Mapping[str, metrics.Metric]
 # Output of a step: the vector and the clu metrics.
 Packed: TypeAlias = tuple[jax.Array, CluMetrics]
 
@@ -138,7 +139,7 @@ class Scalars(Mapping[str, float]):
     @functools.cached_property
     def _by_name(self) -> dict[str, float]:
         loss = {} if self.loss is None else {"loss": self.loss}
-        return {**loss, **self.means, **clu_metrics.computed(self.clu), **self.summaries}
+        return {**loss, **self.means, **computed_clu(self.clu), **self.summaries}
 
     def __getitem__(self, name: str) -> float:
         return self._by_name[name]
@@ -177,7 +178,7 @@ class WeightedMean:
           weights: {name: its weight}.
           clu: {name: clu metric over the batch}, merged by the metric itself.
         """
-        self._clu = clu_metrics.merged(self._clu, clu or {})
+        self._clu = merged_clu(self._clu, clu or {})
         for name, value in values.items():
             weight = weights[name]
             if weight:
@@ -191,4 +192,39 @@ class WeightedMean:
             for name, weight in self._weights.items()
             if weight
         }
-        return {**means, **clu_metrics.computed(self._clu)}
+        return {**means, **computed_clu(self._clu)}
+
+
+def merged_clu(old: CluMetrics, new: CluMetrics) -> dict[str, metrics.Metric]:
+    """Merges the clu metrics of two sets of batches; `old` may be empty."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return {name: old[name].merge(metric) if name in old else metric for name, metric in new.items()}
+
+
+def computed_clu(clu: CluMetrics) -> dict[str, float]:
+    """Computes clu metrics; a metric that computes a dict gives 'metric/key'.
+
+    Raises:
+      UserError: a metric (named) fails, or computes something other than a scalar or a dict of scalars.
+    """
+    found: dict[str, float] = {}
+    with jax.transfer_guard_device_to_host("allow"):
+        for name, metric in clu.items():
+            value = _value_of(name, metric)
+            for key, part in value.items() if isinstance(value, Mapping) else [("", value)]:
+                if np.shape(part):
+                    raise UserError(
+                        f"the clu metric {name!r} ({type(metric).__name__}) computes an array of shape {np.shape(part)}; its "
+                        "`compute` must return a scalar, or a dict of scalars"
+                    )
+                found[f"{name}/{key}" if key else name] = float(part)
+    return found
+
+
+def _value_of(name: str, metric: metrics.Metric) -> Any:
+    try:
+        return metric.compute()
+    except Exception as error:  # a user's code may fail in any way, and clu's own `Std` does with JAX 0.10
+        raise UserError(
+            f"the clu metric {name!r} ({type(metric).__name__}) can't be computed: {type(error).__name__}: {error}"
+        ) from error

@@ -1,34 +1,42 @@
-"""`Callback`: one method for each moment of a training run. `Run`: the run as a callback sees it."""
+"""Callbacks: objects that a training run calls at its moments. The trainer has its own; experiments and callers add theirs.
+
+`Callback` has one method for each moment of a run, and each method gets a `Run`: the run's state, mesh, task and directory. An
+experiment adds callbacks as configs in `task.train.callbacks`, a caller as objects in `spmd_trainer.train(callbacks=[...])`.
+`StepWatch` follows each step more closely, from inside the loop.
+
+The trainer's own callbacks serve as examples. Those of every run are in `training/`: `summaries.py`, `saving.py`,
+`early_stopping.py` and `invalid_steps.py`. A run trains without the others: `watch/run.py` lists those that watch it,
+`tracking/tracking.py` tells trackers of it (`--track`), and `lm_eval/` judges the model every N steps, where an experiment adds
+it. `training/callback_list.py` calls a run's callbacks.
+"""
 
 from __future__ import annotations
 
 import enum
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import jax
-from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.callbacks.bounded import within
-from spmd_trainer.callbacks.step_watch import StepWatch
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.packing import Scalars
-from spmd_trainer.metrics.run_times import RunTimes
+from spmd_trainer.step.packing import Packed, Scalars
 
 if TYPE_CHECKING:
     from spmd_trainer.inputs.prefetch import Prefetcher
-    from spmd_trainer.metrics.writers import SummaryWriters
     from spmd_trainer.step.partitioner import Partitioner
     from spmd_trainer.tasks_lib import SingleTask
     from spmd_trainer.train_states import PyTree, TrainState
+    from spmd_trainer.training.summary_writers import SummaryWriters
 
-
+# The parts of a run's time.
+PARTS = ("start", "compile", "input", "step", "save", "evaluation", "decode", "other")
 # How a run ended: complete, with an error, or by a signal, after which the same command continues it.
 Status: TypeAlias = Literal["finished", "failed", "stopped"]
+# (state, key, batch) -> (new state, packed scalars). Donates the state.
+StepFn: TypeAlias = "Callable[[TrainState, jax.Array, PyTree], tuple[TrainState, Packed]]"
 
 
 class CallbackError(UserError):
@@ -137,7 +145,7 @@ class Run:
 
         Args:
           activity: what the run does now; for messages.
-          part: what its time counts as, one of `metrics.run_times.PARTS`.
+          part: what its time counts as, one of `PARTS`.
         """
         self._activity = (activity, self.times.begin(part))
 
@@ -273,87 +281,78 @@ class Callback:
         """Called last, when training is complete or a signal has ended it and all checkpoints are on disk."""
 
 
-_HOOKS = tuple(name for name, value in vars(Callback).items() if callable(value) and not name.startswith("_"))
+class StepWatch:
+    """Watches nothing. A callback may put a subclass into `run.step_watch` in its `on_open`.
 
+    The loop calls `begin`, `took_input`, `dispatching`, `dispatched` and `waits` in this order for each step, and hands out
+    scalars through what `reports` returns. Times are those of `time.monotonic`.
+    """
 
-class CallbackList:
-    """The callbacks of a run, in the order of their turns. Calls only the methods that a callback overrides."""
-
-    def __init__(self, callbacks: Sequence[Callback]):
-        """Sorts the callbacks.
+    def begin(self, began: float, for_others: float) -> None:
+        """Called when the step before has ended, and the loop asks for the next batch.
 
         Args:
-          callbacks: those of the same turn in the order in which they are called.
+          began: when, in seconds.
+          for_others: how long this process's input has waited for other processes' since the run began, in seconds.
+        """
+
+    def took_input(self, now: float, for_others: float) -> None:
+        """Called when the batch is there. Arguments as in `begin`."""
+
+    def around(self, fn: StepFn, run: Run) -> StepFn:
+        """Returns what the loop calls as the compiled train step `fn`. It may take the step after `run.step` in another way."""
+        return fn
+
+    def dispatching(self) -> None:
+        """Called when the loop is about to hand a step to the devices."""
+
+    def dispatched(self, step: int, packed: Packed) -> None:
+        """Called when it has; `packed` are the step's scalars, which aren't donated to the next one."""
+
+    def waits(self) -> None:
+        """Called when the loop is about to wait for the scalars of an older step."""
+
+    def reports(self, report: Callable[[int, Scalars], object]) -> Callable[[int, Scalars], object]:
+        """Returns a function to call with a step and its scalars when the wait for them has ended; it calls `report`."""
+        return report
+
+    def end(self) -> None:
+        """Called when the step has ended, before a pause for instance. What follows until `begin` belongs to no step."""
+
+
+class RunTimes:
+    """Adds up the seconds that a process spends in each part of a run. Exactly one part is active at any time.
+
+    `begin` costs one clock reading and one addition, cheap enough to call at every step.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        """Begins with 'start'. `clock` returns the time in seconds."""
+        self._clock = clock
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        # One attribute, so that other threads see a consistent pair of part and start.
+        self._current = ("start", clock())
+
+    @property
+    def current(self) -> tuple[str, float]:
+        """The active part and its start on the clock. Thread-safe."""
+        return self._current
+
+    def begin(self, part: str) -> float:
+        """Ends the active part and begins another of `PARTS`. Returns its start on the clock.
 
         Raises:
-          UserError: one of them is no `Callback`.
+          KeyError: the part is unknown.
         """
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise UserError(
-                    f"task.train.callbacks has {callback!r:.200}, a {type(callback).__name__}; give configs of classes that "
-                    "derive from spmd_trainer.callbacks.Callback, e.g. pax_fiddle.Config(MyCallback)"
-                )
-        self.callbacks = tuple(sorted(callbacks, key=lambda callback: type(callback).turn))
-        self._overriding = {
-            hook: [c for c in self.callbacks if getattr(type(c), hook) is not getattr(Callback, hook)]
-            for hook in _HOOKS
-        }
+        now = self._clock()
+        before, since = self._current
+        self._seconds[before] += now - since
+        self._seconds[part] += 0.0
+        self._current = (part, now)
+        return now
 
-    def call(self, hook: str, run: Run, *args: object) -> list[object]:
-        """Calls one method of every callback that overrides it.
-
-        Args:
-          hook: the method's name, e.g. 'after_step'.
-          run: the run.
-          *args: what the method takes besides.
-
-        Returns:
-          What they returned.
-
-        Raises:
-          CallbackError: an experiment's or a caller's callback raised an exception.
-        """
-        results = []
-        for callback in self._overriding[hook]:
-            try:
-                results.append(getattr(callback, hook)(run, *args))
-            except Exception as error:
-                if _is_own(callback):  # The trainer's own errors say what is wrong.
-                    raise
-                raise CallbackError(_explain(callback, hook, run, args, error)) from error
-        return results
-
-    def fail(self, run: Run, error: BaseException, *, seconds: float | None = None) -> None:
-        """Calls `on_failure` of every callback. What one of them raises is logged: the first error is the one to report.
-
-        Args:
-          run: the run.
-          error: what has ended it.
-          seconds: how long one of them may take before the next is called; None for as long as it takes.
-        """
-        for callback in self._overriding["on_failure"]:
-            if seconds is not None:
-                within(seconds, f"on_failure of {_name(callback)}", functools.partial(callback.on_failure, run, error))
-                continue
-            try:
-                callback.on_failure(run, error)
-            except Exception:
-                logging.exception("callback %s failed in on_failure", _name(callback))
-
-
-def _name(callback: Callback) -> str:
-    return f"{type(callback).__module__}.{type(callback).__qualname__}"
-
-
-def _is_own(callback: Callback) -> bool:
-    module = type(callback).__module__
-    return module.startswith("spmd_trainer.") and not module.startswith("spmd_trainer.experiments.")
-
-
-def _explain(callback: Callback, hook: str, run: Run, args: Sequence[object], error: Exception) -> str:
-    step = args[0] if args and isinstance(args[0], int) else run.step
-    text = f"callback {_name(callback)} failed in {hook} at step {step}: {type(error).__name__}: {error}"
-    if isinstance(error, jax.errors.JaxRuntimeError) and "transfer" in str(error):
-        text += "\nRead arrays of the devices with jax.device_get; implicit copies are refused between two steps"
-    return text
+    def seconds(self) -> dict[str, float]:
+        """Returns {part: seconds so far}, the active part included. Thread-safe."""
+        seconds, (part, since) = dict(self._seconds), self._current
+        seconds[part] += self._clock() - since
+        return seconds

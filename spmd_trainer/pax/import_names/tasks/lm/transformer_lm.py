@@ -13,10 +13,10 @@ from praxis import layers
 from praxis.layers import activations, embedding_softmax, models
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import tasks_lib
+from spmd_trainer import task_defaults, tasks_lib
 from spmd_trainer.errors import UserError
-from spmd_trainer.tasks.lm import cheaper_layers, task_defaults
-from spmd_trainer.tasks.lm.task_defaults import DATA_AXIS, MDL_AXIS, REPLICA_AXIS, STAGE_AXIS
+from spmd_trainer.task_defaults import DATA_AXIS, MDL_AXIS, REPLICA_AXIS, STAGE_AXIS
+from spmd_trainer.tasks.lm import cheaper_layers
 from spmd_trainer.tasks.lm.transformer_experiment import TransformerExperiment, heads_of
 
 

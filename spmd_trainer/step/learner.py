@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from praxis import asserts, base_hyperparams, base_layer, optimizers, pax_fiddle
 from praxis import optimizer_prefix_vectorization as opt_vec
 
-from spmd_trainer.optim import optax_bridge
-from spmd_trainer.optim.masks import mask_out, match_paths, paths_text, with_paths
+from spmd_trainer.step import optax_bridge
+from spmd_trainer.step.masks import mask_out, match_paths, paths_text, with_paths
 
 
-class Learner(base_hyperparams.FiddleBaseParameterizable):
+class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # untyped
     """Turns gradients of one loss into updates of the variables.
 
     Attributes:
@@ -320,7 +320,7 @@ def _summarize_norms(prefix: str, tree: Any) -> None:
 
 def has_ema(learner: Learner) -> bool:
     """Returns True if the learner's optimizer keeps moving averages of the variables."""
-    return learner.optimizer.ema_decay > 0.0
+    return bool(learner.optimizer.ema_decay > 0.0)
 
 
 def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spmd_trainer.callbacks.base import Callback, Run, Turn
+from spmd_trainer.callbacks import Callback, Run, Turn
 from spmd_trainer.checkpointing import Checkpointer, NonFiniteStateError, frozen_base
 from spmd_trainer.errors import UserError
 

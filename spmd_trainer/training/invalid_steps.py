@@ -6,9 +6,9 @@ import math
 
 from absl import logging
 
-from spmd_trainer.callbacks.base import Callback, Run
+from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.errors import UserError
-from spmd_trainer.metrics.packing import Scalars
+from spmd_trainer.step.packing import Scalars
 
 # Each of the first invalid steps is logged; after that, one in a hundred.
 _LOGGED_EACH = 20

@@ -3,8 +3,8 @@
     pip install --no-deps paxml==1.4.0
 
 Then `spmd_trainer.tasks.lm.params.c4` is paxml's `tasks/lm/params/c4.py`, so that a file which imports
-`paxml.tasks.lm.params.c4` finds it after the renaming. paxml itself is never imported: it needs a JAX of 2024. A module in the
-folder of one of `PACKAGES` comes before paxml's.
+`paxml.tasks.lm.params.c4` finds it after the renaming. paxml itself is never imported: it needs a JAX of 2024. The packages of
+these modules are `import_table.PACKAGES`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,8 @@ import sys
 import types
 from collections.abc import Sequence
 
-# Packages whose modules may come from paxml.
-PACKAGES = (
-    "spmd_trainer.tasks.lm.params",
-    "spmd_trainer.tasks.vision.params",
-    "spmd_trainer.tasks.test",
-    "spmd_trainer.contrib.gpu.scripts_gpu",
-    "spmd_trainer.experimental",
-)
+from spmd_trainer.pax import import_table
+
 # A module of praxis' repository that praxis 1.4.0 was published without.
 _PRAXIS_CONTRIB = "praxis.contrib"
 _PRAXIS_MODELS = "praxis.contrib.gpu.scripts_gpu.models"
@@ -57,7 +51,7 @@ def paxml_folder() -> pathlib.Path | None:
 
 
 def install() -> None:
-    """Lets modules of `PACKAGES` be imported from paxml. Calling it again does nothing."""
+    """Lets modules of `import_table.PACKAGES` be imported from paxml. Calling it again does nothing."""
     if not any(isinstance(finder, _PaxmlFinder) for finder in sys.meta_path):
         sys.meta_path.append(_PaxmlFinder())
 
@@ -70,12 +64,12 @@ class _PaxmlFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         del path, target
         if fullname == _PRAXIS_MODELS:
-            own = pathlib.Path(__file__).parent / "lm" / "custom_metrics.py"
+            own = pathlib.Path(__file__).parent / "import_names" / "tasks" / "lm" / "custom_metrics.py"
             return importlib.util.spec_from_file_location(fullname, own)
         if fullname.startswith(_PRAXIS_CONTRIB) and _PRAXIS_MODELS.startswith(f"{fullname}."):
             return importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-        package, _, name = fullname.rpartition(".")
-        if package not in PACKAGES:
+        package, _, name = fullname.removeprefix("spmd_trainer.").rpartition(".")
+        if not fullname.startswith("spmd_trainer.") or package not in import_table.PACKAGES:
             return None
         folder = paxml_folder()
         if folder is None:
@@ -84,7 +78,7 @@ class _PaxmlFinder(importlib.abc.MetaPathFinder):
                 "never imported",
                 name=fullname,
             )
-        file = folder.joinpath(*package.split(".")[1:], f"{name}.py")
+        file = folder.joinpath(*package.split("."), f"{name}.py")
         if not file.is_file():
             return None
         return importlib.util.spec_from_file_location(fullname, file, loader=_RenamingLoader(fullname, str(file)))

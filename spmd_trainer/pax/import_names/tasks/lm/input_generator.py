@@ -12,9 +12,9 @@ from praxis import lingvo_lib
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.errors.absent_names import getter
 from spmd_trainer.inputs import batches
 from spmd_trainer.inputs.bert_records import TFRecordBertInput
+from spmd_trainer.pax.absent_names import getter
 
 __all__ = ["SyntheticLmData", "TFRecordBertInput"]
 

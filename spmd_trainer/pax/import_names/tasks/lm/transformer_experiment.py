@@ -8,9 +8,9 @@ from typing import Any
 from praxis import base_layer, layers
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import base_experiment, tasks_lib
+from spmd_trainer import base_experiment, task_defaults, tasks_lib
 from spmd_trainer.errors import UserError
-from spmd_trainer.tasks.lm import attention, cheaper_layers, task_defaults
+from spmd_trainer.tasks.lm import attention, cheaper_layers
 
 
 class TransformerExperiment(base_experiment.BaseExperiment):

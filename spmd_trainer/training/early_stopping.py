@@ -1,21 +1,85 @@
-"""Ends training by a metric, and keeps the best checkpoint."""
+"""Ends training by a metric (`task.early_stopping_fn`), and keeps the best checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from absl import logging
+from praxis import base_hyperparams
 
 from spmd_trainer import multihost
-from spmd_trainer.callbacks.base import Callback, Run
-from spmd_trainer.callbacks.checkpoints import save_state
+from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.checkpointing import Checkpointer, steps
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
-from spmd_trainer.metrics.early_stopping import EarlyStopping
-from spmd_trainer.metrics.writers import read_metrics
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.tasks_lib import EarlyStoppingFn
+from spmd_trainer.training.saving import save_state
+from spmd_trainer.training.summary_writers import read_metrics
 
 STOPPED = "early_stopping_fn ended training"
+
+
+class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
+    """Ends training when a metric has not improved for several evaluations; `best/` keeps the best checkpoint.
+
+        task_p.early_stopping_fn = pax_fiddle.Config(EarlyStopping, metric="heldout/log_pplx", patience=3)
+
+    Attributes:
+      metric: 'DATASET/metric', as logged by evaluations during training.
+      mode: 'min' if lower is better, 'max' if higher is better.
+      patience: number of evaluations in a row without improvement after which training ends.
+      min_delta: smallest change that counts as an improvement.
+    """
+
+    metric: str = ""
+    mode: str = "min"
+    patience: int = 3
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "/" not in self.metric:
+            raise ValueError(f"EarlyStopping.metric={self.metric!r}; set it to 'DATASET/metric'")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"EarlyStopping.mode={self.mode!r}; set it to 'min' or 'max'")
+        if self.patience < 1:
+            raise ValueError(f"EarlyStopping.patience={self.patience}; set it to 1 or more")
+        self._best: float | None = None
+        self._since_best = 0
+
+    @property
+    def improved(self) -> bool:
+        """True if the latest evaluation is the best so far."""
+        return self._best is not None and not self._since_best
+
+    def dataset_among(self, names: Iterable[str]) -> str | None:
+        """Returns the dataset of `metric`, or None if it is not one of `names`. Names may contain slashes."""
+        return max((name for name in names if self.metric.startswith(f"{name}/")), key=len, default=None)
+
+    def __call__(self, metrics: Mapping[str, Any], running_mode: str, step: int, is_last: bool) -> bool:
+        """Records an evaluation. Returns True if training should end.
+
+        Args:
+          metrics: {'DATASET/metric': value}.
+          running_mode, step, is_last: unused; part of Pax's signature.
+
+        Raises:
+          UserError: `metrics` lacks the metric.
+        """
+        del running_mode, step, is_last
+        if self.metric not in metrics:
+            raise UserError(
+                f"EarlyStopping.metric is {self.metric!r}; the evaluations give {sorted(metrics)}"
+                f"{did_you_mean(self.metric, metrics)}"
+            )
+        value = float(metrics[self.metric]) * (1 if self.mode == "min" else -1)
+        # NaN is never an improvement: comparisons with NaN are false.
+        if value < (float("inf") if self._best is None else self._best - self.min_delta):
+            self._best, self._since_best = value, 0
+        else:
+            self._since_best += 1
+        return self._since_best >= self.patience
 
 
 class EarlyStop(Callback):

@@ -1,7 +1,7 @@
-"""The partitioned steps as plain functions, for people who write their own training loop.
+"""Pax's `partitioning`: partitioners, and the partitioned steps as plain functions, for people who write their own training loop.
 
 `partition_spmd_model` returns the state and the train and eval steps, `get_partitioned_spmd_model_decode_fn` the decode step.
-Names and signatures are Pax's.
+Names and signatures are Pax's, except `Partitioner`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,31 @@ import jax
 import jax.numpy as jnp
 from praxis import pax_fiddle
 
+from spmd_trainer.pax.absent_names import getter
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.compiled_step import CompiledStep, StepFn
 from spmd_trainer.step.partitioner import Partitioner
-from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.step.pjit import PjitPartitioner, create_partitioner
 from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
 from spmd_trainer.tasks_lib import SingleTask, build_task
 from spmd_trainer.train_states import NestedJTensor, NestedPartitionSpec, NestedShapeDtypeStruct, TrainState
+
+__all__ = [
+    "Partitioner",
+    "PjitPartitioner",
+    "create_partitioner",
+    "get_partitioned_spmd_model_decode_fn",
+    "partition_spmd_model",
+]
+
+ABSENT = {
+    "PmapPartitioner": "PjitPartitioner runs models without a mesh data-parallel; trainer_lib has steps for your own jax.pmap",
+    "AutoShardingPjitPartitioner": "give rules instead: task.train.sharding_strategy",
+    "get_step_fn": "PjitPartitioner().partition(step_fns.train_step, shapes, is_eval=False) partitions a step of "
+    "step/step_fns.py",
+    "create_experiment_or_default_partitioner": "experiment.partitioner() or create_partitioner(task)",
+}
+__getattr__ = getter(__name__, ABSENT)
 
 # The results of a step: weighted_loss (None in decode), mean_metrics, per_example_out, summary_tensors.
 Outputs: TypeAlias = tuple[jax.Array | None, WeightedScalars, NestedJTensor, dict[str, Any]]

@@ -1,1 +1,0 @@
-"""Scalars of a step on the host: packing, averaging, writing, progress lines, early stopping."""

@@ -1,5 +1,0 @@
-"""paxml's language-model experiments, read from an installed paxml; see `tasks/published.py`."""
-
-from spmd_trainer.tasks import published
-
-published.install()
