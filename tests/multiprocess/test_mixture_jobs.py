@@ -41,14 +41,15 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def train(
-    folder: pathlib.Path, name: str, documents: pathlib.Path, cache: str, processes: int, steps: int
+    folder: pathlib.Path, name: str, documents: pathlib.Path, cache: str, processes: int, steps: int, *flags: str
 ) -> list[list[str]]:
     """Trains in `folder` until a step; returns the checksums of the rows of each global batch that was read."""
     read = folder.parent / f"rows-{name}"
     read.mkdir()
     env = {"ROWS_READ": os.fspath(read), "DOCUMENTS": os.fspath(documents)}
     fields = SETTINGS | {"num_train_steps": steps}
-    run(MixtureJob(folder, processes, cache, fields, mesh="replica:1,data:3,mdl:2", rows=ROWS, env=env))
+    mesh = "replica:1,data:3,mdl:2"
+    run(MixtureJob(folder, processes, cache, fields, flags=flags, mesh=mesh, rows=ROWS, env=env))
     shares = [(read / f"{index}.txt").read_text().splitlines() for index in range(processes)]
     return [" ".join(lines).split() for lines in zip(*shares, strict=False)]
 
@@ -61,3 +62,25 @@ def test_a_mixture_resumed_by_fewer_processes_gives_the_batches_of_one_process(d
     assert [len(rows) for rows in expected] == [ROWS] * STEPS
     assert len({row for rows in expected for row in rows}) == ROWS * STEPS
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_a_corpus_that_a_job_tokenises_while_it_trains_gives_the_same_batches(documents, cache, tmp_path):
+    expected = train(tmp_path / "whole", "whole", documents, cache, 1, STEPS)[:STEPS]
+    flag = f"--data_cache_dir={tmp_path / 'tokens'}"
+    assert train(tmp_path / "first", "first", documents, cache, 3, STEPS, flag)[:STEPS] == expected
+    records = sorted((tmp_path / "tokens").glob("corpus-*/tokens-*.json"))
+    assert len(records) <= 2  # the last steps don't wait for the tokens
+    again = run(
+        MixtureJob(
+            tmp_path / "long",
+            2,
+            cache,
+            SETTINGS | {"num_train_steps": 200, "save_interval_steps": 200},
+            flags=(flag,),
+            mesh="replica:1,data:3,mdl:2",
+            rows=ROWS,
+            env={"ROWS_READ": os.fspath(tmp_path / "rows-first"), "DOCUMENTS": os.fspath(documents)},
+        )
+    )
+    assert len(list((tmp_path / "tokens").glob("corpus-*/corpus.json"))) == 2, again.log()
+    assert train(tmp_path / "then", "then", documents, cache, 2, STEPS, flag)[:STEPS] == expected

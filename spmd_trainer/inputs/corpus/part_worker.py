@@ -32,6 +32,7 @@ from spmd_trainer.inputs.corpus.order import size_of
 from spmd_trainer.inputs.corpus.row_plan import Tokens
 from spmd_trainer.inputs.corpus.token_store import Batch
 from spmd_trainer.storage import files, is_remote
+from spmd_trainer.storage.paths import directory
 
 # Documents encoded at a time.
 _BLOCK = 256
@@ -152,7 +153,7 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
       UserError: the corpus can't be read, or has a bad record and `bad_records` is 'raise'.
       OSError: the part can't be written.
     """
-    part, folder = task.parts[number], epath.Path(task.folder)
+    part, folder = task.parts[number], directory("--data_cache_dir", task.folder)
     encoder = Encoder(task.tokenizer, task.tokenizer.vocab_size)
     names = ("documents", "tokens", "bytes", "empty", "skipped", "largest")
     record: dict[str, Any] = {"key": task.key, **dict.fromkeys(names, 0), "named": []}

@@ -29,6 +29,7 @@ from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import files, json_values, reading
 from spmd_trainer.storage.local_copies import state_key
 from spmd_trainer.storage.lock import LockedError, locked
+from spmd_trainer.storage.paths import directory
 
 # How often a process looks what the others have finished.
 _LOOK_SECONDS = 2.0
@@ -139,7 +140,7 @@ class PreparedSource(Source):
 
     def _make(self) -> None:
         """Returns once the store is there."""
-        folder = epath.Path(self._preparation.output)
+        folder = directory("--data_cache_dir", self._preparation.output)
         if (folder / DESCRIPTION_FILE).exists():
             return
         if self._helpers.index:

@@ -33,7 +33,7 @@ DESCRIPTION_FILE = "corpus.json"
 FORMAT = 2
 # Documents whose lengths are read at a time in order; nearer ones are read together.
 _BLOCK, _NEAR = 1024, 256
-# Ranges that are this near each other are read in one request of an object store.
+# Ranges that are this near each other are read in one request of an object store; see `_together`.
 _NEAR_BYTES = 2**16
 _REQUESTS = 32
 # Parts of remote stores whose lengths are held.
@@ -295,18 +295,7 @@ class TokenStore(NumberedFiles):
         for number, start, stop in ranges:
             part, batch = self._batches[number]
             spans.append((part, batch.tokens_at + width * start, batch.tokens_at + width * stop))
-        order = sorted(range(len(spans)), key=spans.__getitem__)
-        near = _NEAR_BYTES if is_remote(self._folder) else 0
-        requests: list[list[int]] = []  # places in `spans`, in the order of the file
-        end = (-1, 0)
-        for place in order:
-            part, start, stop = spans[place]
-            if requests and part == end[0] and start - end[1] <= near:
-                requests[-1].append(place)
-                end = (part, max(end[1], stop))
-            else:
-                requests.append([place])
-                end = (part, stop)
+        requests = _together(spans, _NEAR_BYTES if is_remote(self._folder) else 0)
 
         def read(places: list[int]) -> tuple[int, bytes]:
             part, start, _ = spans[places[0]]
@@ -325,6 +314,24 @@ class TokenStore(NumberedFiles):
                     content, self.dtype.newbyteorder("<"), (stop - start) // width, start - first
                 )
         return [found[place] for place in range(len(spans))]
+
+
+def _together(spans: Sequence[tuple[int, int, int]], near: int) -> list[list[int]]:
+    """Groups (file, start, stop) into requests: places in `spans`, in the order of the files.
+
+    A request leaves out gaps of more than `near` bytes, and of more than a quarter of what it fetches.
+    """
+    found: list[list[int]] = []
+    file, end, wanted = -1, 0, 0
+    for place in sorted(range(len(spans)), key=spans.__getitem__):
+        part, start, stop = spans[place]
+        if found and part == file and start - end <= min(near, (wanted + stop - start) // 4):
+            found[-1].append(place)
+            end, wanted = max(end, stop), wanted + stop - start
+        else:
+            found.append([place])
+            file, end, wanted = part, stop, stop - start
+    return found
 
 
 def fetch(ranges: Sequence[tuple[np.ndarray | StoredTokens, int, int]]) -> list[np.ndarray]:
