@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files, text_base
@@ -179,6 +179,8 @@ class TemplatedFiles(text_base.TokenizedFiles):
       max_render_seconds: most seconds of processor time for one rendering.
       max_rendered_chars: most characters of a rendered conversation. A rendering may use 1 GiB, and 32 bytes for each of them.
     """
+
+    _reads_json: ClassVar[bool] = True
 
     chat_template: str | None = None
     template_variables: Any = None

@@ -99,15 +99,25 @@ def read_head(path: str) -> bytes:
         return reading.read(path, 0, file_formats.HEAD_BYTES)
 
 
-def _kind(path: str) -> str | None:
-    """Returns the kind of a file; None for an empty file whose name says nothing."""
+def kind_of_name(path: str) -> str | None:
+    """Returns the kind that a file's name tells; None if it tells none."""
+    name = _plain_name(path)
+    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+
+
+def _plain_name(path: str) -> str:
+    """Returns a file's name in lower case, without its folder, the shard's number and the suffix of a compressed file."""
     name = _SHARD.sub("", os.path.basename(path).lower())
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
-    for kind, suffixes in SUFFIXES.items():
-        if name.endswith(suffixes):
-            return kind
-    suffix = os.path.splitext(name)[1]
+    return name
+
+
+def _kind(path: str) -> str | None:
+    """Returns the kind of a file; None for an empty file whose name says nothing."""
+    if (named := kind_of_name(path)) is not None:
+        return named
+    suffix = os.path.splitext(_plain_name(path))[1]
     if suffix in _UNREAD:
         raise UserError(
             f"{path} holds rows with {_UNREAD[suffix]}s between the columns, which no kind reads. Convert it to Parquet or JSON "
