@@ -16,7 +16,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.sharding.messages import short_hash
-from spmd_trainer.storage import is_remote
+from spmd_trainer.storage import is_remote, reading
 
 VARIABLE = "SPMD_TRAINER_CACHE"
 _COPY_BYTES = 2**24
@@ -104,10 +104,5 @@ def _replacing(target: pathlib.Path) -> Iterator[str]:
 
 def _key(path: str) -> str:
     """Cache name of a file in its current state."""
-    if is_remote(path):
-        found = epath.Path(path).stat()
-        stamp = f"{path}:{found.length}:{found.mtime}"
-    else:
-        status = os.stat(path)
-        stamp = f"{os.path.abspath(path)}:{status.st_size}:{status.st_mtime_ns}"
-    return short_hash(stamp, 24)
+    name = path if is_remote(path) else os.path.abspath(path)
+    return short_hash(f"{name}:{reading.version(path)}", 24)
