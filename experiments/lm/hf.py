@@ -24,6 +24,7 @@ from spmd_trainer.experiments.lm.cloud import rows_per_process
 from spmd_trainer.experiments.lm.own_text import OnDocuments
 from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.inputs import chat_prompts, text
+from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.models.decoder_spec import DecoderSpec
 
 _STORED = "stored"
@@ -87,7 +88,7 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
             "batch_size": Config(rows_per_process, global_batch_size=self.NUM_PROMPTS),
         }
         paths = [self.PROMPTS] if isinstance(self.PROMPTS, str | os.PathLike) else list(self.PROMPTS)
-        chats = [os.fspath(path).endswith((".jsonl", ".parquet")) for path in paths]
+        chats = [file_kinds.kind_of_name(os.fspath(path)) in ("jsonl", "parquet") for path in paths]
         if any(chats) and not all(chats):
             raise UserError(
                 f"PROMPTS={self.PROMPTS!r} has conversations (*.jsonl, *.parquet) and other files; give one kind"

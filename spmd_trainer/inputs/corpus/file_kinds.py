@@ -85,6 +85,20 @@ def is_compressed(path: str) -> bool:
     return _is_compressed(read_head(path))
 
 
+def uncompressed(content: bytes, path: str) -> bytes:
+    """Returns the content of a file that may be compressed. Raises UserError if it is damaged; names `path`."""
+    if not _is_compressed(content):
+        return content
+    try:
+        return decompressed(io.BytesIO(content), path).read()
+    except DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str, error: Exception) -> UserError:
+    return UserError(f"{path} is damaged: {error}. Write the file again, or leave it out")
+
+
 def _is_compressed(head: bytes) -> bool:
     return head.startswith(_GZIP) or _is_zstandard(head)
 
@@ -151,7 +165,7 @@ def _read_content_head(path: str) -> bytes:
         with open_bytes(path) as file:
             return decompressed(file, path).read(file_formats.HEAD_BYTES)
     except DAMAGE as error:
-        raise UserError(f"{path} is damaged: {error}. Write the file again, or leave it out") from error
+        raise _damaged(path, error) from error
 
 
 def _listed(kinds: Sequence[str]) -> str:

@@ -69,7 +69,9 @@ def index_lines(path: str, size: int, longest: int = MAX_RECORD_BYTES) -> LineIn
 def _find_lines(path: str, longest: int) -> np.ndarray:
     """Returns the number of lines and both arrays of a `LineIndex`, concatenated. Raises as `index_lines`."""
     with open_bytes(path) as file:
-        starts, empty, count = [], [], 0
+        starts: list[np.ndarray] = []
+        empty: list[np.ndarray] = []
+        count = 0
         begin = end = 0  # start of the incomplete line; end of the bytes read
         last = 0  # the byte before the block
         while block := file.read(_BLOCK):
