@@ -95,7 +95,7 @@ def test_files_of_every_kind_give_the_labels_of_their_texts(write, name, tmp_pat
 def test_a_key_that_is_not_there_is_asked_for(tmp_path):
     write_jsonl(tmp_path, "body")
     config = resolved(f"FILES={tmp_path}/a.jsonl", "SEQ_LEN=8", "GLOBAL_BATCH_SIZE=2").config
-    with raises_naming(UserError, "a.jsonl:", "no key 'text'", "known: body, id"):
+    with raises_naming(UserError, "a.jsonl:", "no key 'text'", "known: body, id", "`column`", "COLUMN"):
         base_hyperparams.instantiate(config.train_datasets[0]).get_next()
 
 

@@ -65,6 +65,18 @@ def test_after_every_change_each_source_has_its_new_share_to_within_one_document
             assert abs(taken[source] - wanted) <= 2 * max(sizes) + 1e-6
 
 
+def test_a_source_of_weight_0_gives_nothing_meanwhile():
+    given = {"a": (documents(A), {0: 1, 10: 0, 20: 1}), "b": (documents(B), 1)}
+    shares = [one.share for one in open_mixture(Mixture(given), is_training=True, shuffle=True)]
+    schedule, taken, found = Schedule(shares, [0, 0]), [0, 0], ""
+    for _ in range(30):
+        index = schedule.source
+        taken[index] += 1
+        schedule.advance(taken[index])
+        found += "ab"[index]
+    assert found == "ab" * 5 + "b" * 10 + "ab" * 5
+
+
 def test_weights_change_at_their_totals():
     changing = mixture(a=(documents(A), {0: 1, 50: 0, 80: 1}), b=(documents(B), {0: 1, 80: 3}), weigh_by="documents")
     source, found = make(changing, window_rows=1, batch_size=1), []
