@@ -60,7 +60,8 @@ class ChatFromFolder(TunedFromFolder):
     """Fine-tunes the model of a Hugging Face folder (FOLDER) on the assistant's text in conversations (FILES).
 
     Attributes:
-      FILES, EVAL_FILES: conversations to train and to evaluate on, *.jsonl or *.parquet; see `inputs.ChatInput`.
+      FILES, EVAL_FILES: conversations to train and to evaluate on, *.jsonl (also .gz, .zst) or *.parquet; see
+        `inputs.ChatInput`.
       CHAT_TEMPLATE, TEMPLATE_VARIABLES, TURNS, TOO_LONG, DATE, MAX_RENDER_SECONDS, MAX_RENDERED_CHARS: the fields of
         `ChatInput` with these names.
       LORA_TARGETS, LORA_RANK, ...: see `adapters.WithAdapters`.
@@ -99,8 +100,8 @@ class DpoFromFolder(TunedFromFolder):
     pairs.
 
     Attributes:
-      FILES, EVAL_FILES: pairs, *.jsonl or *.parquet; see `inputs.PreferenceInput`. Without EVAL_FILES, evaluation is
-        off.
+      FILES, EVAL_FILES: pairs, *.jsonl (also .gz, .zst) or *.parquet; see `inputs.PreferenceInput`. Without
+        EVAL_FILES, evaluation is off.
       REFERENCE: 'file' computes the reference's log-probabilities when the run begins, and stores them in its
         job_log_dir; 'live' computes them in each step with the frozen base of the adapters.
       LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN: see `decoder.preferences.loss.PreferenceLoss`.

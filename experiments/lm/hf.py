@@ -21,29 +21,27 @@ from spmd_trainer.decoder.generation import settings
 from spmd_trainer.decoder.lm import DecoderLanguageModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.cloud import rows_per_process
+from spmd_trainer.experiments.lm.own_text import OnDocuments
 from spmd_trainer.hf import folder as hf_folder
-from spmd_trainer.inputs import chat_prompts, packed_text, stdlib_text, text
+from spmd_trainer.inputs import chat_prompts, text
+from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.models.decoder_spec import DecoderSpec
 
 _STORED = "stored"
 
 
 @experiment_registry.register(tags=["needs_folder"])
-class FromFolder(experiment.DecoderExperiment):
-    """Fine-tunes the model of a Hugging Face folder (FOLDER) on text files (FILES), and generates with it.
+class FromFolder(OnDocuments, experiment.DecoderExperiment):
+    """Fine-tunes the model of a Hugging Face folder (FOLDER) on documents (FILES), and generates with it.
 
     Attributes:
       FOLDER: the folder: config.json, safetensors files, tokenizer.json.
-      FILES: paths and patterns of text files to train on; None: the sources of Python's standard library.
-      EVAL_FILES: text files to evaluate on; None: held-out files of the standard library if FILES is None, otherwise
-        none.
-      SEPARATOR: text between the documents of a file; None: a file is one document.
+      FILES, EVAL_FILES, COLUMN, SEPARATOR, PACKING, BAD_RECORDS, MAX_RECORD_BYTES: see `own_text.OnDocuments`.
       TOKENIZER: path of a tokenizer; None: the one in FOLDER.
       START: the token before each text; see `inputs.text_base.TokenizedInput`.
       SEQ_LEN: tokens per row.
       GLOBAL_BATCH_SIZE: rows per step.
       VARIABLE_DTYPE: 'float32', 'bfloat16', or 'stored' for the dtype of the folder's tensors.
-      NUM_EVAL_WINDOWS: rows to evaluate on.
       PROMPTS: prompts for `--mode=decode_once`: text files, each of whose beginnings is a prompt; or files of
         conversations (*.jsonl, *.parquet), see `inputs.ChatPromptInput`. None disables decoding.
       PROMPT_LEN: most tokens of a prompt.
@@ -51,15 +49,10 @@ class FromFolder(experiment.DecoderExperiment):
     """
 
     FOLDER: str = ""
-    FILES: Any = None
-    EVAL_FILES: Any = None
-    SEPARATOR: str | None = None
-    TOKENIZER: str | None = None
     START = "tokenizer"
     SEQ_LEN = 1024
     GLOBAL_BATCH_SIZE = 8
     VARIABLE_DTYPE = "float32"
-    NUM_EVAL_WINDOWS = 256
     PROMPTS: Any = None
     PROMPT_LEN = 256
     NUM_PROMPTS = 8
@@ -76,35 +69,13 @@ class FromFolder(experiment.DecoderExperiment):
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
-    def datasets(self) -> list[Any]:
-        shared = {
-            "seq_len": self.SEQ_LEN,
-            "batch_size": Config(rows_per_process, global_batch_size=self.GLOBAL_BATCH_SIZE),
+    def corpus_fields(self) -> dict[str, Any]:
+        return {
             "tokenizer": self.TOKENIZER or self._folder(),
             "start": self.START,
+            "seq_len": self.SEQ_LEN,
+            "batch_size": Config(rows_per_process, global_batch_size=self.GLOBAL_BATCH_SIZE),
         }
-        own = self.FILES is not None
-        train = Config(
-            packed_text.PackedTextInput,
-            name="train",
-            files=self.FILES if own else stdlib_text.stdlib_train_files,
-            separator=self.SEPARATOR,
-            is_training=True,
-            input_random_seed=17,
-            **shared,
-        )
-        held_out = self.EVAL_FILES if own else self.EVAL_FILES or stdlib_text.stdlib_heldout_files
-        if held_out is None:
-            return [train]
-        windows = Config(
-            text.TextInput,
-            name="heldout",
-            files=held_out,
-            max_windows=self.NUM_EVAL_WINDOWS,
-            is_training=False,
-            **shared,
-        )
-        return [train, windows]
 
     def decode_datasets(self) -> list[Any]:
         if self.PROMPTS is None:
@@ -117,7 +88,7 @@ class FromFolder(experiment.DecoderExperiment):
             "batch_size": Config(rows_per_process, global_batch_size=self.NUM_PROMPTS),
         }
         paths = [self.PROMPTS] if isinstance(self.PROMPTS, str | os.PathLike) else list(self.PROMPTS)
-        chats = [os.fspath(path).endswith((".jsonl", ".parquet")) for path in paths]
+        chats = [file_kinds.kind_of_name(os.fspath(path)) in ("jsonl", "parquet") for path in paths]
         if any(chats) and not all(chats):
             raise UserError(
                 f"PROMPTS={self.PROMPTS!r} has conversations (*.jsonl, *.parquet) and other files; give one kind"

@@ -26,6 +26,9 @@ _TO_TEXT = "Write its text into text files"
 _JSON_LINES = "CorpusInput reads compressed JSON lines and tar shards as they are"
 _IMAGES = "ArrayInput takes images as arrays, and TfRecordInput takes them encoded"
 TFRECORD = FileFormat("a TFRecord file", "TfRecordInput reads it, and CorpusInput if a feature of it is a text")
+JSON = FileFormat(
+    "JSON", "CorpusInput reads the text under a key of each line, e.g. source=Documents(path, column='text')"
+)
 _NPY = FileFormat(
     "a NumPy array", "ArrayInput takes what numpy.load gives, e.g. arrays=lambda: {'x': numpy.load(path)}"
 )
@@ -71,6 +74,8 @@ _BY_FIRST_BYTES: dict[bytes, FileFormat] = {
 }
 # Control characters that do not occur in text. Text may have BEL, BS, HT, LF, VT, FF, CR, the end-of-file mark of DOS, and ESC.
 _CONTROL = re.compile(rb"[\x00-\x06\x0e-\x19\x1c-\x1f\x7f]")
+# The first key of an object, alone or in a list.
+_JSON_BEGINNING = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*)?\{\s*"(?:[^"\\\n]|\\.)*"\s*:')
 _PDF_VERSION = re.compile(rb"%PDF-\d\.\d[ \t]*[\r\n]")
 _PDF = FileFormat("a PDF document", f"{_TO_TEXT}, e.g. with `pdftotext`")
 _BZIP2 = FileFormat("compressed by bzip2", "Unpack it with `bunzip2`")
@@ -109,6 +114,17 @@ def identify(head: bytes) -> FileFormat | None:
     if head[8:10] == b'{"' and 2 <= _little_endian(head[:8]) < 2**27:
         return _SAFETENSORS  # the first 8 bytes are the length of the JSON after them
     return None
+
+
+def begins_as_json(head: bytes) -> bool:
+    """True if a file begins with a JSON object, or with a list of objects, and goes on behind its first line.
+
+    A file of one short line is a text: a note, or a prompt.
+
+    Args:
+      head: as in `identify`.
+    """
+    return _JSON_BEGINNING.match(head) is not None and (len(head) >= HEAD_BYTES or b"\n" in head.strip())
 
 
 def _is_printable(signature: bytes) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files, text_base
@@ -16,6 +16,7 @@ from spmd_trainer.inputs.chat_template import (
     RenderLimitError,
     template_of,
 )
+from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.sharding.messages import shortened
 from spmd_trainer.storage import json_values
 
@@ -116,14 +117,16 @@ def rows(content: bytes, path: str, entries: Collection[str]) -> Iterator[tuple[
     are left out.
 
     Args:
-      content: content of the file: Parquet or JSON lines.
+      content: content of the file: Parquet, or JSON lines, which may be compressed by gzip or Zstandard.
       path: the file, for errors.
       entries: columns to read of a Parquet file, if it has them.
 
     Raises:
       UserError: a line is not JSON, or the file can't be read; names the file and the line.
     """
-    return _parquet_rows(content, path, entries) if content.startswith(PARQUET_BEGINNING) else _json_rows(content, path)
+    if content.startswith(PARQUET_BEGINNING):
+        return _parquet_rows(content, path, entries)
+    return _json_rows(file_kinds.uncompressed(content, path), path)
 
 
 def _json_rows(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
@@ -180,6 +183,8 @@ class TemplatedFiles(text_base.TokenizedFiles):
       max_rendered_chars: most characters of a rendered conversation. A rendering may use 1 GiB, and 32 bytes for each of them.
     """
 
+    _reads_json: ClassVar[bool] = True
+
     chat_template: str | None = None
     template_variables: Any = None
     max_render_seconds: float = MAX_RENDER_SECONDS
@@ -227,7 +232,7 @@ class TemplatedFiles(text_base.TokenizedFiles):
         is_parquet = self.found.read(index, limit=len(PARQUET_BEGINNING)) == PARQUET_BEGINNING
         if path.endswith(PARQUET_SUFFIX) and not is_parquet:
             raise UserError(f"{path} is not a Parquet file; write it again, or rename it if it holds JSON lines")
-        if not is_parquet:
+        if not is_parquet and not file_kinds.is_compressed(path):
             super()._refuse_unless_text(index)
 
 

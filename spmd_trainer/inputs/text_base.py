@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, indexed, record_files, tokenizer_field, tokenizers
 from spmd_trainer.inputs import files as text_files
+from spmd_trainer.inputs.corpus import file_kinds
 
 
 class TokenizedInput(indexed.IndexedInput):
@@ -72,8 +73,12 @@ class TokenizedFiles(TokenizedInput):
         arguments that returns them.
       tokenizer, eos_id, start: see `TokenizedInput`.
       allow_binary: True reads any file. False refuses files whose first bytes show a format that isn't text (Parquet,
-        gzip, TFRecord, ...) and, with a tokenizer that reads UTF-8, files with NUL bytes.
+        gzip, TFRecord, ...), files of JSON by their names or first bytes and, with a tokenizer that reads UTF-8, files
+        with NUL bytes.
     """
+
+    # A subclass whose rows are JSON objects sets it.
+    _reads_json: ClassVar[bool] = False
 
     files: Any = None
     allow_binary: bool = False
@@ -134,7 +139,7 @@ class TokenizedFiles(TokenizedInput):
     def _refuse_unless_text(self, index: int) -> None:
         path = self.found.paths[index]
         head = self.found.read(index, limit=file_formats.HEAD_BYTES)
-        kind = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
+        kind = self._other_format(path, head)
         if kind is not None:
             raise UserError(
                 f"{path} is {kind.name}, not text. {kind.instead}. allow_binary=True reads its bytes as they are"
@@ -151,6 +156,14 @@ class TokenizedFiles(TokenizedInput):
                 "allow_binary=True takes NUL for a character"
             )
         tokenizers.decode_utf8(head, path, cut=len(head) == file_formats.HEAD_BYTES)
+
+    def _other_format(self, path: str, head: bytes) -> file_formats.FileFormat | None:
+        """Returns the format of a file that isn't text, by its name and first bytes; None for a text."""
+        found = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
+        if found is not None or self._reads_json:
+            return found
+        is_json = file_kinds.kind_of_name(path) == "jsonl" or file_formats.begins_as_json(head)
+        return file_formats.JSON if is_json else None
 
     def _fingerprint(self) -> dict[str, Any]:
         # Positions saved before `start` existed stay valid.

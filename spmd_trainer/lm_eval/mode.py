@@ -9,7 +9,7 @@ import fiddle as fdl
 import jax
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.text_base import TokenizedFiles
+from spmd_trainer.inputs.text_base import TokenizedInput
 from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, start_token
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
@@ -90,4 +90,4 @@ def tokenizer_of(experiment: ResolvedExperiment, settings: LmEvalSettings) -> tu
 
 def _reads_texts(input_p: Any) -> bool:
     kind = fdl.get_callable(input_p) if isinstance(input_p, fdl.Buildable) else None
-    return isinstance(kind, type) and issubclass(kind, TokenizedFiles)
+    return isinstance(kind, type) and issubclass(kind, TokenizedInput)

@@ -29,10 +29,12 @@ _NO_BUCKET = re.compile(r"bucket.*(does not exist|not found)|NoSuchBucket", re.I
 _HOW_TO_SIGN_IN = {
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to a service account's file",
     "s3": "run `aws configure` or `aws sso login`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "hf": "run `hf auth login`, or set HF_TOKEN to a token of your account",
 }
 _ROLES = {
     "gs": "the role Storage Object User (roles/storage.objectUser) on the bucket",
     "s3": "s3:ListBucket on the bucket, and s3:GetObject, s3:PutObject and s3:DeleteObject on its objects",
+    "hf": "access to the repository, which its page on the Hub grants",
 }
 
 
@@ -142,6 +144,14 @@ def explain(path: epath.PathLike, error: BaseException) -> str | None:
     if retry.is_transient(error):
         return f"can't be reached: {retry.summary(error)}; is the network up, and the service?"
     return None
+
+
+def explain_missing(path: epath.PathLike, error: BaseException) -> str | None:
+    """Explains that the whole repository of a path of the Hub is missing; None for another path that does not exist."""
+    kinds = {type(link).__name__ for link in retry.chain(error)} if backends.scheme_of(path) == "hf" else set()
+    if kinds & {"RepositoryNotFoundError", "GatedRepoError"}:
+        return f"the Hub has no such repository, or only some accounts may read it; {_HOW_TO_SIGN_IN['hf']}"
+    return "the repository has no such revision" if "RevisionNotFoundError" in kinds else None
 
 
 def _check_remote(name: str, path: epath.Path, scheme: str) -> None:

@@ -1,10 +1,11 @@
-"""Chooses the implementation for each kind of path: the operating system, gcsfs for gs://, s3fs for s3://.
+"""Chooses the implementation for each kind of path: the operating system, gcsfs for gs://, s3fs for s3://,
+huggingface_hub for hf://, which is only read.
 
 All remote paths are `epath.Path`s of a class registered with epath, so that the trainer, Orbax and JAX's compilation
 cache share one choice. TensorStore has its own drivers for arrays; `prepare` gives them the same endpoints.
 
 Relevant environment variables, all defined by the libraries: STORAGE_EMULATOR_HOST (GCS), AWS_ENDPOINT_URL and the
-other AWS_ variables (S3), and the credentials of Google's and Amazon's libraries.
+other AWS_ variables (S3), HF_ENDPOINT and HF_TOKEN (the Hub), and the credentials of Google's and Amazon's libraries.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from spmd_trainer.storage import orbax_s3
 from spmd_trainer.storage.object_store import ObjectStore
 
 # Required package of each scheme, and the extra of spmd-trainer that installs it.
-_PACKAGES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+_PACKAGES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3"), "hf": ("huggingface_hub", "hf")}
 # Seconds. A request without a response for this long is retried.
 _CONNECT_SECONDS = 10
 _READ_SECONDS = 60
 # Attempts by the library, and by the trainer around it; together they outlast an outage of a minute. gcsfs
 # tries 6 times within half a minute.
 _S3_LIBRARY_ATTEMPTS = 3
-_ATTEMPTS = {"gs": 4, "s3": 8}
+_ATTEMPTS = {"gs": 4, "s3": 8, "hf": 8}
 
 
 class _ObjectStores(type(epath_backend.fsspec_backend)):  # type: ignore[misc]  # its class has no public name
@@ -49,7 +50,7 @@ _OBJECT_STORES = _ObjectStores()
 
 @epath.register_path_cls(tuple(f"{scheme}://" for scheme in _PACKAGES))
 class ObjectPath(gpath.PosixGPath):
-    """The `epath.Path` of an object. Always uses gcsfs and s3fs; this module imports neither.
+    """The `epath.Path` of an object. Always uses gcsfs, s3fs and huggingface_hub; this module imports none of them.
 
     epath's own class uses TensorFlow's file system if TensorFlow is installed, which takes seconds to import and
     ignores the endpoints of emulators.
@@ -61,7 +62,7 @@ class ObjectPath(gpath.PosixGPath):
 
 
 def prepare(scheme: str) -> None:
-    """Checks that the package of a scheme ('gs' or 's3') is installed, and configures the libraries for its endpoint.
+    """Checks that the package of a scheme ('gs', 's3' or 'hf') is installed, and configures the libraries for its endpoint.
 
     Raises:
       UserError: the package is not installed.
@@ -112,7 +113,7 @@ def kvstore(path: str) -> dict[str, Any]:
 
 @functools.cache
 def object_store(scheme: str) -> ObjectStore:
-    """Returns the object store of a scheme, 'gs' or 's3'. Raises UserError if its package is not installed."""
+    """Returns the object store of a scheme, 'gs', 's3' or 'hf'. Raises UserError if its package is not installed."""
     prepare(scheme)
     import fsspec
 
@@ -128,6 +129,9 @@ def object_store(scheme: str) -> ObjectStore:
         settings["requests_timeout"] = timeout
         if _gcs_emulator():
             settings["token"] = "anon"
+    elif scheme == "hf":
+        # The library reads the variable only when it is imported.
+        settings["endpoint"] = os.environ.get("HF_ENDPOINT")
     else:
         settings["config_kwargs"] = {
             "connect_timeout": _CONNECT_SECONDS,
@@ -138,7 +142,7 @@ def object_store(scheme: str) -> ObjectStore:
 
 
 def scheme_of(path: epath.PathLike) -> str | None:
-    """Returns 'gs' or 's3' for a path in an object store, None for a local one."""
+    """Returns 'gs', 's3' or 'hf' for a path in an object store, None for a local one."""
     scheme, separator, _ = os.fspath(path).partition("://")
     return scheme if separator and scheme in _PACKAGES else None
 

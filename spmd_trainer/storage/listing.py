@@ -2,6 +2,8 @@
 
 These libraries' own listings cost more: gcsfs asks for an object three times, and for a missing directory both list
 its neighbours, page by page. GCS and S3 listings are consistent with all earlier writes.
+
+Repositories of the Hub (hf://) are listed by huggingface_hub, which asks once for each directory and keeps the answer.
 """
 
 from __future__ import annotations
@@ -24,25 +26,29 @@ class Entry:
     Attributes:
       name: 'bucket/key'. An object whose key ends with a slash marks an empty directory.
       size: bytes; 0 for a directory.
-      modified: time of the last write; 1970 for a directory.
+      modified: time of the last write; 1970 for a directory, and on the Hub.
       is_directory: True for a common prefix.
+      content: hash of the content, on the Hub; elsewhere ''.
     """
 
     name: str
     size: int = 0
     modified: datetime.datetime = _NO_TIME
     is_directory: bool = False
+    content: str = ""
 
 
 def entries(fs: Any, scheme: str, path: str, *, recursive: bool) -> list[Entry]:
     """Lists a directory.
 
     Args:
-      fs: the synchronous file system of gcsfs or s3fs.
-      scheme: 'gs' or 's3'.
-      path: 'bucket/key', or 'bucket' alone.
+      fs: the synchronous file system of gcsfs, s3fs or huggingface_hub.
+      scheme: 'gs', 's3' or 'hf'.
+      path: 'bucket/key', or 'bucket' alone; of the Hub 'datasets/ORG/NAME/key'.
       recursive: True lists all objects at any depth, without directories; False one level.
     """
+    if scheme == "hf":
+        return [_of_hub(info) for info in (fs.find(path, detail=True).values() if recursive else fs.ls(path))]
     bucket, _, key = path.partition("/")
     prefix = f"{key}/" if key else ""
     return [entry for page in _pages(fs, scheme, bucket, prefix, recursive=recursive) for entry in page]
@@ -52,8 +58,10 @@ def look_up(fs: Any, scheme: str, path: str) -> Entry | None:
     """Returns the object of this name, or else the directory, or None. One request, or two if many names share the
     prefix.
 
-    Arguments are those of `entries`.
+    Arguments are those of `entries`. On the Hub, raises FileNotFoundError where there is no repository.
     """
+    if scheme == "hf":
+        return _of_hub(fs.info(path))
     bucket, _, key = path.partition("/")
     # A page may be empty and yet have a next one.
     page, token = _first_page(fs, scheme, bucket, key, recursive=False)
@@ -132,6 +140,11 @@ def _s3_page(
     ]
     page += [_directory(bucket, item["Prefix"]) for item in answer.get("CommonPrefixes", ())]
     return page, answer["NextContinuationToken"] if answer.get("IsTruncated") else None
+
+
+def _of_hub(info: dict[str, Any]) -> Entry:
+    is_directory = info["type"] == "directory"
+    return Entry(info["name"], info["size"], is_directory=is_directory, content=info.get("blob_id") or "")
 
 
 def _directory(bucket: str, prefix: str) -> Entry:

@@ -16,7 +16,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.sharding.messages import short_hash
-from spmd_trainer.storage import is_remote
+from spmd_trainer.storage import is_remote, reading
 
 VARIABLE = "SPMD_TRAINER_CACHE"
 _COPY_BYTES = 2**24
@@ -40,7 +40,7 @@ def local_copy(path: str) -> str:
     """
     if not is_remote(path):
         return path
-    target = cache_folder() / "copies" / f"{state_key(path)}-{os.path.basename(path)}"
+    target = cache_folder() / "copies" / f"{_key(path)}-{os.path.basename(path)}"
     if not target.exists():
         logging.info("copying %s to %s", path, target)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def cached_index(path: str, kind: str, make: Callable[[], np.ndarray]) -> np.nda
       kind: kind of index, e.g. 'lines'; part of the name in the cache.
       make: computes the array.
     """
-    target = cache_folder() / "index" / f"{state_key(path)}-{kind}.npy"
+    target = cache_folder() / "index" / f"{_key(path)}-{kind}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # it is missing, or a machine stopped while it was written
         return _mapped(target)
     index = make()
@@ -102,16 +102,7 @@ def _replacing(target: pathlib.Path) -> Iterator[str]:
         raise
 
 
-def state_key(path: str) -> str:
-    """Returns a name of a file in its current state: another one once its size or modification time is another.
-
-    Raises:
-      OSError: the file can't be read.
-    """
-    if is_remote(path):
-        found = epath.Path(path).stat()
-        stamp = f"{path}:{found.length}:{found.mtime}"
-    else:
-        status = os.stat(path)
-        stamp = f"{os.path.abspath(path)}:{status.st_size}:{status.st_mtime_ns}"
-    return short_hash(stamp, 24)
+def _key(path: str) -> str:
+    """Cache name of a file in its current state."""
+    name = path if is_remote(path) else os.path.abspath(path)
+    return short_hash(f"{name}:{reading.version(path)}", 24)

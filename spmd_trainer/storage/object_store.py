@@ -34,6 +34,9 @@ _READ_BYTES = 4 * 2**20
 _MEMORY_BYTES = 16 * 2**20
 # Requests with more bytes than this may take longer even where the network is good.
 _BRIEF_BYTES = 64 * 1024
+# Arguments of `cat_file` without which a read takes more requests or bytes: s3fs asks for the size first, to read large
+# objects in pieces, and huggingface_hub reads megabytes ahead.
+_READ_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 1}, "hf": {"cache_type": "none"}}
 
 
 class ObjectStore:
@@ -47,7 +50,7 @@ class ObjectStore:
         """Wraps a file system.
 
         Args:
-          scheme: 'gs' or 's3'.
+          scheme: 'gs', 's3' or 'hf'.
           file_system: makes a synchronous `fsspec.AbstractFileSystem` without a listings cache, which may ask services for
             credentials.
           attempts: attempts per request.
@@ -62,7 +65,7 @@ class ObjectStore:
         return self._make()
 
     def info(self, path: PathLike) -> dict[str, Any]:
-        """Returns {'type': 'file' or 'directory', 'size': bytes, 'mtime': datetime (files)}.
+        """Returns {'type': 'file' or 'directory', 'size': bytes, 'mtime': datetime, 'content': `listing.Entry.content`}.
 
         Raises:
           FileNotFoundError: neither an object nor a directory.
@@ -74,7 +77,13 @@ class ObjectStore:
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, "No such object", _text(path))
         kind = "directory" if entry.is_directory else "file"
-        return {"name": entry.name, "type": kind, "size": entry.size, "mtime": entry.modified}
+        return {
+            "name": entry.name,
+            "type": kind,
+            "size": entry.size,
+            "mtime": entry.modified,
+            "content": entry.content,
+        }
 
     def exists(self, path: PathLike) -> bool:
         """True for an object or a directory. Unlike fsspec's, raises errors of the service."""
@@ -198,12 +207,22 @@ class ObjectStore:
             raise IsADirectoryError(f"{_text(path)} is a directory")
         return int(found["size"])
 
+    def version(self, path: PathLike) -> str:
+        """Returns a text that changes with an object's content: its size and time of the last write, on the Hub its hash.
+
+        Raises:
+          FileNotFoundError: the object does not exist.
+        """
+        found = self.info(path)
+        return f"{found['size']}:{found.get('content') or int(found['mtime'].timestamp())}"
+
     def read(self, path: PathLike, start: int | None = None, end: int | None = None) -> bytes:
         """Returns the bytes of an object from `start` to `end`; None for its ends. One request."""
-        # Otherwise s3fs asks for the size first, to read large objects in pieces.
-        pieces = {"max_concurrency": 1} if self.scheme == "s3" else {}
+        options = _READ_OPTIONS.get(self.scheme, {})
         self._greet(path)
-        data: bytes = self._try("reading", path, lambda: self._fs.cat_file(_text(path), start=start, end=end, **pieces))
+        data: bytes = self._try(
+            "reading", path, lambda: self._fs.cat_file(_text(path), start=start, end=end, **options)
+        )
         return data
 
     def put(self, path: PathLike, data: bytes, *, attempts: int | None = None) -> None:

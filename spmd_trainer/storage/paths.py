@@ -13,9 +13,13 @@ from spmd_trainer.sharding.messages import nearest_names, shortened
 from spmd_trainer.storage import backends
 
 _SCHEMES = ("gs", "s3", "file")
+# Files of inputs may be there; nothing is written to it.
+_HUB = "hf"
 # Common misspellings and aliases of schemes.
 _OTHER_NAMES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/*)(.*)", re.DOTALL)
+# Of data sets, spaces and models: [datasets/]ORG/NAME[@REVISION][/FILE].
+_REPOSITORY = re.compile(r"((datasets|spaces)/)?(?!(datasets|spaces|buckets)/)[^/@]+/[^/@]+(@[^/]+)?(/.*)?", re.DOTALL)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 # The libraries treat these as patterns when listing and deleting: 'run*' would match other runs too.
 _WILDCARDS = frozenset("*?[]")
@@ -40,6 +44,10 @@ def directory(name: str, text: str | os.PathLike[str]) -> epath.Path:
     """
     path = _parse(name, text)
     scheme = backends.scheme_of(path)
+    if scheme == _HUB:
+        raise UserError(
+            f"{name}={_shown(text)}: hf:// is for the files of inputs; download a folder with `hf download`, and give its path"
+        )
     if scheme is not None and (wild := _WILDCARDS & set(os.fspath(path))):
         raise UserError(
             f"{name}={_shown(text)}: {' '.join(sorted(wild))} can't be in the name of a directory in an object store; give "
@@ -58,7 +66,7 @@ def directory(name: str, text: str | os.PathLike[str]) -> epath.Path:
 def file_or_pattern(name: str, text: str | os.PathLike[str]) -> str:
     """Returns the path or pattern of an input's file with a normalised scheme; a local one is unchanged.
 
-    Arguments and errors are those of `directory`; patterns are allowed.
+    Arguments and errors are those of `directory`; patterns and hf://datasets/ORG/NAME/FILE are allowed.
     """
     given = os.fspath(text)
     match = _SCHEME.fullmatch(given)
@@ -84,7 +92,7 @@ def _parse(name: str, text: str | os.PathLike[str]) -> epath.Path:
         return _local(name, given)
     scheme, slashes, rest = match[1], match[2], match[3]
     known = _OTHER_NAMES.get(scheme.lower(), scheme.lower())
-    if known not in _SCHEMES:
+    if known not in (*_SCHEMES, _HUB):
         raise UserError(_unknown_scheme(name, given, scheme, rest))
     if known == "file":
         return _local_url(name, given)
@@ -95,15 +103,17 @@ def _parse(name: str, text: str | os.PathLike[str]) -> epath.Path:
 
 def _is_url(match: re.Match[str]) -> bool:
     """Tells a scheme from a local name with a colon ('run:1'): '://' follows a scheme, or fewer slashes a known one."""
-    known = match[1].lower() in (*_SCHEMES, *_OTHER_NAMES)
+    known = match[1].lower() in (*_SCHEMES, *_OTHER_NAMES, _HUB)
     return match[2].startswith("//") or (known and len(match[1]) > 1)
 
 
 def _remote(name: str, given: str, scheme: str, rest: str) -> epath.Path:
     bucket, _, key = rest.partition("/")
+    if scheme == _HUB and not _REPOSITORY.fullmatch(rest):
+        raise UserError(f"{name}={_shown(given)} names no repository of the Hub; give hf://datasets/ORG/NAME/FILE")
     if not bucket:
         raise UserError(f"{name}={_shown(given)} names no bucket; give {scheme}://BUCKET/DIR")
-    if not _BUCKET.fullmatch(bucket):
+    if scheme != _HUB and not _BUCKET.fullmatch(bucket):
         near = bucket.lower().replace("_", "-") if scheme == "s3" else bucket.lower()
         hint = f"; did you mean {scheme}://{near}/{key}?" if near != bucket and _BUCKET.fullmatch(near) else ""
         raise UserError(
@@ -131,7 +141,7 @@ def _local(name: str, text: str) -> epath.Path:
     if backends.scheme_of(path) is not None:
         # epath keeps gs://data as /gs/data.
         raise UserError(
-            f"{name}={_shown(text)} can't be told from {path}; give a local directory that is not below /gs or /s3"
+            f"{name}={_shown(text)} can't be told from {path}; give a local directory that is not below /gs, /s3 or /hf"
         )
     long = next((part for part in path.parts if len(os.fsencode(part)) > _MAX_NAME_BYTES), None)
     if long is not None:

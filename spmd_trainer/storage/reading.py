@@ -50,6 +50,19 @@ def size(path: str) -> int:
     return os.stat(path).st_size if scheme is None else backends.object_store(scheme).size(path)
 
 
+def version(path: str) -> str:
+    """Returns a text that changes with a file's content: its size and time of the last write, on the Hub its hash.
+
+    Raises:
+      OSError: the file does not exist.
+    """
+    scheme = backends.scheme_of(path)
+    if scheme is not None:
+        return backends.object_store(scheme).version(path)
+    status = os.stat(path)
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
 def require_regular(path: str | os.PathLike[str]) -> None:
     """Refuses a local path at which something stands that is neither a file nor a directory. Object stores have files alone.
 
@@ -143,7 +156,7 @@ def read(path: str, start: int = 0, end: int | None = None) -> bytes:
 def problem(path: str, error: Exception) -> str:
     """Describes a read error as a clause, e.g. 'No such file or directory'."""
     if isinstance(error, FileNotFoundError):
-        return "No such file or directory"
+        return access.explain_missing(path, error) or "No such file or directory"
     if backends.scheme_of(path) is None and isinstance(error, OSError) and error.strerror:
         return error.strerror
     explained = access.explain(path, error)

@@ -58,6 +58,8 @@ _PASSING_TEXT = re.compile(
 _PASSING_CLASSES = {
     "ClientConnectionError",
     "ClientPayloadError",
+    "ConnectError",
+    "ConnectTimeout",
     "ConnectTimeoutError",
     "ConnectionClosedError",
     "EndpointConnectionError",
@@ -65,8 +67,11 @@ _PASSING_CLASSES = {
     "HTTPClientError",
     "IncompleteRead",
     "IncompleteReadError",
+    "ReadError",
+    "ReadTimeout",
     "ReadTimeoutError",
     "RemoteDisconnected",
+    "RemoteProtocolError",
     "ResponseStreamingError",
     "ServerDisconnectedError",
     "TransportError",
@@ -192,13 +197,13 @@ def is_transient(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException | None) -> int | None:
-    """HTTP status of an error of gcsfs, aiohttp or botocore, or None."""
+    """HTTP status of an error of gcsfs, aiohttp, botocore or huggingface_hub, or None."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):
         metadata = response.get("ResponseMetadata")
         found = metadata.get("HTTPStatusCode") if isinstance(metadata, Mapping) else None
     else:
-        found = getattr(error, "status", None) or getattr(error, "code", None)
+        found = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", None)
     try:
         return int(found) if found is not None and 100 <= int(found) < 600 else None
     except (TypeError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import logging
 import pickle
@@ -235,6 +236,17 @@ def test_tools_may_be_json_text(tmp_path):
     first, second = make(path, chat_template=str(DATA / "templates" / "llama_3.jinja")).encoded()
     assert first.tokens.tolist() == second.tokens.tolist()
     assert '"name": "add"' in TOKENIZER.spell(first.tokens)
+
+
+def test_compressed_lines_are_those_rows(chats, tmp_path):
+    whole = drain(make(chats, seq_len=256))
+    path = tmp_path / "packed.jsonl.gz"
+    path.write_bytes(gzip.compress(chats.read_bytes()))
+    assert_same(drain(make(path, seq_len=256)), whole)
+    assert sum(batch.weights.sum() for batch in whole) > 23
+    path.write_bytes(path.read_bytes()[:-9])
+    with raises_naming(UserError, path, "is damaged"):
+        drain(make(path, batch_size=2))
 
 
 def test_parquet_files_are_those_rows(tmp_path):

@@ -169,6 +169,46 @@ def test_every_text_input_refuses_it_and_reads_it_when_told_to(kind, tmp_path):
     assert drain(make(tmp_path / "*.txt", kind, allow_binary=True))
 
 
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize("kind", [text.ByteTextInput, text.TextInput, text.PromptInput, packed_text.PackedTextInput])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", LINES),
+        ("a.JSON", b"7"),
+        ("a.ndjson-00000-of-00002", b"no object"),
+        ("a.txt", LINES),
+        ("a", b'\xef\xbb\xbf\n{ "a \\" b" : [1,\n2]}'),
+        ("a.txt", b'[\n  {"text": "one"}\n]'),
+        ("a.txt", b'{"text": "' + b"x" * file_formats.HEAD_BYTES + b'"}'),
+    ],
+)
+def test_json_is_refused_where_text_is_expected(kind, name, content, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with raises_naming(UserError, f"{path} is JSON", "not text", "CorpusInput", "column='text'", "allow_binary=True"):
+        make(path, kind)
+    assert drain(make(path, kind, allow_binary=True))
+
+
+def test_json_is_read_as_it_is_when_told_to(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES)
+    batches = drain(make(path, packed_text.PackedTextInput, allow_binary=True))
+    assert sum(batch.weights.sum() for batch in batches) == len(LINES) + 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"a": 1}\n', b'{% raw %}\n"a": 1\n', b"{\n  a: 1\n}\n", b"{'a': 1,\n 'b': 2}", b'"a": 1\n' * 9, b"[1]\n[2]"],
+)
+def test_a_text_with_braces_is_read(content, tmp_path):
+    write_files(tmp_path, content)
+    assert make(tmp_path / "0.txt").num_tokens == len(content) + 1
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -117,8 +117,8 @@ class Documents:
     Example: `Documents("gs://bucket/web/*.parquet", column="content")`.
 
     Attributes:
-      files: paths, globs and directories, one of them, or a function without arguments that returns them; local, gs://
-        or s3://. A directory stands for all non-hidden files below it, except empty files whose names begin with '_'.
+      files: paths, globs and directories, one of them, or a function without arguments that returns them; local, gs://,
+        s3:// or hf://. A directory stands for all non-hidden files below it, except empty files whose names begin with '_'.
       column: column or key of the text; 'a.b' is key b of the object in a. In tar shards, the member's extension.
       kind: 'jsonl', 'parquet', 'arrow', 'arrayrecord', 'tfrecord', 'tar', 'text' or 'tokens'; None detects it from the
         files' names and first bytes.

@@ -85,6 +85,20 @@ def is_compressed(path: str) -> bool:
     return _is_compressed(read_head(path))
 
 
+def uncompressed(content: bytes, path: str) -> bytes:
+    """Returns the content of a file that may be compressed. Raises UserError if it is damaged; names `path`."""
+    if not _is_compressed(content):
+        return content
+    try:
+        return decompressed(io.BytesIO(content), path).read()
+    except DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str, error: Exception) -> UserError:
+    return UserError(f"{path} is damaged: {error}. Write the file again, or leave it out")
+
+
 def _is_compressed(head: bytes) -> bool:
     return head.startswith(_GZIP) or _is_zstandard(head)
 
@@ -99,15 +113,25 @@ def read_head(path: str) -> bytes:
         return reading.read(path, 0, file_formats.HEAD_BYTES)
 
 
-def _kind(path: str) -> str | None:
-    """Returns the kind of a file; None for an empty file whose name says nothing."""
+def kind_of_name(path: str) -> str | None:
+    """Returns the kind that a file's name tells; None if it tells none."""
+    name = _plain_name(path)
+    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+
+
+def _plain_name(path: str) -> str:
+    """Returns a file's name in lower case, without its folder, the shard's number and the suffix of a compressed file."""
     name = _SHARD.sub("", os.path.basename(path).lower())
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
-    for kind, suffixes in SUFFIXES.items():
-        if name.endswith(suffixes):
-            return kind
-    suffix = os.path.splitext(name)[1]
+    return name
+
+
+def _kind(path: str) -> str | None:
+    """Returns the kind of a file; None for an empty file whose name says nothing."""
+    if (named := kind_of_name(path)) is not None:
+        return named
+    suffix = os.path.splitext(_plain_name(path))[1]
     if suffix in _UNREAD:
         raise UserError(
             f"{path} holds rows with {_UNREAD[suffix]}s between the columns, which no kind reads. Convert it to Parquet or JSON "
@@ -141,7 +165,7 @@ def _read_content_head(path: str) -> bytes:
         with open_bytes(path) as file:
             return decompressed(file, path).read(file_formats.HEAD_BYTES)
     except DAMAGE as error:
-        raise UserError(f"{path} is damaged: {error}. Write the file again, or leave it out") from error
+        raise _damaged(path, error) from error
 
 
 def _listed(kinds: Sequence[str]) -> str:

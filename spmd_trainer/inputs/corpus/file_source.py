@@ -21,6 +21,7 @@ from spmd_trainer.storage import is_remote, reading
 
 # Most open files per source; a mixture has many sources.
 _MAX_OPEN = 8
+_ASKED = "set `column` (COLUMN of an experiment) to the one with the text"
 
 
 class OpenFiles:
@@ -269,7 +270,7 @@ def document_of(record: Any, column: str, where: str) -> Record:
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
             keys = [key for key in value if isinstance(key, str)] if isinstance(value, Mapping) else []
-            return BadRecord(where, f"has no key {column!r}{did_you_mean(name, keys)}")
+            return BadRecord(where, f"has no key {column!r}{did_you_mean(name, keys)}; {_ASKED}")
         value = value[name]
     return text_document(value, column, where)
 
@@ -320,7 +321,8 @@ def documents_of(batch: Any, column: str, wheres: Sequence[str]) -> Iterator[Rec
 def no_column(path: str, column: str, names: Sequence[str]) -> UserError:
     """Error for a file without `column`; lists the columns it has."""
     listed = ", ".join(map(repr, names))
-    return UserError(f"{path} has no column {column!r}{did_you_mean(column, names)}; its columns are {listed}")
+    near = did_you_mean(column, names, otherwise="")
+    return UserError(f"{path} has no column {column!r}{near}; its columns are {listed}; {_ASKED}")
 
 
 def damage() -> tuple[type[Exception], ...]:

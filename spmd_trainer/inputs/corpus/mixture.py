@@ -1,9 +1,18 @@
-"""Mixes several sources of documents by weight."""
+"""Mixes several sources of documents by weight.
+
+A source's *due time* is the total of the mixture at which its share reaches what it has given; the next document comes
+from the source with the earliest. With constant shares the due time is taken / share. Shares that change make the due
+time piecewise linear. It depends on nothing but what the source has given, so a position needs no more numbers than
+without changes, and each source has its share from every change on to within one document.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,7 +39,10 @@ class Mixture:
 
     Attributes:
       sources: {name: (Documents, weight)} with weights above 0; or {name: Documents} for all: each source then weighs
-        its size, in bytes if `weigh_by` is 'tokens', otherwise in documents.
+        its size, in bytes if `weigh_by` is 'tokens', otherwise in documents. A weight may change: {0: 0.7, 10**9: 0.2}
+        makes it 0.2 once all sources together have given 10**9 tokens (documents, by `weigh_by`), and it may be 0 for
+        a time. N training steps take at most N * rows * seq_len tokens. A source that has ended counts as if it
+        went on.
       weigh_by: 'tokens' or 'documents': the unit of the shares.
       temperature: shares are proportional to weight ** (1 / temperature). Above 1 they are more equal.
       stopping_strategy: 'repeat': sources never end in training. 'drop': continue with the remaining sources when one
@@ -56,6 +68,38 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChangingShare:
+    """A share that changes.
+
+    Attributes:
+      begins: totals of the mixture from which each share holds, ascending from 0.
+      shares: the shares, 0 to 1.
+    """
+
+    begins: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    @functools.cached_property
+    def targets(self) -> tuple[float, ...]:
+        """What the source should have given at each of `begins`."""
+        phases = zip(itertools.pairwise(self.begins), self.shares[:-1], strict=True)
+        return tuple(itertools.accumulate((share * (end - begin) for (begin, end), share in phases), initial=0.0))
+
+
+Share = float | ChangingShare
+
+
+def due_time(taken: int, share: Share) -> float:
+    """Returns the total of the mixture at which a source should have given `taken`; infinity if it never should."""
+    if not isinstance(share, ChangingShare):
+        return taken / share
+    # The last of equal targets: a source whose share is 0 for a time waits until that time is over.
+    phase = bisect.bisect_right(share.targets, taken) - 1
+    above = taken - share.targets[phase]
+    return share.begins[phase] + above / share.shares[phase] if share.shares[phase] else math.inf
+
+
+@dataclasses.dataclass(frozen=True)
 class OpenSource:
     """An opened source of an input.
 
@@ -63,7 +107,7 @@ class OpenSource:
       name: its name in the mixture.
       documents: as the user named it.
       source: reads its documents.
-      share: fraction of the mixture, above 0; all shares sum to 1.
+      share: fraction of the mixture, above 0; at any time all shares sum to 1.
       shuffle: 'global', 'auto', documents per window, or None: in order.
       epochs: epochs after which it ends; None: never.
     """
@@ -71,14 +115,22 @@ class OpenSource:
     name: str
     documents: Documents
     source: Source
-    share: float
+    share: Share
     shuffle: str | int | None
     epochs: int | None
+
+    @property
+    def first_share(self) -> float:
+        """The share at the beginning."""
+        return self.share.shares[0] if isinstance(self.share, ChangingShare) else self.share
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that decide its order, as JSON values."""
         named = {"column": self.documents.column, "separator": self.documents.separator}
-        return {**named, "share": self.share, "shuffle": self.shuffle, "epochs": self.epochs}
+        share: Any = self.share
+        if isinstance(share, ChangingShare):
+            share = [list(phase) for phase in zip(share.begins, share.shares, strict=True)]
+        return {**named, "share": share, "shuffle": self.shuffle, "epochs": self.epochs}
 
 
 def as_mixture(given: Any, *, is_training: bool) -> Mixture:
@@ -114,17 +166,12 @@ def open_mixture(
 
     Raises:
       UserError: a source (named) can't be opened, lacks a weight while others have one, can't be shuffled as
-        requested, or sets `epochs` without effect.
+        requested, or sets `epochs` without effect; or no source has a weight for a time.
     """
     entries = {name: _entry(name, given) for name, given in mixture.sources.items()}
     opened = {name: _named(name, mixture, open_one, documents) for name, (documents, _) in entries.items()}
     weights = _weights(mixture, {name: weight for name, (_, weight) in entries.items()}, opened)
-    shares = _shares(weights, mixture.temperature)
-    if not all(shares):
-        raise UserError(
-            f"source {list(entries)[shares.index(0.0)]!r} of the mixture has a share of 0: its weight is too small "
-            f"beside the others, or temperature={mixture.temperature:g} is too low"
-        )
+    shares = _shares_of_phases(dict(zip(entries, weights, strict=True)), mixture.temperature)
     endless = is_training and mixture.stopping_strategy == REPEAT
     found = []
     for (name, (documents, _)), share in zip(entries.items(), shares, strict=True):
@@ -136,12 +183,14 @@ def open_mixture(
 
 
 class Schedule:
-    """Chooses the source of the next document: the least taken / share; the first of equals."""
+    """Chooses the source of the next document: the earliest `due_time`; the first of equals."""
 
-    def __init__(self, shares: Sequence[float], taken: Sequence[int]):
+    def __init__(self, shares: Sequence[Share], taken: Sequence[int]):
         """`taken` are the tokens or documents that each source has already given."""
         self._shares = shares
-        self._ahead = [(count / share, index) for index, (count, share) in enumerate(zip(taken, shares, strict=True))]
+        self._ahead = [
+            (due_time(count, share), index) for index, (count, share) in enumerate(zip(taken, shares, strict=True))
+        ]
         heapq.heapify(self._ahead)
 
     @property
@@ -152,23 +201,43 @@ class Schedule:
     def advance(self, taken: int) -> None:
         """Records that the current source has now given `taken` tokens or documents in total."""
         index = self._ahead[0][1]
-        heapq.heapreplace(self._ahead, (taken / self._shares[index], index))
+        heapq.heapreplace(self._ahead, (due_time(taken, self._shares[index]), index))
 
     def drop(self) -> None:
         """Removes the current source."""
         heapq.heappop(self._ahead)
 
 
-def _entry(name: str, given: Any) -> tuple[Documents, float | None]:
+# Weights of a source by the totals from which they hold.
+_Weights = dict[int, float]
+
+
+def _entry(name: str, given: Any) -> tuple[Documents, _Weights | None]:
     pair = (given, None) if isinstance(given, Documents) else given
     if not isinstance(name, str) or not name:
         raise UserError(f"Mixture has a source named {name!r}; name it with a text")
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Documents):
         raise UserError(f"source {name!r} of the mixture is {given!r}; give (Documents(...), weight)")
     documents, weight = pair
+    if isinstance(weight, Mapping):
+        return documents, _changing(name, weight)
     if weight is not None and not _is_positive(weight):
         raise UserError(f"source {name!r} of the mixture has weight {weight!r}; give a number above 0, or leave it out")
-    return documents, None if weight is None else float(weight)
+    return documents, None if weight is None else {0: float(weight)}
+
+
+def _changing(name: str, weights: Mapping[Any, Any]) -> _Weights:
+    if not all(isinstance(begin, int) and not isinstance(begin, bool) and begin >= 0 for begin in weights):
+        raise UserError(
+            f"source {name!r} of the mixture has weights from {list(weights)!r} on; give totals, whole numbers from 0 on"
+        )
+    if 0 not in weights:
+        raise UserError(f"source {name!r} of the mixture has no weight at the beginning; give {{0: weight, ...}}")
+    bad = [weight for weight in weights.values() if weight != 0 and not _is_positive(weight)]
+    if bad or not any(weights.values()):
+        wrong = f"weight {bad[0]!r}" if bad else "no weight above 0"
+        raise UserError(f"source {name!r} of the mixture has {wrong}; give numbers of 0 or more, one of them above 0")
+    return {begin: float(weights[begin]) for begin in sorted(weights)}
 
 
 def _is_positive(value: Any) -> bool:
@@ -186,7 +255,7 @@ def _named(name: str, mixture: Mixture, call: Any, *args: Any) -> Any:
         raise UserError(f"source {name!r} of the mixture: {error}") from error
 
 
-def _weights(mixture: Mixture, given: Mapping[str, float | None], opened: Mapping[str, Source]) -> list[float]:
+def _weights(mixture: Mixture, given: Mapping[str, _Weights | None], opened: Mapping[str, Source]) -> list[_Weights]:
     missing = [name for name, weight in given.items() if weight is None]
     if not missing:
         return [weight for weight in given.values() if weight is not None]
@@ -203,8 +272,28 @@ def _weights(mixture: Mixture, given: Mapping[str, float | None], opened: Mappin
                 f"source {name!r} of the mixture has no weight, and how many documents it has ({source.size_text}) is not known "
                 "before it is read; give every source a weight"
             )
-        weights.append(float(size))
+        weights.append({0: float(size)})
     return weights
+
+
+def _shares_of_phases(weights: Mapping[str, _Weights], temperature: float) -> list[Share]:
+    """Returns the share of each source. Raises UserError if a weight gives none, or a time has no weight."""
+    begins = sorted({begin for of_source in weights.values() for begin in of_source})
+    phases: list[list[float]] = []
+    for begin in begins:
+        now = [of_source[max(one for one in of_source if one <= begin)] for of_source in weights.values()]
+        if not any(now):
+            raise UserError(f"no source of the mixture has a weight above 0 from {begin:,} on; give one at every time")
+        phases.append(_shares(now, temperature))
+        for name, weight, share in zip(weights, now, phases[-1], strict=True):
+            if weight and not share:
+                raise UserError(
+                    f"source {name!r} of the mixture has a share of 0: its weight is too small "
+                    f"beside the others, or temperature={temperature:g} is too low"
+                )
+    if len(begins) == 1:
+        return list(phases[0])
+    return [ChangingShare(tuple(begins), shares) for shares in zip(*phases, strict=True)]
 
 
 def _shares(weights: Sequence[float], temperature: float) -> list[float]:

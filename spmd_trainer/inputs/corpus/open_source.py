@@ -79,7 +79,8 @@ def _source(kind: str, paths: Sequence[str], documents: Documents) -> FileSource
     if kind == "arrayrecord":
         return ArrayRecordDocuments(paths)
     if kind == "text":
-        return TextDocuments(paths, documents.separator)
+        # A name such as a.txt says less than a kind that the user has set.
+        return TextDocuments(paths, documents.separator, json_too=documents.kind is not None)
     with_column: dict[str, Callable[[Sequence[str], str], FileSource]] = {
         "parquet": ParquetDocuments, "arrow": ArrowDocuments, "tfrecord": TfRecordDocuments, "tar": TarDocuments
     }  # fmt: skip

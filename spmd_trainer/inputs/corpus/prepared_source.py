@@ -27,7 +27,6 @@ from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing, Progress
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import files, json_values, reading
-from spmd_trainer.storage.local_copies import state_key
 from spmd_trainer.storage.lock import LockedError, locked
 from spmd_trainer.storage.paths import directory
 
@@ -205,7 +204,7 @@ def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_rec
     """Returns the name of a corpus' store in a cache: another one for other files, versions of files or tokenizers."""
     decides = [
         source.fingerprint(),
-        reading.for_each(source.paths, state_key),
+        reading.for_each(source.paths, reading.version),
         tokenizer.fingerprint(),
         bad_records,
         [documents.column, documents.kind, documents.separator, documents.max_record_bytes],

@@ -28,7 +28,7 @@ from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
 from spmd_trainer.inputs.grain_input import import_grain
 from spmd_trainer.inputs.images.decode import CROP, RESIZES, Decoder
 from spmd_trainer.inputs.images.image_files import ParquetImages, TarImages
-from spmd_trainer.inputs.images.image_order import ImageOrder
+from spmd_trainer.inputs.images.image_order import ImageOrder, constant_share
 from spmd_trainer.inputs.images.images import Image, ImageRecord, Images, ImageSource
 
 _KINDS = ("parquet", "tar")
@@ -122,6 +122,8 @@ class ImageInput(examples.ExamplesInput):
             found = mixture.open_mixture(
                 self._mixture, is_training=self.is_training, shuffle=self._shuffles, open_one=open_images
             )
+            for one in found:
+                constant_share(one)
         if len({_images_of(one).label is None for one in found}) > 1:
             raise self.error("some sources of the mixture have a label and others have none; give all one, or none")
         return found

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus import order
-from spmd_trainer.inputs.corpus.mixture import STOP, OpenSource, Schedule
+from spmd_trainer.inputs.corpus.mixture import STOP, ChangingShare, OpenSource, Schedule
 from spmd_trainer.inputs.shards import ShardIndex
 
 
@@ -91,7 +92,7 @@ class ImageOrder:
           seeds: one per source.
           stopping_strategy: see `Mixture`.
         """
-        self._shares = [one.share for one in sources]
+        self._shares = [constant_share(one) for one in sources]
         self._orders = [
             SourceOrder(size, one.shuffle, seed) for one, size, seed in zip(sources, sizes, seeds, strict=True)
         ]
@@ -165,6 +166,13 @@ class ImageOrder:
         time, ended = min(ends)
         # Ties go to the first source.
         return sum(_count(time, share) + (j < ended and _is_turn(time, share)) for j, share in enumerate(self._shares))
+
+
+def constant_share(one: OpenSource) -> float:
+    """Returns the share of a source. Raises UserError if it changes."""
+    if isinstance(one.share, ChangingShare):
+        raise UserError(f"source {one.name!r} of the mixture has a weight that changes, which only CorpusInput follows")
+    return one.share
 
 
 def _count(time: float, share: float) -> int:

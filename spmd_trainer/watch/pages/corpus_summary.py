@@ -33,7 +33,7 @@ class SourceSummary:
     Attributes:
       name: its name in the mixture.
       size_text: what it is: '3 files of 15,000 bytes'.
-      wanted: its share of the mixture.
+      wanted: its share of the mixture, at the beginning if it changes.
       documents, tokens: how many were read.
       skipped: bad records that were left out.
     """
@@ -114,7 +114,7 @@ def measure(source: CorpusInput) -> CorpusSummary:
     )
     summary = CorpusSummary(
         sources=tuple(
-            SourceSummary(one.name, one.source.size_text, one.share, documents, of_source, skipped)
+            SourceSummary(one.name, one.source.size_text, one.first_share, documents, of_source, skipped)
             for one, documents, of_source, skipped in read
         ),
         seconds=seconds,

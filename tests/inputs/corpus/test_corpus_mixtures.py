@@ -1,6 +1,9 @@
 """Mixtures: shares of tokens and documents, and what happens when a source ends."""
 
+import itertools
+
 import pytest
+from facts import raises_naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import drain, take
@@ -29,6 +32,72 @@ def test_at_every_moment_each_source_has_its_share_to_within_one_document(weight
         for one, share in zip(ahead, shares, strict=True):
             # A source that is ahead of the furthest behind is so by its last document at most.
             assert (one - min(ahead)) * share <= max(sizes) + 1e-6
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    phases=st.lists(
+        st.tuples(st.integers(0, 300), st.lists(st.sampled_from([0, 0.1, 1, 7]), min_size=3, max_size=3).filter(any)),
+        max_size=4,
+    ),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=9),
+    stop=st.integers(0, 120),
+)
+def test_after_every_change_each_source_has_its_new_share_to_within_one_document(phases, sizes, stop):
+    begins = {0: [1, 2, 3], **dict(phases)}
+    weights = [{begin: begins[begin][source] for begin in sorted(begins)} for source in range(3)]
+    given = {f"s{source}": (documents(A), weights[source]) for source in range(3)}
+    shares = [one.share for one in open_mixture(Mixture(given), is_training=True, shuffle=True)]
+    schedule, taken = Schedule(shares, [0] * 3), [0] * 3
+    for number in range(120):
+        if number == stop:  # nothing but what was taken decides how it goes on
+            schedule = Schedule(shares, taken)
+        index = schedule.source
+        taken[index] += sizes[number % len(sizes)]
+        schedule.advance(taken[index])
+        total = sum(taken)
+        for source in range(3):
+            wanted = 0.0
+            for begin, end in itertools.pairwise([*sorted(begins), max(total, *begins)]):
+                part = begins[max(one for one in begins if one <= begin)]
+                wanted += max(0, min(end, total) - begin) * part[source] / sum(part)
+            # Each of the others is ahead by a document at most, which this source lacks.
+            assert abs(taken[source] - wanted) <= 2 * max(sizes) + 1e-6
+
+
+def test_a_source_of_weight_0_gives_nothing_meanwhile():
+    given = {"a": (documents(A), {0: 1, 10: 0, 20: 1}), "b": (documents(B), 1)}
+    shares = [one.share for one in open_mixture(Mixture(given), is_training=True, shuffle=True)]
+    schedule, taken, found = Schedule(shares, [0, 0]), [0, 0], ""
+    for _ in range(30):
+        index = schedule.source
+        taken[index] += 1
+        schedule.advance(taken[index])
+        found += "ab"[index]
+    assert found == "ab" * 5 + "b" * 10 + "ab" * 5
+
+
+def test_weights_change_at_their_totals():
+    changing = mixture(a=(documents(A), {0: 1, 50: 0, 80: 1}), b=(documents(B), {0: 1, 80: 3}), weigh_by="documents")
+    source, found = make(changing, window_rows=1, batch_size=1), []
+    while not found or sum(found[-1]) < 300:
+        source.get_next()
+        found.append(tuple(source.documents_of.values()))
+    for a, b in found:
+        total = a + b
+        wanted = min(total, 50) / 2 + max(0, total - 80) / 4
+        assert abs(a - wanted) <= 1
+
+
+def test_a_position_is_valid_for_the_same_changes_alone():
+    def weighed(**weights):
+        return make(mixture(a=(documents(A), weights["a"]), b=(documents(B), 1)))
+
+    state = weighed(a={0: 1, 500: 2}).get_state()
+    weighed(a={500: 2, 0: 1}).set_state(state)
+    for other in (1, {0: 1, 501: 2}, {0: 1, 500: 3}):
+        with raises_naming(UserError, "other batches", "share"):
+            weighed(a=other).set_state(state)
 
 
 @pytest.mark.parametrize("weigh_by", ["tokens", "documents"])
@@ -111,6 +180,13 @@ BAD = {
     "has no sources": lambda: Mixture({}),
     "source 'a' of the mixture has weight -1": lambda: mixture(a=(documents(A), -1)),
     "source 'a' of the mixture has weight nan": lambda: mixture(a=(documents(A), float("nan"))),
+    "source 'a' of the mixture has no weight at the beginning": lambda: mixture(a=(documents(A), {5: 1})),
+    "source 'a' of the mixture has weights from": lambda: mixture(a=(documents(A), {0: 1, 0.5: 1})),
+    "source 'a' of the mixture has weight -2": lambda: mixture(a=(documents(A), {0: 1, 7: -2})),
+    "source 'a' of the mixture has no weight above 0": lambda: mixture(a=(documents(A), {0: 0, 7: 0})),
+    "no source of the mixture has a weight above 0 from 7 on": lambda: mixture(
+        a=(documents(A), {0: 1, 7: 0}), b=(documents(B), {0: 1, 5: 0, 9: 1})
+    ),
     "source 'b' of the mixture is 'b.jsonl'": lambda: mixture(a=(documents(A), 1), b="b.jsonl"),
     "'b' of the mixture has no weight and others": lambda: mixture(a=(documents(A), 1), b=documents(B)),
     "source 'a' has epochs=0": lambda: mixture(a=(documents(A, epochs=0), 1)),

@@ -29,6 +29,11 @@ KINDS = {
         b=(documents(texts(31, letter=b"b"), shuffle=4, by_number=False), 1),
         c=(documents([b"c"]), 0.1),
     ),
+    "changing mixture": lambda: mixture(
+        a=(documents(CHUNKED), {0: 3, 900: 0, 2000: 1}),
+        b=(documents(texts(31, letter=b"b"), shuffle=4, by_number=False), {0: 0, 900: 1}),
+        c=(documents([b"c"]), 0.1),
+    ),
 }
 # Read to the end by `make test`.
 SHORT = [("mixture", "best_fit"), ("window", "split")]

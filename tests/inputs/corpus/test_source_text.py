@@ -76,6 +76,15 @@ def test_files_that_are_not_text_are_refused(tmp_path, write, facts):
         opened(write(tmp_path), kind="text")
 
 
+def test_json_lines_in_a_text_file_are_read_by_the_kind_that_is_set(tmp_path):
+    lines = b'{"text": "one"}\n{"text": "two"}\n'
+    path = _written(tmp_path, lines)
+    with raises_naming(UserError, f"{path} begins as JSON", "kind='jsonl'", "kind='text'"):
+        opened(path)
+    assert all_contents(opened(path, kind="jsonl")) == [b"one", b"two"]
+    assert all_contents(opened(path, kind="text")) == [lines]
+
+
 def _written(folder, content):
     path = folder / "a.txt"
     path.write_bytes(content)

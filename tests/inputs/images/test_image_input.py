@@ -63,6 +63,12 @@ def test_each_epoch_of_training_holds_every_image_once(images, shuffle):
     assert len({tuple(epoch) for epoch in epochs}) == (1 if shuffle is None else 6)
 
 
+def test_a_weight_that_changes_is_refused(tmp_path):
+    images = Images(write_tar(tmp_path, range(5), "m"), label="cls")
+    with raises_naming(UserError, "source 'a'", "changes", "CorpusInput"):
+        make(Mixture({"a": (images, {0: 1, 9: 2}), "b": (images, 1)}), is_training=True)
+
+
 @pytest.mark.parametrize("images", ["tar", pytest.param("parquet", marks=pytest.mark.full)], indirect=True)
 def test_three_processes_then_two_then_five_give_the_batches_of_one(images, tmp_path):
     mixed = Mixture({"all": (images, 3.0), "more": (Images(write_tar(tmp_path, range(20, 25), "m"), label="cls"), 1.0)})
