@@ -300,9 +300,8 @@ def _flags(job: Job) -> dict[str, Any]:
 @contextlib.contextmanager
 def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Prefetcher]:
     """Yields the training input on the devices, from where the checkpoint left it."""
-    train_input = agree_on_input(
-        job.build_train_input(), "training", count=jax.process_count(), must_end_together=False
-    )
+    built = job.build_train_input()
+    train_input = agree_on_input(built, "training", count=jax.process_count(), must_end_together=False)
     if input_state is not None and input_state["state"] is None:
         logging.warning("the training input %r has no position, so it starts from the beginning", train_input.name)
     elif input_state is not None:
@@ -313,5 +312,5 @@ def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Pref
         check(batch)
         return job.partitioner.layout.put(batch)
 
-    with tokenised_ahead(train_input, job.config.of(TrainConfig)), Prefetcher(train_input, put) as batches:
+    with tokenised_ahead(built, job.config.of(TrainConfig)), Prefetcher(train_input, put) as batches:
         yield batches
