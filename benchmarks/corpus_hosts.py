@@ -44,6 +44,7 @@ HOSTS = (1, 2, 4, 8)
 LENGTH, BATCH, FILES, DOCUMENT_BYTES = 512, 4, 8, 3000
 SERVER = pathlib.Path(__file__).parents[1] / "tests" / "storage" / "s3_server.py"
 MOST_TOGETHER, MOST_FETCHED = 1.1, 1.3
+TOKENISE_SECONDS = 120
 BILLION, PARTS = 10**9, 1000
 START_SECONDS, START_BYTES = 2.0, 200e6
 
@@ -145,7 +146,12 @@ def measure(
     sources = [PreparedSource(opened, task, Helpers(host, hosts, 1, "mine")) for host in range(hosts)]
     for source in sources:
         source.start()
+    ends = time.monotonic() + TOKENISE_SECONDS
     while not all(source.is_ready for source in sources):
+        if time.monotonic() > ends:
+            raise SystemExit(
+                f"{hosts} hosts have not tokenised the corpus within {TOKENISE_SECONDS} s; the log above says why"
+            )
         time.sleep(0.1)
     together = counter.received - before
     records = [json.loads(path.read_text()) for path in epath.Path(store).glob("tokens-*.json")]

@@ -14,15 +14,14 @@ import itertools
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
 from typing import Any, BinaryIO
 
 import numpy as np
-from etils import epath
 
-import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, Source
@@ -42,6 +41,7 @@ _NAMED = 5
 _BUCKETS = 32
 # A record batch ends with the document that reaches one of these: a writer holds it in memory.
 _BATCH_TOKENS, _BATCH_DOCUMENTS = 2**24, 2**20
+_COPY_BYTES = 2**24
 # Workers of a training run leave the processors to it.
 _NICE = 10
 
@@ -171,7 +171,8 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
         (folder / task.record_name(number)).unlink(missing_ok=True)
         target = folder / task.part_name(number)
         if is_remote(folder):
-            epath.Path(path).copy(target, overwrite=True)
+            with open(path, "rb") as made, target.open("wb") as stored:
+                shutil.copyfileobj(made, stored, _COPY_BYTES)
         else:
             os.replace(path, os.fspath(target))
     # Written last: its presence marks the part as complete.
