@@ -8,7 +8,8 @@
 `token_groups.py` sorts tokens by expert, and undoes it. All exchanges between devices are written out here and there, because
 XLA would turn a sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
 
-The product is a JAX primitive, so that programs that read other programs (LoRA, the planner) see one operation with its split.
+The product is a JAX primitive, so that what reads programs (LoRA, the planner's count of FLOPs) sees one operation, whatever
+kernel computes it.
 """
 
 from __future__ import annotations
@@ -100,28 +101,53 @@ class GroupedSplit:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
-    """What is fixed when a product is traced: the split, the mesh (None for one device), and the kernel's name."""
+class Placement:
+    """Where a product is computed, fixed when it is traced.
+
+    Attributes:
+      split: how the arrays are split over the mesh.
+      mesh: None for one device.
+    """
 
     split: GroupedSplit
     mesh: AbstractMesh | None
-    kernel: str
+
+    def over(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Placement:
+        """Returns the placement of a product of the same rows with weights that are split over other axes."""
+        return dataclasses.replace(self, split=dataclasses.replace(self.split, inputs=inputs, outputs=outputs))
+
+    def product(
+        self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, kernel: str | None = None, name: str = ""
+    ) -> jax.Array:
+        """See `grouped_dot`."""
+        dtype = jnp.result_type(rows, weights)
+        widths = [
+            self.padded(size, axes) // self.count(self.split.kept(axes))
+            for size, axes in zip(weights.shape[1:], (self.split.inputs, self.split.outputs), strict=True)
+        ]
+        choice = _choose(
+            jax.ShapeDtypeStruct((rows.shape[2], widths[0]), dtype),
+            jax.ShapeDtypeStruct((sizes.shape[2], *widths), dtype),
+            kernel,
+        )
+        if name:
+            kernels.record(name, choice)
+        given = (rows.astype(dtype), weights.astype(dtype), sizes)
+        out: jax.Array = grouped_dot_p.bind(*given, placement=self, kernel=choice.kernel, transposed=False)
+        return out
 
     def count(self, axes: tuple[str, ...]) -> int:
+        """Returns the number of parts over these axes."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def padded(self, size: int, axes: tuple[str, ...]) -> int:
+        """Returns a size of weights that their axes divide."""
+        return size + -size % self.count((*self.split.kept(axes), *self.split.gathered(axes)))
 
     def padded_weights(self, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         """Pads [E, K, N] so that the axes divide all dimensions. No row is of an added expert."""
-        experts = sizes.shape[1] * sizes.shape[2]
-        widths = [self.padded(size, axes) for size, axes in zip(weights.shape[1:], self._features, strict=True)]
-        return _padded(weights, (experts, *widths))
-
-    def padded(self, size: int, axes: tuple[str, ...]) -> int:
-        return size + -size % self.count((*self.split.kept(axes), *self.split.gathered(axes)))
-
-    @property
-    def _features(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.split.inputs, self.split.outputs
+        inputs, outputs = self.padded(weights.shape[1], self.split.inputs), self.padded(weights.shape[2], self.split.outputs)
+        return _padded(weights, (sizes.shape[1] * sizes.shape[2], inputs, outputs))
 
 
 def mesh_of_experts() -> AbstractMesh | None:
@@ -155,24 +181,9 @@ def grouped_dot(
     Raises:
       UserError: the kernel asked for can't be used.
     """
-    dtype = jnp.result_type(rows, weights)
-    rows, weights = rows.astype(dtype), weights.astype(dtype)
     mesh = mesh_of_experts()
-    split = split if mesh is not None else GroupedSplit()
-    local = _Settings(split, mesh, "")
-    widths = [
-        local.padded(size, axes) // local.count(split.kept(axes))
-        for size, axes in zip(weights.shape[1:], (split.inputs, split.outputs), strict=True)
-    ]
-    choice = _choose(
-        jax.ShapeDtypeStruct((rows.shape[2], widths[0]), dtype),
-        jax.ShapeDtypeStruct((sizes.shape[2], *widths), dtype),
-        kernel,
-    )
-    kernels.record(name, choice)
-    settings = dataclasses.replace(local, kernel=choice.kernel)
-    out: jax.Array = grouped_dot_p.bind(rows, weights, sizes, settings=settings, transposed=False)
-    return out
+    placement = Placement(split if mesh is not None else GroupedSplit(), mesh)
+    return placement.product(rows, weights, sizes, kernel, name)
 
 
 def _choose(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, asked: str | None) -> kernels.Choice:
@@ -198,19 +209,26 @@ def _kernel(name: str) -> GroupedKernel:
 
 
 grouped_dot_p = jax.extend.core.Primitive("grouped_dot")
+# The gradient of the weights: rows [S, X, M, K] and others [S, X, M, N] -> sums of outer products [E, K, N].
+grouped_weights_p = jax.extend.core.Primitive("grouped_weights")
 
 
 @grouped_dot_p.def_abstract_eval
-def _shape(rows: Any, weights: Any, sizes: Any, *, settings: _Settings, transposed: bool) -> jax.core.ShapedArray:
+def _shape(rows: Any, weights: Any, sizes: Any, *, transposed: bool, **_: Any) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((*rows.shape[:3], weights.shape[1 if transposed else 2]), rows.dtype)
 
 
+@grouped_weights_p.def_abstract_eval
+def _weights_shape(rows: Any, others: Any, sizes: Any, *, num_experts: int, **_: Any) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((num_experts, rows.shape[3], others.shape[3]), rows.dtype)
+
+
 def _evaluate(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, settings: _Settings, transposed: bool
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, placement: Placement, kernel: str, transposed: bool
 ) -> jax.Array:
-    split, kernel = settings.split, _kernel(settings.kernel)
+    split = placement.split
     width = weights.shape[1 if transposed else 2]
-    weights = settings.padded_weights(weights, sizes)
+    weights = placement.padded_weights(weights, sizes)
     rows = _padded(rows, (*rows.shape[:3], weights.shape[2 if transposed else 1]))
     contracted, free = (split.outputs, split.inputs) if transposed else (split.inputs, split.outputs)
 
@@ -218,38 +236,29 @@ def _evaluate(
         for dim, axes in enumerate((split.inputs, split.outputs), start=1):
             if over := split.gathered(axes):
                 weights = lax.all_gather(weights, over, axis=dim, tiled=True)
-        out = kernel.product(rows[0, 0], weights, sizes[0, 0], transposed=transposed)
+        out = _kernel(kernel).product(rows[0, 0], weights, sizes[0, 0], transposed=transposed)
         if over := split.kept(contracted):
             out = lax.psum(out, over)
         return out[None, None]
 
-    if settings.mesh is None:
+    if placement.mesh is None:
         return local(rows, weights, sizes)
     specs = (split.of_rows(contracted), split.of_weights, split.of_sizes)
     out: jax.Array = jax.shard_map(
-        local, mesh=settings.mesh, in_specs=specs, out_specs=split.of_rows(free), check_vma=False
+        local, mesh=placement.mesh, in_specs=specs, out_specs=split.of_rows(free), check_vma=False
     )(rows, weights, sizes)
     return out[..., :width]
 
 
-def _weights_product(
-    rows: jax.Array, others: jax.Array, sizes: jax.Array, shape: tuple[int, ...], settings: _Settings
+def _evaluate_weights(
+    rows: jax.Array, others: jax.Array, sizes: jax.Array, *, placement: Placement, kernel: str, num_experts: int
 ) -> jax.Array:
-    """Returns the gradient of the weights: the sum over each expert's rows of outer products, [E, K, N].
-
-    Args:
-      rows: [S, X, M, K].
-      others: [S, X, M, N].
-      sizes: int32 [S, X, G].
-      shape: E, K and N.
-      settings: as of the product.
-    """
-    split, kernel = settings.split, _kernel(settings.kernel)
-    rows = _padded(rows, (*rows.shape[:3], settings.padded(shape[1], split.inputs)))
-    others = _padded(others, (*others.shape[:3], settings.padded(shape[2], split.outputs)))
+    split, widths = placement.split, (rows.shape[3], others.shape[3])
+    rows = _padded(rows, (*rows.shape[:3], placement.padded(widths[0], split.inputs)))
+    others = _padded(others, (*others.shape[:3], placement.padded(widths[1], split.outputs)))
 
     def local(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-        found = kernel.weights_product(rows[0, 0], others[0, 0], sizes[0, 0])
+        found = _kernel(kernel).weights_product(rows[0, 0], others[0, 0], sizes[0, 0])
         scattered: list[str] = []
         for dim, axes in enumerate((split.inputs, split.outputs), start=1):
             if over := split.gathered(axes):
@@ -258,13 +267,13 @@ def _weights_product(
         rest = tuple(axis for axis in split.tokens if axis not in scattered)
         return lax.psum(found, rest) if rest else found
 
-    if settings.mesh is None:
+    if placement.mesh is None:
         return local(rows, others, sizes)
     specs = (split.of_rows(split.inputs), split.of_rows(split.outputs), split.of_sizes)
     found: jax.Array = jax.shard_map(
-        local, mesh=settings.mesh, in_specs=specs, out_specs=split.of_weights, check_vma=False
+        local, mesh=placement.mesh, in_specs=specs, out_specs=split.of_weights, check_vma=False
     )(rows, others, sizes)
-    return found[tuple(map(slice, shape))]
+    return found[:num_experts, : widths[0], : widths[1]]
 
 
 def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -287,24 +296,19 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     return out, sum(terms[1:], terms[0]) if terms else ad.Zero.from_primal_value(out)
 
 
-def _transpose(
-    cotangent: Any, rows: Any, weights: Any, sizes: Any, *, settings: _Settings, transposed: bool
-) -> list[Any]:
+def _transpose(cotangent: Any, rows: Any, weights: Any, sizes: Any, *, transposed: bool, **params: Any) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [None, None, None]
     if ad.is_undefined_primal(rows):
-        back = grouped_dot_p.bind(cotangent, weights, sizes, settings=settings, transposed=not transposed)
-        return [back, None, None]
+        return [grouped_dot_p.bind(cotangent, weights, sizes, transposed=not transposed, **params), None, None]
     pair = (cotangent, rows) if transposed else (rows, cotangent)
-    return [None, _weights_product(*pair, sizes, weights.aval.shape, settings), None]
+    return [None, grouped_weights_p.bind(*pair, sizes, num_experts=weights.aval.shape[0], **params), None]
 
 
-@grouped_dot_p.def_impl
-def _run(*args: Any, settings: _Settings, transposed: bool) -> jax.Array:
-    return _jitted(*args, settings=settings, transposed=transposed)
-
-
-_jitted = jax.jit(_evaluate, static_argnames=("settings", "transposed"))
+_STATIC = ("placement", "kernel")
+grouped_dot_p.def_impl(jax.jit(_evaluate, static_argnames=(*_STATIC, "transposed")))
+grouped_weights_p.def_impl(jax.jit(_evaluate_weights, static_argnames=(*_STATIC, "num_experts")))
 ad.primitive_jvps[grouped_dot_p] = _jvp
 ad.primitive_transposes[grouped_dot_p] = _transpose
 mlir.register_lowering(grouped_dot_p, mlir.lower_fun(_evaluate, multiple_results=False))
+mlir.register_lowering(grouped_weights_p, mlir.lower_fun(_evaluate_weights, multiple_results=False))
