@@ -15,6 +15,7 @@ from spmd_trainer.kernels import token_groups
 from spmd_trainer.kernels.grouped_dot import grouped_dot
 from spmd_trainer.kernels.token_groups import Groups, TokenParts
 from spmd_trainer.models.decoder_spec import MoeSpec
+from spmd_trainer.optim import masks
 
 ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -89,7 +90,9 @@ class ExpertProjection(SpecLayer):
     split_axes: Any = ()
 
     def setup(self) -> None:
-        self.add_weight("w", self.shape, self.split_axes)
+        moe = moe_of(self)
+        share = f"{masks.READ_PER_TOKEN}{moe.num_experts_per_token}/{moe.num_experts}"
+        self.add_weight("w", self.shape, self.split_axes, collections=[share])
 
     def __call__(self, rows: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
         """Returns [S, X, M, N] for sorted rows [S, X, M, K]."""
@@ -126,10 +129,12 @@ class MixtureOfExperts(SpecLayer):
         batch, length, over = map(self.mesh_axes, ("batch", "length", "experts"))
         parts = TokenParts.of(x, moe.num_experts, batch=batch, length=length, experts=over)
         groups = token_groups.sort(experts, parts)
-        rows = token_groups.dispatch(x, groups, parts)
+        # Whole tokens on each device, as the sort needs them.
+        rows = token_groups.dispatch(self.split(x, "batch", "length", "norm"), groups, parts)
         gate, up = self.gate(rows, groups, parts), self.up(rows, groups, parts)
         hidden = checkpoint_name(ACTIVATION_FNS[self.spec.activation](gate) * up, "ffn1")
         output = token_groups.combine(self.down(hidden, groups, parts), weights, groups, parts)
+        output = self.split(output, "batch", "length", "norm")
         return checkpoint_name(self.split(output, "batch", "length", "activation_embed"), "ffn2")
 
     def _add_load_balancing_loss(self, probabilities: jax.Array, experts: jax.Array, real: jax.Array) -> None:

@@ -8,7 +8,6 @@ blocks add at most a sixteenth to the rows, or is `_SMALLEST` if there are few r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -67,7 +66,9 @@ class GroupedBlocks:
 
             def add() -> jax.Array:
                 numbers = (((0,), (0,)), ((), ()))
-                return old + lax.dot_general(_within(block, x), _within(block, y), numbers, preferred_element_type=total.dtype)
+                return old + lax.dot_general(
+                    _within(block, x), _within(block, y), numbers, preferred_element_type=total.dtype
+                )
 
             new = lax.cond(block.filled > 0, add, lambda: old)
             return lax.dynamic_update_index_in_dim(total, new, block.group, 0), None
@@ -112,5 +113,5 @@ class _Blocks(NamedTuple):
 
 def _within(block: _Block, x: jax.Array) -> jax.Array:
     """Returns the block's rows [size, width] with zeros in those of other groups."""
-    is_own: Callable[..., jax.Array] = lax.broadcasted_iota(jnp.int32, x.shape, 0) < block.filled
+    is_own = lax.broadcasted_iota(jnp.int32, x.shape, 0) < block.filled
     return jnp.where(is_own, x, jnp.zeros((), x.dtype))

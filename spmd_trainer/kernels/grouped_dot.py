@@ -27,7 +27,7 @@ from jax import lax
 from jax.interpreters import ad, mlir
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import chips, kernels
 
 # The kernels of one platform, tried before 'blocks'.
@@ -146,7 +146,10 @@ class Placement:
 
     def padded_weights(self, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         """Pads [E, K, N] so that the axes divide all dimensions. No row is of an added expert."""
-        inputs, outputs = self.padded(weights.shape[1], self.split.inputs), self.padded(weights.shape[2], self.split.outputs)
+        inputs, outputs = (
+            self.padded(weights.shape[1], self.split.inputs),
+            self.padded(weights.shape[2], self.split.outputs),
+        )
         return _padded(weights, (sizes.shape[1] * sizes.shape[2], inputs, outputs))
 
 
@@ -203,7 +206,8 @@ def _choose(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, asked: st
 @functools.cache
 def _kernel(name: str) -> GroupedKernel:
     if name not in _MODULES:
-        raise UserError(f"there is no grouped kernel {name!r}; kernels: {', '.join(_MODULES)}")
+        meant = did_you_mean(name, _MODULES, otherwise="")
+        raise UserError(f"there is no grouped kernel {name!r}; kernels: {', '.join(_MODULES)}{meant}")
     found: GroupedKernel = importlib.import_module(f"{__package__}.{_MODULES[name]}").KERNEL
     return found
 
@@ -284,7 +288,7 @@ def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    """The product is linear in the rows and in the weights."""
+    """The product is linear in the rows and in the weights. JAX calls this only if one of them has a tangent."""
     rows, weights, sizes = primals
     of_rows, of_weights, _ = tangents
     terms = []
@@ -293,7 +297,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     if type(of_weights) is not ad.Zero:
         terms.append(grouped_dot_p.bind(rows, of_weights, sizes, **params))
     out = grouped_dot_p.bind(rows, weights, sizes, **params)
-    return out, sum(terms[1:], terms[0]) if terms else ad.Zero.from_primal_value(out)
+    return out, sum(terms[1:], terms[0])
 
 
 def _transpose(cotangent: Any, rows: Any, weights: Any, sizes: Any, *, transposed: bool, **params: Any) -> list[Any]:

@@ -49,7 +49,7 @@ class Megablox:
     def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
         """See `GroupedKernel.weights_product`."""
         groups = sizes.shape[0]
-        tiling = _tiling(*rows.shape, others.shape[1], rows.dtype)
+        tiling = _tiling(rows.shape[0], rows.shape[1], others.shape[1], rows.dtype)
         others, _ = _with_rest(others, sizes, tiling[0])
         rows, sizes = _with_rest(rows, sizes, tiling[0])
         return _MODULE.tgmm(

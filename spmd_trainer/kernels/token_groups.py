@@ -42,7 +42,13 @@ class TokenParts:
 
     @classmethod
     def of(
-        cls, x: jax.Array, num_experts: int, *, batch: tuple[str, ...], length: tuple[str, ...], experts: tuple[str, ...]
+        cls,
+        x: jax.Array,
+        num_experts: int,
+        *,
+        batch: tuple[str, ...],
+        length: tuple[str, ...],
+        experts: tuple[str, ...],
     ) -> TokenParts:
         """Returns the parts on the ambient mesh. `x`: [batch, time, ...]. Axes that don't divide the time don't split it."""
         mesh = mesh_of_experts()
@@ -227,9 +233,7 @@ def _combine_backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     rows, weights, groups = saved
 
-    def local(
-        rows: jax.Array, weights: jax.Array, groups: Groups, grads: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def local(rows: jax.Array, weights: jax.Array, groups: Groups, grads: jax.Array) -> tuple[jax.Array, jax.Array]:
         grads = parts.gather(grads).reshape(-1, grads.shape[-1])
         weights = parts.gather(weights).reshape(-1, weights.shape[-1])
         token, choice = groups.token[0, 0], groups.choice[0, 0]
@@ -255,7 +259,7 @@ def _of_pairs(rows: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _whole(parts: TokenParts, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns [tokens, ...] of a device as [batch, time, ...] before `add_up`. `shape`: the global shape of [batch, time, ...]."""
+    """Returns a device's [tokens, ...] as [batch, time, ...], for `add_up`. `shape`: of [batch, time, ...] on all devices."""
     batch, length = (
         size // parts.count(tuple(axis for axis in axes if axis not in parts.experts))
         for size, axes in zip(shape[:2], (parts.batch, parts.length), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.extend import core
@@ -70,7 +70,7 @@ def _of_grouped(equation: core.JaxprEqn) -> DotCosts:
 
     Each part of the experts has room for all rows of its part of the tokens, but all parts together compute each row once.
     """
-    rows, other = (variable.aval for variable in equation.invars[:2])
+    rows, other = cast(Any, [variable.aval for variable in equation.invars[:2]])
     parts, _, count, width = rows.shape
     outputs = math.prod(other.shape[-2:]) // (width if equation.primitive.name == "grouped_dot" else other.shape[-2])
     return DotCosts(2.0 * parts * count * width * outputs)
