@@ -42,7 +42,6 @@ DEFAULT_AXES: dict[str, MeshAxes] = {
     "activation_heads": "mdl",
     "activation_kv_heads": "mdl",
     "activation_mlp": "mdl",
-    "activation_experts": "mdl",
     "activation_vocab": "mdl",
 }
 

@@ -2,12 +2,14 @@
 
 Each group's rows are cut into blocks of equal size, the last one of a group only partly filled. A scan multiplies one block
 after the other by its group's matrix. A program has static shapes, so the scan is as long as the most blocks that any group
-sizes can need, and a conditional skips the blocks that these sizes don't. The block size is chosen so that the partly filled
+sizes can need. Host devices skip the blocks that these sizes don't need. GPUs multiply them with zeros: to skip one, the host would
+have to wait for the device. The block size is chosen so that the partly filled
 blocks add at most a sixteenth to the rows, or is `_SMALLEST` if there are few rows for each group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -46,7 +48,7 @@ class GroupedBlocks:
                 y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32).astype(dtype)
                 return _within(block, y)
 
-            y = lax.cond(block.filled > 0, multiply, lambda: jnp.zeros((blocks.size, width), dtype))
+            y = _if_needed(block, multiply, jnp.zeros((blocks.size, width), dtype))
             # Rows of `y` after the group's end are zeros. They belong to later groups, whose blocks overwrite them.
             return lax.dynamic_update_slice_in_dim(out, y, block.first, 0), None
 
@@ -70,7 +72,7 @@ class GroupedBlocks:
                     _within(block, x), _within(block, y), numbers, preferred_element_type=total.dtype
                 )
 
-            new = lax.cond(block.filled > 0, add, lambda: old)
+            new = _if_needed(block, add, old)
             return lax.dynamic_update_index_in_dim(total, new, block.group, 0), None
 
         total, _ = lax.scan(step, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)), blocks.each)
@@ -109,6 +111,14 @@ class _Blocks(NamedTuple):
         is_needed = number < last[-1]
         filled = jnp.where(is_needed, jnp.minimum(ends[group] - first, size), 0)
         return cls(size, _Block(group, jnp.where(is_needed, first, num_rows), filled))
+
+
+def _if_needed(block: _Block, compute: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
+    """Returns the result for a block; for one without rows, which has the result `otherwise`, host devices compute nothing."""
+    return lax.platform_dependent(
+        cpu=lambda: lax.cond(block.filled > 0, compute, lambda: otherwise),
+        default=compute,
+    )
 
 
 def _within(block: _Block, x: jax.Array) -> jax.Array:

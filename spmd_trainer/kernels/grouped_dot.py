@@ -3,7 +3,8 @@
 `grouped_dot` picks a kernel for the device and runs it on each device's part of the arrays. The kernels are:
 
 - `megablox.py`: JAX's grouped product for TPUs.
-- `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device.
+- `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device. NVIDIA GPUs have no other kernel yet: JAX's
+  `ragged_dot_mgpu` compiles ahead of time, but its numbers have not been checked on a GPU.
 
 `token_groups.py` sorts tokens by expert, and undoes it. All exchanges between devices are written out here and there, because
 XLA would turn a sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
