@@ -1,7 +1,7 @@
 """Sorts tokens by their experts for `grouped_dot`, and undoes it.
 
 Each device sorts its own tokens: their rows never leave it, and only the experts' weights, or the sum of all parts of the
-experts, cross between devices. A sort of the whole batch would need every token's row on every device. If an axis splits both
+experts, cross between devices. XLA compiles a sort of the whole batch to an all-gather of all tokens. If an axis splits both
 tokens and experts, the tokens are gathered over it before the sort, and the experts' results reduced and scattered after it.
 
 A device has room for the case that all its tokens choose its experts, so no token is ever dropped, whatever the router does.
