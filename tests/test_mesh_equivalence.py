@@ -27,6 +27,7 @@ MIXED_MESHES = [(1, 4, 2), (2, 2, 2)]
 OF_EACH_KIND = (
     "lm.cloud.LmCloudSpmdAdamTiny",
     "lm.llama.TinyLlama",
+    "lm.mistral.TinyMixtral",
     "lm.stdlib.StdlibBytesTiny",
     "synthetic.shard_map.ShardMapDataParallelTiny",
     "synthetic.shard_map.ShardMapFsdpTiny",
@@ -38,6 +39,7 @@ OF_EACH_KIND = (
 )
 IN_SHORT = (
     "lm.llama.TinyLlama",
+    "lm.mistral.TinyMixtral",
     "synthetic.shard_map.ShardMapFsdpTiny",
     "synthetic.structures.TinyLm",
     "synthetic.structures.TinyMixtureOfExperts",

@@ -42,7 +42,6 @@ DEFAULT_AXES: dict[str, MeshAxes] = {
     "activation_heads": "mdl",
     "activation_kv_heads": "mdl",
     "activation_mlp": "mdl",
-    "activation_experts": "mdl",
     "activation_vocab": "mdl",
 }
 
@@ -102,7 +101,14 @@ class SpecLayer(base_layer.BaseLayer):
     def child(self, name: str, cls: type[base_layer.BaseLayer], **fields: Any) -> None:
         self.create_child(name, pax_fiddle.Config(cls, spec=self.spec, axes=self.axes, **fields))
 
-    def add_weight(self, name: str, shape: Sequence[int], axes: Sequence[str], init: float | None = None) -> None:
+    def add_weight(
+        self,
+        name: str,
+        shape: Sequence[int],
+        axes: Sequence[str],
+        init: float | None = None,
+        collections: Sequence[str] = (),
+    ) -> None:
         """Creates a variable.
 
         Args:
@@ -111,16 +117,17 @@ class SpecLayer(base_layer.BaseLayer):
           axes: a logical axis for each dimension.
           init: constant initial value, for norms and biases, which weight decay then skips. None draws from a normal
             distribution with `spec.initializer_range`.
+          collections: its collections besides.
         """
         if init is None:
-            initial, collections = base_layer.WeightInit.Gaussian(self.spec.initializer_range), []
+            initial = base_layer.WeightInit.Gaussian(self.spec.initializer_range)
         else:
             initial = base_layer.WeightInit.Constant(init)
-            collections = [base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION]
+            collections = [*collections, base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION]
         hparams = base_layer.WeightHParams(
             shape=list(shape),
             init=initial,
-            collections=collections,
+            collections=list(collections),
             mesh_shape=self.mesh_shape,
             tensor_split_dims_mapping=self._split(axes),
         )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.decoder.axes import Projection, SpecLayer
+from spmd_trainer.kernels import token_groups
+from spmd_trainer.kernels.grouped_dot import grouped_dot
+from spmd_trainer.kernels.token_groups import Groups, TokenParts
 from spmd_trainer.models.decoder_spec import MoeSpec
+from spmd_trainer.step import masks
 
 ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -73,27 +78,42 @@ class Router(SpecLayer):
         return probabilities, experts, weights
 
 
+class ExpertProjection(SpecLayer):
+    """A matrix for each expert, and the product of sorted rows with them.
+
+    Attributes:
+      shape: E, K and N.
+      split_axes: logical axes of `shape`.
+    """
+
+    shape: Any = ()
+    split_axes: Any = ()
+
+    def setup(self) -> None:
+        moe = moe_of(self)
+        share = f"{masks.READ_PER_TOKEN}{moe.num_experts_per_token}/{moe.num_experts}"
+        self.add_weight("w", self.shape, self.split_axes, collections=[share])
+
+    def __call__(self, rows: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
+        """Returns [S, X, M, N] for sorted rows [S, X, M, K]."""
+        split = parts.split(*map(self.mesh_axes, self.split_axes[1:]))
+        return grouped_dot(rows, self.read("w"), groups.sizes, split=split, name=self.path)
+
+
 class MixtureOfExperts(SpecLayer):
     """Gated feed-forward layers (experts). The router chooses some experts for each token, and drops no token.
 
-    Every expert computes every token, and its output is multiplied by the router's weight (0 if not chosen). This partitions
-    over any mesh without moving tokens, but costs E / num_experts_per_token times the arithmetic.
+    Each token is computed by its experts only: tokens are sorted by expert (`kernels.token_groups`), multiplied by group
+    (`kernels.grouped_dot`), and put back.
     """
 
     def setup(self) -> None:
         moe, outer = moe_of(self), self.spec.model_dims
         self.child("router", Router)
-        for name in ("gate", "up"):
-            shape, split_axes = (moe.num_experts, outer, moe.hidden_dims), ("experts", "embed", "expert_mlp")
-            self.child(name, Projection, equation="btd,edf->btef", shape=shape, split_axes=split_axes)
-        self.child(
-            "down",
-            Projection,
-            equation="btef,efd->btd",
-            shape=(moe.num_experts, moe.hidden_dims, outer),
-            split_axes=("experts", "expert_mlp", "embed"),
-            output_axes=("batch", "length", "activation_embed"),
-        )
+        into = ((moe.num_experts, outer, moe.hidden_dims), ("experts", "embed", "expert_mlp"))
+        back = ((moe.num_experts, moe.hidden_dims, outer), ("experts", "expert_mlp", "embed"))
+        for name, (shape, split_axes) in {"gate": into, "up": into, "down": back}.items():
+            self.child(name, ExpertProjection, shape=shape, split_axes=split_axes)
 
     def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
         """Computes the layer, and adds the load-balancing loss if it has a weight. Returns the shape of x.
@@ -104,20 +124,25 @@ class MixtureOfExperts(SpecLayer):
         """
         moe = moe_of(self)
         probabilities, experts, weights = self.router(x)
-        chosen = jax.nn.one_hot(experts, moe.num_experts, dtype=jnp.float32)
         if moe.aux_loss_weight:
-            self._add_load_balancing_loss(probabilities, chosen, real)
-        per_expert = jnp.einsum("btk,btke->bte", weights, chosen)
-        hidden = ACTIVATION_FNS[self.spec.activation](self.gate(x)) * self.up(x)
-        hidden = self.split(hidden, "batch", "length", "activation_experts", "expert_mlp")
-        hidden = checkpoint_name(hidden * per_expert[..., None].astype(hidden.dtype), "ffn1")
-        output: jax.Array = self.down(hidden)
-        return checkpoint_name(output, "ffn2")
+            self._add_load_balancing_loss(probabilities, experts, real)
+        batch, length, over = map(self.mesh_axes, ("batch", "length", "experts"))
+        parts = TokenParts.of(x, moe.num_experts, batch=batch, length=length, experts=over)
+        groups = token_groups.sort(experts, parts)
+        # Whole tokens on each device, as the sort needs them.
+        rows = token_groups.dispatch(self.split(x, "batch", "length", "norm"), groups, parts)
+        gate, up = self.gate(rows, groups, parts), self.up(rows, groups, parts)
+        hidden = checkpoint_name(ACTIVATION_FNS[self.spec.activation](gate) * up, "ffn1")
+        output = token_groups.combine(self.down(hidden, groups, parts), weights, groups, parts)
+        output = self.split(output, "batch", "length", "norm")
+        return checkpoint_name(self.split(output, "batch", "length", "activation_embed"), "ffn2")
 
-    def _add_load_balancing_loss(self, probabilities: jax.Array, chosen: jax.Array, real: jax.Array) -> None:
+    def _add_load_balancing_loss(self, probabilities: jax.Array, experts: jax.Array, real: jax.Array) -> None:
         moe = moe_of(self)
         share = real / jnp.maximum(jnp.sum(real), 1)
-        load = jnp.einsum("btke,bt->e", chosen, share)
+        # A sum that XLA fuses, instead of one-hot vectors for all tokens and experts.
+        is_chosen = experts[..., None] == jnp.arange(moe.num_experts)
+        load = jnp.sum(jnp.where(is_chosen, share[..., None, None], 0.0), axis=(0, 1, 2))
         mean_probability = jnp.einsum("bte,bt->e", probabilities, share)
         loss = moe.num_experts * jnp.sum(load * mean_probability)
         self.add_aux_loss("load_balancing", loss * moe.aux_loss_weight / self.spec.num_layers)

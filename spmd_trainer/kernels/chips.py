@@ -144,8 +144,9 @@ def model_flops(num_params: int, tokens: int, *, num_frozen: int = 0) -> float:
     """Returns a training step's FLOPs as 6 * parameters * tokens (Kaplan et al. 2020, arXiv:2001.08361).
 
     Frozen parameters (`num_frozen`) count 4 * parameters * tokens, because they need no gradient. This covers the forward and
-    the backward pass, without attention's products of queries, keys and values and without rematerialisation. All experts
-    count, also unused ones. The compiler's own count isn't used, because it counts a loop's body once.
+    the backward pass, without attention's products of queries, keys and values and without rematerialisation. Give the
+    parameters that compute one token, without those of experts that it doesn't choose. The compiler's own count isn't used,
+    because it counts a loop's body once.
     """
     return (6.0 * num_params + 4.0 * num_frozen) * tokens
 

@@ -129,11 +129,13 @@ class Choice:
       kernel: its name.
       reasons: {name of a preferred kernel: why it can't be used}.
       context_parallel: 'ring' or 'all_to_all' if rows are split over devices; otherwise None.
+      of: what the kernel computes: 'attention' or 'experts'.
     """
 
     kernel: str
     reasons: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
     context_parallel: str | None = None
+    of: str = "attention"
 
 
 @functools.cache
@@ -209,12 +211,14 @@ def choice_lines(recorded: Mapping[str, Choice]) -> list[str]:
 
     If layers differ, each line names its layers.
     """
-    layers: dict[str, list[str]] = {}
+    layers: dict[tuple[str, str], list[str]] = {}
     for name, choice in recorded.items():
-        layers.setdefault(_choice_text(choice), []).append(name)
-    if len(layers) == 1:
-        return [f"attention kernel: {text}" for text in layers]
-    return [f"attention kernel of {', '.join(names)}: {text}" for text, names in layers.items()]
+        layers.setdefault((choice.of, _choice_text(choice)), []).append(name)
+    kinds = [of for of, _ in layers]
+    return [
+        f"{of} kernel: {text}" if kinds.count(of) == 1 else f"{of} kernel of {', '.join(names)}: {text}"
+        for (of, text), names in layers.items()
+    ]
 
 
 def _choice_text(choice: Choice) -> str:

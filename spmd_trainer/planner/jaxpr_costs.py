@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.extend import core
@@ -44,6 +44,8 @@ def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             total += _of_dot(equation)
+        elif equation.primitive.name in ("grouped_dot", "grouped_weights"):
+            total += _of_grouped(equation)
         elif equation.primitive.name == "pallas_call":
             total += _of_kernel(equation)
         else:
@@ -61,6 +63,17 @@ def _of_dot(equation: core.JaxprEqn) -> DotCosts:
     if not batch:
         return DotCosts(flops)
     return DotCosts(flops, flops, _bytes(arrays))
+
+
+def _of_grouped(equation: core.JaxprEqn) -> DotCosts:
+    """Returns the costs of experts' products (`kernels.grouped_dot`): each row is multiplied by one matrix.
+
+    Each part of the experts has room for all rows of its part of the tokens, but all parts together compute each row once.
+    """
+    rows, other = cast(Any, [variable.aval for variable in equation.invars[:2]])
+    parts, _, count, width = rows.shape
+    outputs = math.prod(other.shape[-2:]) // (width if equation.primitive.name == "grouped_dot" else other.shape[-2])
+    return DotCosts(2.0 * parts * count * width * outputs)
 
 
 def _of_kernel(equation: core.JaxprEqn) -> DotCosts:

@@ -74,7 +74,7 @@ class Plan(ChipBytes):
       memory: memory of one chip, or None if unknown.
       num_params: number of elements of the trainable variables.
       model_flops: FLOPs per chip and step, as 6 * parameters * tokens of the global batch; attention is not counted (Kaplan et
-        al. 2020). None for models whose batch has no tokens.
+        al. 2020), nor are experts that a token doesn't choose. None for models whose batch has no tokens.
       compiler_flops: the compiler's estimate per chip, which counts loop bodies once; None if it gives none.
       collectives: rows of kind, axes, count and bytes per step.
       estimate: estimated step time; None if the chip's bandwidths are unknown.
@@ -153,6 +153,8 @@ def plan(job: Job) -> Plan:
     chips, trained, frozen = job.partitioner.mesh.size, metadata.num_params(), metadata.num_frozen_params()
     shapes = job.inputs_shape_dtype
     tokens = shapes.ids.size if "ids" in shapes else None
+    computing, computing_frozen = metadata.num_params(per_token=True), metadata.num_frozen_params(per_token=True)
+    flops = model_flops(computing, tokens or 0, num_frozen=computing_frozen)
     cost = compiled.cost_analysis() or {}
     return Plan(
         **vars(chip_bytes(compiled, topology)),
@@ -162,7 +164,7 @@ def plan(job: Job) -> Plan:
         padding=sum(variable.padding_per_device(mesh) for variable in metadata.records()),
         memory=_memory(topology),
         num_params=trained + frozen,
-        model_flops=model_flops(trained, tokens, num_frozen=frozen) / chips if tokens else None,
+        model_flops=flops / chips if tokens else None,
         compiler_flops=cost.get("flops"),
         collectives=_collectives(text, mesh),
         estimate=roofline.estimate(text, job.partitioner.mesh.devices.flatten().tolist(), mesh),

@@ -129,21 +129,25 @@ class Layout(LogicalLayout):
 
         jax.tree.map(check, self.variables, state, specs)
 
-    def num_params(self) -> int:
-        """Returns the number of elements of the trainable variables, at logical shapes."""
-        return self._num_elements(frozen=False)
+    def num_params(self, *, per_token: bool = False) -> int:
+        """Returns the number of elements of the trainable variables, at logical shapes.
 
-    def num_frozen_params(self) -> int:
-        """Returns the number of elements of the parameters that adapters leave as they are, at logical shapes."""
-        return self._num_elements(frozen=True)
+        With `per_token`, only those that compute one token count: of experts, as many as a token has.
+        """
+        return self._num_elements(frozen=False, per_token=per_token)
 
-    def _num_elements(self, *, frozen: bool) -> int:
+    def num_frozen_params(self, *, per_token: bool = False) -> int:
+        """Returns the number of elements of the parameters that adapters leave as they are; as `num_params`."""
+        return self._num_elements(frozen=True, per_token=per_token)
+
+    def _num_elements(self, *, frozen: bool, per_token: bool) -> int:
         params, hparams = (
             jax.tree.leaves(tree.get(base_layer.PARAMS, {}))
             for tree in (self.variables.mdl_vars, self.var_weight_hparams)
         )
-        counted = (v for v, p in zip(params, hparams, strict=True) if masks.is_frozen(p) == frozen)
-        return sum(int(np.prod(v.logical_shape)) for v in counted)
+        counted = ((v, p) for v, p in zip(params, hparams, strict=True) if masks.is_frozen(p) == frozen)
+        shares = ((v, masks.read_per_token(p) if per_token else 1) for v, p in counted)
+        return sum(round(int(np.prod(v.logical_shape)) * share) for v, share in shares)
 
     # --- batches ----------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from spmd_trainer.sharding.variables import path_str
 
 # A collection of WeightHParams: the variable never changes, so it has no optimizer state and no moving average.
 FROZEN = "_frozen"
+# Beginning of the collection of variables of which a token reads a part; the share follows, such as '8/128' for experts.
+READ_PER_TOKEN = "_read_per_token:"
 # How a regex writes the index of a list: Pax's `x_layers\[0\]` or `x_layers.0.`, and this project's `x_layers/0`.
 _PAX_INDEX = re.compile(r"\\\[|\[\[\]|(?<!\\)\.\d+\.")
 _OWN_INDEX = re.compile(r"/(?:\d|\\d|\[\d)")
@@ -51,6 +54,12 @@ def get_excluded_var_mask_for_opt(var_weight_hparams: Any, learner: Any) -> Any:
 def is_frozen(hparams: Any) -> bool:
     """Returns True for a variable that never changes."""
     return FROZEN in hparams.collections
+
+
+def read_per_token(hparams: Any) -> float:
+    """Returns the share of a variable's elements that computes one token: less than 1 for experts."""
+    shares = [name.removeprefix(READ_PER_TOKEN) for name in hparams.collections if name.startswith(READ_PER_TOKEN)]
+    return float(fractions.Fraction(shares[0])) if shares else 1.0
 
 
 def explicitly_excluded(var_weight_hparams: Any, learner: Any) -> Any:

@@ -195,7 +195,8 @@ def _make_progress(run: Run) -> Progress:
     train_p = run.task.train
     metadata, flops = run.partitioner.metadata, None
     if unit == "tokens" and (chips := rooms.find("kernels.chips")) is not None:
-        flops = chips.model_flops(metadata.num_params(), 1, num_frozen=metadata.num_frozen_params())
+        trained, frozen = metadata.num_params(per_token=True), metadata.num_frozen_params(per_token=True)
+        flops = chips.model_flops(trained, 1, num_frozen=frozen)
     return Progress(
         num_steps=run.num_steps,
         items_per_step=items,

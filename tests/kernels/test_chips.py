@@ -1,9 +1,14 @@
 """What chips are known to do, and the share of it that the progress line says."""
 
+import jax
 import pytest
+from praxis import pax_fiddle
 
+from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.kernels import chips
 from spmd_trainer.step.packing import Scalars
+from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.training import experiment_config
 from spmd_trainer.watch.progress import Progress
 
 
@@ -85,6 +90,21 @@ def test_the_line_says_the_utilization_of_known_chips(caplog):
 
 def test_frozen_parameters_have_no_gradient_of_their_own():
     assert chips.model_flops(10, 3, num_frozen=100) == 6 * 10 * 3 + 4 * 100 * 3
+
+
+def test_experts_that_a_token_does_not_choose_do_not_count():
+    """TinyMixtral: 2 of 3 experts, each with three matrices of 20 x 7, in 2 layers."""
+    resolved = experiment_config.resolve("lm.mistral.TinyMixtral")
+    task = tasks_lib.build_task(resolved.task_p)
+    batch = pax_fiddle.build(resolved.config.train_datasets[0]).get_next_padded()
+    partitioner = PjitPartitioner()
+    partitioner.use_mesh(
+        sharding.create_device_mesh([("replica", 1), ("data", 1), ("mdl", 1)], devices=jax.devices()[:1])
+    )
+    partitioner.setup(task, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
+    metadata = partitioner.metadata
+    assert metadata.num_params() - metadata.num_params(per_token=True) == 2 * (3 * 20 * 7)
+    assert metadata.num_frozen_params(per_token=True) == 0
 
 
 def test_the_line_of_unknown_chips_is_what_it_was(caplog):

@@ -25,9 +25,9 @@ LAYER = "params/lm/layers/sub/layer_0"
 EVERY_LINEAR = ["attention/.*/w", "mlp/.*/w", "logits/w"]
 
 
-def built(*, policy=None, generation=(), **settings):
-    """The task of a tiny Llama with adapters, and three batches."""
-    resolved = experiment_config.resolve("lm.llama.TinyLlama")
+def built(*, experiment="lm.llama.TinyLlama", policy=None, generation=(), **settings):
+    """The task of a tiny model with adapters, and three batches."""
+    resolved = experiment_config.resolve(experiment)
     model_p = resolved.task_p.model
     if policy is not None:
         model_p.lm_tpl.checkpoint_policy = policy
@@ -92,6 +92,21 @@ def test_adapters_and_merged_weights_give_the_same_scores(dora):
     assert dims[f"{LAYER}/attention/output/w"] == MatrixDims((0,), (1, 2), (3,))
     assert dims["params/lm/logits/w"] == MatrixDims((), (0,), (1,))
     assert not model._warned
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dora", [False, True])
+def test_each_expert_has_its_own_adapter(dora):
+    task, batch, mdl_vars, _ = ready(experiment="lm.mistral.TinyMixtral", targets=("moe/(gate|up|down)/w",), dora=dora)
+    model = task.model_for_steps
+    dims = task.lora_model.matrix_dims()
+    assert dims == {f"{LAYER}/moe/{name}/w": MatrixDims((0, 1), (2,), (3,)) for name in ("down", "gate", "up")}
+    ours = logits(task, model, mdl_vars, batch)
+    merged = jax.jit(task.lora_model.merged)(mdl_vars)
+    np.testing.assert_allclose(ours, logits(task, model.base, merged, batch), rtol=1e-6)
+    assert np.abs(ours - logits(task, model.base, lora.base_only(mdl_vars), batch)).max() > 0.1
+    # Only DoRA needs the merged weights: its gains belong to experts, and rows of several experts are in one product.
+    assert bool(model._warned) == dora
 
 
 def equations(jaxpr):

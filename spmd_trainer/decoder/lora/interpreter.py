@@ -22,6 +22,7 @@ from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+GROUPED = "grouped_dot"
 REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 
 
@@ -73,6 +74,8 @@ class Interpreter:
         name, params = eqn.primitive.name, eqn.params
         if name == "dot_general":
             return [self._product(eqn, *values)]
+        if name == GROUPED:
+            return [self._grouped(eqn, *values)]
         if name in CALLS:
             inner = params.get("jaxpr") or params["call_jaxpr"]
             return self.run(inner.jaxpr, inner.consts, values)
@@ -123,6 +126,16 @@ class Interpreter:
         )
         if found is None:
             found = bind(eqn, self._merged([left, right], "dot_general of another form"))[0]
+        return cast(jax.Array, found)
+
+    def _grouped(self, eqn: Any, rows: Any, weight: Any, sizes: jax.Array) -> jax.Array:
+        """Multiplies sorted rows with experts' weights, of which each has its own adapter."""
+        found = None
+        # Sorted rows are not those of the batch, each of which may have its own adapter.
+        if not is_adapted(rows) and self.rows is None:
+            found = products.multiply_grouped(rows, weight, sizes, eqn.params, drop=self._dropper(weight.path))
+        if found is None:
+            found = bind(eqn, self._merged([rows, weight, sizes], eqn.primitive.name))[0]
         return cast(jax.Array, found)
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:

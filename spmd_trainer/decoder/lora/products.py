@@ -11,6 +11,10 @@ from jax import lax
 
 from spmd_trainer.decoder.lora import adapted_weight
 from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor, Product
+from spmd_trainer.kernels.grouped_dot import Placement, grouped_dot_p
+
+# The dimensions of `grouped_dot` in the form of `dot_general`: ((contracted of the rows, of the weights), (batch)).
+GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
 
 
 def multiply(
@@ -60,6 +64,36 @@ def multiply(
     delta = _delta(drop(scaled), x_names, weight, plan, rows, params, weight_is_left, out_names)
     out = out + delta.astype(out.dtype)
     return out if after is None else _times(out, out_names, after)
+
+
+def multiply_grouped(
+    rows: jax.Array,
+    weight: AdaptedWeight,
+    sizes: jax.Array,
+    params: dict[str, Any],
+    *,
+    drop: Callable[[jax.Array], jax.Array],
+) -> jax.Array | None:
+    """Multiplies sorted rows with experts' weights W + scale * a b without forming them; None if the adapters don't allow it.
+
+    Args:
+      rows: [S, X, M, K].
+      weight: [E, K, N]. DoRA's gains aren't supported: they belong to experts, and the rows of several are in one array.
+      sizes: rows of each expert, see `grouped_dot`.
+      params: parameters of the product.
+      drop: applied to the adapters' input.
+    """
+    (_, contracted), (_, batch) = GROUPED_NUMBERS
+    plan = weight.plan(contracted, batch)
+    if plan is None or plan.transposed or weight.magnitude is not None or ADAPTER in weight.a.names:
+        return None
+    placement: Placement = params["placement"]
+    a = weight.a.arranged([*plan.batch, *plan.contracted, RANK]).astype(rows.dtype)
+    b = weight.b.arranged([*plan.batch, RANK, *plan.free]).astype(rows.dtype)
+    hidden = placement.over(placement.split.inputs, ()).product(drop(rows), a, sizes) * weight.scale
+    delta = placement.over((), placement.split.outputs).product(hidden, b, sizes)
+    out: jax.Array = grouped_dot_p.bind(rows, weight.w, sizes, **params)
+    return out + delta
 
 
 def _delta(

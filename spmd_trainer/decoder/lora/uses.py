@@ -12,7 +12,8 @@ import jax
 
 from spmd_trainer.decoder.lora import dims as dims_lib
 from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
-from spmd_trainer.decoder.lora.interpreter import CALLS, REMATERIALISED
+from spmd_trainer.decoder.lora.interpreter import CALLS, GROUPED, REMATERIALISED
+from spmd_trainer.decoder.lora.products import GROUPED_NUMBERS
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.errors import UserError
 
@@ -94,7 +95,9 @@ def _one(eqn: Any, values: list[_Value], found: dict[str, Uses]) -> list[_Value]
     if not any(value.path for value in values):
         return plain
     if name == "dot_general" and not all(value.path for value in values):
-        return [_product(params, values, found)]
+        return [_product(params["dimension_numbers"], values, found)]
+    if name == GROUPED and not values[0].path:
+        return [_product(GROUPED_NUMBERS, values[:2], found)]
     if name in CALLS:
         return _walk((params.get("jaxpr") or params["call_jaxpr"]).jaxpr, values, found)
     if name in REMATERIALISED:
@@ -133,8 +136,8 @@ def _as_arrays(values: Sequence[_Value], operation: str, found: dict[str, Uses])
             found[value.path].others.append(operation)
 
 
-def _product(params: Mapping[str, Any], values: Sequence[_Value], found: dict[str, Uses]) -> _Value:
-    contract, batch = params["dimension_numbers"]
+def _product(numbers: Any, values: Sequence[_Value], found: dict[str, Uses]) -> _Value:
+    contract, batch = numbers
     side = 0 if values[0].path else 1
     weight, x = values[side], values[1 - side]
     assert weight.path is not None

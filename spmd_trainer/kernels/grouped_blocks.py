@@ -1,0 +1,127 @@
+"""Grouped products in blocks of rows, in plain JAX for every device.
+
+Each group's rows are cut into blocks of equal size, the last one of a group only partly filled. A scan multiplies one block
+after the other by its group's matrix. A program has static shapes, so the scan is as long as the most blocks that any group
+sizes can need. Host devices skip the blocks that these sizes don't need. GPUs multiply them with zeros: to skip one, the host
+would have to wait for the device. The block size is chosen so that the partly filled blocks add at most a sixteenth to the rows,
+or is `_SMALLEST` if there are few rows for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Rows of a block. Below the smallest size a block takes as long to read its matrix as to multiply with it.
+_SMALLEST, _LARGEST = 8, 256
+# The most rows that partly filled blocks may add: one in so many.
+_ROWS_PER_WASTED = 16
+
+
+class GroupedBlocks:
+    """The kernel 'blocks'; see `grouped_dot.GroupedKernel`."""
+
+    name = "blocks"
+
+    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+        """See `GroupedKernel.reasons_against`."""
+        return []
+
+    def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+        """See `GroupedKernel.product`."""
+        (count, _), contracted = rows.shape, 2 if transposed else 1
+        width = weights.shape[3 - contracted]
+        dtype = jnp.result_type(rows, weights)
+        blocks = _Blocks.of(sizes, count)
+        padded = jnp.pad(rows, ((0, blocks.size), (0, 0)))
+
+        def step(out: jax.Array, block: _Block) -> tuple[jax.Array, None]:
+            x = lax.dynamic_slice_in_dim(padded, block.first, blocks.size)
+
+            def multiply() -> jax.Array:
+                w = lax.dynamic_index_in_dim(weights, block.group, keepdims=False)
+                numbers = (((1,), (contracted - 1,)), ((), ()))
+                y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32).astype(dtype)
+                return _within(block, y)
+
+            y = _if_needed(block, multiply, jnp.zeros((blocks.size, width), dtype))
+            # Rows of `y` after the group's end are zeros. They belong to later groups, whose blocks overwrite them.
+            return lax.dynamic_update_slice_in_dim(out, y, block.first, 0), None
+
+        out, _ = lax.scan(step, jnp.zeros((count + blocks.size, width), dtype), blocks.each)
+        return out[:count]
+
+    def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
+        """See `GroupedKernel.weights_product`."""
+        blocks = _Blocks.of(sizes, rows.shape[0])
+        dtype = jnp.result_type(rows, others)
+        rows, others = (jnp.pad(x, ((0, blocks.size), (0, 0))) for x in (rows, others))
+        shape = (sizes.shape[0], rows.shape[1], others.shape[1])
+
+        def step(total: jax.Array, block: _Block) -> tuple[jax.Array, None]:
+            x, y = (lax.dynamic_slice_in_dim(array, block.first, blocks.size) for array in (rows, others))
+            old = lax.dynamic_index_in_dim(total, block.group, keepdims=False)
+
+            def add() -> jax.Array:
+                numbers = (((0,), (0,)), ((), ()))
+                return old + lax.dot_general(
+                    _within(block, x), _within(block, y), numbers, preferred_element_type=total.dtype
+                )
+
+            new = _if_needed(block, add, old)
+            return lax.dynamic_update_index_in_dim(total, new, block.group, 0), None
+
+        total, _ = lax.scan(step, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)), blocks.each)
+        return total.astype(dtype)
+
+
+KERNEL = GroupedBlocks()
+
+
+class _Block(NamedTuple):
+    """int32 scalars, or arrays [number of blocks]: the block's group, its first row, and the rows that it has of its group."""
+
+    group: jax.Array
+    first: jax.Array
+    filled: jax.Array
+
+
+class _Blocks(NamedTuple):
+    """The blocks of all groups in order. Unneeded blocks are at the end; they have no rows and begin after the last row."""
+
+    size: int
+    each: _Block
+
+    @classmethod
+    def of(cls, sizes: jax.Array, num_rows: int) -> _Blocks:
+        """Returns the blocks of groups of these sizes, int32 [groups], whose sum is at most `num_rows`."""
+        most_groups = min(sizes.shape[0], num_rows)
+        size = _SMALLEST
+        while size < _LARGEST and 2 * size * most_groups * _ROWS_PER_WASTED <= num_rows:
+            size *= 2
+        number = jnp.arange((num_rows + most_groups * (size - 1)) // size, dtype=jnp.int32)
+        counts, ends = -(-sizes // size), jnp.cumsum(sizes)
+        last = jnp.cumsum(counts)
+        group = jnp.minimum(jnp.searchsorted(last, number, side="right"), sizes.shape[0] - 1).astype(jnp.int32)
+        first = (ends - sizes)[group] + (number - (last - counts)[group]) * size
+        is_needed = number < last[-1]
+        filled = jnp.where(is_needed, jnp.minimum(ends[group] - first, size), 0)
+        return cls(size, _Block(group, jnp.where(is_needed, first, num_rows), filled))
+
+
+def _if_needed(block: _Block, compute: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
+    """Returns the result for a block; for one without rows, which has the result `otherwise`, host devices compute nothing."""
+    return lax.platform_dependent(
+        cpu=lambda: lax.cond(block.filled > 0, compute, lambda: otherwise),
+        default=compute,
+    )
+
+
+def _within(block: _Block, x: jax.Array) -> jax.Array:
+    """Returns the block's rows [size, width] with zeros in those of other groups."""
+    is_own = lax.broadcasted_iota(jnp.int32, x.shape, 0) < block.filled
+    return jnp.where(is_own, x, jnp.zeros((), x.dtype))

@@ -1,0 +1,319 @@
+"""The grouped product of sparse experts: each group of rows times the matrix of its expert.
+
+`grouped_dot` picks a kernel for the device and runs it on each device's part of the arrays. The kernels are:
+
+- `megablox.py`: JAX's grouped product for TPUs.
+- `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device. NVIDIA GPUs have no other kernel yet: JAX's
+  `ragged_dot_mgpu` compiles ahead of time, but its numbers have not been checked on a GPU.
+
+`token_groups.py` sorts tokens by expert, and undoes it. All exchanges between devices are written out here and there, because
+XLA would turn a sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
+
+The product is a JAX primitive, so that what reads programs (LoRA, the planner's count of FLOPs) sees one operation, whatever
+kernel computes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from typing import Any, Protocol
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, mlir
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.kernels import chips, kernels
+
+# The kernels of one platform, tried before 'blocks'.
+_OF_PLATFORM = {"tpu": ("megablox",)}
+_MODULES = {"megablox": "megablox", "blocks": "grouped_blocks"}
+
+
+class GroupedKernel(Protocol):
+    """A way to compute grouped products on one device. Products are summed in float32."""
+
+    name: str
+
+    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+        """Returns why the kernel can't be used for these arrays of a device, as in `product`; empty if it can."""
+        ...
+
+    def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+        """Multiplies the rows of each group with the group's matrix. Returns [M, N], zeros after the rows of all groups.
+
+        Args:
+          rows: [M, K], sorted by group.
+          weights: [G, K, N], or [G, N, K] if `transposed`; of the rows' dtype.
+          sizes: int32 [G], rows of each group. Their sum is at most M.
+          transposed: True to contract the last dimension of `weights`.
+        """
+        ...
+
+    def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Returns the sum over each group's rows of the outer products of [M, K] and [M, N]: [G, K, N], of their dtype."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedSplit:
+    """The mesh axes of a grouped product; () if a dimension is not split.
+
+    Attributes:
+      tokens: axes that split the rows into dimension 0.
+      experts: axes that split the experts, and the rows into dimension 1.
+      inputs, outputs: axes that split the dimensions K and N of the weights. Over those that split tokens, weights are gathered
+        for the product, and their gradients reduced and scattered. Over others, also the rows' features are split.
+    """
+
+    tokens: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def kept(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the axes of a weight's dimension over which the rows' features are split too."""
+        return tuple(axis for axis in axes if axis not in (*self.tokens, *self.experts))
+
+    def gathered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the axes of a weight's dimension over which the weight is gathered."""
+        return tuple(axis for axis in axes if axis in self.tokens)
+
+    def of_rows(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """Returns the split of [S, X, M, features]. `axes`: of the weights' dimension of the same size."""
+        return PartitionSpec(self.tokens or None, self.experts or None, None, self.kept(axes) or None)
+
+    @property
+    def of_sizes(self) -> PartitionSpec:
+        """The split of [S, X, G]."""
+        return PartitionSpec(self.tokens or None, self.experts or None, None)
+
+    @property
+    def of_weights(self) -> PartitionSpec:
+        """The split of [E, K, N]."""
+        features = [(*self.kept(axes), *self.gathered(axes)) or None for axes in (self.inputs, self.outputs)]
+        return PartitionSpec(self.experts or None, *features)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a product is computed, fixed when it is traced.
+
+    Attributes:
+      split: how the arrays are split over the mesh.
+      mesh: None for one device.
+    """
+
+    split: GroupedSplit
+    mesh: AbstractMesh | None
+
+    def over(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Placement:
+        """Returns the placement of a product of the same rows with weights that are split over other axes."""
+        return dataclasses.replace(self, split=dataclasses.replace(self.split, inputs=inputs, outputs=outputs))
+
+    def product(
+        self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, kernel: str | None = None, name: str = ""
+    ) -> jax.Array:
+        """See `grouped_dot`."""
+        dtype = jnp.result_type(rows, weights)
+        widths = [
+            self.padded(size, axes) // self.count(self.split.kept(axes))
+            for size, axes in zip(weights.shape[1:], (self.split.inputs, self.split.outputs), strict=True)
+        ]
+        choice = _choose(
+            jax.ShapeDtypeStruct((rows.shape[2], widths[0]), dtype),
+            jax.ShapeDtypeStruct((sizes.shape[2], *widths), dtype),
+            kernel,
+        )
+        if name:
+            kernels.record(name, choice)
+        given = (rows.astype(dtype), weights.astype(dtype), sizes)
+        out: jax.Array = grouped_dot_p.bind(*given, placement=self, kernel=choice.kernel, transposed=False)
+        return out
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """Returns the number of parts over these axes."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def padded(self, size: int, axes: tuple[str, ...]) -> int:
+        """Returns a size of weights that their axes divide."""
+        return size + -size % self.count((*self.split.kept(axes), *self.split.gathered(axes)))
+
+    def padded_weights(self, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Pads [E, K, N] so that the axes divide all dimensions. No row is of an added expert."""
+        inputs, outputs = (
+            self.padded(weights.shape[1], self.split.inputs),
+            self.padded(weights.shape[2], self.split.outputs),
+        )
+        return _padded(weights, (sizes.shape[1] * sizes.shape[2], inputs, outputs))
+
+
+def mesh_of_experts() -> AbstractMesh | None:
+    """Returns the ambient mesh; None for one device, and under a `jax.shard_map`, where arrays belong to one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.manual_axes or mesh.size <= 1 else mesh
+
+
+def grouped_dot(
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    *,
+    split: GroupedSplit = GroupedSplit(),
+    kernel: str | None = None,
+    name: str = "",
+) -> jax.Array:
+    """Multiplies each row with the matrix of its expert. Returns [S, X, M, N], zeros after the last expert's rows.
+
+    On a mesh, S and X are the numbers of parts of tokens and experts, and each device computes one part. Without one they are 1.
+    The experts of part x are x * G to x * G + G - 1. Parts may have more experts than there are: no row may be theirs.
+
+    Args:
+      rows: [S, X, M, K]; those of each part are sorted by expert.
+      weights: [E, K, N].
+      sizes: int32 [S, X, G], rows of each expert of a part. The sum over a part is at most M; rows after it are ignored.
+      split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
+      kernel: name of the kernel to use; None for the first that can be used.
+      name: the layer's name, for reports.
+
+    Raises:
+      UserError: the kernel asked for can't be used.
+    """
+    mesh = mesh_of_experts()
+    placement = Placement(split if mesh is not None else GroupedSplit(), mesh)
+    return placement.product(rows, weights, sizes, kernel, name)
+
+
+def _choose(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, asked: str | None) -> kernels.Choice:
+    target = chips.current_target()
+    if asked is not None:
+        if against := _kernel(asked).reasons_against(rows, weights, target.platform):
+            raise UserError(f"grouped kernel {asked!r} can't be used: {'; '.join(against)}; leave the choice with None")
+        return kernels.Choice(asked, of="experts")
+    reasons: dict[str, list[str]] = {}
+    for name in (*_OF_PLATFORM.get(target.platform, ()), "blocks"):
+        if not (against := _kernel(name).reasons_against(rows, weights, target.platform)):
+            return kernels.Choice(name, reasons, of="experts")
+        reasons[name] = against
+    raise AssertionError("blocks can always be used")
+
+
+@functools.cache
+def _kernel(name: str) -> GroupedKernel:
+    if name not in _MODULES:
+        meant = did_you_mean(name, _MODULES, otherwise="")
+        raise UserError(f"there is no grouped kernel {name!r}; kernels: {', '.join(_MODULES)}{meant}")
+    found: GroupedKernel = importlib.import_module(f"{__package__}.{_MODULES[name]}").KERNEL
+    return found
+
+
+grouped_dot_p = jax.extend.core.Primitive("grouped_dot")
+# The gradient of the weights: rows [S, X, M, K] and others [S, X, M, N] -> sums of outer products [E, K, N].
+grouped_weights_p = jax.extend.core.Primitive("grouped_weights")
+
+
+@grouped_dot_p.def_abstract_eval
+def _shape(rows: Any, weights: Any, sizes: Any, *, transposed: bool, **_: Any) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((*rows.shape[:3], weights.shape[1 if transposed else 2]), rows.dtype)
+
+
+@grouped_weights_p.def_abstract_eval
+def _weights_shape(rows: Any, others: Any, sizes: Any, *, num_experts: int, **_: Any) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((num_experts, rows.shape[3], others.shape[3]), rows.dtype)
+
+
+def _evaluate(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, placement: Placement, kernel: str, transposed: bool
+) -> jax.Array:
+    split = placement.split
+    width = weights.shape[1 if transposed else 2]
+    weights = placement.padded_weights(weights, sizes)
+    rows = _padded(rows, (*rows.shape[:3], weights.shape[2 if transposed else 1]))
+    contracted, free = (split.outputs, split.inputs) if transposed else (split.inputs, split.outputs)
+
+    def local(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        for dim, axes in enumerate((split.inputs, split.outputs), start=1):
+            if over := split.gathered(axes):
+                weights = lax.all_gather(weights, over, axis=dim, tiled=True)
+        out = _kernel(kernel).product(rows[0, 0], weights, sizes[0, 0], transposed=transposed)
+        if over := split.kept(contracted):
+            out = lax.psum(out, over)
+        return out[None, None]
+
+    if placement.mesh is None:
+        return local(rows, weights, sizes)
+    specs = (split.of_rows(contracted), split.of_weights, split.of_sizes)
+    out: jax.Array = jax.shard_map(
+        local, mesh=placement.mesh, in_specs=specs, out_specs=split.of_rows(free), check_vma=False
+    )(rows, weights, sizes)
+    return out[..., :width]
+
+
+def _evaluate_weights(
+    rows: jax.Array, others: jax.Array, sizes: jax.Array, *, placement: Placement, kernel: str, num_experts: int
+) -> jax.Array:
+    split, widths = placement.split, (rows.shape[3], others.shape[3])
+    rows = _padded(rows, (*rows.shape[:3], placement.padded(widths[0], split.inputs)))
+    others = _padded(others, (*others.shape[:3], placement.padded(widths[1], split.outputs)))
+
+    def local(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
+        found = _kernel(kernel).weights_product(rows[0, 0], others[0, 0], sizes[0, 0])
+        scattered: list[str] = []
+        for dim, axes in enumerate((split.inputs, split.outputs), start=1):
+            if over := split.gathered(axes):
+                found = lax.psum_scatter(found, over, scatter_dimension=dim, tiled=True)
+                scattered += over
+        rest = tuple(axis for axis in split.tokens if axis not in scattered)
+        return lax.psum(found, rest) if rest else found
+
+    if placement.mesh is None:
+        return local(rows, others, sizes)
+    specs = (split.of_rows(split.inputs), split.of_rows(split.outputs), split.of_sizes)
+    found: jax.Array = jax.shard_map(
+        local, mesh=placement.mesh, in_specs=specs, out_specs=split.of_weights, check_vma=False
+    )(rows, others, sizes)
+    return found[:num_experts, : widths[0], : widths[1]]
+
+
+def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `x` with zeros at the end of each dimension up to `shape`."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, size - held) for size, held in zip(shape, x.shape, strict=True)])
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    """The product is linear in the rows and in the weights. JAX calls this only if one of them has a tangent."""
+    rows, weights, sizes = primals
+    of_rows, of_weights, _ = tangents
+    terms = []
+    if type(of_rows) is not ad.Zero:
+        terms.append(grouped_dot_p.bind(of_rows, weights, sizes, **params))
+    if type(of_weights) is not ad.Zero:
+        terms.append(grouped_dot_p.bind(rows, of_weights, sizes, **params))
+    out = grouped_dot_p.bind(rows, weights, sizes, **params)
+    return out, sum(terms[1:], terms[0])
+
+
+def _transpose(cotangent: Any, rows: Any, weights: Any, sizes: Any, *, transposed: bool, **params: Any) -> list[Any]:
+    if type(cotangent) is ad.Zero:
+        return [None, None, None]
+    if ad.is_undefined_primal(rows):
+        return [grouped_dot_p.bind(cotangent, weights, sizes, transposed=not transposed, **params), None, None]
+    pair = (cotangent, rows) if transposed else (rows, cotangent)
+    return [None, grouped_weights_p.bind(*pair, sizes, num_experts=weights.aval.shape[0], **params), None]
+
+
+_STATIC = ("placement", "kernel")
+grouped_dot_p.def_impl(jax.jit(_evaluate, static_argnames=(*_STATIC, "transposed")))
+grouped_weights_p.def_impl(jax.jit(_evaluate_weights, static_argnames=(*_STATIC, "num_experts")))
+ad.primitive_jvps[grouped_dot_p] = _jvp
+ad.primitive_transposes[grouped_dot_p] = _transpose
+mlir.register_lowering(grouped_dot_p, mlir.lower_fun(_evaluate, multiple_results=False))
+mlir.register_lowering(grouped_weights_p, mlir.lower_fun(_evaluate_weights, multiple_results=False))

@@ -1,0 +1,267 @@
+"""Sorts tokens by their experts for `grouped_dot`, and undoes it.
+
+Each device sorts its own tokens: their rows never leave it, and only the experts' weights, or the sum of all parts of the
+experts, cross between devices. XLA compiles a sort of the whole batch to an all-gather of all tokens. If an axis splits both
+tokens and experts, the tokens are gathered over it before the sort, and the experts' results reduced and scattered after it.
+
+A device has room for the case that all its tokens choose its experts, so no token is ever dropped, whatever the router does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from spmd_trainer.kernels.grouped_dot import GroupedSplit, mesh_of_experts
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenParts:
+    """How tokens and experts are divided among devices.
+
+    Attributes:
+      mesh: the mesh; None for one device.
+      batch, length: axes that split rows of the batch and their tokens.
+      experts: axes that split the experts.
+      num_experts: number of experts.
+    """
+
+    mesh: AbstractMesh | None
+    batch: tuple[str, ...]
+    length: tuple[str, ...]
+    experts: tuple[str, ...]
+    num_experts: int
+
+    @classmethod
+    def of(
+        cls,
+        x: jax.Array,
+        num_experts: int,
+        *,
+        batch: tuple[str, ...],
+        length: tuple[str, ...],
+        experts: tuple[str, ...],
+    ) -> TokenParts:
+        """Returns the parts on the ambient mesh. `x`: [batch, time, ...]. Axes that don't divide the time don't split it."""
+        mesh = mesh_of_experts()
+        if mesh is None:
+            return cls(None, (), (), (), num_experts)
+        batch, length, experts = (tuple(a for a in axes if mesh.shape[a] > 1) for axes in (batch, length, experts))
+        if x.shape[1] % math.prod(mesh.shape[axis] for axis in length):
+            length = ()
+        return cls(mesh, batch, length, experts, num_experts)
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """Returns the number of parts over these axes."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def experts_of_part(self) -> int:
+        """Experts of a part; the last parts may have fewer."""
+        return -(-self.num_experts // self.count(self.experts))
+
+    @property
+    def moved(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes of `batch` and of `length` that split the experts too: over these the tokens are gathered."""
+        batch, length = (tuple(axis for axis in axes if axis in self.experts) for axes in (self.batch, self.length))
+        return batch, length
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The axes that split the sorted rows by their tokens."""
+        return tuple(axis for axis in (*self.batch, *self.length) if axis not in self.experts)
+
+    def split(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> GroupedSplit:
+        """Returns the split of products with weights whose dimensions K and N are split over these axes."""
+        if self.mesh is None:
+            return GroupedSplit()
+        inputs, outputs = (tuple(a for a in axes if self.count((a,)) > 1) for axes in (inputs, outputs))
+        return GroupedSplit(self.tokens, self.experts, inputs, outputs)
+
+    def specs(self, text: str) -> tuple[PartitionSpec, ...]:
+        """Returns a spec for each letter: t [batch, time, ...], g [S, X, ...]."""
+        of = {
+            "t": PartitionSpec(self.batch or None, self.length or None),
+            "g": PartitionSpec(self.tokens or None, self.experts or None),
+        }
+        return tuple(of[letter] for letter in text)
+
+    def on_each_device(self, fn: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
+        """Returns `fn` of each device's part; letters as of `specs`."""
+        if self.mesh is None:
+            return fn
+        out_specs = self.specs(outputs)
+        return jax.shard_map(
+            fn,
+            mesh=self.mesh,
+            in_specs=self.specs(inputs),
+            out_specs=out_specs if len(out_specs) > 1 else out_specs[0],
+            check_vma=False,
+        )
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Gathers a device's tokens [batch, time, ...] over the moved axes."""
+        for dim, axes in enumerate(self.moved):
+            x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        return x
+
+    def add_up(self, x: jax.Array) -> jax.Array:
+        """Sums what the parts of the experts have for all gathered tokens [batch, time, ...]; returns the device's own tokens."""
+        moved = self.moved
+        for dim, axes in enumerate(moved):
+            x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+        rest = tuple(axis for axis in self.experts if axis not in (*moved[0], *moved[1]))
+        return lax.psum(x, rest) if rest else x
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The order of the pairs of a token and one of its experts, for each part of tokens and of experts.
+
+    Attributes:
+      sizes: int32 [S, X, G], pairs of each expert.
+      token: int32 [S, X, M], the token of each sorted pair; of those after the last expert's, any.
+      choice: int32 [S, X, M], which of its token's experts the pair has.
+      place: int32 [S, X, tokens, experts of a token], the sorted place of each pair; M or more if another part has its expert.
+    """
+
+    sizes: jax.Array
+    token: jax.Array
+    choice: jax.Array
+    place: jax.Array
+
+
+def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
+    """Sorts the pairs of tokens and experts by expert. `chosen`: int32 [batch, time, experts of a token], all distinct."""
+    most = min(chosen.shape[2], parts.experts_of_part)
+
+    def local(chosen: jax.Array) -> tuple[jax.Array, ...]:
+        chosen = parts.gather(chosen)
+        k = chosen.shape[2]
+        first = lax.axis_index(parts.experts) * parts.experts_of_part if parts.experts else 0
+        expert = chosen.reshape(-1) - first
+        is_own = (expert >= 0) & (expert < parts.experts_of_part)
+        keys = jnp.where(is_own, expert, parts.experts_of_part)
+        pairs = jnp.arange(keys.size, dtype=jnp.int32)
+        keys, order = lax.sort((keys, pairs), num_keys=1)
+        place = jnp.zeros_like(pairs).at[order].set(pairs, unique_indices=True)
+        ends = jnp.searchsorted(keys, jnp.arange(parts.experts_of_part), side="right").astype(jnp.int32)
+        sizes = jnp.diff(ends, prepend=0)
+        order = order[: most * (keys.size // k)]
+        found = (sizes, order // k, order % k, place.reshape(-1, k))
+        return tuple(x[None, None] for x in found)
+
+    return Groups(*parts.on_each_device(local, "t", "gggg")(_with_rows(chosen, parts, parts.num_experts)))
+
+
+def dispatch(x: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
+    """Returns the sorted rows [S, X, M, D] of tokens [batch, time, D]."""
+    return _dispatch(parts, _with_rows(x, parts, 0), groups)
+
+
+def combine(rows: jax.Array, weights: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
+    """Returns the weighted sum of each token's rows, [batch, time, D], of the rows' dtype.
+
+    Args:
+      rows: [S, X, M, D], the experts' outputs in sorted order.
+      weights: [batch, time, experts of a token].
+      groups: the order.
+      parts: the parts.
+    """
+    return _combine(parts, rows, _with_rows(weights, parts, 0), groups)[: weights.shape[0]]
+
+
+def _with_rows(x: jax.Array, parts: TokenParts, fill: int) -> jax.Array:
+    """Pads the batch so that its axes divide it. An added row's experts are none of those that there are."""
+    missing = -x.shape[0] % parts.count(parts.batch)
+    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(parts: TokenParts, x: jax.Array, groups: Groups) -> jax.Array:
+    def local(x: jax.Array, groups: Groups) -> jax.Array:
+        x = parts.gather(x)
+        return x.reshape(-1, x.shape[-1])[groups.token[0, 0]][None, None]
+
+    out: jax.Array = parts.on_each_device(local, "tg", "g")(x, groups)
+    return out
+
+
+def _dispatch_forward(parts: TokenParts, x: jax.Array, groups: Groups) -> tuple[jax.Array, tuple[Groups, Any]]:
+    return _dispatch(parts, x, groups), (groups, x.shape)
+
+
+def _dispatch_backward(parts: TokenParts, saved: tuple[Groups, Any], grads: jax.Array) -> tuple[jax.Array, None]:
+    groups, shape = saved
+
+    def local(grads: jax.Array, groups: Groups) -> jax.Array:
+        return parts.add_up(_whole(parts, jnp.sum(_of_pairs(grads, groups), axis=1), shape)).astype(grads.dtype)
+
+    return parts.on_each_device(local, "gg", "t")(grads, groups), None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(parts: TokenParts, rows: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
+    shape = (*weights.shape[:2], rows.shape[-1])
+
+    def local(rows: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
+        weights = parts.gather(weights).reshape(-1, weights.shape[-1], 1)
+        total = jnp.sum(_of_pairs(rows, groups) * weights.astype(rows.dtype), axis=1)
+        return parts.add_up(_whole(parts, total, shape))
+
+    out: jax.Array = parts.on_each_device(local, "gtg", "t")(rows, weights, groups)
+    return out
+
+
+def _combine_forward(
+    parts: TokenParts, rows: jax.Array, weights: jax.Array, groups: Groups
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Groups]]:
+    return _combine(parts, rows, weights, groups), (rows, weights, groups)
+
+
+def _combine_backward(
+    parts: TokenParts, saved: tuple[jax.Array, jax.Array, Groups], grads: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    rows, weights, groups = saved
+
+    def local(rows: jax.Array, weights: jax.Array, groups: Groups, grads: jax.Array) -> tuple[jax.Array, jax.Array]:
+        grads = parts.gather(grads).reshape(-1, grads.shape[-1])
+        weights = parts.gather(weights).reshape(-1, weights.shape[-1])
+        token, choice = groups.token[0, 0], groups.choice[0, 0]
+        of_rows = grads[token] * weights[token, choice][:, None].astype(grads.dtype)
+        is_own = jnp.arange(token.size) < jnp.sum(groups.sizes)
+        products = jnp.einsum("tkd,td->tk", _of_pairs(rows, groups), grads, preferred_element_type=jnp.float32)
+        of_weights = parts.add_up(_whole(parts, products, saved[1].shape))
+        return jnp.where(is_own[:, None], of_rows, 0)[None, None], of_weights.astype(weights.dtype)
+
+    of_rows, of_weights = parts.on_each_device(local, "gtgt", "gt")(rows, weights, groups, grads)
+    return of_rows, of_weights, None
+
+
+_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+_combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _of_pairs(rows: jax.Array, groups: Groups) -> jax.Array:
+    """Returns each token's rows, [tokens, experts of a token, D], zeros for experts of other parts. `rows`: [1, 1, M, D]."""
+    found = jnp.take(rows[0, 0], groups.place[0, 0], axis=0, mode="fill", fill_value=0)
+    is_own = groups.place[0, 0] < jnp.sum(groups.sizes)
+    return jnp.where(is_own[..., None], found, jnp.zeros((), rows.dtype))
+
+
+def _whole(parts: TokenParts, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a device's [tokens, ...] as [batch, time, ...], for `add_up`. `shape`: of [batch, time, ...] on all devices."""
+    batch, length = (
+        size // parts.count(tuple(axis for axis in axes if axis not in parts.experts))
+        for size, axes in zip(shape[:2], (parts.batch, parts.length), strict=True)
+    )
+    return x.reshape(batch, length, *x.shape[1:])
