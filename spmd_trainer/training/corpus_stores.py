@@ -22,6 +22,8 @@ from spmd_trainer.training.run_config import TrainConfig
 DIRECTORY = "tokens"
 # Smaller corpora take less time to tokenise at each start than anybody would notice.
 _LEAST_BYTES = 2**26
+# Each takes the memory of a Python with the tokenizer.
+_MOST_WORKERS = 32
 
 
 @contextlib.contextmanager
@@ -42,11 +44,18 @@ def tokenised_ahead(built: Any, config: TrainConfig) -> Iterator[None]:
         yield
         return
     # All use the names that process 0 finds: files that each host has for itself may differ in their times.
-    names = built.store_names(_LEAST_BYTES if given is None else 0) if index == 0 else {}
+    names: dict[str, str] = {}
+    if index == 0:
+        try:
+            names = built.store_names(_LEAST_BYTES if given is None else 0)
+        except OSError as error:  # reading it will say what is wrong
+            logging.warning(
+                "%s: the versions of its files can't be read, so they are read as text: %s", built.name, error
+            )
     names = multihost.broadcast(names, name=f"the token stores of {built.name}")
     job = multihost.broadcast(new_job_name(), name=f"the job that makes the token stores of {built.name}")
     if names:
-        helpers = Helpers(index, count, _workers(built.name, count), job)
+        helpers = Helpers(index, count, _workers(built.name), job)
         logging.info(
             "%s: %s tokenised into %s with %s, while this run reads the text",
             *(
@@ -69,7 +78,8 @@ def _folder(given: str | None, config: TrainConfig, count: int) -> epath.Path | 
     return directory("--data_cache_dir", given) if given else None
 
 
-def _workers(name: str, count: int) -> int:
+def _workers(name: str) -> int:
     """Returns the processors of this host for each process of the job that runs on it."""
-    hosts = multihost.gather(f"the hosts of {name}", socket.gethostname()) if count > 1 else [socket.gethostname()]
-    return max(1, len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname()))
+    hosts = multihost.gather(f"the hosts of {name}", socket.gethostname())
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MOST_WORKERS, max(1, processors // hosts.count(socket.gethostname())))

@@ -26,7 +26,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs import batches, packed_text, text_base
-from spmd_trainer.inputs.corpus import cursors, encoding, mixture, row_plan, windows
+from spmd_trainer.inputs.corpus import cursors, encoding, mixture, prepared_source, row_plan, windows
 from spmd_trainer.inputs.corpus.file_kinds import TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.prepare import Preparation
@@ -157,12 +157,13 @@ class CorpusInput(text_base.TokenizedInput):
           stores: {source: folder of its store}, local, gs:// or s3://, the same on all processes of the job.
           helpers: who does it.
         """
+        found = []
         for number, one in enumerate(self.sources):
             if one.name in stores:
                 preparation = Preparation(one.documents, self.tokenizer, stores[one.name], self.bad_records)
-                source = PreparedSource(one.source, preparation, helpers)
-                self.sources[number] = dataclasses.replace(one, source=source)
-                source.start()
+                found.append(PreparedSource(one.source, preparation, helpers))
+                self.sources[number] = dataclasses.replace(one, source=found[-1])
+        prepared_source.tokenise(found)
 
     def stop_tokenising(self) -> None:
         """Ends what `tokenise_ahead` has started; finished parts are kept."""

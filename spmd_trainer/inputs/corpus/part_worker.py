@@ -8,19 +8,23 @@ record, or {"error": what is wrong with the corpus}. It ends with its stdin.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import os
 import pickle
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from typing import Any, BinaryIO
 
 import numpy as np
+from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
@@ -42,6 +46,8 @@ _BUCKETS = 32
 # A record batch ends with the document that reaches one of these: a writer holds it in memory.
 _BATCH_TOKENS, _BATCH_DOCUMENTS = 2**24, 2**20
 _COPY_BYTES = 2**24
+# Begins the names of folders in which parts are written; a worker that is killed leaves its own.
+_SCRATCH = ".making-"
 # Workers of a training run leave the processors to it.
 _NICE = 10
 
@@ -107,10 +113,16 @@ class Worker:
           TypeError, AttributeError, pickle.PicklingError: the tokenizer can't be sent to another process.
         """
         content = pickle.dumps(task)
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
+        self._scratch = tempfile.TemporaryDirectory(prefix="spmd-trainer-")
+        environment = os.environ | {
+            "TOKENIZERS_PARALLELISM": "false",
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the tokenizer's class may be the user's
+            "TMPDIR": self._scratch.name,
+        }
         # In a session of its own: Ctrl-C in a terminal is its parent's to handle.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *(["nice"] if nice else [])],
+            [sys.executable, "-P", "-m", __name__, *(["nice"] if nice else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -119,7 +131,8 @@ class Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
-        self._input.write(len(content).to_bytes(8, "little") + content)
+        with contextlib.suppress(BrokenPipeError):  # `make` says that it has ended
+            self._input.write(len(content).to_bytes(8, "little") + content)
 
     def make(self, number: int) -> dict[str, Any]:
         """Makes a part and returns its record.
@@ -144,6 +157,14 @@ class Worker:
         """Ends the process at once."""
         self._process.kill()
         self._process.wait()
+        self._scratch.cleanup()
+
+
+def remove_unfinished(folder: epath.Path) -> None:
+    """Removes what killed workers have left in a local store. Call it while nobody makes parts there."""
+    if not is_remote(folder):
+        for left in folder.glob(f"{_SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def make_part(task: Task, number: int) -> dict[str, Any]:
@@ -153,14 +174,14 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
       UserError: the corpus can't be read, or has a bad record and `bad_records` is 'raise'.
       OSError: the part can't be written.
     """
-    part, folder = task.parts[number], directory("--data_cache_dir", task.folder)
+    part, folder = task.parts[number], directory("the store of tokens", task.folder)
     encoder = Encoder(task.tokenizer, task.tokenizer.vocab_size)
     names = ("documents", "tokens", "bytes", "empty", "skipped", "largest")
     record: dict[str, Any] = {"key": task.key, **dict.fromkeys(names, 0), "named": []}
     lengths = np.zeros(_BUCKETS, np.int64)
     count = None if part.stop is None else part.stop - part.start
     records = itertools.islice(task.source.read_chunk(part.chunk, part.start), count)
-    with tempfile.TemporaryDirectory(dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
         path = os.path.join(scratch, "part")
         writer = Writer(path, task.dtype)
         while block := list(itertools.islice(records, _BLOCK)):
@@ -174,6 +195,8 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
             with open(path, "rb") as made, target.open("wb") as stored:
                 shutil.copyfileobj(made, stored, _COPY_BYTES)
         else:
+            with open(path, "rb") as made:  # a part that a record names must be on the disk
+                os.fsync(made.fileno())
             os.replace(path, os.fspath(target))
     # Written last: its presence marks the part as complete.
     files.write_atomically(folder / task.record_name(number), [json.dumps(record)])
@@ -187,7 +210,9 @@ def _counted(
     record["documents"] += 1
     if isinstance(tokens, BadRecord):
         if bad_records == RAISE:
-            raise UserError(f"{tokens.where} {tokens.problem}. Fix it, or skip bad records with --bad_records=skip")
+            raise UserError(
+                f"{tokens.where} {tokens.problem}. Fix it, or skip bad records (bad_records='skip', or --bad_records=skip)"
+            )
         record["skipped"] += 1
         if len(record["named"]) < _NAMED:
             record["named"].append(f"{tokens.where} {tokens.problem}")
@@ -266,11 +291,26 @@ def arrow_library() -> Any:
 
 
 def main(source: BinaryIO, output: BinaryIO) -> None:
-    """Makes the parts that its parent asks for."""
-    task: Task = pickle.loads(source.read(int.from_bytes(source.read(8), "little")))
-    for line in source:
+    """Makes the parts that its parent asks for, and ends with its parent, also in the midst of a part."""
+    content = source.read(int.from_bytes(source.read(8), "little"))
+    try:
+        task: Task | str = pickle.loads(content)
+    except (AttributeError, ImportError) as error:
+        task = f"another process can't import the tokenizer's class ({error}); define it in a module, not in a notebook or script"
+    numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in source:
+            numbers.put(int(line))
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
         try:
-            answer = make_part(task, int(line))
+            number = numbers.get()
+            if isinstance(task, str):
+                raise UserError(task)
+            answer = make_part(task, number)
         except (UserError, OSError) as error:
             answer = {"error": str(error)}
         output.write(f"{json.dumps(answer)}\n".encode())

@@ -132,8 +132,6 @@ class Preparing:
         Raises:
           UserError: the corpus can't be read, or a record is bad and `bad_records` is 'raise'.
         """
-        if numbers:  # the folder is incomplete until all parts match
-            (self.folder / DESCRIPTION_FILE).unlink(missing_ok=True)
         if not nice and (workers == 1 or len(numbers) < 2):
             for number in numbers:
                 self._done[number] = make_part(self.task, number)
@@ -196,6 +194,8 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
     missing, total = preparing.missing, len(preparing.task.parts)
     if len(missing) < total:
         logging.info("%s of %d are there from before", count_text(total - len(missing), "part"), total)
+    if missing:  # the folder is incomplete until all parts match
+        (preparing.folder / DESCRIPTION_FILE).unlink(missing_ok=True)
     progress = Progress(preparing)
     for _ in preparing.make(missing, workers, threading.Event()):
         progress.log()

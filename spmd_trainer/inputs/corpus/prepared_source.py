@@ -8,12 +8,13 @@ doesn't matter when which process changes over. If the folder can't be written, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from etils import epath
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Documents, Record, Source
 from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.part_worker import remove_unfinished
 from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing, Progress
-from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, TokenStore
 from spmd_trainer.sharding.messages import short_hash
-from spmd_trainer.storage import files, json_values, reading
+from spmd_trainer.storage import files, is_remote, json_values, reading
+from spmd_trainer.storage.access import free_space
 from spmd_trainer.storage.lock import LockedError, locked
 from spmd_trainer.storage.paths import directory
 
@@ -34,6 +37,13 @@ from spmd_trainer.storage.paths import directory
 _LOOK_SECONDS = 2.0
 # Says which job makes the store.
 _MAKING_FILE = "making.json"
+# Says which job has given up.
+_FAILED_FILE = "failed.json"
+# How often a job tries to take over from another one that makes the store.
+_RETRY_SECONDS = 60.0
+# A store is not begun on a disk with less room than this many times the text. Two bytes a token is half the text or less, twice
+# the text by byte; and a run's checkpoints need room beside it.
+_ROOM = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +67,7 @@ class PreparedSource(Source):
     """A source that is read as text until its store is there."""
 
     def __init__(self, source: Source, preparation: Preparation, helpers: Helpers):
-        """Reads the source as text; `start` begins to tokenise.
+        """Reads the source as text; `tokenise` changes that.
 
         Args:
           source: the opened corpus.
@@ -67,10 +77,6 @@ class PreparedSource(Source):
         self._source, self._preparation, self._helpers = source, preparation, helpers
         self._store: TokenStore | None = None
         self._ends = threading.Event()
-
-    def start(self) -> None:
-        """Tokenises in a thread, which ends with the process."""
-        threading.Thread(target=self._work, name="tokenise", daemon=True).start()
 
     def stop(self) -> None:
         """Ends the work; finished parts are kept."""
@@ -120,45 +126,80 @@ class PreparedSource(Source):
     def changed_text(self, before: Mapping[str, Any]) -> str:
         return self._source.changed_text(before)
 
-    def _work(self) -> None:
-        try:
-            self._make()
-            store = TokenStore(self._preparation.output, names_left_out=True)
-            if store.num_chunks != self._source.num_chunks:
-                raise UserError(f"{self._preparation.output} has other files than {self._source.size_text}")
+    def use_finished(self) -> bool:
+        """Reads the corpus as tokens from now on if its store is there; returns whether it is.
+
+        Raises:
+          UserError: the store is damaged, or is one of other files.
+        """
+        folder = self._preparation.output
+        if self._store is None and reading.exists(os.path.join(folder, DESCRIPTION_FILE)):
+            store, sizes = TokenStore(folder, names_left_out=True), self._source.chunk_sizes()
+            if store.num_chunks != self._source.num_chunks or not np.array_equal(
+                store.chunk_sizes() if sizes is None else sizes, store.chunk_sizes()
+            ):
+                raise UserError(f"{folder} has other documents than {self._source.size_text}")
             self._store = store
             logging.info("%s is read as tokens from now on: %s", self._source.size_text, store.size_text)
+        return self._store is not None
+
+    def tokenise(self) -> None:
+        """Tokenises the corpus together with the other processes, and reads it as tokens from then on."""
+        folder = directory("--data_cache_dir", self._preparation.output)
+        try:
+            self._make(folder)
         except _Ended:
             pass
         except Exception as error:  # the run goes on without it
-            logging.warning(
-                "%s can't be tokenised ahead, so every process goes on tokenising all of it: %s",
-                self._source.size_text,
-                error,
-            )
+            logging.warning("%s can't be tokenised ahead, so it is read as text: %s", self._source.size_text, error)
+            with contextlib.suppress(OSError):
+                files.write_atomically(folder / _FAILED_FILE, [json.dumps({"job": self._helpers.job})])
 
-    def _make(self) -> None:
-        """Returns once the store is there."""
-        folder = directory("--data_cache_dir", self._preparation.output)
-        if (folder / DESCRIPTION_FILE).exists():
-            return
-        if self._helpers.index:
-            while not self._is_making(folder):
+    def _make(self, folder: epath.Path) -> None:
+        """Returns once the store is there and in use."""
+        while not self._ends.is_set():
+            if self._helpers.index:
+                while not self._says(folder / _MAKING_FILE):
+                    if self._looks(folder):
+                        return
+                self._make_share(folder)
+                return
+            try:
+                with locked(folder, name="--data_cache_dir"):
+                    self._begin(folder)
+                    self._make_share(folder)
+                return
+            except LockedError as error:
+                logging.info("another job tokenises %s: %s", self._source.size_text, error)
+            ends = time.monotonic() + _RETRY_SECONDS  # it may end before it has finished
+            while time.monotonic() < ends:
                 if self._looks(folder):
                     return
-            self._make_share(folder)
-            return
+        raise _Ended
+
+    def _begin(self, folder: epath.Path) -> None:
+        """Makes the folder ready on process 0, which holds its lock, and tells the others.
+
+        Raises:
+          UserError: the disk has no room.
+        """
+        remove_unfinished(folder)
         try:
-            with locked(folder, name="--data_cache_dir"):
-                files.write_atomically(folder / _MAKING_FILE, [json.dumps({"job": self._helpers.job})])
-                self._make_share(folder)
-        except LockedError as error:
-            logging.info("another job tokenises %s: %s", self._source.size_text, error)
-            while not self._looks(folder):
-                pass
+            if self.use_finished():
+                return
+        except UserError as error:
+            logging.warning("%s; its parts are made again", error)
+            for path in (folder / DESCRIPTION_FILE, *folder.glob("tokens-*.json")):
+                path.unlink(missing_ok=True)
+        free = free_space(folder)
+        if free is not None and free < _ROOM * self._source.num_bytes:
+            raise UserError(f"{folder} has {free:,} bytes free, less than {_ROOM} times the text")
+        files.write_atomically(folder / _MAKING_FILE, [json.dumps({"job": self._helpers.job})])
 
     def _make_share(self, folder: epath.Path) -> None:
         """Makes this process's parts, and waits for those of the others. Process 0 writes the description."""
+        if self.use_finished():
+            return
         preparing = Preparing(self._preparation)
         progress = Progress(preparing)
         own = [number for number in preparing.missing if number % self._helpers.count == self._helpers.index]
@@ -166,44 +207,61 @@ class PreparedSource(Source):
             if self._helpers.index == 0:
                 preparing.look()
                 progress.log()
-        if self._helpers.index:
-            while not self._looks(folder):
-                pass
-            return
-        while preparing.missing:
-            self._pause()
-            preparing.look()
-            progress.log()
-        preparing.finish()
+        if self._helpers.index == 0:
+            while preparing.missing:
+                self._pause(folder)
+                preparing.look()
+                progress.log()
+            preparing.finish()
+        while not self._looks(folder):
+            pass
 
-    def _is_making(self, folder: epath.Path) -> bool:
-        """Returns whether process 0 of this job has begun to make the store."""
+    def _says(self, path: epath.Path) -> bool:
+        """Returns whether a file is there that a process of this job has written."""
         try:
-            found = json_values.parse_object(json_values.content_of(folder / _MAKING_FILE))
+            found = json_values.parse_object(json_values.content_of(path))
         except (OSError, ValueError):
             return False
         return found.get("job") == self._helpers.job
 
     def _looks(self, folder: epath.Path) -> bool:
-        """Returns whether the store is there, after a pause if it isn't."""
-        if (folder / DESCRIPTION_FILE).exists():
+        """Returns whether the store is there and in use, after a pause if it isn't."""
+        if self.use_finished():
             return True
-        self._pause()
+        self._pause(folder)
         return False
 
-    def _pause(self) -> None:
+    def _pause(self, folder: epath.Path) -> None:
         if self._ends.wait(_LOOK_SECONDS):
             raise _Ended
+        if self._says(folder / _FAILED_FILE):
+            raise UserError("another process of this job can't tokenise it; its log says why")
 
 
 class _Ended(Exception):
     """The run ends."""
 
 
+def tokenise(sources: Sequence[PreparedSource]) -> None:
+    """Tokenises sources in a thread, which ends with the process: one after the other, because each takes all workers."""
+
+    def work() -> None:
+        for source in sources:
+            with contextlib.suppress(UserError):  # `tokenise` makes it again
+                source.use_finished()
+        for source in sources:
+            if not source.is_ready:
+                source.tokenise()
+
+    threading.Thread(target=work, name="tokenise", daemon=True).start()
+
+
 def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> str:
     """Returns the name of a corpus' store in a cache: another one for other files, versions of files or tokenizers."""
     decides = [
+        FORMAT,
         source.fingerprint(),
+        [path if is_remote(path) else os.path.abspath(path) for path in source.paths],
         reading.for_each(source.paths, reading.version),
         tokenizer.fingerprint(),
         bad_records,

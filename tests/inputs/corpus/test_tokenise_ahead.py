@@ -114,10 +114,10 @@ def test_the_change_in_the_midst_of_a_file_read_in_order(tmp_path, monkeypatch):
     files = write(tmp_path / "web", compressed=True)
     expected = drain(make(Documents(files), is_training=False))
     source = make(Documents(files), is_training=False)
-    monkeypatch.setattr(PreparedSource, "start", lambda self: None)
+    monkeypatch.setattr(prepared_source, "tokenise", lambda sources: None)
     (prepared,) = ahead(source, str(tmp_path / "cache"))
     found = take(source, 2)
-    prepared._work()
+    prepared.tokenise()
     assert prepared.is_ready
     assert_same(found + drain(source), expected)
 
@@ -186,10 +186,50 @@ def test_what_can_not_be_tokenised_ahead_is_read_as_text(tmp_path, caplog, fault
     mixture = Mixture({"web": (Documents(files, shuffle=None), 1.0)})
     source = make(mixture, shuffle=False)
     (prepared,) = ahead(source, str(tmp_path / "cache"))
-    prepared._work()
+    prepared.tokenise()
     assert not prepared.is_ready
     assert "can't be tokenised ahead" in caplog.text
     assert_same(take(source, 2), take(make(mixture, shuffle=False), 2))
+
+
+def test_one_process_that_fails_leaves_no_other_waiting(tmp_path, caplog):
+    """The bad record is in the last part, which is the second process's."""
+    files = write(tmp_path / "web", broken=(29,))
+    inputs = [make(Documents(files), host=host, hosts=2) for host in range(2)]
+    sources = [
+        source
+        for host in (0, 1)
+        for source in ahead(inputs[host], str(tmp_path / "cache"), dataclasses.replace(ALONE, index=host, count=2))
+    ]
+    ends = time.monotonic() + 20
+    while caplog.text.count("can't be tokenised ahead") < 2:
+        assert time.monotonic() < ends, caplog.text
+        time.sleep(0.01)
+    assert not any(source.is_ready for source in sources)
+
+
+def test_files_of_one_name_size_and_time_in_two_folders_are_two_corpora(tmp_path):
+    names = []
+    for folder, letter in (("one", "a"), ("two", "b")):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "data.jsonl"
+        path.write_text(json.dumps({"text": letter * 20}) + "\n")
+        os.utime(path, ns=(0, 0))
+        names.append(make(Documents(str(path))).store_names())
+    assert names[0] != names[1]
+
+
+def test_a_damaged_store_is_made_again(tmp_path, caplog):
+    files = write(tmp_path / "web")
+    (prepared,) = ahead(make(Documents(files)), str(tmp_path / "cache"))
+    wait(prepared)
+    part = next((tmp_path / "cache").glob("corpus-*/tokens-00001-*.arrow"))
+    part.write_bytes(part.read_bytes()[:-700])
+    source = make(Documents(files))
+    (prepared,) = ahead(source, str(tmp_path / "cache"))
+    wait(prepared)
+    assert "cut short" in caplog.text
+    assert_same(take(source, 10), take(make(Documents(files)), 10))
 
 
 @pytest.mark.full
@@ -204,11 +244,11 @@ def test_kills_while_it_is_made_lose_no_finished_part(tmp_path):
         "from spmd_trainer.inputs.corpus import prepare\n"
         "from spmd_trainer.inputs.corpus.documents import Documents\n"
         "from spmd_trainer.inputs.corpus.open_source import open_documents\n"
-        "from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource\n"
+        "from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource, tokenise\n"
         "documents = Documents(sys.argv[1], separator='\\n')\n"
         "task = prepare.Preparation(documents, None, sys.argv[2], documents_per_part=5_000)\n"
         "source = PreparedSource(open_documents(documents), task, Helpers(0, 1, 2, str(time.time())))\n"
-        "source.start()\n"
+        "tokenise([source])\n"
         "while not source.is_ready: time.sleep(0.01)\n"
     )
     store = tmp_path / "store"
