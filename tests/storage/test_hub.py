@@ -49,6 +49,9 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no_token"))
         monkeypatch.setenv(local_copies.VARIABLE, str(tmp_path / "cache"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
+        # Tests of lm-eval work offline, and the library reads that once.
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         backends.object_store.cache_clear()
         yield server
     backends.object_store.cache_clear()
