@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from absl import logging
-from etils import epath
 
 from spmd_trainer import multihost
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
@@ -18,10 +17,6 @@ from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage.paths import directory
 from spmd_trainer.training.run_config import TrainConfig
 
-# In the job_log_dir, for jobs of several processes.
-DIRECTORY = "tokens"
-# Smaller corpora take less time to tokenise at each start than anybody would notice.
-_LEAST_BYTES = 2**26
 # Each takes the memory of a Python with the tokenizer.
 _MOST_WORKERS = 32
 
@@ -37,17 +32,16 @@ def tokenised_ahead(built: Any, config: TrainConfig) -> Iterator[None]:
     Raises:
       UserError: the folder can't be used.
     """
-    count, index = multihost.joined()
-    given = config.data_cache_dir
-    folder = _folder(given, config, count)
-    if not isinstance(built, CorpusInput) or folder is None:
+    if not isinstance(built, CorpusInput) or not config.data_cache_dir:
         yield
         return
+    folder = directory("--data_cache_dir", config.data_cache_dir)
+    count, index = multihost.joined()
     # All use the names that process 0 finds: files that each host has for itself may differ in their times.
     names: dict[str, str] = {}
     if index == 0:
         try:
-            names = built.store_names(_LEAST_BYTES if given is None else 0)
+            names = built.store_names()
         except OSError as error:  # reading it will say what is wrong
             logging.warning(
                 "%s: the versions of its files can't be read, so they are read as text: %s", built.name, error
@@ -70,12 +64,6 @@ def tokenised_ahead(built: Any, config: TrainConfig) -> Iterator[None]:
         yield
     finally:
         built.stop_tokenising()
-
-
-def _folder(given: str | None, config: TrainConfig, count: int) -> epath.Path | None:
-    if given is None:
-        return config.job_log_dir / DIRECTORY if count > 1 else None
-    return directory("--data_cache_dir", given) if given else None
 
 
 def _workers(name: str) -> int:

@@ -176,11 +176,9 @@ class TrainConfig(StepConfig):
     data_cache_dir: str | None = _training(
         None,
         "Directory for the tokens of text corpora (CorpusInput), which a run's processes tokenise once, together, while it "
-        "trains; any run that uses the same files and tokenizer reads them from there. An empty value keeps none. "
-        "Default: JOB_LOG_DIR/tokens for corpora of 64 MiB or more in jobs of several processes, otherwise none.",
+        "trains; any run that uses the same files and tokenizer reads them from there. Every host must be able to read it.",
         value="DIR",
         compared=False,
-        empty=True,
     )
     callbacks: Sequence[Callback] = ()
 

@@ -142,11 +142,11 @@ class CorpusInput(text_base.TokenizedInput):
     def input_specs(self) -> NestedMap:
         return batches.lm_input_specs(self.batch_size, self.seq_len)
 
-    def store_names(self, least_bytes: int = 0) -> dict[str, str]:
-        """Returns {source: name of its token store in a cache} for the sources of `least_bytes` or more that are read as text."""
+    def store_names(self) -> dict[str, str]:
+        """Returns {source: name of its token store in a cache} for the sources that are read as text."""
         found = {}
         for one in self.sources:
-            if isinstance(one.source, FileSource) and one.source.kind != TOKENS and one.source.num_bytes >= least_bytes:
+            if isinstance(one.source, FileSource) and one.source.kind != TOKENS:
                 found[one.name] = store_name(one.documents, one.source, self.tokenizer, self.bad_records)
         return found
 
