@@ -97,7 +97,15 @@ class ExpertProjection(SpecLayer):
     def __call__(self, rows: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
         """Returns [S, X, M, N] for sorted rows [S, X, M, K]."""
         split = parts.split(*map(self.mesh_axes, self.split_axes[1:]))
-        return grouped_dot(rows, self.read("w"), groups.sizes, split=split, name=self.path)
+        return grouped_dot(
+            rows,
+            self.read("w"),
+            groups.sizes,
+            split=split,
+            pair=groups.pair,
+            num_pairs=groups.num_pairs,
+            name=self.path,
+        )
 
 
 class MixtureOfExperts(SpecLayer):

@@ -18,6 +18,7 @@ from jax import lax
 
 from spmd_trainer.decoder.lora import adapted_weight, dims, products
 from spmd_trainer.decoder.lora.adapted_weight import AdaptedWeight
+from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
 
@@ -128,15 +129,34 @@ class Interpreter:
             found = bind(eqn, self._merged([left, right], "dot_general of another form"))[0]
         return cast(jax.Array, found)
 
-    def _grouped(self, eqn: Any, rows: Any, weight: Any, sizes: jax.Array) -> jax.Array:
+    def _grouped(self, eqn: Any, rows: Any, weight: Any, sizes: jax.Array, *pair: jax.Array) -> jax.Array:
         """Multiplies sorted rows with experts' weights, of which each has its own adapter."""
         found = None
-        # Sorted rows are not those of the batch, each of which may have its own adapter.
-        if not is_adapted(rows) and self.rows is None:
-            found = products.multiply_grouped(rows, weight, sizes, eqn.params, drop=self._dropper(weight.path))
+        if not is_adapted(rows):
+            found = products.multiply_grouped(
+                rows,
+                weight,
+                sizes,
+                eqn.params,
+                drop=self._dropper(weight.path),
+                chosen=self._adapters_of_pairs(weight.path, eqn.params["placement"].num_pairs, *pair),
+            )
         if found is None:
-            found = bind(eqn, self._merged([rows, weight, sizes], eqn.primitive.name))[0]
+            found = bind(eqn, self._merged([rows, weight, sizes, *pair], eqn.primitive.name))[0]
         return cast(jax.Array, found)
+
+    def _adapters_of_pairs(self, path: str, num_pairs: int, pair: jax.Array | None = None) -> jax.Array | None:
+        """Returns the adapter of each sorted row: that of its token's row of the batch, dimension 0 of the pairs."""
+        if self.rows is None:
+            return None
+        if pair is None:
+            raise UserError(
+                f"task.lora.adapters: the model multiplies {path} by grouped_dot without pair=, which tells the rows of the "
+                "batch from each other; give it and num_pairs=, as token_groups.sort returns them"
+            )
+        if self.multiplied is not None:
+            self.multiplied.append((path, (num_pairs,)))
+        return self.rows[pair // max(1, num_pairs // self.rows.shape[0])]
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         params = eqn.params
