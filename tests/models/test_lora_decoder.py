@@ -241,6 +241,26 @@ def test_any_mesh_gives_the_losses_of_one_device(settings):
                 assert many[-1].variables[path].tobytes() == x.tobytes(), path
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 2), pytest.param((2, 1, 3), marks=pytest.mark.full)])
+def test_dropout_of_the_experts_adapters_is_the_same_on_any_mesh(sizes):
+    """Its masks are those of tokens and their experts. The order of the sorted rows depends on the mesh."""
+    experts = ("moe/(gate|up|down)/w",)
+    task, batch, mdl_vars, _ = ready(experiment="lm.mistral.TinyMixtral", targets=experts, dropout=0.5)
+    axes = zip(task.model.mesh_axis_names, sizes, strict=True)
+    mesh = sharding.create_device_mesh(list(axes), devices=jax.devices()[: int(np.prod(sizes))])
+
+    def losses(key):
+        with base_layer.JaxContext.new_context(hparams=step_fns.model_context(task, do_eval=False)):
+            found, _ = task.model_for_steps.forward(mdl_vars, batch, key, do_eval=False, mutable=())
+        return found[1]["scores"]
+
+    batch = jax.tree.map(jnp.asarray, batch)
+    one, other = jax.jit(losses)(KEY), jax.jit(losses)(jax.random.key(2))
+    assert np.abs(one - other).max() > 0.1
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(losses)(KEY), one, rtol=1e-5)
+
+
 def decoded(task, model, mdl_vars, batch):
     context = step_fns.model_context(task, do_eval=True)
 

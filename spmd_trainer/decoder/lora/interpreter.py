@@ -138,7 +138,7 @@ class Interpreter:
                 weight,
                 sizes,
                 eqn.params,
-                drop=self._dropper(weight.path),
+                drop=self._pairs_dropper(weight.path, *pair),
                 chosen=self._adapters_of_pairs(weight.path, eqn.params["placement"].num_pairs, *pair),
             )
         if found is None:
@@ -226,17 +226,37 @@ class Interpreter:
         self._num_keys += 1
         return None if self.key is None else jax.random.fold_in(self.key, self._num_keys)
 
-    def _dropper(self, path: str) -> Callable[[jax.Array], jax.Array]:
+    def _mask_key(self, path: str) -> jax.Array | None:
         key = self._fresh_key()
-        if key is None or not self.dropout:
+        return None if key is None or not self.dropout else jax.random.fold_in(key, zlib.crc32(path.encode()))
+
+    def _dropper(self, path: str) -> Callable[[jax.Array], jax.Array]:
+        key = self._mask_key(path)
+        return lambda x: x if key is None else self._masked(x, jax.random.bernoulli(key, 1 - self.dropout, x.shape))
+
+    def _pairs_dropper(self, path: str, pair: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:
+        """Returns the dropout of sorted rows. The mask of a row follows from its pair: the order of rows depends on the mesh."""
+        key = self._mask_key(path)
+        if key is None:
             return lambda x: x
+        if pair is None:
+            raise UserError(
+                f"task.lora.dropout: the model multiplies {path} by grouped_dot without pair=, which the masks follow from on any "
+                "mesh; give it, as token_groups.sort returns it, or set dropout=0"
+            )
+        # Batches of keys of other kinds, such as rbg, don't give each key's own numbers.
+        seed = jax.random.key(jax.random.bits(key), impl="threefry2x32")
 
         def drop(x: jax.Array) -> jax.Array:
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            kept = jax.random.bernoulli(own, 1 - self.dropout, x.shape)
-            return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+            def of_row(pair: jax.Array) -> jax.Array:
+                return jax.random.bernoulli(jax.random.fold_in(seed, pair), 1 - self.dropout, x.shape[-1:])
+
+            return self._masked(x, jnp.vectorize(of_row, signature="()->(k)")(pair))
 
         return drop
+
+    def _masked(self, x: jax.Array, kept: jax.Array) -> jax.Array:
+        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
 
 
 def _stacked(weight: AdaptedWeight) -> AdaptedWeight | None:
