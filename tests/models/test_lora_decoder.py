@@ -108,6 +108,18 @@ def test_each_expert_has_its_own_adapter(dora):
     assert not model._warned
 
 
+def test_a_token_reads_the_adapters_of_its_experts_only():
+    task, batches = built(experiment="lm.mistral.TinyMixtral", targets=("moe/(gate|up|down)/w",), dora=True)
+    partitioner = PjitPartitioner(
+        sharding.create_device_mesh([(axis, 1) for axis in task.model.mesh_axis_names], devices=jax.devices()[:1])
+    )
+    partitioner.setup(task, shapes_of(batches[0]))
+    moe = task.model.lm_tpl.spec.moe
+    layout = partitioner.metadata
+    share = moe.num_experts_per_token / moe.num_experts
+    assert layout.num_params(per_token=True) == share * layout.num_params() > 0
+
+
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_each_row_has_its_own_adapters_of_the_experts(dora):
     settings = {"experiment": "lm.mistral.TinyMixtral", "targets": ("moe/(gate|up|down)/w",), "dora": dora}
