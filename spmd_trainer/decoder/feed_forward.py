@@ -73,8 +73,9 @@ class Router(SpecLayer):
         weights, experts = jax.lax.top_k(probabilities, moe.num_experts_per_token)
         if moe.normalise_top_k:
             # The sum is 1 / E or more. Rows that XLA adds where the mesh does not divide the batch have 0, and their 0 / 0 would
-            # reach the gradient of token 0: XLA does not mask the added rows of a scatter.
-            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1 / moe.num_experts)
+            # reach the gradient of token 0: XLA does not mask the added rows of a scatter. The bound is half of the least sum:
+            # where both are equal, the gradient of a maximum would be shared by them.
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 0.5 / moe.num_experts)
         return probabilities, experts, weights
 
 
