@@ -98,7 +98,7 @@ class ExpertProjection(SpecLayer):
     def __call__(self, rows: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
         """Returns [S, X, M, N] for sorted rows [S, X, M, K]."""
         split = parts.split(*map(self.mesh_axes, self.split_axes[1:]))
-        return grouped_dot(
+        out = grouped_dot(
             rows,
             self.read("w"),
             groups.sizes,
@@ -107,6 +107,11 @@ class ExpertProjection(SpecLayer):
             num_pairs=groups.num_pairs,
             name=self.path,
         )
+        # JAX's policies that save matrix products know them by their primitive. This one, with the number 1, makes them save the
+        # experts' products too; XLA removes it.
+        no_dims: tuple[int, ...] = ()
+        one, numbers = jnp.ones((), out.dtype), ((no_dims, no_dims), (no_dims, no_dims))
+        return jax.lax.dot_general(out, one, numbers, precision=jax.lax.Precision.HIGHEST)
 
 
 class MixtureOfExperts(SpecLayer):

@@ -59,6 +59,8 @@ def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
 def _of_dot(equation: core.JaxprEqn) -> DotCosts:
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
     arrays: list[Any] = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    if not all(array.ndim for array in arrays[:2]):
+        return DotCosts()  # a product with a number
     flops = 2.0 * math.prod(arrays[-1].shape) * math.prod(arrays[0].shape[dim] for dim in contracted)
     if not batch:
         return DotCosts(flops)
