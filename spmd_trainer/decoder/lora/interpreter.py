@@ -137,7 +137,7 @@ class Interpreter:
                 rows,
                 weight,
                 sizes,
-                eqn.params,
+                eqn,
                 drop=self._pairs_dropper(weight.path, *pair),
                 chosen=self._adapters_of_pairs(weight.path, eqn.params["placement"].num_pairs, *pair),
             )
@@ -241,8 +241,8 @@ class Interpreter:
             return lambda x: x
         if pair is None:
             raise UserError(
-                f"task.lora.dropout: the model multiplies {path} by grouped_dot without pair=, which the masks follow from on any "
-                "mesh; give it, as token_groups.sort returns it, or set dropout=0"
+                f"task.lora.dropout: the model multiplies {path} by grouped_dot without pair=, which the masks follow from; give "
+                "it, as token_groups.sort returns it, or set dropout=0"
             )
         # Batches of keys of other kinds, such as rbg, don't give each key's own numbers.
         seed = jax.random.key(jax.random.bits(key), impl="threefry2x32")
