@@ -37,7 +37,8 @@ _MODULES = {"megablox": "megablox", "blocks": "grouped_blocks"}
 
 
 class GroupedKernel(Protocol):
-    """A way to compute grouped products on one device. Products are summed in float32."""
+    """A way to compute grouped products on one device. Products are summed in float32 on one device; sums over devices are in the
+    arrays' dtype."""
 
     name: str
 

@@ -5,6 +5,8 @@ experts, cross between devices. XLA compiles a sort of the whole batch to an all
 tokens and experts, the tokens are gathered over it before the sort, and the experts' results reduced and scattered after it.
 
 A device has room for the case that all its tokens choose its experts, so no token is ever dropped, whatever the router does.
+That room is k rows for each token, for k experts of a token, or the number of the device's experts if it has fewer: more parts of
+the experts do not lower the temporary memory until there are more than E / k, for E experts.
 """
 
 from __future__ import annotations
@@ -166,7 +168,8 @@ def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
 
     index = jnp.arange(chosen.size, dtype=jnp.int32).reshape(chosen.shape)
     given = (_with_rows(chosen, parts, parts.num_experts), _with_rows(index, parts, 0))
-    return Groups(*parts.on_each_device(local, "tt", "ggggg")(*given), num_pairs=chosen.size)
+    sizes, token, choice, place, pair = parts.on_each_device(local, "tt", "ggggg")(*given)
+    return Groups(sizes, token, choice, place, pair, chosen.size)
 
 
 def dispatch(x: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
