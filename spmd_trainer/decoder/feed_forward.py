@@ -73,8 +73,9 @@ class Router(SpecLayer):
         weights, experts = jax.lax.top_k(probabilities, moe.num_experts_per_token)
         if moe.normalise_top_k:
             # The sum is 1 / E or more. Rows that XLA adds where the mesh does not divide the batch have 0, and their 0 / 0 would
-            # reach the gradient of token 0: XLA does not mask the added rows of a scatter.
-            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1 / moe.num_experts)
+            # reach the gradient of token 0: XLA does not mask the added rows of a scatter. The bound is half of the least sum:
+            # where both are equal, the gradient of a maximum would be shared by them.
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 0.5 / moe.num_experts)
         return probabilities, experts, weights
 
 
@@ -97,7 +98,20 @@ class ExpertProjection(SpecLayer):
     def __call__(self, rows: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
         """Returns [S, X, M, N] for sorted rows [S, X, M, K]."""
         split = parts.split(*map(self.mesh_axes, self.split_axes[1:]))
-        return grouped_dot(rows, self.read("w"), groups.sizes, split=split, name=self.path)
+        out = grouped_dot(
+            rows,
+            self.read("w"),
+            groups.sizes,
+            split=split,
+            pair=groups.pair,
+            num_pairs=groups.num_pairs,
+            name=self.path,
+        )
+        # JAX's policies that save matrix products know them by their primitive. This one, with the number 1, makes them save the
+        # experts' products too; XLA removes it.
+        no_dims: tuple[int, ...] = ()
+        one, numbers = jnp.ones((), out.dtype), ((no_dims, no_dims), (no_dims, no_dims))
+        return jax.lax.dot_general(out, one, numbers, precision=jax.lax.Precision.HIGHEST)
 
 
 class MixtureOfExperts(SpecLayer):

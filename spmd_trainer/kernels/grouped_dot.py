@@ -37,7 +37,8 @@ _MODULES = {"megablox": "megablox", "blocks": "grouped_blocks"}
 
 
 class GroupedKernel(Protocol):
-    """A way to compute grouped products on one device. Products are summed in float32."""
+    """A way to compute grouped products on one device. Products are summed in float32 on one device; sums over devices are in the
+    arrays' dtype."""
 
     name: str
 
@@ -108,17 +109,25 @@ class Placement:
     Attributes:
       split: how the arrays are split over the mesh.
       mesh: None for one device.
+      num_pairs: number of the pairs of a token and one of its experts: rows that all parts together multiply.
     """
 
     split: GroupedSplit
     mesh: AbstractMesh | None
+    num_pairs: int
 
     def over(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Placement:
         """Returns the placement of a product of the same rows with weights that are split over other axes."""
         return dataclasses.replace(self, split=dataclasses.replace(self.split, inputs=inputs, outputs=outputs))
 
     def product(
-        self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, kernel: str | None = None, name: str = ""
+        self,
+        rows: jax.Array,
+        weights: jax.Array,
+        sizes: jax.Array,
+        pair: jax.Array | None = None,
+        kernel: str | None = None,
+        name: str = "",
     ) -> jax.Array:
         """See `grouped_dot`."""
         dtype = jnp.result_type(rows, weights)
@@ -133,7 +142,7 @@ class Placement:
         )
         if name:
             kernels.record(name, choice)
-        given = (rows.astype(dtype), weights.astype(dtype), sizes)
+        given = (rows.astype(dtype), weights.astype(dtype), sizes, *([] if pair is None else [pair]))
         out: jax.Array = grouped_dot_p.bind(*given, placement=self, kernel=choice.kernel, transposed=False)
         return out
 
@@ -166,6 +175,8 @@ def grouped_dot(
     sizes: jax.Array,
     *,
     split: GroupedSplit = GroupedSplit(),
+    pair: jax.Array | None = None,
+    num_pairs: int | None = None,
     kernel: str | None = None,
     name: str = "",
 ) -> jax.Array:
@@ -179,6 +190,9 @@ def grouped_dot(
       weights: [E, K, N].
       sizes: int32 [S, X, G], rows of each expert of a part. The sum over a part is at most M; rows after it are ignored.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
+      pair: int32 [S, X, M], which pair of a token and one of its experts each row is, as an index into [batch, time, experts of
+        a token]. The product does not need it; LoRA's dropout and adapters by row do. None if no one needs it.
+      num_pairs: number of all pairs, for counts of FLOPs; None for the rows that the parts of one expert axis have room for.
       kernel: name of the kernel to use; None for the first that can be used.
       name: the layer's name, for reports.
 
@@ -186,8 +200,9 @@ def grouped_dot(
       UserError: the kernel asked for can't be used.
     """
     mesh = mesh_of_experts()
-    placement = Placement(split if mesh is not None else GroupedSplit(), mesh)
-    return placement.product(rows, weights, sizes, kernel, name)
+    count = rows.shape[0] * rows.shape[2] if num_pairs is None else num_pairs
+    placement = Placement(split if mesh is not None else GroupedSplit(), mesh, count)
+    return placement.product(rows, weights, sizes, pair, kernel, name)
 
 
 def _choose(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, asked: str | None) -> kernels.Choice:
@@ -219,7 +234,7 @@ grouped_weights_p = jax.extend.core.Primitive("grouped_weights")
 
 
 @grouped_dot_p.def_abstract_eval
-def _shape(rows: Any, weights: Any, sizes: Any, *, transposed: bool, **_: Any) -> jax.core.ShapedArray:
+def _shape(rows: Any, weights: Any, sizes: Any, *pair: Any, transposed: bool, **_: Any) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((*rows.shape[:3], weights.shape[1 if transposed else 2]), rows.dtype)
 
 
@@ -229,7 +244,13 @@ def _weights_shape(rows: Any, others: Any, sizes: Any, *, num_experts: int, **_:
 
 
 def _evaluate(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, placement: Placement, kernel: str, transposed: bool
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    *pair: jax.Array,
+    placement: Placement,
+    kernel: str,
+    transposed: bool,
 ) -> jax.Array:
     split = placement.split
     width = weights.shape[1 if transposed else 2]
@@ -290,14 +311,15 @@ def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     """The product is linear in the rows and in the weights. JAX calls this only if one of them has a tangent."""
-    rows, weights, sizes = primals
-    of_rows, of_weights, _ = tangents
+    rows, weights, sizes, *pair = primals
+    of_rows, of_weights, *_ = tangents
+    # The terms don't get the pairs: the backward pass would have to keep them.
     terms = []
     if type(of_rows) is not ad.Zero:
         terms.append(grouped_dot_p.bind(of_rows, weights, sizes, **params))
     if type(of_weights) is not ad.Zero:
         terms.append(grouped_dot_p.bind(rows, of_weights, sizes, **params))
-    out = grouped_dot_p.bind(rows, weights, sizes, **params)
+    out = grouped_dot_p.bind(rows, weights, sizes, *pair, **params)
     return out, sum(terms[1:], terms[0])
 
 

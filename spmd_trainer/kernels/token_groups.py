@@ -5,6 +5,8 @@ experts, cross between devices. XLA compiles a sort of the whole batch to an all
 tokens and experts, the tokens are gathered over it before the sort, and the experts' results reduced and scattered after it.
 
 A device has room for the case that all its tokens choose its experts, so no token is ever dropped, whatever the router does.
+That room is k rows for each token, for k experts of a token, or the number of the device's experts if it has fewer: more parts of
+the experts do not lower the temporary memory until there are more than E / k, for E experts.
 """
 
 from __future__ import annotations
@@ -132,20 +134,24 @@ class Groups:
       token: int32 [S, X, M], the token of each sorted pair; of those after the last expert's, any.
       choice: int32 [S, X, M], which of its token's experts the pair has.
       place: int32 [S, X, tokens, experts of a token], the sorted place of each pair; M or more if another part has its expert.
+      pair: int32 [S, X, M], each sorted pair's index in [batch, time, experts of a token] of all devices. The same on any mesh.
+      num_pairs: number of all pairs.
     """
 
     sizes: jax.Array
     token: jax.Array
     choice: jax.Array
     place: jax.Array
+    pair: jax.Array
+    num_pairs: int = dataclasses.field(metadata={"static": True})
 
 
 def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
     """Sorts the pairs of tokens and experts by expert. `chosen`: int32 [batch, time, experts of a token], all distinct."""
     most = min(chosen.shape[2], parts.experts_of_part)
 
-    def local(chosen: jax.Array) -> tuple[jax.Array, ...]:
-        chosen = parts.gather(chosen)
+    def local(chosen: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
+        chosen, index = parts.gather(chosen), parts.gather(index)
         k = chosen.shape[2]
         first = lax.axis_index(parts.experts) * parts.experts_of_part if parts.experts else 0
         expert = chosen.reshape(-1) - first
@@ -157,10 +163,13 @@ def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
         ends = jnp.searchsorted(keys, jnp.arange(parts.experts_of_part), side="right").astype(jnp.int32)
         sizes = jnp.diff(ends, prepend=0)
         order = order[: most * (keys.size // k)]
-        found = (sizes, order // k, order % k, place.reshape(-1, k))
+        found = (sizes, order // k, order % k, place.reshape(-1, k), index.reshape(-1)[order])
         return tuple(x[None, None] for x in found)
 
-    return Groups(*parts.on_each_device(local, "t", "gggg")(_with_rows(chosen, parts, parts.num_experts)))
+    index = jnp.arange(chosen.size, dtype=jnp.int32).reshape(chosen.shape)
+    given = (_with_rows(chosen, parts, parts.num_experts), _with_rows(index, parts, 0))
+    sizes, token, choice, place, pair = parts.on_each_device(local, "tt", "ggggg")(*given)
+    return Groups(sizes, token, choice, place, pair, chosen.size)
 
 
 def dispatch(x: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:

@@ -59,6 +59,8 @@ def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
 def _of_dot(equation: core.JaxprEqn) -> DotCosts:
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
     arrays: list[Any] = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    if not all(array.ndim for array in arrays[:2]):
+        return DotCosts()  # a product with a number
     flops = 2.0 * math.prod(arrays[-1].shape) * math.prod(arrays[0].shape[dim] for dim in contracted)
     if not batch:
         return DotCosts(flops)
@@ -66,14 +68,15 @@ def _of_dot(equation: core.JaxprEqn) -> DotCosts:
 
 
 def _of_grouped(equation: core.JaxprEqn) -> DotCosts:
-    """Returns the costs of experts' products (`kernels.grouped_dot`): each row is multiplied by one matrix.
+    """Returns the costs of experts' products (`kernels.grouped_dot`): each pair of a token and an expert is multiplied by one
+    matrix.
 
-    Each part of the experts has room for all rows of its part of the tokens, but all parts together compute each row once.
+    The rows' shape does not tell the number of pairs: a part of the experts has room for all that its experts can get.
     """
     rows, other = cast(Any, [variable.aval for variable in equation.invars[:2]])
-    parts, _, count, width = rows.shape
+    width = rows.shape[3]
     outputs = math.prod(other.shape[-2:]) // (width if equation.primitive.name == "grouped_dot" else other.shape[-2])
-    return DotCosts(2.0 * parts * count * width * outputs)
+    return DotCosts(2.0 * equation.params["placement"].num_pairs * width * outputs)
 
 
 def _of_kernel(equation: core.JaxprEqn) -> DotCosts:

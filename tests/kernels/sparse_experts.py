@@ -54,7 +54,8 @@ def sparse(x, experts, weights, gate, up, down, *, batch=(), length=(), over=(),
     rows = token_groups.dispatch(x, groups, parts)
 
     def product(rows, w, *axes):
-        return grouped_dot(rows, w, groups.sizes, split=parts.split(*axes), kernel=kernel)
+        split = parts.split(*axes)
+        return grouped_dot(rows, w, groups.sizes, split=split, num_pairs=groups.num_pairs, kernel=kernel)
 
     hidden = jax.nn.silu(product(rows, gate, embed, mlp)) * product(rows, up, embed, mlp)
     return token_groups.combine(product(hidden, down, mlp, embed), weights, groups, parts)

@@ -150,6 +150,19 @@ def test_the_compiled_program_computes_the_chosen_experts_only():
     assert experts_times_tokens(everything, small, small.batch * small.length)
 
 
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 4), (1, 3)])
+def test_flops_are_counted_once_for_each_pair_on_any_mesh(sizes):
+    """Also where a part has fewer experts than a token, and room for fewer pairs than its tokens have."""
+    setting = Setting(experts=8, top=4, batch=3)
+    axes = list(zip(("data", "mdl"), sizes, strict=True))
+    layer = functools.partial(sparse, batch=("data",), over=("mdl",), embed=("data",))
+    with jax.set_mesh(sharding.create_device_mesh(axes, devices=jax.devices()[: sizes[0] * sizes[1]])):
+        program = traced(layer, shapes(setting))
+    costs = jaxpr_costs.dot_costs(program.jaxpr.jaxpr)
+    # The gradient of the router's weights has batch dimensions.
+    assert costs.flops - costs.batched_flops == active_flops(setting)
+
+
 @needs_tpu_compiler
 @pytest.mark.full
 def test_tpus_use_megablox_for_the_chosen_experts_only():

@@ -168,6 +168,20 @@ def test_mixture_of_experts(normalise):
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_only_expert_of_a_token_has_weight_1_whatever_the_router():
+    """Also where all experts are equally likely, and the sum of the chosen probabilities is the least that it can be."""
+    moe_p = Config(MoeSpec, num_experts=8, num_experts_per_token=1, hidden_dims=7)
+    router = base_layer.instantiate(Config(feed_forward.Router, name="router", spec=small_spec(moe=moe_p)))
+
+    def weights(w):
+        return jnp.sum(router.apply({"params": {"w": w}}, random(2, 8, 12))[2])
+
+    with evaluating():
+        total, gradient = jax.value_and_grad(weights)(jnp.zeros((12, 8)))
+    assert total == 2 * 8
+    np.testing.assert_allclose(gradient, 0, atol=1e-7)
+
+
 def test_the_load_balancing_loss_counts_real_tokens_only():
     x, real = random(2, 8, 12, seed=6), SEGMENTS > 0
     _, params, sown = built(feed_forward.MixtureOfExperts, moe_spec(aux_loss_weight=0.5), x, real)

@@ -173,6 +173,21 @@ def test_checkpoint_policies_save_less_and_change_no_gradient():
         )
 
 
+def test_policies_that_save_dots_save_the_experts_products():
+    moe_p = Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=5)
+    decoder = Decoder(small_spec(moe=moe_p))
+    policies = layers.AutodiffCheckpointType
+    products = {}
+    for policy in (policies.SAVE_NOTHING, policies.SAVE_DOT_ONLY, policies.SAVE_DOT_WITH_NO_BATCH_DIM):
+        fields = {"name": "lm", "spec": decoder.layer.spec, "checkpoint_policy": policy}
+        decoder.layer = base_layer.instantiate(Config(lm.DecoderLm, **fields))
+        fn, params = gradient(decoder)
+        products[policy] = str(jax.make_jaxpr(fn)(params)).count("grouped_dot[")
+    # Three forward, and in the backward pass three for the gradients of rows; without anything saved, three are repeated.
+    assert products.pop(policies.SAVE_NOTHING) == 3 * 3
+    assert set(products.values()) == {2 * 3}
+
+
 @pytest.mark.full
 def test_bfloat16_has_float32_logits_near_those_of_float32():
     exact = Decoder(small_spec(**WINDOWS))

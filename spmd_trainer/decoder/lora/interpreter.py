@@ -18,6 +18,7 @@ from jax import lax
 
 from spmd_trainer.decoder.lora import adapted_weight, dims, products
 from spmd_trainer.decoder.lora.adapted_weight import AdaptedWeight
+from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
 
@@ -128,15 +129,34 @@ class Interpreter:
             found = bind(eqn, self._merged([left, right], "dot_general of another form"))[0]
         return cast(jax.Array, found)
 
-    def _grouped(self, eqn: Any, rows: Any, weight: Any, sizes: jax.Array) -> jax.Array:
+    def _grouped(self, eqn: Any, rows: Any, weight: Any, sizes: jax.Array, *pair: jax.Array) -> jax.Array:
         """Multiplies sorted rows with experts' weights, of which each has its own adapter."""
         found = None
-        # Sorted rows are not those of the batch, each of which may have its own adapter.
-        if not is_adapted(rows) and self.rows is None:
-            found = products.multiply_grouped(rows, weight, sizes, eqn.params, drop=self._dropper(weight.path))
+        if not is_adapted(rows):
+            found = products.multiply_grouped(
+                rows,
+                weight,
+                sizes,
+                eqn,
+                drop=self._pairs_dropper(weight.path, *pair),
+                chosen=self._adapters_of_pairs(weight.path, eqn.params["placement"].num_pairs, *pair),
+            )
         if found is None:
-            found = bind(eqn, self._merged([rows, weight, sizes], eqn.primitive.name))[0]
+            found = bind(eqn, self._merged([rows, weight, sizes, *pair], eqn.primitive.name))[0]
         return cast(jax.Array, found)
+
+    def _adapters_of_pairs(self, path: str, num_pairs: int, pair: jax.Array | None = None) -> jax.Array | None:
+        """Returns the adapter of each sorted row: that of its token's row of the batch, dimension 0 of the pairs."""
+        if self.rows is None:
+            return None
+        if pair is None:
+            raise UserError(
+                f"task.lora.adapters: the model multiplies {path} by grouped_dot without pair=, which tells the rows of the "
+                "batch from each other; give it and num_pairs=, as token_groups.sort returns them"
+            )
+        if self.multiplied is not None:
+            self.multiplied.append((path, (num_pairs,)))
+        return self.rows[pair // max(1, num_pairs // self.rows.shape[0])]
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         params = eqn.params
@@ -206,17 +226,37 @@ class Interpreter:
         self._num_keys += 1
         return None if self.key is None else jax.random.fold_in(self.key, self._num_keys)
 
-    def _dropper(self, path: str) -> Callable[[jax.Array], jax.Array]:
+    def _mask_key(self, path: str) -> jax.Array | None:
         key = self._fresh_key()
-        if key is None or not self.dropout:
+        return None if key is None or not self.dropout else jax.random.fold_in(key, zlib.crc32(path.encode()))
+
+    def _dropper(self, path: str) -> Callable[[jax.Array], jax.Array]:
+        key = self._mask_key(path)
+        return lambda x: x if key is None else self._masked(x, jax.random.bernoulli(key, 1 - self.dropout, x.shape))
+
+    def _pairs_dropper(self, path: str, pair: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:
+        """Returns the dropout of sorted rows. The mask of a row follows from its pair: the order of rows depends on the mesh."""
+        key = self._mask_key(path)
+        if key is None:
             return lambda x: x
+        if pair is None:
+            raise UserError(
+                f"task.lora.dropout: the model multiplies {path} by grouped_dot without pair=, which the masks follow from; give "
+                "it, as token_groups.sort returns it, or set dropout=0"
+            )
+        # Batches of keys of other kinds, such as rbg, don't give each key's own numbers.
+        seed = jax.random.key(jax.random.bits(key), impl="threefry2x32")
 
         def drop(x: jax.Array) -> jax.Array:
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            kept = jax.random.bernoulli(own, 1 - self.dropout, x.shape)
-            return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+            def of_row(pair: jax.Array) -> jax.Array:
+                return jax.random.bernoulli(jax.random.fold_in(seed, pair), 1 - self.dropout, x.shape[-1:])
+
+            return self._masked(x, jnp.vectorize(of_row, signature="()->(k)")(pair))
 
         return drop
+
+    def _masked(self, x: jax.Array, kept: jax.Array) -> jax.Array:
+        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
 
 
 def _stacked(weight: AdaptedWeight) -> AdaptedWeight | None:

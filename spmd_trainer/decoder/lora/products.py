@@ -11,7 +11,6 @@ from jax import lax
 
 from spmd_trainer.decoder.lora import adapted_weight
 from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor, Product
-from spmd_trainer.kernels.grouped_dot import Placement, grouped_dot_p
 
 # The dimensions of `grouped_dot` in the form of `dot_general`: ((contracted of the rows, of the weights), (batch)).
 GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
@@ -70,30 +69,48 @@ def multiply_grouped(
     rows: jax.Array,
     weight: AdaptedWeight,
     sizes: jax.Array,
-    params: dict[str, Any],
+    eqn: Any,
     *,
     drop: Callable[[jax.Array], jax.Array],
+    chosen: jax.Array | None,
 ) -> jax.Array | None:
     """Multiplies sorted rows with experts' weights W + scale * a b without forming them; None if the adapters don't allow it.
 
     Args:
       rows: [S, X, M, K].
-      weight: [E, K, N]. DoRA's gains aren't supported: they belong to experts, and the rows of several are in one array.
+      weight: [E, K, N].
       sizes: rows of each expert, see `grouped_dot`.
-      params: parameters of the product.
+      eqn: the product without adapters.
       drop: applied to the adapters' input.
+      chosen: int32 [S, X, M], each row's adapter, -1 for none; None with one adapter. The adapters of an expert are multiplied as
+        one of their ranks' sum, of which each row keeps its own: the arithmetic grows with their number.
     """
     (_, contracted), (_, batch) = GROUPED_NUMBERS
     plan = weight.plan(contracted, batch)
-    if plan is None or plan.transposed or weight.magnitude is not None or ADAPTER in weight.a.names:
+    if plan is None or plan.transposed:
         return None
-    placement: Placement = params["placement"]
-    a = weight.a.arranged([*plan.batch, *plan.contracted, RANK]).astype(rows.dtype)
-    b = weight.b.arranged([*plan.batch, RANK, *plan.free]).astype(rows.dtype)
-    hidden = placement.over(placement.split.inputs, ()).product(drop(rows), a, sizes) * weight.scale
-    delta = placement.over((), placement.split.outputs).product(hidden, b, sizes)
-    out: jax.Array = grouped_dot_p.bind(rows, weight.w, sizes, **params)
-    return out + delta
+    weight = adapted_weight.with_gain(weight)
+    placement = eqn.params["placement"]
+    from_rank = placement.over((), placement.split.outputs)
+    adapter = [] if chosen is None else [ADAPTER]
+    experts, inputs, outputs = weight.w.shape
+    a = weight.a.arranged([*plan.batch, *plan.contracted, *adapter, RANK]).reshape(experts, inputs, -1)
+    b = weight.b.arranged([*plan.batch, *adapter, RANK, *plan.free]).reshape(experts, -1, outputs)
+    hidden = placement.over(placement.split.inputs, ()).product(drop(rows), a.astype(rows.dtype), sizes) * weight.scale
+    own = jnp.ones((*rows.shape[:3], 1), rows.dtype)
+    if chosen is not None:
+        count = weight.a.array.shape[weight.a.names.index(ADAPTER)]
+        own = jax.nn.one_hot(chosen, count, dtype=rows.dtype)
+        hidden = hidden * jnp.repeat(own, hidden.shape[3] // count, axis=3)
+    # The primitive is the equation's: a package without `kernels` has none, and reads no such equation.
+    out: jax.Array = eqn.primitive.bind(rows, weight.w, sizes, **eqn.params)
+    out = out + from_rank.product(hidden, b.astype(rows.dtype), sizes)
+    if weight.gain is None:
+        return out
+    gain = weight.gain.arranged([*plan.batch, *adapter, *plan.free]).reshape(experts, -1, outputs).astype(rows.dtype)
+    # The gains belong to experts, and a product by group gives each row those of its expert. Rows without an adapter have 1.
+    gains: jax.Array = from_rank.product(own, gain, sizes) + (1 - jnp.sum(own, axis=3, keepdims=True))
+    return out * gains
 
 
 def _delta(

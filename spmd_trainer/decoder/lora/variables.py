@@ -16,6 +16,7 @@ from praxis import base_layer
 from spmd_trainer.decoder.lora import dims as dims_lib
 from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor, MatrixDims
 from spmd_trainer.decoder.lora.settings import Lora
+from spmd_trainer.step import masks
 from spmd_trainer.train_states import PyTree
 
 LORA = "lora"
@@ -83,12 +84,14 @@ def adapter_hparams(
     repeats = list(base.repeat_prefix or ())
     stacked = settings.adapters is None and roles.stack[: len(repeats)] == tuple(range(len(repeats)))
     repeats = repeats if stacked else []
-    # bfloat16 would round a norm by up to 0.4 %.
-    collections = [base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION] if name == MAGNITUDE else None
+    collections = [name for name in base.collections if name.startswith(masks.READ_PER_TOKEN)]
+    if name == MAGNITUDE:
+        # bfloat16 would round a norm by up to 0.4 %.
+        collections.append(base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION)
     return base_layer.WeightHParams(
         shape=shape[len(repeats) :],
         dtype=settings.dtype,
-        collections=collections,
+        collections=collections or None,
         repeat_prefix=repeats or None,
         repeat_prefix_split_dims_mapping=(None,) * len(repeats) if repeats else None,
     )
