@@ -36,6 +36,8 @@ _RETRY_SECONDS = 0.2
 _NEVER_SECONDS = 10**7
 # How long a client may take to connect to a service that listens.
 _CONNECT_SECONDS = 5
+# How long process 0 may take to connect as all tasks.
+_ALL_SECONDS = 60
 _PROBE_SECONDS = 2.0
 # Time in which the service takes a poll that was sent before an answered request.
 _POLL_SECONDS = 0.02
@@ -140,13 +142,19 @@ def serve(address: str, bind_address: str | None, count: int) -> Client:
     host, port = host_and_port(bound)
     near = f"{'localhost' if host in _ANY_ADDRESS else _bracketed(host)}:{port}"
     # `connect` of each returns only once all are connected.
-    clients = [_new_client(near, task) for task in range(count)]
-    threads = [threading.Thread(target=each.connect) for each in clients]
+    clients = [_new_client(near, task, _ALL_SECONDS) for task in range(count)]
+    threads = [threading.Thread(target=_connect_for_another, args=(each,)) for each in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return connect(near, 0)
+
+
+def _connect_for_another(client: _jax.DistributedRuntimeClient) -> None:
+    """Connects as a task that has not come. If that takes too long on a busy machine, the task will connect itself."""
+    with contextlib.suppress(RuntimeError, jax.errors.JaxRuntimeError):
+        client.connect()
 
 
 def connect(address: str, task: int) -> Client:
@@ -172,11 +180,11 @@ def connect(address: str, task: int) -> Client:
     return made
 
 
-def _new_client(address: str, task: int) -> _jax.DistributedRuntimeClient:
+def _new_client(address: str, task: int, seconds: int = _CONNECT_SECONDS) -> _jax.DistributedRuntimeClient:
     return _jax.get_distributed_runtime_client(
         address,
         task,
-        init_timeout=_CONNECT_SECONDS,
+        init_timeout=seconds,
         heartbeat_timeout=_NEVER_SECONDS,
         shutdown_on_destruction=False,
         use_compression=True,
