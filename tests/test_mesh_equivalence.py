@@ -39,7 +39,6 @@ OF_EACH_KIND = (
 )
 IN_SHORT = (
     "lm.llama.TinyLlama",
-    "lm.mistral.TinyMixtral",
     "synthetic.shard_map.ShardMapFsdpTiny",
     "synthetic.structures.TinyLm",
     "synthetic.structures.TinyMixtureOfExperts",
