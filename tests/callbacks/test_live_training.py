@@ -40,7 +40,9 @@ class Run:
         self.num_steps, self.num_rows, self.began = 20, 4, 0.0
         self.batch = {"ids": jax.ShapeDtypeStruct((4, 8), np.int32)}
         self.mesh = types.SimpleNamespace(devices=np.array(devices), local_devices=devices)
-        metadata = types.SimpleNamespace(num_params=lambda *, per_token=False: 10, num_frozen_params=lambda per_token=False: 0)
+        metadata = types.SimpleNamespace(
+            num_params=lambda *, per_token=False: 10, num_frozen_params=lambda per_token=False: 0
+        )
         self.partitioner = types.SimpleNamespace(metadata=metadata)
         self.task = types.SimpleNamespace(
             train=types.SimpleNamespace(log_train_output_interval_steps=2, summary_interval_steps=2)

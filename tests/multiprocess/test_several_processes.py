@@ -139,7 +139,9 @@ def test_a_process_that_starts_late(rows, streams, count):
     late = {count - 1: ("sh", "-c", f'sleep {LATE_SECONDS}; exec "$@"', "sh")}
     job, statuses, seconds = finished(streams(count, prefixes=late))
     assert statuses == [0] * count, job.log()
-    rows.add(f"the last process starts {LATE_SECONDS:.0f} s late", seconds, LATE_SECONDS + start_seconds(count), statuses)
+    rows.add(
+        f"the last process starts {LATE_SECONDS:.0f} s late", seconds, LATE_SECONDS + start_seconds(count), statuses
+    )
 
 
 @several

@@ -51,7 +51,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.delenv("HF_TOKEN", raising=False)
         # Tests of lm-eval work offline, and the library reads that once.
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         backends.object_store.cache_clear()
         yield server
     backends.object_store.cache_clear()
