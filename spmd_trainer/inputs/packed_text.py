@@ -15,7 +15,7 @@ Example, T = 8, documents b"hello", b"a":
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,9 +175,8 @@ def pack(
     seq_len: int,
     first: int | np.ndarray,
     counted: np.ndarray | None = None,
-    fit: Callable[[list[int], int], Fit] | None = None,
 ) -> RowTable:
-    """Packs documents into rows.
+    """Packs documents into rows by best fit.
 
     Args:
       stream: labels of all documents, unsigned [sum of lengths].
@@ -185,26 +184,47 @@ def pack(
       seq_len: tokens per row.
       first: id before the first label of each document, one for all or [documents].
       counted: True for labels that count in the loss, bool [sum of lengths]; None: all do.
-      fit: chooses the row of each piece from the sizes of the pieces and of a row; None: `best_fit`.
     """
-    pieces = np.array([min(seq_len, n - start) for n in lengths for start in range(0, n, seq_len)])
-    rows, columns, segments, num_rows = (fit or best_fit)(pieces.tolist(), seq_len)
-    within = np.arange(len(stream)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    targets = np.repeat(rows * seq_len + columns, pieces) + within
+    sizes = np.array([min(seq_len, n - start) for n in lengths for start in range(0, n, seq_len)])
     before = np.roll(stream, 1)
     before[np.cumsum([0, *lengths[:-1]])] = first
+    return lay_out(before, stream, sizes, best_fit(sizes.tolist(), seq_len), seq_len, counted=counted)
+
+
+def lay_out(
+    ids: np.ndarray,
+    labels: np.ndarray,
+    sizes: np.ndarray,
+    fit: Fit,
+    seq_len: int,
+    *,
+    positions: int | np.ndarray = 0,
+    counted: np.ndarray | None = None,
+) -> RowTable:
+    """Puts pieces into their rows.
+
+    Args:
+      ids, labels: tokens of all pieces, one after the other, unsigned [sum of sizes].
+      sizes: size of each piece, int64 [pieces].
+      fit: where each piece stands.
+      seq_len: tokens per row.
+      positions: position of each piece's first token in its segment, one for all or int64 [pieces].
+      counted: as in `pack`.
+    """
+    within = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    targets = np.repeat(fit.rows * seq_len + fit.columns, sizes) + within
 
     def spread(values: np.ndarray, dtype: Any) -> np.ndarray:
-        table = np.zeros((num_rows + 1) * seq_len, dtype)
+        table = np.zeros((fit.num_rows + 1) * seq_len, dtype)
         table[targets] = values
         return table.reshape(-1, seq_len)
 
     small = tokenizers.token_dtype(seq_len + 1)
     return RowTable(
-        ids=spread(before, stream.dtype),
-        labels=spread(stream, stream.dtype),
-        segment_ids=spread(np.repeat(segments, pieces), small),
-        segment_pos=spread(within, small),
+        ids=spread(ids, ids.dtype),
+        labels=spread(labels, labels.dtype),
+        segment_ids=spread(np.repeat(fit.segments, sizes), small),
+        segment_pos=spread(np.repeat(np.broadcast_to(positions, len(sizes)), sizes) + within, small),
         counted=None if counted is None else spread(counted, np.bool_),
     )
 

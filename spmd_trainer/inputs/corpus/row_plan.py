@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from spmd_trainer.inputs import packed_text, tokenizers
+from spmd_trainer.inputs import packed_text
 from spmd_trainer.inputs.corpus.token_store import StoredTokens, fetch
 from spmd_trainer.inputs.packed_text import Fit, RowTable
 
@@ -133,24 +133,10 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[Tokens], fram
     dtype = documents[0].dtype
     labels, before = _tokens(plan, own, documents, frame, dtype)
     sizes = plan.sizes[own]
-    begins = np.cumsum(sizes) - sizes
-    within = np.arange(len(labels)) - np.repeat(begins, sizes)
-    targets = np.repeat(place[plan.rows[own]] * seq_len + plan.columns[own], sizes) + within
     ids = np.roll(labels, 1)
-    ids[begins] = before
-
-    def spread(values: np.ndarray, kind: np.dtype) -> np.ndarray:
-        table = np.zeros((len(rows) + 1) * seq_len, kind)
-        table[targets] = values
-        return table.reshape(-1, seq_len)
-
-    small = np.dtype(tokenizers.token_dtype(seq_len + 1))
-    return RowTable(
-        ids=spread(ids, dtype),
-        labels=spread(labels, dtype),
-        segment_ids=spread(np.repeat(plan.segments[own], sizes), small),
-        segment_pos=spread(np.repeat(plan.positions[own], sizes) + within, small),
-    )
+    ids[np.cumsum(sizes) - sizes] = before
+    fit = Fit(place[plan.rows[own]], plan.columns[own], plan.segments[own], len(rows))
+    return packed_text.lay_out(ids, labels, sizes, fit, seq_len, positions=plan.positions[own])
 
 
 def _tokens(
