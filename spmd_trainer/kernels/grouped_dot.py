@@ -132,7 +132,7 @@ class Placement:
         """See `grouped_dot`."""
         dtype = jnp.result_type(rows, weights)
         widths = [
-            self.padded(size, axes) // self.count(self.split.kept(axes))
+            self.padded(size, axes) // num_parts(self.mesh, self.split.kept(axes))
             for size, axes in zip(weights.shape[1:], (self.split.inputs, self.split.outputs), strict=True)
         ]
         choice = _choose(
@@ -146,13 +146,9 @@ class Placement:
         out: jax.Array = grouped_dot_p.bind(*given, placement=self, kernel=choice.kernel, transposed=False)
         return out
 
-    def count(self, axes: tuple[str, ...]) -> int:
-        """Returns the number of parts over these axes."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
-
     def padded(self, size: int, axes: tuple[str, ...]) -> int:
         """Returns a size of weights that their axes divide."""
-        return size + -size % self.count((*self.split.kept(axes), *self.split.gathered(axes)))
+        return size + -size % num_parts(self.mesh, (*self.split.kept(axes), *self.split.gathered(axes)))
 
     def padded_weights(self, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         """Pads [E, K, N] so that the axes divide all dimensions. No row is of an added expert."""
@@ -167,6 +163,11 @@ def mesh_of_experts() -> AbstractMesh | None:
     """Returns the ambient mesh; None for one device, and under a `jax.shard_map`, where arrays belong to one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.manual_axes or mesh.size <= 1 else mesh
+
+
+def num_parts(mesh: AbstractMesh | None, axes: tuple[str, ...]) -> int:
+    """Returns the number of parts over these axes of a mesh; 1 on one device."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def grouped_dot(
@@ -206,17 +207,16 @@ def grouped_dot(
 
 
 def _choose(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, asked: str | None) -> kernels.Choice:
-    target = chips.current_target()
+    platform = chips.current_target().platform
+
+    def reasons_against(name: str) -> list[str]:
+        return _kernel(name).reasons_against(rows, weights, platform)
+
     if asked is not None:
-        if against := _kernel(asked).reasons_against(rows, weights, target.platform):
+        if against := reasons_against(asked):
             raise UserError(f"grouped kernel {asked!r} can't be used: {'; '.join(against)}; leave the choice with None")
         return kernels.Choice(asked, of="experts")
-    reasons: dict[str, list[str]] = {}
-    for name in (*_OF_PLATFORM.get(target.platform, ()), "blocks"):
-        if not (against := _kernel(name).reasons_against(rows, weights, target.platform)):
-            return kernels.Choice(name, reasons, of="experts")
-        reasons[name] = against
-    raise AssertionError("blocks can always be used")
+    return kernels.first_usable((*_OF_PLATFORM.get(platform, ()), "blocks"), reasons_against, of="experts")
 
 
 @functools.cache
@@ -328,8 +328,8 @@ def _transpose(cotangent: Any, rows: Any, weights: Any, sizes: Any, *, transpose
         return [None, None, None]
     if ad.is_undefined_primal(rows):
         return [grouped_dot_p.bind(cotangent, weights, sizes, transposed=not transposed, **params), None, None]
-    pair = (cotangent, rows) if transposed else (rows, cotangent)
-    return [None, grouped_weights_p.bind(*pair, sizes, num_experts=weights.aval.shape[0], **params), None]
+    factors = (cotangent, rows) if transposed else (rows, cotangent)
+    return [None, grouped_weights_p.bind(*factors, sizes, num_experts=weights.aval.shape[0], **params), None]
 
 
 _STATIC = ("placement", "kernel")

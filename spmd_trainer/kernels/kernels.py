@@ -15,7 +15,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -170,12 +170,17 @@ def choose(call: Call, asked: str | None = None) -> Choice:
                 "or leave the choice to the trainer with None"
             )
         return Choice(asked)
+    return first_usable(order(call), lambda name: kernel(name).reasons_against(call))
+
+
+def first_usable(names: Iterable[str], reasons_against: Callable[[str], list[str]], of: str = "attention") -> Choice:
+    """Returns the first kernel without reasons against it, and those against the kernels before it. The last name has none."""
     reasons: dict[str, list[str]] = {}
-    for name in order(call):
-        if not (against := kernel(name).reasons_against(call)):
-            return Choice(name, reasons)
+    for name in names:
+        if not (against := reasons_against(name)):
+            return Choice(name, reasons, of=of)
         reasons[name] = against
-    raise AssertionError("the reference kernel can always be used")
+    raise AssertionError(f"{name} can always be used")
 
 
 def order(call: Call) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from spmd_trainer.kernels.grouped_dot import GroupedSplit, mesh_of_experts
+from spmd_trainer.kernels.grouped_dot import GroupedSplit, mesh_of_experts, num_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +56,13 @@ class TokenParts:
         if mesh is None:
             return cls(None, (), (), (), num_experts)
         batch, length, experts = (tuple(a for a in axes if mesh.shape[a] > 1) for axes in (batch, length, experts))
-        if x.shape[1] % math.prod(mesh.shape[axis] for axis in length):
+        if x.shape[1] % num_parts(mesh, length):
             length = ()
         return cls(mesh, batch, length, experts, num_experts)
 
     def count(self, axes: tuple[str, ...]) -> int:
         """Returns the number of parts over these axes."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+        return num_parts(self.mesh, axes)
 
     @property
     def experts_of_part(self) -> int:
