@@ -46,8 +46,7 @@ def tokenised_ahead(built: Any, config: TrainConfig) -> Iterator[None]:
             logging.warning(
                 "%s: the versions of its files can't be read, so they are read as text: %s", built.name, error
             )
-    names = multihost.broadcast(names, name=f"the token stores of {built.name}")
-    job = multihost.broadcast(new_job_name(), name=f"the job that makes the token stores of {built.name}")
+    job, names = multihost.broadcast((new_job_name(), names), name=f"the token stores of {built.name}")
     if names:
         helpers = Helpers(index, count, _workers(built.name), job)
         logging.info(
@@ -67,7 +66,7 @@ def tokenised_ahead(built: Any, config: TrainConfig) -> Iterator[None]:
 
 
 def _workers(name: str) -> int:
-    """Returns the processors of this host for each process of the job that runs on it."""
+    """Returns how many processors of this host each process of the job has there, `_MOST_WORKERS` at most."""
     hosts = multihost.gather(f"the hosts of {name}", socket.gethostname())
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MOST_WORKERS, max(1, processors // hosts.count(socket.gethostname())))

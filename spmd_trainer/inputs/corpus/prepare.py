@@ -96,7 +96,8 @@ class Preparing:
             raise UserError(f"{self.source.size_text} hold no document; give at least one")
         arrow_library()
         self.folder = _output_folder(preparation)
-        key = _key(preparation, documents, self.source, tokenizer)
+        decides = deciding(documents, self.source, tokenizer, preparation.bad_records)
+        key = short_hash(json.dumps([decides, preparation.documents_per_part], sort_keys=True, default=str))
         self.task = Task(documents, tokenizer, os.fspath(self.folder), key, parts, preparation.bad_records)
         self._done: dict[int, dict[str, Any]] = {}
         self.look()
@@ -229,16 +230,10 @@ def _output_folder(preparation: Preparation) -> epath.Path:
     return folder
 
 
-def _key(preparation: Preparation, documents: Documents, source: Source, tokenizer: Any) -> str:
-    """Hash of the files, the settings and the tokenizer; a finished part is kept only if its key matches."""
-    settings = [
-        FORMAT,
-        source.fingerprint(),
-        tokenizer.fingerprint(),
-        [documents.column, documents.kind, documents.separator, documents.max_record_bytes],
-        [preparation.bad_records, preparation.documents_per_part],
-    ]
-    return short_hash(json.dumps(settings, sort_keys=True, default=str))
+def deciding(documents: Documents, source: Source, tokenizer: Any, bad_records: str) -> list[Any]:
+    """Returns what decides the tokens of a store, as JSON values."""
+    settings = [documents.column, documents.kind, documents.separator, documents.max_record_bytes, bad_records]
+    return [FORMAT, source.fingerprint(), tokenizer.fingerprint(), settings]
 
 
 class Progress:

@@ -1,9 +1,10 @@
 """Tokenises a corpus while a run trains on it: once for all processes, which then read it as tokens.
 
 A run begins by reading the text, as without this: the first window of a global shuffle needs documents from everywhere. Meanwhile
-each process of the job tokenises its share of the parts in processes beside the trainer, into a folder that all can read. From
-the next document after the last part is there, all read tokens. The batches are the same either way, so nobody waits, and it
-doesn't matter when which process changes over. If the folder can't be written, or a record is bad, all go on reading text.
+each process of the job tokenises its share of the parts in processes beside the trainer, into a folder that all can read. Once
+the last part is there, each process reads further documents as tokens. The batches are the same either way, so training never
+waits, and the processes need not change over together. If one of them can't go on, because a record is bad or the disk is full,
+all of the job go on reading text.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.documents import Documents, Record, Source
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.part_worker import remove_unfinished
-from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing, Progress
-from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, TokenStore
+from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing, Progress, deciding
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import files, is_remote, json_values, reading
 from spmd_trainer.storage.access import free_space
@@ -213,8 +214,8 @@ class PreparedSource(Source):
                 preparing.look()
                 progress.log()
             preparing.finish()
-        while not self._looks(folder):
-            pass
+        while not self.use_finished():
+            self._pause(folder)
 
     def _says(self, path: epath.Path) -> bool:
         """Returns whether a file is there that a process of this job has written."""
@@ -225,9 +226,10 @@ class PreparedSource(Source):
         return found.get("job") == self._helpers.job
 
     def _looks(self, folder: epath.Path) -> bool:
-        """Returns whether the store is there and in use, after a pause if it isn't."""
-        if self.use_finished():
-            return True
+        """Returns whether the store is there and in use, after a pause if not. A damaged one is not there: it is made again."""
+        with contextlib.suppress(UserError):
+            if self.use_finished():
+                return True
         self._pause(folder)
         return False
 
@@ -259,13 +261,9 @@ def tokenise(sources: Sequence[PreparedSource]) -> None:
 def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> str:
     """Returns the name of a corpus' store in a cache: another one for other files, versions of files or tokenizers."""
     decides = [
-        FORMAT,
-        source.fingerprint(),
+        deciding(documents, source, tokenizer, bad_records),
         [path if is_remote(path) else os.path.abspath(path) for path in source.paths],
         reading.for_each(source.paths, reading.version),
-        tokenizer.fingerprint(),
-        bad_records,
-        [documents.column, documents.kind, documents.separator, documents.max_record_bytes],
     ]
     return f"corpus-{short_hash(json.dumps(decides, sort_keys=True, default=str), 24)}"
 

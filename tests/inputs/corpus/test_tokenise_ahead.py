@@ -231,6 +231,20 @@ def test_a_damaged_store_is_made_again(tmp_path, caplog):
     assert_same(take(source, 10), take(make(Documents(files)), 10))
 
 
+def test_a_job_of_several_processes_makes_a_damaged_store_again(tmp_path):
+    """The second process comes first, and sees the damaged store before the first one repairs it."""
+    files = write(tmp_path / "web")
+    (prepared,) = ahead(make(Documents(files)), str(tmp_path / "cache"))
+    wait(prepared)
+    part = next((tmp_path / "cache").glob("corpus-*/tokens-00001-*.arrow"))
+    part.write_bytes(part.read_bytes()[:-700])
+    helpers = [Helpers(index, 2, 1, "another") for index in range(2)]
+    (second,) = ahead(make(Documents(files), host=1, hosts=2), str(tmp_path / "cache"), helpers[1])
+    time.sleep(0.2)  # so it has looked
+    (first,) = ahead(make(Documents(files), host=0, hosts=2), str(tmp_path / "cache"), helpers[0])
+    wait(first, second)
+
+
 @pytest.mark.full
 def test_kills_while_it_is_made_lose_no_finished_part(tmp_path):
     """Real workers of a real process that is killed again and again."""
