@@ -148,9 +148,7 @@ def _check_metadata(content: bytes, name: str, checkpoint: str) -> None:
             raise ValueError(f"its file {ZARR_METADATA} is missing or empty")
         json_values.parse_object(content)
     except ValueError as error:
-        raise PaxDamagedError(
-            f"{checkpoint} is not complete or is damaged: {name} can't be read: {error}. Copy it again."
-        ) from error
+        raise _damaged(str(error), name, checkpoint) from error
 
 
 def reader(store: ts.TensorStore, name: str, checkpoint: str) -> StartReading:
@@ -177,7 +175,11 @@ def read_error(error: Exception, name: str, checkpoint: str) -> CheckpointError:
         return CheckpointReadError(f"reading {name} of {checkpoint} failed: {text}")
     if "NOT_FOUND" in text or "is missing" in text:
         text = f"a file is missing ({text})"
-    return PaxDamagedError(f"{checkpoint} is not complete or is damaged: {name} can't be read: {text}. Copy it again.")
+    return _damaged(text, name, checkpoint)
+
+
+def _damaged(why: str, name: str, checkpoint: str) -> PaxDamagedError:
+    return PaxDamagedError(f"{checkpoint} is not complete or is damaged: {name} can't be read: {why}. Copy it again.")
 
 
 def shard_counts(chunks: Sequence[int | None], shape: Sequence[int]) -> tuple[int, ...]:

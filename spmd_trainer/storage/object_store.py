@@ -77,13 +77,8 @@ class ObjectStore:
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, "No such object", _text(path))
         kind = "directory" if entry.is_directory else "file"
-        return {
-            "name": entry.name,
-            "type": kind,
-            "size": entry.size,
-            "mtime": entry.modified,
-            "content": entry.content,
-        }
+        about = {"size": entry.size, "mtime": entry.modified, "content": entry.content}
+        return {"name": entry.name, "type": kind, **about}
 
     def exists(self, path: PathLike) -> bool:
         """True for an object or a directory. Unlike fsspec's, raises errors of the service."""
@@ -202,27 +197,15 @@ class ObjectStore:
           FileNotFoundError: the object does not exist.
           IsADirectoryError: it is a directory.
         """
-        found = self.info(path)
-        if found["type"] == "directory":
+        if (found := self.info(path))["type"] == "directory":
             raise IsADirectoryError(f"{_text(path)} is a directory")
         return int(found["size"])
 
-    def version(self, path: PathLike) -> str:
-        """Returns a text that changes with an object's content: its size and time of the last write, on the Hub its hash.
-
-        Raises:
-          FileNotFoundError: the object does not exist.
-        """
-        found = self.info(path)
-        return f"{found['size']}:{found.get('content') or int(found['mtime'].timestamp())}"
-
     def read(self, path: PathLike, start: int | None = None, end: int | None = None) -> bytes:
         """Returns the bytes of an object from `start` to `end`; None for its ends. One request."""
-        options = _READ_OPTIONS.get(self.scheme, {})
+        given = {"start": start, "end": end, **_READ_OPTIONS.get(self.scheme, {})}
         self._greet(path)
-        data: bytes = self._try(
-            "reading", path, lambda: self._fs.cat_file(_text(path), start=start, end=end, **options)
-        )
+        data: bytes = self._try("reading", path, lambda: self._fs.cat_file(_text(path), **given))
         return data
 
     def put(self, path: PathLike, data: bytes, *, attempts: int | None = None) -> None:

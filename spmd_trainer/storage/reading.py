@@ -58,7 +58,8 @@ def version(path: str) -> str:
     """
     scheme = backends.scheme_of(path)
     if scheme is not None:
-        return backends.object_store(scheme).version(path)
+        found = backends.object_store(scheme).info(path)
+        return f"{found['size']}:{found.get('content') or int(found['mtime'].timestamp())}"
     status = os.stat(path)
     return f"{status.st_size}:{status.st_mtime_ns}"
 

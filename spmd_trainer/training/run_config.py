@@ -175,8 +175,7 @@ class TrainConfig(StepConfig):
     )
     data_cache_dir: str | None = _training(
         None,
-        "Directory for the tokens of text corpora (CorpusInput), which a run's processes tokenise once, together, while it "
-        "trains; any run that uses the same files and tokenizer reads them from there. Every host must be able to read it.",
+        "Tokenise text corpora (CorpusInput) once, all processes together, into DIR, which all can read; later runs find them.",
         value="DIR",
         compared=False,
     )
