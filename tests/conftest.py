@@ -43,21 +43,31 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-_events: list[str] = []
+# How much a worker may grow before it drops JAX's compiled programs.
+_MAY_GROW_BYTES = 300 * 2**20
+_after_last_drop: list[int] = []
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the system doesn't say."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frees_compiled_programs() -> Iterator[None]:
     """Drops what JAX keeps of a module's compiled programs after it: a worker would grow by gigabytes over the suite."""
+    if not _after_last_drop:
+        _after_last_drop.append(_resident_bytes())
     yield
-    if (jax := sys.modules.get("jax")) is None:
+    # A drop takes a second or two, as long as the tests of many a module.
+    if sys.platform == "linux" and _resident_bytes() < _after_last_drop[0] + _MAY_GROW_BYTES:
         return
-    if not _events:  # it is asked from the first module on that imports JAX
-        jax.monitoring.register_event_duration_secs_listener(lambda event, duration, **kwargs: _events.append(event))
-        _events.append("compile")
-    if any("compile" in event for event in _events):
+    if (jax := sys.modules.get("jax")) is not None:
         jax.clear_caches()
-        gc.collect()
-        if sys.platform == "linux":
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-    _events[:] = ["listening"]
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    _after_last_drop[0] = _resident_bytes()
