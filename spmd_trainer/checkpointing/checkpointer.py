@@ -187,7 +187,7 @@ class Checkpointer:
         input_state: Mapping[str, object] | None,
         metadata: Mapping[str, object],
         force: bool = False,
-        check_finite: saving.CheckFinite = False,
+        check_finite: bool = False,
         shared_input_state: bool = True,
     ) -> bool:
         """Starts to save a step; writing continues in the background. Called by every process.
@@ -202,8 +202,7 @@ class Checkpointer:
           input_state: this process' position of the input: numbers, strings, bytes, lists, dicts.
           metadata: what else to write into the record, e.g. the resolved config.
           force: save even if the step is not due.
-          check_finite: True refuses a state that holds NaN or infinity. A function takes the state and returns True if it
-            may be saved. Both wait until the state is computed.
+          check_finite: True waits until the state is computed, and refuses it if it holds NaN or infinity.
           shared_input_state: whether `input_state` means the same on any number of processes; False keeps one for each process.
 
         Returns:
@@ -228,7 +227,8 @@ class Checkpointer:
         multihost.barrier("the state is ready to be saved")
         specs = records.by_path(variables)
         arrays = saving.arrays_by_path(state, variables, specs)
-        saving.refuse_non_finite(step, state, arrays, check_finite)
+        if check_finite:
+            saving.refuse_non_finite(step, arrays)
         position, same = input_states.agree(input_state, shared=shared_input_state)
         record = records.make(step, state, specs, position, metadata, same_input_state=same)
         manager = self._open_manager()

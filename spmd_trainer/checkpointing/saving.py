@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,6 @@ from spmd_trainer.storage.retry import retry
 if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
     from spmd_trainer.train_states import TrainState
-
-    CheckFinite: TypeAlias = bool | Callable[[TrainState], bool | jax.Array]
 
 MAX_LISTED = 20
 # A network file system may show new files this much later on other hosts.
@@ -75,26 +73,14 @@ def arrays_by_path(state: TrainState, variables: TrainState, specs: Mapping[str,
     return arrays
 
 
-def refuse_non_finite(step: int, state: TrainState, arrays: Mapping[str, jax.Array], check: CheckFinite) -> None:
-    """Raises if the state must not be saved.
-
-    Args:
-      step: the step, for the message.
-      state: the state, passed to `check` if it is a function.
-      arrays: the state's arrays by path.
-      check: True looks for NaN and infinity in every floating-point array, on the devices. A function takes the state and
-        returns True if it may be saved. False checks nothing.
+def refuse_non_finite(step: int, arrays: Mapping[str, jax.Array]) -> None:
+    """Looks for NaN and infinity in every floating-point array of a state, on the devices.
 
     Raises:
-      NonFiniteStateError: the state holds NaN or infinity; the message names the variables.
+      NonFiniteStateError: there are some; the message names the variables.
     """
-    refused = f"Checkpoint step {step} was not saved: "
-    if callable(check):
-        if not bool(check(state)):
-            raise NonFiniteStateError(f"{refused}{getattr(check, '__name__', check)} refused its state.")
-        return
     floats = {path: x for path, x in arrays.items() if x.size and jnp.issubdtype(x.dtype, jnp.inexact)}
-    if not check or not floats:
+    if not floats:
         return
     sharding = next(iter(floats.values())).sharding
     replicated = None
@@ -104,7 +90,9 @@ def refuse_non_finite(step: int, state: TrainState, arrays: Mapping[str, jax.Arr
     bad = [path for path, good in zip(floats, finite.tolist(), strict=True) if not good]
     if bad:
         more = f" and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
-        raise NonFiniteStateError(f"{refused}NaN or infinity in {', '.join(bad[:MAX_LISTED])}{more}.")
+        raise NonFiniteStateError(
+            f"Checkpoint step {step} was not saved: NaN or infinity in {', '.join(bad[:MAX_LISTED])}{more}."
+        )
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,7 +19,8 @@ from spmd_trainer.checkpointing import manifest, step_files
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.checkpointing.errors import CheckpointNotFoundError
 from spmd_trainer.storage import is_remote
-from spmd_trainer.storage.files import FileInfo, files_below
+from spmd_trainer.storage.files import files_below
+from spmd_trainer.storage.listing import Entry
 
 # What is being deleted. A file system renames the step to it first, so that no half-deleted step is ever seen; an object
 # store cannot rename, and gets a marker of this name.
@@ -52,7 +53,7 @@ def problems(directory: epath.Path) -> dict[int, str | None]:
     An object store is asked once for all steps, and again for those that are not whole by this listing. What a killed save
     left there is no step.
     """
-    listed: dict[int, dict[str, FileInfo]]
+    listed: dict[int, dict[str, Entry]]
     listed = _listed(directory) if is_remote(directory) else {step: {} for step in present(directory)}
     found: dict[int, str | None] = {}
     for step, files in sorted(listed.items(), reverse=True):
@@ -72,15 +73,15 @@ def commit_times(directory: epath.Path) -> dict[int, datetime.datetime]:
     return {step: files[manifest.COMMIT_FILE].modified for step, files in listed if manifest.COMMIT_FILE in files}
 
 
-def _listed(directory: epath.Path) -> dict[int, dict[str, FileInfo]]:
+def _listed(directory: epath.Path) -> dict[int, dict[str, Entry]]:
     """Returns {step: {path below the step: size and time}} of an object store, whole or not, by one listing of the directory."""
     by_name = _by_name(directory)
     return {step: by_name[str(step)] for step in _steps_among(directory, by_name)}
 
 
-def _by_name(directory: epath.Path) -> dict[str, dict[str, FileInfo]]:
+def _by_name(directory: epath.Path) -> dict[str, dict[str, Entry]]:
     """Returns {name in the directory: {path below it: size and time}} of an object store."""
-    by_name: dict[str, dict[str, FileInfo]] = {}
+    by_name: dict[str, dict[str, Entry]] = {}
     for path, info in step_files.read(f"listing {directory}", lambda: files_below(directory)).items():
         name, _, below = path.partition("/")
         by_name.setdefault(name, {})[below] = info
@@ -281,12 +282,12 @@ def _leftovers(directory: epath.Path) -> list[int]:
     return sorted({*unfinished, *(int(name) for name in marked if _STEP.fullmatch(name))})
 
 
-def _is_finished(files: Mapping[str, FileInfo]) -> bool:
+def _is_finished(files: Mapping[str, Entry]) -> bool:
     """Returns True if all files of a step on an object store were written at some time."""
     return manifest.is_finished(_sizes(files))
 
 
-def _sizes(files: Mapping[str, FileInfo]) -> dict[str, int]:
+def _sizes(files: Mapping[str, Entry]) -> dict[str, int]:
     return {name: info.size for name, info in files.items()}
 
 
