@@ -121,10 +121,6 @@ class OwnStep(CheckpointSource):
     def _read_again(self, error: Exception, attempt: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array] | str:
         """Repeats a read whose files have the right checksums. Returns the arrays, or what is wrong with their encoding.
 
-        Args:
-          error: why the first attempt failed.
-          attempt: reads the arrays.
-
         Raises:
           CheckpointNotFoundError, CheckpointReadError: storage fails, or the step is gone.
           Exception: `error`, if it is about something else.
@@ -175,10 +171,6 @@ def open_step(directory: epath.Path, step: int) -> OwnStep:
     """Opens a step after checking the names and sizes of its files, and the contents of all but those of its arrays.
 
     Called by every process; all of them find the same damage. `OwnStep.read` checks the rest.
-
-    Args:
-      directory: the directory of checkpoints.
-      step: the step.
 
     Raises:
       DamagedFilesError: the files are not those that were written.

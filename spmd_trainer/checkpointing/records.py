@@ -249,10 +249,6 @@ def from_json(text: bytes) -> Any:
 def read(step_dir: epath.Path, step: int) -> Record:
     """Reads the record of a step.
 
-    Args:
-      step_dir: the step's directory.
-      step: the step it should hold.
-
     Raises:
       DamagedCheckpointError: the record is missing, malformed, in another format, or of another step.
       CheckpointNotFoundError: there is no such step, or no longer.

@@ -121,13 +121,7 @@ def present_and_committed(directory: epath.Path) -> tuple[list[int], bool]:
 
 
 def newest_whole(directory: epath.Path, newer_than: int = -1, *, log_damage: bool = False) -> int | None:
-    """Returns the newest step above `newer_than` for which `is_whole` is True, or None.
-
-    Args:
-      directory: the directory.
-      newer_than: look at steps above this one only.
-      log_damage: log what is wrong with newer steps.
-    """
+    """Returns the newest step above `newer_than` for which `is_whole` is True, or None."""
     for step in reversed(present(directory)):
         if step <= newer_than:
             break

@@ -74,13 +74,6 @@ class LiveLine:
     """
 
     def __init__(self, stream: TextIO, console: Console, status: LiveStatus):
-        """Draws nothing yet.
-
-        Args:
-          stream: the terminal.
-          console: rich's, on the same terminal: knows its colours and characters.
-          status: what to show.
-        """
         self._stream = stream
         self._console = console
         self._status = status

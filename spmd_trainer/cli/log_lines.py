@@ -224,9 +224,6 @@ def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     """Context manager for calls from a notebook or script: shows log lines on stderr, and yields the full log.
 
     If the program has set up logging at INFO itself, the lines go only to its own handlers.
-
-    Args:
-      warnings_only: show only warnings and errors.
     """
     root = std_logging.getLogger()
     before = logging.get_verbosity(), root.level, list(root.handlers)

@@ -118,12 +118,7 @@ def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Executi
 
 
 def trip_count(line: str, bodies: Mapping[str, str]) -> int:
-    """Returns a loop's trip count from XLA's annotation, else from the constant in its condition, else 1.
-
-    Args:
-      line: the `while` instruction.
-      bodies: see `computations`.
-    """
+    """Returns a loop's trip count from XLA's annotation, else from the constant in its condition, else 1."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     if noted:
         return int(noted[1])

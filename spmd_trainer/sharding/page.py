@@ -32,12 +32,7 @@ _POLICY = (
 
 @functools.cache
 def asset(package: str, name: str) -> str:
-    """Returns the text of a file that lies in a package.
-
-    Args:
-      package: e.g. 'spmd_trainer.watch.pages'.
-      name: the file's name, with slashes.
-    """
+    """Returns the text of a file that lies in a package."""
     return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 

@@ -254,9 +254,6 @@ def _failure(directory: epath.Path) -> str:
 def require_run(directory: epath.Path) -> None:
     """Makes sure that there is something to follow. A mistyped directory would be waited for without end.
 
-    Args:
-      directory: the checkpoints of a run.
-
     Raises:
       UserError: there is neither a checkpoint nor a run that has begun.
     """

@@ -93,12 +93,6 @@ def may_be_too_long(task: Any, dataset: str, shapes: Any) -> bool:
 def check_prompts(task: Any, dataset: str, batch: Any, first: int) -> None:
     """Checks that the model has room to continue every prompt of a batch.
 
-    Args:
-      task: the built task.
-      dataset: the dataset's name.
-      batch: numpy arrays, with `prefix_lengths` or `paddings`.
-      first: index of row 0 in the dataset.
-
     Raises:
       UserError: a prompt is too long; names the prompt, its length, the limit and the fix.
     """

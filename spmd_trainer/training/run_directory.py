@@ -43,11 +43,6 @@ _MAX_TOLD = 10
 def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> None:
     """Makes sure that a `job_log_dir` can be this experiment's own.
 
-    Args:
-      directory: the `job_log_dir`.
-      experiment: the experiment's full name.
-      trains: whether this is a training run.
-
     Raises:
       UserError: the directory holds something else, or another experiment's run.
     """
@@ -193,9 +188,6 @@ def end_of_training(directory: epath.Path) -> int | None:
     """Returns the step with which a run's training has ended, or None while it goes on.
 
     The step may be less than num_train_steps.
-
-    Args:
-      directory: the run's `job_log_dir`.
     """
     step = _record(directory).get("last_step")
     return step if isinstance(step, int) else None
@@ -230,11 +222,7 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
 
 
 def failure(directory: epath.Path) -> Failure | None:
-    """Returns why the run's training failed, or None if it did not, or was started again since.
-
-    Args:
-      directory: the run's `job_log_dir`.
-    """
+    """Returns why the run's training failed, or None if it did not, or was started again since."""
     failure = _record(directory).get("failure")
     try:
         return None if failure is None else Failure(**failure)

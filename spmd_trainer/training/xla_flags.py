@@ -111,13 +111,7 @@ def value_text(value: bool | int | float | str) -> str:
 def compile_with(
     lowered: jax.stages.Lowered, flags: Mapping[str, Any], experiment: str, where: str = "XLA_FLAGS"
 ) -> jax.stages.Compiled:
-    """Compiles a program with flags.
-
-    Args:
-      lowered: the program.
-      flags: flags by name, without '--'.
-      experiment: the experiment's name, for messages.
-      where: what has the flags, for messages.
+    """Compiles a program with flags, which have their names without '--'. Messages say that `where` has them.
 
     Raises:
       UserError: the installed XLA doesn't know a flag, or refuses its value.

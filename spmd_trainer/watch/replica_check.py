@@ -40,11 +40,6 @@ class ReplicaCheck(Callback):
     """Ends the run if devices that hold the same part of a variable have other bits of it. Such a state is not saved."""
 
     def __init__(self, every: int):
-        """Compares nothing yet.
-
-        Args:
-          every: steps between two comparisons; 0 for none.
-        """
         self._every = every
         self._checked = -1
 
