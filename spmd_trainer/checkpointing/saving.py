@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -108,54 +108,27 @@ def _all_finite(replicated: NamedSharding | None) -> Callable[[Sequence[jax.Arra
 class SaveTimes:
     """Times one save: how long its caller waits, and how long until the step is on disk.
 
-    The caller continues while the step is still being written; either may finish first. The last line is logged when
-    both times are known; it is never logged for a save that fails.
+    The caller continues while the step is still being written; either may finish first. The line is logged when both times
+    are known; it is never logged for a save that fails.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        report: Callable[[str], object] = logging.info,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Starts the clock.
-
-        Args:
-          what: names the saved thing in the log, e.g. 'step 200'.
-          report: receives each log line.
-          clock: returns the time in seconds.
-        """
+    def __init__(self, what: str) -> None:
+        """Starts the clock. `what` names the saved thing in the log, e.g. 'step 200'."""
         self._what = what
-        self._report = report
-        self._clock = clock
-        self._began = clock()
-        self._waited: float | None = None
-        self._took: float | None = None
+        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Logs that the save begins."""
-        self._report(f"saving {self._what}")
+    def mark(self, end: Literal["copied", "on disk"]) -> None:
+        """Records that the arrays are copied to the host, or that every process has written its part of the step.
 
-    def mark_copied(self) -> None:
-        """Records that the arrays are copied to the host, so that the caller waits no longer."""
+        Called by the caller of the save, and by the thread that writes.
+        """
         with self._lock:
-            self._waited = self._clock() - self._began
-            self._report_if_done()
-
-    def mark_on_disk(self) -> None:
-        """Records that every process has written its part of the step. The saving thread calls this."""
-        with self._lock:
-            self._took = self._clock() - self._began
-            self._report_if_done()
-
-    def _report_if_done(self) -> None:
-        if self._took is not None and self._waited is not None:
-            self._report(
-                f"saved {self._what} in {format_duration(max(self._took, self._waited))} "
-                f"(the loop waited {format_duration(self._waited)})"
-            )
+            self._seconds[end] = time.monotonic() - self._began
+            if len(self._seconds) == 2:
+                took, waited = format_duration(max(self._seconds.values())), format_duration(self._seconds["copied"])
+                logging.info("saved %s in %s (the loop waited %s)", self._what, took, waited)
 
 
 def error_of(
