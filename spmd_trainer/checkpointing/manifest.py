@@ -147,7 +147,6 @@ def quick_problem(step_dir: epath.Path, step: int) -> str | None:
 
     Raises:
       CheckpointNotFoundError: there is no such step, or no longer.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     sizes = _remote_sizes(step_dir) if is_remote(step_dir) else None
     if sizes and has_digest_of(sizes):

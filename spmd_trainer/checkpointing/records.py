@@ -252,7 +252,6 @@ def read(step_dir: epath.Path, step: int) -> Record:
     Raises:
       DamagedCheckpointError: the record is missing, malformed, in another format, or of another step.
       CheckpointNotFoundError: there is no such step, or no longer.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     name = f"{RECORD_ITEM}/{RECORD_FILE}"
     path = step_dir / name

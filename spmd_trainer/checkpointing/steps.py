@@ -153,9 +153,6 @@ def iterate_checkpoints(
       stop_fn: called on process 0 before each poll with the last step seen (or None). If it returns True and the poll
         finds no newer step, the iteration ends. None: never.
       poll_seconds: time between polls.
-
-    Raises:
-      CheckpointReadError: storage does not answer process 0, or refuses, after retries.
     """
     directory = epath.Path(directory)
     seen: int | None = None
@@ -183,7 +180,6 @@ def require(directory: epath.Path, step: int) -> None:
 
     Raises:
       CheckpointNotFoundError: it does not; the message lists the whole steps.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     path = step_dir(directory, step)
     if not step_files.read(f"looking for {path}", path.exists):

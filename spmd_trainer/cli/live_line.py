@@ -257,7 +257,7 @@ def line(status: LiveStatus, width: int) -> Table | None:
       width: the terminal's columns. The last one stays empty: some terminals begin a new row when it is filled.
     """
     room = width - 2  # The cursor waits in the first column.
-    phases = tuple(status.phases())
+    phases = status.phases()
     if phases:
         return _phase_line(phases, room)
     training = status.training() if status.training else None

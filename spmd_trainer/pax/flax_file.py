@@ -62,7 +62,6 @@ def open_file(file: epath.Path, label: str) -> FlaxLeaves:
 
     Raises:
       PaxDamagedError: it is not a Pax checkpoint, or it is cut short.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     path = str(file)
     try:

@@ -56,9 +56,6 @@ def find(directory: epath.Path) -> PaxDirectory | None:
 
     Args:
       directory: a directory of checkpoints, the run's directory above it, or the directory (or file) of one step.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
     """
     directory = epath.Path(directory)
     step = _step_of(directory)
@@ -72,11 +69,7 @@ def find(directory: epath.Path) -> PaxDirectory | None:
 
 
 def listing(directory: epath.Path) -> Listing:
-    """Returns the checkpoints of a directory; none if it is missing.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns the checkpoints of a directory; none if it is missing."""
     finished: dict[int, list[epath.Path]] = {}
     unfinished: dict[int, str] = {}
     names = names_in(directory)
@@ -107,7 +100,6 @@ def finished_steps(found: PaxDirectory, wanted: int | None = None) -> list[int]:
     Raises:
       PaxDamagedError: the save of the wanted step was cut off.
       PaxNotFoundError: the directory has no finished step.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     if found.step is not None:
         return [found.step]
@@ -141,7 +133,6 @@ def require(directory: epath.Path, step: int | None) -> tuple[int, epath.Path]:
     Raises:
       PaxNotFoundError: there is no such step.
       PaxDamagedError: its save was cut off, or two directories have it.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     found = listing(directory)
     there = ", ".join(map(str, found.steps()))
@@ -168,11 +159,7 @@ def require(directory: epath.Path, step: int | None) -> tuple[int, epath.Path]:
 
 
 def names_in(directory: epath.Path) -> list[str]:
-    """Returns the sorted names in a directory; none if it is missing.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns the sorted names in a directory; none if it is missing."""
     try:
         return step_files.read(f"listing {directory}", lambda: sorted(path.name for path in directory.iterdir()))
     except (FileNotFoundError, NotADirectoryError):

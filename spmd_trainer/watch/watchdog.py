@@ -194,7 +194,7 @@ class Watchdog(Callback):
             part = DEVICES
         if multihost.waits_at():
             part = OTHERS
-        phases = list(live.phases())
+        phases = live.phases()
         return Beat(
             process=self._index,
             number=next(self._numbers),
