@@ -164,9 +164,6 @@ def dtype_name(dtype: DTypeLike) -> str:
 def by_path(variables: TrainState) -> dict[str, VariableSpec]:
     """Returns {path: VariableSpec} in the tree's order.
 
-    Args:
-      variables: a TrainState (or another tree) of VariableSpecs.
-
     Raises:
       CheckpointError: two variables have the same path, or a leaf is not a VariableSpec.
     """

@@ -163,9 +163,6 @@ def error_of(
 def checkpoint_bytes(variables: TrainState) -> int:
     """Returns the size of one checkpoint's arrays in bytes, before compression.
 
-    Args:
-      variables: a TrainState (or another tree) of VariableSpecs.
-
     Raises:
       CheckpointError: their paths can't stand in one checkpoint, see `records.check_stored_keys`.
     """

@@ -108,10 +108,6 @@ class LiveLine:
         """Writes whole lines above the live line.
 
         A terminal that has gone away ends nothing: a run whose terminal closes saves its step, and log lines go to their file.
-
-        Args:
-          stream: the terminal, as `sys.stderr` or as `sys.stdout`.
-          text: ends with a line's end.
         """
         with self._lock, contextlib.suppress(OSError):
             drawn = self._drawn

@@ -93,10 +93,6 @@ def listing(directory: epath.Path) -> Listing:
 def finished_steps(found: PaxDirectory, wanted: int | None = None) -> list[int]:
     """Returns the finished steps of a directory, oldest first; the step alone if the directory of one step was given.
 
-    Args:
-      found: the directory.
-      wanted: a step that was asked for, or None.
-
     Raises:
       PaxDamagedError: the save of the wanted step was cut off.
       PaxNotFoundError: the directory has no finished step.
@@ -124,11 +120,7 @@ def find_agreed(directory: epath.Path) -> PaxDirectory | None:
 
 
 def require(directory: epath.Path, step: int | None) -> tuple[int, epath.Path]:
-    """Returns a step and its directory or file.
-
-    Args:
-      directory: a directory of checkpoints.
-      step: the step; None for the newest finished one.
+    """Returns a step, the newest finished one if it is None, and its directory or file.
 
     Raises:
       PaxNotFoundError: there is no such step.

@@ -98,10 +98,6 @@ def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Executi
     conditional runs its last branch.
 
     A computation with several callers is yielded once for each of them.
-
-    Args:
-      bodies: see `computations`.
-      entry: name of the entry computation; None yields nothing.
     """
     pending = [Execution(entry, 1, False)] if entry else []
     while pending:

@@ -42,13 +42,9 @@ def check_target(name: str, path: epath.Path, example: str) -> None:
 
 
 def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
-    """Writes a text file atomically, also across a power loss.
+    """Writes lines, without their ends, into a text file atomically, also across a power loss; creates its directory.
 
     On a file system: a temporary file, renamed. In an object store: one put.
-
-    Args:
-      path: the file; its directory is created.
-      lines: without line ends.
 
     Raises:
       OSError: the file can't be written; the old content stays. It names the file. A device or a named pipe is not replaced.

@@ -231,14 +231,10 @@ def failure(directory: epath.Path) -> Failure | None:
 
 
 def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
-    """Writes the settings of a starting run to `config.txt`, and logs what has changed since the last run.
+    """Writes a starting run's settings, each as 'path: value', to `config.txt`, and logs what has changed since the last run.
 
     If settings have changed, the earlier file is kept as `config.0001.txt`, `config.0002.txt`, ... Called by one process and only
     for training: evaluation and decode jobs on the same directory may have other settings.
-
-    Args:
-      directory: the run's `job_log_dir`.
-      lines: the settings, each as 'path: value'.
 
     Returns:
       The changed settings; empty for a new directory.

@@ -113,10 +113,9 @@ class Difference:
 
 
 def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
-    """Returns where copies differ. Called by every process; all of them get the same result.
+    """Returns where copies of arrays differ. All are on one mesh.
 
-    Args:
-      arrays: by path, with NamedShardings on one mesh.
+    Called by every process; all of them get the same result.
     """
     sums = device_checksums(arrays)
     found = []
@@ -134,9 +133,6 @@ def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Devi
     """Returns the checksum of the bits that each device holds of each array. Waits for the devices.
 
     Called by every process; all of them get the same result.
-
-    Args:
-      arrays: by path, with NamedShardings on one mesh.
 
     Returns:
       {path: {device: checksum}}, for all devices of the mesh.
