@@ -39,6 +39,7 @@ class Setting:
       carried: True if modes without this setting ignore its flag, so that the command of a run serves for them too.
       instead: what to use in modes that refuse it.
       empty: True if an empty text is a value; an empty flag of another setting, such as --restore_checkpoint_dir=$UNSET, is none.
+      required: the message for a value that was not given, e.g. '--mode=replay needs --step=N'; '' if it need not be given.
       room: the folder of the package without which it has no effect.
       default, kind: default and type of the field, filled in by `settings_of`.
     """
@@ -57,6 +58,7 @@ class Setting:
     carried: bool = False
     instead: str = ""
     empty: bool = False
+    required: str = ""
     room: str = ""
     default: Any = None
     kind: type = str
@@ -89,6 +91,8 @@ class Setting:
         Raises:
           UserError: it is not valid.
         """
+        if self.required and value in (None, ""):
+            raise UserError(self.required)
         if value is None and self.default is None:
             return None
         if self.read is not None:

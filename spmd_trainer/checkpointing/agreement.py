@@ -101,10 +101,6 @@ class SaveBarrier:
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits for the other processes.
 
-        Args:
-          key: Orbax' name of the barrier.
-          timeout_ms: milliseconds to wait.
-
         Raises:
           CheckpointError: the write has failed on another process.
         """

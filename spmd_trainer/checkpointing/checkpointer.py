@@ -53,6 +53,8 @@ class Checkpointer:
     shapes, mesh, input position, the caller's metadata); and a manifest that lists all files with sizes and checksums. A
     step is whole if its files match its manifest; `manifest` says what is checked when. A damaged step is never restored
     and never deleted: a run that continues from an older step renames the damaged one to `refused-STEP` and logs it.
+
+    Every method that looks at storage raises CheckpointReadError if storage does not answer, or refuses.
     """
 
     def __init__(
@@ -120,28 +122,17 @@ class Checkpointer:
     # --- Steps ---
 
     def all_steps(self) -> list[int]:
-        """Returns the whole steps, oldest first, judged by the names and sizes of their files as this process sees them.
-
-        Raises:
-          CheckpointReadError: storage does not answer, or refuses.
-        """
+        """Returns the whole steps, oldest first, judged by the names and sizes of their files as this process sees them."""
         return steps.whole(self._directory)
 
     def latest_step(self) -> int | None:
-        """Returns the newest whole step or None, judged as in `all_steps`. Logs what is wrong with newer steps.
-
-        Raises:
-          CheckpointReadError: storage does not answer, or refuses.
-        """
+        """Returns the newest whole step or None, judged as in `all_steps`. Logs what is wrong with newer steps."""
         return steps.newest_whole(self._directory, log_damage=True)
 
     def holds_steps(self) -> bool:
         """Returns True if process 0 sees a step, whole or damaged: such a run must not start over. Called by every process.
 
         What a killed save left on an object store does not count.
-
-        Raises:
-          CheckpointReadError: storage does not answer process 0, or refuses.
         """
         there, committed = decided_by_process_0(functools.partial(steps.present_and_committed, self._directory))
         self._known = set(there)
@@ -153,7 +144,6 @@ class Checkpointer:
         Raises:
           CheckpointNotFoundError: the step does not exist.
           DamagedCheckpointError: the record is damaged.
-          CheckpointReadError: storage does not answer, or refuses.
         """
         steps.require(self._directory, step)
         return records.read(steps.step_dir(self._directory, step), step)
@@ -187,7 +177,7 @@ class Checkpointer:
         input_state: Mapping[str, object] | None,
         metadata: Mapping[str, object],
         force: bool = False,
-        check_finite: saving.CheckFinite = False,
+        check_finite: bool = False,
         shared_input_state: bool = True,
     ) -> bool:
         """Starts to save a step; writing continues in the background. Called by every process.
@@ -202,8 +192,7 @@ class Checkpointer:
           input_state: this process' position of the input: numbers, strings, bytes, lists, dicts.
           metadata: what else to write into the record, e.g. the resolved config.
           force: save even if the step is not due.
-          check_finite: True refuses a state that holds NaN or infinity. A function takes the state and returns True if it
-            may be saved. Both wait until the state is computed.
+          check_finite: True waits until the state is computed, and refuses it if it holds NaN or infinity.
           shared_input_state: whether `input_state` means the same on any number of processes; False keeps one for each process.
 
         Returns:
@@ -218,17 +207,18 @@ class Checkpointer:
             return False
         if self._read_only:
             raise CheckpointError(f"{self._directory} was opened read-only; step {step} was not saved.")
-        times = saving.SaveTimes(f"{self._label} {step}")
+        times = saving.SaveTimes(what := f"{self._label} {step}")
         self.wait_until_finished()
         if self._is_saved(step):
             logging.debug("Checkpoint step %d exists already.", step)
             return False
-        times.begin()
+        logging.info("saving %s", what)
         # However late a process comes. The collectives of the first save wait for 30 s only.
         multihost.barrier("the state is ready to be saved")
         specs = records.by_path(variables)
         arrays = saving.arrays_by_path(state, variables, specs)
-        saving.refuse_non_finite(step, state, arrays, check_finite)
+        if check_finite:
+            saving.refuse_non_finite(step, arrays)
         position, same = input_states.agree(input_state, shared=shared_input_state)
         record = records.make(step, state, specs, position, metadata, same_input_state=same)
         manager = self._open_manager()
@@ -247,7 +237,7 @@ class Checkpointer:
             orbax_io.save(manager, step, arrays, record, None if same else {input_states.KEY: position})
         except Exception as e:
             self._fail(e)
-        times.mark_copied()
+        times.mark("copied")
         return True
 
     def wait_until_finished(self) -> None:
@@ -310,7 +300,7 @@ class Checkpointer:
     def _mark_on_disk(self) -> None:
         # The next save waits for this one, so `_times` is still that of this step.
         if self._times is not None:
-            self._times.mark_on_disk()
+            self._times.mark("on disk")
         if self._last_save is not None:
             self._finished.append(self._last_save)
 

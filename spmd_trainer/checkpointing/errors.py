@@ -27,7 +27,10 @@ class NoWholeCheckpointError(CheckpointNotFoundError):
 
 
 class CheckpointReadError(CheckpointError):
-    """Storage did not answer, or refused, after retries. It says nothing about the checkpoint, which is left as it is."""
+    """Storage did not answer, or refused, after retries. It says nothing about the checkpoint, which is left as it is.
+
+    Everything that lists a directory of checkpoints or reads a file in one may raise it; few docstrings repeat that.
+    """
 
 
 class DamagedCheckpointError(CheckpointError, ValueError):

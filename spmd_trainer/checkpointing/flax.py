@@ -91,7 +91,6 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
     Raises:
       FlaxNotFoundError: there is no such step.
       FlaxCheckpointError: Orbax can't read its description.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     found = decided_by_process_0(
         lambda: step_files.read(f"looking for checkpoints in {directory}", lambda: _look(directory, step))

@@ -96,11 +96,6 @@ def settings(lora: Lora) -> dict[str, Any]:
 def require_settings(saved: Mapping[str, Any], lora: Lora, source: str) -> None:
     """Makes sure that adapters are used with the settings with which they were trained.
 
-    Args:
-      saved: their settings, as `settings` returns them.
-      lora: the task's settings.
-      source: names the adapters' checkpoint.
-
     Raises:
       CheckpointMismatchError: they differ; says which, and what to set.
     """

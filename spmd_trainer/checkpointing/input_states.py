@@ -51,10 +51,6 @@ def agree(input_state: Mapping[str, object] | None, *, shared: bool) -> tuple[di
 def read(step_dir: epath.Path, record: records.Record) -> dict[str, Any] | None:
     """Returns the position from which this process resumes.
 
-    Args:
-      step_dir: the step's directory.
-      record: its record.
-
     Raises:
       CheckpointMismatchError: the processes had different positions, and this job has another number of processes.
       DamagedCheckpointError: this process' file is missing or malformed.

@@ -118,7 +118,6 @@ def resolve_rules(
       UserError: `rules` does not map directories to CheckpointLoadingRules.
       CheckpointNotFoundError: a directory has no whole checkpoint.
       DamagedCheckpointError: the step that the rules name is damaged.
-      CheckpointReadError: storage does not answer, or refuses.
       CheckpointMismatchError: a rule matches no variable of the model, or names a variable that the checkpoint lacks or
         has with another logical shape; the rules load nothing; or the optimizer states differ.
     """

@@ -138,11 +138,7 @@ def has_digest_of(sizes: Mapping[str, int]) -> bool:
 
 
 def is_finished(sizes: Mapping[str, int]) -> bool:
-    """Returns True if all objects of a step on an object store were written at some time: it was committed, or can be.
-
-    Args:
-      sizes: as for `has_digest_of`.
-    """
+    """Returns True if all objects of a step on an object store were written at some time: it was committed, or can be."""
     return COMMIT_FILE in sizes or has_digest_of(sizes)
 
 
@@ -151,7 +147,6 @@ def quick_problem(step_dir: epath.Path, step: int) -> str | None:
 
     Raises:
       CheckpointNotFoundError: there is no such step, or no longer.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     sizes = _remote_sizes(step_dir) if is_remote(step_dir) else None
     if sizes and has_digest_of(sizes):

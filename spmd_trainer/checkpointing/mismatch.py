@@ -93,12 +93,7 @@ def adapters_alone(checkpoint: str) -> str:
 
 
 def adapters_without_base(checkpoint: str, saved: Iterable[str]) -> str:
-    """Returns the message for adapters, from another trainer, that a run with adapters is to continue from.
-
-    Args:
-      checkpoint: names the checkpoint in the message.
-      saved: the paths of its variables.
-    """
+    """Returns the message for adapters, from another trainer, that a run with adapters is to continue from."""
     adapters = list(filter(is_adapter, saved))
     return (
         f"{checkpoint} holds {len(adapters)} variables of adapters, such as {adapters[0]}, but not the settings that they "

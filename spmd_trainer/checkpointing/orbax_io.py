@@ -78,7 +78,6 @@ class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Or
         arrays: UnpaddedArrayHandler,
         **kwargs: Any,
     ) -> None:
-        """Opens the directory; see `make_manager`."""
         super().__init__(directory, **kwargs)
         self._barrier = barrier
         self.deleter = self._checkpoint_deleter = deleter

@@ -78,7 +78,6 @@ class OwnStep(CheckpointSource):
         Raises:
           DamagedFilesError: on every process, if wrong checksums or encoding were found by one.
           CheckpointNotFoundError: there is no such step any more.
-          CheckpointReadError: storage does not answer, or refuses.
         """
         # Importing Orbax takes 0.4 s: not before arrays are read.
         from spmd_trainer.checkpointing import orbax_io
@@ -120,10 +119,6 @@ class OwnStep(CheckpointSource):
 
     def _read_again(self, error: Exception, attempt: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array] | str:
         """Repeats a read whose files have the right checksums. Returns the arrays, or what is wrong with their encoding.
-
-        Args:
-          error: why the first attempt failed.
-          attempt: reads the arrays.
 
         Raises:
           CheckpointNotFoundError, CheckpointReadError: storage fails, or the step is gone.
@@ -176,15 +171,10 @@ def open_step(directory: epath.Path, step: int) -> OwnStep:
 
     Called by every process; all of them find the same damage. `OwnStep.read` checks the rest.
 
-    Args:
-      directory: the directory of checkpoints.
-      step: the step.
-
     Raises:
       DamagedFilesError: the files are not those that were written.
       DamagedCheckpointError: the record is damaged although its checksum is right, or has a format of a later trainer.
       CheckpointNotFoundError: there is no such step, or no longer.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     step_dir = steps.step_dir(directory, step)
     opened: list[OwnStep] = []
@@ -241,7 +231,6 @@ def find_step(directory: epath.Path, step: int | None, check_contents: bool) -> 
     Raises:
       CheckpointNotFoundError: there is no such step, or no whole one.
       DamagedCheckpointError: the named step is damaged.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     name, own_step = decided_by_process_0(lambda: _locate(directory))
     directory = epath.Path(name)

@@ -164,9 +164,6 @@ def dtype_name(dtype: DTypeLike) -> str:
 def by_path(variables: TrainState) -> dict[str, VariableSpec]:
     """Returns {path: VariableSpec} in the tree's order.
 
-    Args:
-      variables: a TrainState (or another tree) of VariableSpecs.
-
     Raises:
       CheckpointError: two variables have the same path, or a leaf is not a VariableSpec.
     """
@@ -249,14 +246,9 @@ def from_json(text: bytes) -> Any:
 def read(step_dir: epath.Path, step: int) -> Record:
     """Reads the record of a step.
 
-    Args:
-      step_dir: the step's directory.
-      step: the step it should hold.
-
     Raises:
       DamagedCheckpointError: the record is missing, malformed, in another format, or of another step.
       CheckpointNotFoundError: there is no such step, or no longer.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     name = f"{RECORD_ITEM}/{RECORD_FILE}"
     path = step_dir / name

@@ -34,7 +34,6 @@ def move_all_aside(directory: epath.Path) -> None:
 
     Raises:
       NoWholeCheckpointError: there are steps and none is whole. Nothing is renamed.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     problems = dict(decided_by_process_0(lambda: list(steps.problems(directory).items())))
     damaged = {step: problem for step, problem in problems.items() if problem}

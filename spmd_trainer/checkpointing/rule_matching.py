@@ -184,10 +184,6 @@ def without_match(
 def shadowed(load_rules: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str]:
     """Finds rules without effect, because earlier rules match all of their variables.
 
-    Args:
-      load_rules: pairs of regex and template, matched with `re.match`.
-      names: the names of the model's variables.
-
     Returns:
       A message for each rule without effect. If an earlier rule matches more than this one, the message advises to move
       this one before it.

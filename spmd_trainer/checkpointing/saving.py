@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,6 @@ from spmd_trainer.storage.retry import retry
 if TYPE_CHECKING:
     from spmd_trainer.sharding.variables import VariableSpec
     from spmd_trainer.train_states import TrainState
-
-    CheckFinite: TypeAlias = bool | Callable[[TrainState], bool | jax.Array]
 
 MAX_LISTED = 20
 # A network file system may show new files this much later on other hosts.
@@ -75,26 +73,14 @@ def arrays_by_path(state: TrainState, variables: TrainState, specs: Mapping[str,
     return arrays
 
 
-def refuse_non_finite(step: int, state: TrainState, arrays: Mapping[str, jax.Array], check: CheckFinite) -> None:
-    """Raises if the state must not be saved.
-
-    Args:
-      step: the step, for the message.
-      state: the state, passed to `check` if it is a function.
-      arrays: the state's arrays by path.
-      check: True looks for NaN and infinity in every floating-point array, on the devices. A function takes the state and
-        returns True if it may be saved. False checks nothing.
+def refuse_non_finite(step: int, arrays: Mapping[str, jax.Array]) -> None:
+    """Looks for NaN and infinity in every floating-point array of a state, on the devices.
 
     Raises:
-      NonFiniteStateError: the state holds NaN or infinity; the message names the variables.
+      NonFiniteStateError: there are some; the message names the variables.
     """
-    refused = f"Checkpoint step {step} was not saved: "
-    if callable(check):
-        if not bool(check(state)):
-            raise NonFiniteStateError(f"{refused}{getattr(check, '__name__', check)} refused its state.")
-        return
     floats = {path: x for path, x in arrays.items() if x.size and jnp.issubdtype(x.dtype, jnp.inexact)}
-    if not check or not floats:
+    if not floats:
         return
     sharding = next(iter(floats.values())).sharding
     replicated = None
@@ -104,7 +90,9 @@ def refuse_non_finite(step: int, state: TrainState, arrays: Mapping[str, jax.Arr
     bad = [path for path, good in zip(floats, finite.tolist(), strict=True) if not good]
     if bad:
         more = f" and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
-        raise NonFiniteStateError(f"{refused}NaN or infinity in {', '.join(bad[:MAX_LISTED])}{more}.")
+        raise NonFiniteStateError(
+            f"Checkpoint step {step} was not saved: NaN or infinity in {', '.join(bad[:MAX_LISTED])}{more}."
+        )
 
 
 @functools.lru_cache(maxsize=8)
@@ -120,54 +108,27 @@ def _all_finite(replicated: NamedSharding | None) -> Callable[[Sequence[jax.Arra
 class SaveTimes:
     """Times one save: how long its caller waits, and how long until the step is on disk.
 
-    The caller continues while the step is still being written; either may finish first. The last line is logged when
-    both times are known; it is never logged for a save that fails.
+    The caller continues while the step is still being written; either may finish first. The line is logged when both times
+    are known; it is never logged for a save that fails.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        report: Callable[[str], object] = logging.info,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Starts the clock.
-
-        Args:
-          what: names the saved thing in the log, e.g. 'step 200'.
-          report: receives each log line.
-          clock: returns the time in seconds.
-        """
+    def __init__(self, what: str) -> None:
+        """Starts the clock. `what` names the saved thing in the log, e.g. 'step 200'."""
         self._what = what
-        self._report = report
-        self._clock = clock
-        self._began = clock()
-        self._waited: float | None = None
-        self._took: float | None = None
+        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Logs that the save begins."""
-        self._report(f"saving {self._what}")
+    def mark(self, end: Literal["copied", "on disk"]) -> None:
+        """Records that the arrays are copied to the host, or that every process has written its part of the step.
 
-    def mark_copied(self) -> None:
-        """Records that the arrays are copied to the host, so that the caller waits no longer."""
+        Called by the caller of the save, and by the thread that writes.
+        """
         with self._lock:
-            self._waited = self._clock() - self._began
-            self._report_if_done()
-
-    def mark_on_disk(self) -> None:
-        """Records that every process has written its part of the step. The saving thread calls this."""
-        with self._lock:
-            self._took = self._clock() - self._began
-            self._report_if_done()
-
-    def _report_if_done(self) -> None:
-        if self._took is not None and self._waited is not None:
-            self._report(
-                f"saved {self._what} in {format_duration(max(self._took, self._waited))} "
-                f"(the loop waited {format_duration(self._waited)})"
-            )
+            self._seconds[end] = time.monotonic() - self._began
+            if len(self._seconds) == 2:
+                took, waited = format_duration(max(self._seconds.values())), format_duration(self._seconds["copied"])
+                logging.info("saved %s in %s (the loop waited %s)", self._what, took, waited)
 
 
 def error_of(
@@ -201,9 +162,6 @@ def error_of(
 
 def checkpoint_bytes(variables: TrainState) -> int:
     """Returns the size of one checkpoint's arrays in bytes, before compression.
-
-    Args:
-      variables: a TrainState (or another tree) of VariableSpecs.
 
     Raises:
       CheckpointError: their paths can't stand in one checkpoint, see `records.check_stored_keys`.

@@ -31,11 +31,7 @@ class MissingFileError(Exception):
 
 
 def read(what: str, fn: Callable[[], _Result]) -> _Result:
-    """Returns what `fn` returns; repeats it after transient errors.
-
-    Args:
-      what: what is read, for messages, e.g. 'listing runs/a/checkpoints'.
-      fn: reads from storage.
+    """Returns what `fn` returns; repeats it after transient errors. `what` is for messages, e.g. 'listing runs/a/checkpoints'.
 
     Raises:
       FileNotFoundError, NotADirectoryError: `fn` raised it.
@@ -56,12 +52,7 @@ def read(what: str, fn: Callable[[], _Result]) -> _Result:
 
 
 def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Result]) -> _Result:
-    """Returns what `fn` returns for a file of a step; repeats it after transient errors.
-
-    Args:
-      step_dir: the step's directory.
-      name: the file's path below it, with slashes.
-      fn: reads the file.
+    """Returns what `fn` returns for the file `name` (with slashes) of a step; repeats it after transient errors.
 
     Raises:
       MissingFileError: the step lacks the file.

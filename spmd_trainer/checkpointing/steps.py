@@ -19,7 +19,8 @@ from spmd_trainer.checkpointing import manifest, step_files
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.checkpointing.errors import CheckpointNotFoundError
 from spmd_trainer.storage import is_remote
-from spmd_trainer.storage.files import FileInfo, files_below
+from spmd_trainer.storage.files import files_below
+from spmd_trainer.storage.listing import Entry
 
 # What is being deleted. A file system renames the step to it first, so that no half-deleted step is ever seen; an object
 # store cannot rename, and gets a marker of this name.
@@ -52,7 +53,7 @@ def problems(directory: epath.Path) -> dict[int, str | None]:
     An object store is asked once for all steps, and again for those that are not whole by this listing. What a killed save
     left there is no step.
     """
-    listed: dict[int, dict[str, FileInfo]]
+    listed: dict[int, dict[str, Entry]]
     listed = _listed(directory) if is_remote(directory) else {step: {} for step in present(directory)}
     found: dict[int, str | None] = {}
     for step, files in sorted(listed.items(), reverse=True):
@@ -72,15 +73,15 @@ def commit_times(directory: epath.Path) -> dict[int, datetime.datetime]:
     return {step: files[manifest.COMMIT_FILE].modified for step, files in listed if manifest.COMMIT_FILE in files}
 
 
-def _listed(directory: epath.Path) -> dict[int, dict[str, FileInfo]]:
+def _listed(directory: epath.Path) -> dict[int, dict[str, Entry]]:
     """Returns {step: {path below the step: size and time}} of an object store, whole or not, by one listing of the directory."""
     by_name = _by_name(directory)
     return {step: by_name[str(step)] for step in _steps_among(directory, by_name)}
 
 
-def _by_name(directory: epath.Path) -> dict[str, dict[str, FileInfo]]:
+def _by_name(directory: epath.Path) -> dict[str, dict[str, Entry]]:
     """Returns {name in the directory: {path below it: size and time}} of an object store."""
-    by_name: dict[str, dict[str, FileInfo]] = {}
+    by_name: dict[str, dict[str, Entry]] = {}
     for path, info in step_files.read(f"listing {directory}", lambda: files_below(directory)).items():
         name, _, below = path.partition("/")
         by_name.setdefault(name, {})[below] = info
@@ -120,13 +121,7 @@ def present_and_committed(directory: epath.Path) -> tuple[list[int], bool]:
 
 
 def newest_whole(directory: epath.Path, newer_than: int = -1, *, log_damage: bool = False) -> int | None:
-    """Returns the newest step above `newer_than` for which `is_whole` is True, or None.
-
-    Args:
-      directory: the directory.
-      newer_than: look at steps above this one only.
-      log_damage: log what is wrong with newer steps.
-    """
+    """Returns the newest step above `newer_than` for which `is_whole` is True, or None."""
     for step in reversed(present(directory)):
         if step <= newer_than:
             break
@@ -158,9 +153,6 @@ def iterate_checkpoints(
       stop_fn: called on process 0 before each poll with the last step seen (or None). If it returns True and the poll
         finds no newer step, the iteration ends. None: never.
       poll_seconds: time between polls.
-
-    Raises:
-      CheckpointReadError: storage does not answer process 0, or refuses, after retries.
     """
     directory = epath.Path(directory)
     seen: int | None = None
@@ -188,7 +180,6 @@ def require(directory: epath.Path, step: int) -> None:
 
     Raises:
       CheckpointNotFoundError: it does not; the message lists the whole steps.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     path = step_dir(directory, step)
     if not step_files.read(f"looking for {path}", path.exists):
@@ -281,12 +272,12 @@ def _leftovers(directory: epath.Path) -> list[int]:
     return sorted({*unfinished, *(int(name) for name in marked if _STEP.fullmatch(name))})
 
 
-def _is_finished(files: Mapping[str, FileInfo]) -> bool:
+def _is_finished(files: Mapping[str, Entry]) -> bool:
     """Returns True if all files of a step on an object store were written at some time."""
     return manifest.is_finished(_sizes(files))
 
 
-def _sizes(files: Mapping[str, FileInfo]) -> dict[str, int]:
+def _sizes(files: Mapping[str, Entry]) -> dict[str, int]:
     return {name: info.size for name, info in files.items()}
 
 

@@ -42,7 +42,6 @@ class UnpaddedArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[mis
     """
 
     def __init__(self) -> None:
-        """Makes a handler with Orbax's defaults."""
         super().__init__(array_metadata_store=array_metadata_store.Store())
         self.logical_shapes: Mapping[str, tuple[int, ...]] = {}
 

@@ -126,9 +126,8 @@ class Processes:
         self._is_joining = True
         # The service intercepts SIGTERM, so SIGTERM could not end a mode that never polls the service.
         jax.config.update("jax_enable_preemption_service", mode == "train")
-        located = _located(self._cluster)
-        address, count, index = located.address, located.count, located.index
-        service.use_devices(located.local_device_ids)
+        address, count, index, local_device_ids = _located(self._cluster)
+        service.use_devices(local_device_ids)
         if count == 1:
             return 1
         try:
@@ -177,14 +176,14 @@ class Processes:
         if self._cluster is None:
             return
         try:
-            located = _located(self._cluster)
+            address, count, index, _ = _located(self._cluster)
         except UserError:  # nobody can be told
             return
         if isinstance(error, UserError):
             _say_here(str(error))
-        if located.count > 1:
-            own = join.Member(located.index, located.count, failed=join.one_line(_described(error)))
-            join.say_failed(located.address, own, self._cluster.bind_address)
+        if count > 1:
+            own = join.Member(index, count, failed=join.one_line(_described(error)))
+            join.say_failed(address, own, self._cluster.bind_address)
         if isinstance(error, UserError):
             raise SystemExit(error.exit_status) from error
 
@@ -247,24 +246,14 @@ def _is_broken_collective(error: BaseException | None) -> bool:
     return False
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where this process is in its job: see `Cluster`. `local_device_ids`: its accelerators; None for all of its host."""
-
-    address: str
-    count: int
-    index: int
-    local_device_ids: Sequence[int] | None
-
-
-def _located(cluster: Cluster) -> _Place:
-    """Returns where this process is in its job.
+def _located(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
+    """Returns the coordinator's address, the number of processes, the id of this one, and its accelerators; None: its host's.
 
     Raises:
       UserError: JAX is to detect it, and finds no cluster.
     """
     if cluster.coordinator_address and cluster.num_processes and cluster.process_id is not None:
-        return _Place(cluster.coordinator_address, cluster.num_processes, cluster.process_id, service.given_devices())
+        return cluster.coordinator_address, cluster.num_processes, cluster.process_id, service.given_devices()
     try:
         address, count, index, local_device_ids = service.detected_cluster(_JOIN_SECONDS)
         if address is None or count is None or index is None:
@@ -274,7 +263,7 @@ def _located(cluster: Cluster) -> _Place:
             f"--distributed=auto found no cluster ({error}); it detects Slurm, Open MPI, Kubernetes and Cloud TPU. "
             "Elsewhere give --coordinator_address, --num_processes and --process_id"
         ) from error
-    return _Place(address, count, index, local_device_ids)
+    return address, count, index, local_device_ids
 
 
 def _with_process(index: int) -> Any:

@@ -50,11 +50,6 @@ def parse(argv: Sequence[str]) -> list[str]:
 def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     """Parses a command line, and copies the value of each Pax flag to the trainer's flag that means the same.
 
-    Args:
-      own: the trainer's flags.
-      of_pax: the flags of `pax_flags.define`.
-      argv: the command line.
-
     Returns:
       The remaining arguments, the program's name first.
 

@@ -74,13 +74,6 @@ class LiveLine:
     """
 
     def __init__(self, stream: TextIO, console: Console, status: LiveStatus):
-        """Draws nothing yet.
-
-        Args:
-          stream: the terminal.
-          console: rich's, on the same terminal: knows its colours and characters.
-          status: what to show.
-        """
         self._stream = stream
         self._console = console
         self._status = status
@@ -115,10 +108,6 @@ class LiveLine:
         """Writes whole lines above the live line.
 
         A terminal that has gone away ends nothing: a run whose terminal closes saves its step, and log lines go to their file.
-
-        Args:
-          stream: the terminal, as `sys.stderr` or as `sys.stdout`.
-          text: ends with a line's end.
         """
         with self._lock, contextlib.suppress(OSError):
             drawn = self._drawn
@@ -264,7 +253,7 @@ def line(status: LiveStatus, width: int) -> Table | None:
       width: the terminal's columns. The last one stays empty: some terminals begin a new row when it is filled.
     """
     room = width - 2  # The cursor waits in the first column.
-    phases = tuple(status.phases())
+    phases = status.phases()
     if phases:
         return _phase_line(phases, room)
     training = status.training() if status.training else None

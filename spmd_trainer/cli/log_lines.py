@@ -17,7 +17,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.errors import disk_is_full, terminal, user_code
-from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.append import open_append
 from spmd_trainer.training import rooms
 from spmd_trainer.training.live_status import SHOWN_LIVE, live
@@ -117,14 +117,8 @@ class RunLog(MemoryHandler):
         if self.path is not None:
             return
         path = epath.Path(path)
-        file: std_logging.Handler
         try:
-            if is_remote(path):
-                file = _RemoteFile(path)
-            else:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                reading.require_regular(path)
-                file = _LocalFile(path)
+            file = _LogFile(path)
         except OSError as error:
             logging.warning("can't write a log file for this run: %s", error)
             return
@@ -148,59 +142,49 @@ class RunLog(MemoryHandler):
             file.close()
 
 
-class _LocalFile(std_logging.FileHandler):
-    """Writes a log into a file. That its disk is full is said once, and is no reason to end a run."""
+class _LogFile(std_logging.Handler):
+    """Writes a log: into a file at once, into an object store every few seconds and in the background.
 
-    _has_failed = False
-
-    def handleError(self, record: std_logging.LogRecord) -> None:
-        """Says what the disk answered. Everything else is a fault of the record's, which `logging` shows."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._has_failed:
-            self._has_failed = True
-            logging.warning("can't write %s for now: %s", self.baseFilename, error.strerror or error)
-
-    def close(self) -> None:
-        """Closes the file; what the disk does not take is lost."""
-        with contextlib.suppress(OSError):
-            super().close()
-
-
-class _RemoteFile(std_logging.Handler):
-    """Writes a log into an object store, every few seconds and in the background: logging must not wait for a network."""
+    That storage takes no lines is said once, and is no reason to end a run. They are tried again with the next ones.
+    """
 
     def __init__(self, path: epath.Path) -> None:
         super().__init__()
         self._path = path
         self._file = open_append(path, attempts=_REMOTE_ATTEMPTS)
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_RECORDS)
-        self._ends = threading.Event()
         self._has_failed = False
-        self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
-        self._thread.start()
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+        if is_remote(path):
+            self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
+            self._thread.start()
+        else:
+            self._file.write(b"")  # raises if the file can't be written
         # `logging` closes its handlers after the libraries have closed their connections.
         atexit.register(self.close)
 
     def emit(self, record: std_logging.LogRecord) -> None:
-        """Keeps the record for the background thread."""
+        """Writes the record, or keeps it for the background thread."""
         try:
             self._lines.append(self.format(record) + "\n")
         except Exception:
             self.handleError(record)
+        if self._thread is None:
+            self._write()
 
     def close(self) -> None:
         """Writes what is left."""
         atexit.unregister(self.close)
         self._ends.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        self._write()
         super().close()
 
     def _work(self) -> None:
         while not self._ends.wait(_REMOTE_SECONDS):
             self._write()
-        self._write()
 
     def _write(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
@@ -208,7 +192,7 @@ class _RemoteFile(std_logging.Handler):
             if lines:
                 self._file.write("".join(lines).encode())
             self._file.flush()
-        except Exception as error:  # object stores have errors of their own, and a log is no reason to end a run
+        except Exception as error:  # object stores have errors of their own
             self._lines.extendleft(reversed(lines))
             if not self._has_failed:
                 self._has_failed = True
@@ -240,9 +224,6 @@ def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     """Context manager for calls from a notebook or script: shows log lines on stderr, and yields the full log.
 
     If the program has set up logging at INFO itself, the lines go only to its own handlers.
-
-    Args:
-      warnings_only: show only warnings and errors.
     """
     root = std_logging.getLogger()
     before = logging.get_verbosity(), root.level, list(root.handlers)

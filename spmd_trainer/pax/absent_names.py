@@ -16,12 +16,6 @@ class Absent:
     """Stands for one name. Calling it, reading an attribute of it and deriving a class from it raise an AbsentNameError."""
 
     def __init__(self, name: str, instead: str):
-        """Describes a name.
-
-        Args:
-          name: Pax's name, e.g. 'checkpoints.save_checkpoint'.
-          instead: what to use instead, as a clause.
-        """
         self._name = name
         self._instead = instead
 

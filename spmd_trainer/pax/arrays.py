@@ -119,7 +119,6 @@ def open_tensorstore(specs: Mapping[str, dict[str, Any]], checkpoint: str) -> di
 
     Raises:
       PaxDamagedError: an array can't be opened.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     import tensorstore as ts
 

@@ -129,10 +129,6 @@ class _MendingLoader(importlib.abc.Loader):
 def names_by_module(source: str, package: str) -> dict[str, list[str]] | None:
     """Returns what a package's `__init__.py` imports from its own modules.
 
-    Args:
-      source: the file's text.
-      package: the package's name.
-
     Returns:
       {module, without the package's name: names}; None if the file does anything else than to import names that it keeps.
     """

@@ -108,7 +108,6 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
       PaxNotFoundError: there is no such step.
       PaxDamagedError: it is not complete.
       PaxError: its version is unknown.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     found = steps.find_agreed(directory)
     if found is None:
@@ -179,7 +178,6 @@ def read_checkpoint(directory: epath.PathLike, step: int | None = None) -> Train
       PaxNotFoundError: there is no such checkpoint.
       PaxDamagedError: it is not complete.
       PaxError: its version is unknown.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     arrays = open_checkpoint(directory, step).by_path()
     root: dict[str, Any] = {}

@@ -114,7 +114,6 @@ def open_step(step: int, path: epath.Path) -> Contents:
     Raises:
       PaxError: the version or the layout is unknown.
       PaxDamagedError: files are missing or malformed.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     label = f"Pax checkpoint {path}"
     # TensorStore opens files itself.

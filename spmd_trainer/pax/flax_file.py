@@ -60,13 +60,8 @@ class FlaxLeaves:
 def open_file(file: epath.Path, label: str) -> FlaxLeaves:
     """Opens a msgpack file.
 
-    Args:
-      file: the file.
-      label: names the checkpoint in messages.
-
     Raises:
       PaxDamagedError: it is not a Pax checkpoint, or it is cut short.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     path = str(file)
     try:

@@ -19,12 +19,7 @@ PAX, OURS = "paxml", "spmd_trainer"
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A name that a file uses.
-
-    Attributes:
-      path: the full name, e.g. 'paxml.tasks_lib.SingleTask'.
-      line: the first line that uses it.
-    """
+    """A full name that a file uses, e.g. 'paxml.tasks_lib.SingleTask', and the first line that uses it."""
 
     path: str
     line: int

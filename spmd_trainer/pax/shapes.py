@@ -41,9 +41,6 @@ def with_logical_shapes(arrays: Mapping[str, PaxArray]) -> dict[str, PaxArray]:
     A state of the optimizer whose path ends with that of a model variable, and whose stored shape is the variable's, has the
     variable's logical shape. Factored states have some of its dimensions. A dimension that was not split has no padding.
 
-    Args:
-      arrays: the arrays of a checkpoint by path.
-
     Returns:
       The same arrays. An array whose logical shape is still unknown has None.
     """

@@ -56,9 +56,6 @@ def find(directory: epath.Path) -> PaxDirectory | None:
 
     Args:
       directory: a directory of checkpoints, the run's directory above it, or the directory (or file) of one step.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
     """
     directory = epath.Path(directory)
     step = _step_of(directory)
@@ -72,11 +69,7 @@ def find(directory: epath.Path) -> PaxDirectory | None:
 
 
 def listing(directory: epath.Path) -> Listing:
-    """Returns the checkpoints of a directory; none if it is missing.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns the checkpoints of a directory; none if it is missing."""
     finished: dict[int, list[epath.Path]] = {}
     unfinished: dict[int, str] = {}
     names = names_in(directory)
@@ -100,14 +93,9 @@ def listing(directory: epath.Path) -> Listing:
 def finished_steps(found: PaxDirectory, wanted: int | None = None) -> list[int]:
     """Returns the finished steps of a directory, oldest first; the step alone if the directory of one step was given.
 
-    Args:
-      found: the directory.
-      wanted: a step that was asked for, or None.
-
     Raises:
       PaxDamagedError: the save of the wanted step was cut off.
       PaxNotFoundError: the directory has no finished step.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     if found.step is not None:
         return [found.step]
@@ -132,16 +120,11 @@ def find_agreed(directory: epath.Path) -> PaxDirectory | None:
 
 
 def require(directory: epath.Path, step: int | None) -> tuple[int, epath.Path]:
-    """Returns a step and its directory or file.
-
-    Args:
-      directory: a directory of checkpoints.
-      step: the step; None for the newest finished one.
+    """Returns a step, the newest finished one if it is None, and its directory or file.
 
     Raises:
       PaxNotFoundError: there is no such step.
       PaxDamagedError: its save was cut off, or two directories have it.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     found = listing(directory)
     there = ", ".join(map(str, found.steps()))
@@ -168,11 +151,7 @@ def require(directory: epath.Path, step: int | None) -> tuple[int, epath.Path]:
 
 
 def names_in(directory: epath.Path) -> list[str]:
-    """Returns the sorted names in a directory; none if it is missing.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
-    """
+    """Returns the sorted names in a directory; none if it is missing."""
     try:
         return step_files.read(f"listing {directory}", lambda: sorted(path.name for path in directory.iterdir()))
     except (FileNotFoundError, NotADirectoryError):

@@ -58,15 +58,7 @@ class VariationalNoise:
 
 @dataclasses.dataclass(frozen=True)
 class InferWriter:
-    """Pax's settings of `--mode=infer`, which are ignored with a warning.
-
-    Attributes:
-      restore_checkpoint_dir: the checkpoint to restore.
-      restore_checkpoint_step: its step.
-      inference_runner: config of what to run.
-      output_format: container format of the output.
-      output_num_shards: number of output files.
-    """
+    """Pax's settings of `--mode=infer`, which are ignored with a warning."""
 
     restore_checkpoint_dir: str = ""
     restore_checkpoint_step: int | None = None

@@ -8,10 +8,9 @@ hold the outputs that they alias. Tile padding and gaps between buffers are not 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -51,8 +50,6 @@ _NEEDS_OWN = frozenset(
 _MERGED = re.compile(r"\(([^():]*):.*")
 # Operations that make the zeros that a loop fills: 'jit(step)/jvp(...)/broadcast_in_dim', or XLA's own 'broadcast.65'.
 _ZEROS = re.compile(r"(?:^|/)broadcast(?:_in_dim|\.\d+|)$")
-# Most rows in the table of the largest arrays.
-_LARGEST = 8
 # Positions before the first instruction and after the last one.
 _BEFORE, _AT_THE_END = -1, 2**62
 
@@ -127,12 +124,6 @@ class Schedule:
         """Returns the live bytes at each position, int64[positions]."""
         return live_bytes(self.ranges, len(self.made_by))
 
-    def live_at_peak(self) -> list[LiveArray]:
-        """Returns the arrays that are live at the first position with the most bytes, largest first."""
-        peak = self.totals().argmax() if self.made_by else 0
-        found = [r.array for r in self.ranges if r.begin <= peak <= r.end]
-        return sorted(found, key=lambda array: -array.num_bytes)
-
     def thinned(self, most: int) -> np.ndarray:
         """Returns at most `most` positions for a chart, int[n].
 
@@ -166,15 +157,6 @@ def schedule(hlo: str) -> Schedule | None:
         return None
     found = _Schedules(bodies).of(entry, _aliased_outputs(hlo), is_entry=True)
     return dataclasses.replace(found, loops=sorted(found.loops, key=lambda loop: (loop.depth, loop.begin)))
-
-
-def largest(arrays: Iterable[tuple[LiveArray, str]]) -> list[tuple[LiveArray, str, int]]:
-    """Groups equal arrays and returns the groups with the most bytes, largest first, without arguments. `arrays`: (array,
-    label) pairs. Arrays with different labels are not equal. Returns at most 8 triples (array, label, count).
-    """
-    counts = collections.Counter(pair for pair in arrays if not pair[0].is_argument)
-    ranked = sorted(counts.items(), key=lambda item: -item[0][0].num_bytes * item[1])
-    return [(array, label, count) for (array, label), count in ranked[:_LARGEST]]
 
 
 def first_operation(made_by: str) -> str:

@@ -98,10 +98,6 @@ def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Executi
     conditional runs its last branch.
 
     A computation with several callers is yielded once for each of them.
-
-    Args:
-      bodies: see `computations`.
-      entry: name of the entry computation; None yields nothing.
     """
     pending = [Execution(entry, 1, False)] if entry else []
     while pending:
@@ -118,12 +114,7 @@ def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Executi
 
 
 def trip_count(line: str, bodies: Mapping[str, str]) -> int:
-    """Returns a loop's trip count from XLA's annotation, else from the constant in its condition, else 1.
-
-    Args:
-      line: the `while` instruction.
-      bodies: see `computations`.
-    """
+    """Returns a loop's trip count from XLA's annotation, else from the constant in its condition, else 1."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     if noted:
         return int(noted[1])

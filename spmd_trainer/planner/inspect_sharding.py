@@ -63,6 +63,7 @@ def _write_record(job: Job, result: plan.Plan) -> None:
         "topology": job.config.of(ChipsConfig).topology,
         "estimate": estimate,
     }
-    del record["memory_over_time"]  # plan.html has it
+    memory = record.pop("memory_over_time")  # plan.html has all of it
+    record["largest"] = memory["largest"] if memory else []
     files.write_atomically(path, json.dumps(record, indent=1).splitlines())
     logging.info("wrote %s", path)

@@ -22,12 +22,7 @@ _BACKWARD = "transpose("
 
 
 class Value(NamedTuple):
-    """A value of one execution: its frame, and its id in the frame.
-
-    Attributes:
-      place: the frame that it is in.
-      number: its id there.
-    """
+    """A value of one execution: its frame, and its id in the frame."""
 
     place: Place
     number: int

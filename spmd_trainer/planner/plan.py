@@ -81,9 +81,8 @@ class Plan(ChipBytes):
       attention: a line for each attention kernel chosen, with the reasons against other kernels.
       xla_flags: the flags that the experiment asks for; see `xla_flags`.
       least_chips: number of chips whose memory the state alone would fill, divided evenly; None if the memory is unknown.
-      largest: the largest arrays live at the peak, without arguments, each with its count and the operation that makes it.
-        Shrink these if the step doesn't fit. `hlo_liveness` says how accurate they are.
-      memory_over_time: live bytes over the program's schedule; None if its instructions are not in execution order.
+      memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak: shrink these if the step
+        doesn't fit. `hlo_liveness` says how accurate it is. None if the program's instructions are not in execution order.
       seconds: compile time.
     """
 
@@ -100,7 +99,6 @@ class Plan(ChipBytes):
     attention: list[str]
     xla_flags: dict[str, Any]
     least_chips: int | None
-    largest: list[dict[str, Any]]
     memory_over_time: plan_memory.MemoryOverTime | None = dataclasses.field(repr=False)
     seconds: float
 
@@ -148,7 +146,6 @@ def plan(job: Job) -> Plan:
         raise UserError(f"the compiler can't compile the train step for {chips_text}: {first_line(error)}") from error
     compiled = step.fn
     text = compiled.as_text()
-    schedule = hlo_liveness.schedule(text)
     metadata, mesh = job.partitioner.metadata, job.partitioner.mesh_shape()
     chips, trained, frozen = job.partitioner.mesh.size, metadata.num_params(), metadata.num_frozen_params()
     shapes = job.inputs_shape_dtype
@@ -171,8 +168,7 @@ def plan(job: Job) -> Plan:
         attention=list(step.attention),
         xla_flags=dict(step.xla_flags),
         least_chips=_least_chips(job),
-        largest=_largest(schedule),
-        memory_over_time=plan_memory.memory_over_time(schedule),
+        memory_over_time=plan_memory.memory_over_time(hlo_liveness.schedule(text)),
         seconds=time.monotonic() - started,
     )
 
@@ -206,16 +202,6 @@ def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
         {"kind": kind, "axes": list(axes), "count": t.count, "bytes": t.num_bytes} for (kind, axes), t in totals.items()
     ]
     return sorted(rows, key=lambda row: -row["bytes"])
-
-
-def _largest(schedule: hlo_liveness.Schedule | None) -> list[dict[str, Any]]:
-    """Returns the largest non-argument arrays live at the peak; equal arrays of one operation of the model share a row."""
-    rows = []
-    for array, _, count in hlo_liveness.largest((array, "") for array in (schedule.live_at_peak() if schedule else ())):
-        first = hlo_liveness.first_operation(array.made_by)
-        made_by = first if first == array.made_by else f"{first} and others"
-        rows.append({"bytes": array.num_bytes * count, "count": count, "array": array.array, "made_by": made_by})
-    return rows
 
 
 def _shortened(text: str) -> str:
@@ -252,9 +238,9 @@ def plan_text(result: Plan) -> str:
         axes = ", ".join(row["axes"]) or "one device"
         lines.append(f"  {row['count']:6} {row['kind']:18} {bytes_text(row['bytes']):>10}   over {axes}")
     lines.append("largest arrays live at the peak" + (": look here first" if result.fits is False else ""))
-    for row in result.largest:
-        array = row["array"] if row["count"] == 1 else f"{row['count']} x {row['array']}"
-        lines.append(f"  {bytes_text(row['bytes']):>10}   {array:28} {row['made_by'] or 'the compiler'}")
+    for found in result.memory_over_time.largest if result.memory_over_time else ():
+        array = found.array if found.count == 1 else f"{found.count} x {found.array}"
+        lines.append(f"  {bytes_text(found.num_bytes):>10}   {array:28} {found.operation or 'the compiler'}")
     if result.fits is False:
         lines.append(_advice(result))
     return "\n".join(lines) + "\n"

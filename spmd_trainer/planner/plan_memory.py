@@ -21,6 +21,8 @@ Kind = Literal["variables", "optimizer", "batch", "saved", "gradients", "layer",
 _MOST_POINTS = 400
 # Most groups of layers; the chart has this many colours.
 _MOST_LAYERS = 5
+# Most rows in the table of the largest arrays.
+_MOST_ARRAYS = 8
 # Share of the peak below which a group is part of the rest.
 _LEAST_SHARE = 0.02
 # Beginnings of the names of arguments, and of the copies that the compiler makes of them.
@@ -205,11 +207,17 @@ def _named_ranges(schedule: Schedule) -> list[tuple[Kind, str, list[LiveRange]]]
 
 
 def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) -> list[PeakArray]:
-    live_there = (
-        (live.array, name) for _, name, ranges in named for live in ranges if live.begin <= position <= live.end
+    """Returns the arrays with the most bytes at a position, without arguments; equal ones of a group count together."""
+    counts = collections.Counter(
+        (live.array, name)
+        for _, name, ranges in named
+        for live in ranges
+        if live.begin <= position <= live.end and not live.array.is_argument
     )
     found = []
-    for array, name, count in hlo_liveness.largest(live_there):
+    for (array, name), count in heapq.nlargest(
+        _MOST_ARRAYS, counts.items(), key=lambda item: item[0][0].num_bytes * item[1]
+    ):
         scope = operation_text(array.made_by)
         operation = f"{scope}: {hlo_liveness.first_operation(array.made_by).rpartition('/')[2]}" if scope else ""
         found.append(PeakArray(array.num_bytes * count, count, array.array, name, operation))

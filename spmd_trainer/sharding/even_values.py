@@ -234,12 +234,7 @@ def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes
 
 
 def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
-    """Slices off the end of each dimension, as `lax.slice`; marks it as padding for `even_program.evenly`.
-
-    Args:
-      x: the padded array.
-      shape: the logical shape.
-    """
+    """Slices off what is beyond a logical shape, as `lax.slice`; marks it as padding for `even_program.evenly`."""
 
     def slice_off_padding(x: jax.Array) -> jax.Array:
         return lax.slice(x, (0,) * x.ndim, shape)
@@ -248,12 +243,7 @@ def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
 
 
 def put_back(x: jax.Array, shape: Shape) -> jax.Array:
-    """Adds zeros at the end of each dimension, as `lax.pad`; marks them as padding for `even_program.evenly`.
-
-    Args:
-      x: the array in its logical shape.
-      shape: the padded shape.
-    """
+    """Adds zeros up to a padded shape at the end of each dimension, as `lax.pad`; `even_program.evenly` knows them as padding."""
 
     def put_padding_back(x: jax.Array) -> jax.Array:
         widths = [(0, new - old, 0) for old, new in zip(x.shape, shape, strict=True)]

@@ -90,14 +90,9 @@ def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMes
 
 
 def slice_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree) -> PyTree:
-    """Slices the padding off: the inverse of `pad_uneven`.
+    """Slices the padding off: the inverse of `pad_uneven`, with its arguments.
 
     For arrays on a mesh, call it inside jit. Outside, JAX would replicate a slice that does not divide.
-
-    Args:
-      tree: arrays as `pad_uneven` returns them.
-      specs: as for `pad_uneven`.
-      logical_shapes: as for `pad_uneven`.
 
     Returns:
       A tree like `tree` with logical shapes; a leaf without padding is returned as the same object.

@@ -32,12 +32,7 @@ _POLICY = (
 
 @functools.cache
 def asset(package: str, name: str) -> str:
-    """Returns the text of a file that lies in a package.
-
-    Args:
-      package: e.g. 'spmd_trainer.watch.pages'.
-      name: the file's name, with slashes.
-    """
+    """Returns the text of a file that lies in a package."""
     return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -95,12 +90,8 @@ def script_json(data: object) -> str:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """Returns a template with its marks, such as __PAGE_TITLE__, replaced.
+    """Returns a template with its marks, such as __PAGE_TITLE__, replaced by `parts`, e.g. {'TITLE': HTML}.
 
     All in one pass: a text that looks like a mark stays as it is.
-
-    Args:
-      template: the template.
-      parts: {'TITLE': HTML}, of all marks.
     """
     return _MARK.sub(lambda mark: parts[mark[1]], template)

@@ -41,9 +41,6 @@ class MeshPartitionHelper:
     def analyze_pytree(self, tree: PyTree) -> dict[tuple[int, ...], list[Method]]:
         """Returns the methods that apply to each shape in `tree`, in order of preference.
 
-        Args:
-          tree: any pytree of arrays or ShapeDtypeStructs.
-
         Returns:
           {shape: tuples of axis names}: ('fsdp', 'sp') for rank 2 and more, then ('dp',), ('sp',), ('tp',), ('fsdp',),
           each only if the mesh has its axes; none for scalars.

@@ -158,10 +158,6 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 def leaf_shape_dtype(path: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Returns the shape and dtype of an array, a ShapeDtypeStruct or a Python number.
 
-    Args:
-      path: the leaf's path, for the error.
-      leaf: the leaf.
-
     Raises:
       ValueError: the leaf is something else.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.storage import backends, paths, reading
+from spmd_trainer.storage.listing import Entry
 
 # Suffix of files being written. A leftover one is from a killed process.
 UNFINISHED_SUFFIX = ".writing"
@@ -42,13 +42,9 @@ def check_target(name: str, path: epath.Path, example: str) -> None:
 
 
 def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
-    """Writes a text file atomically, also across a power loss.
+    """Writes lines, without their ends, into a text file atomically, also across a power loss; creates its directory.
 
     On a file system: a temporary file, renamed. In an object store: one put.
-
-    Args:
-      path: the file; its directory is created.
-      lines: without line ends.
 
     Raises:
       OSError: the file can't be written; the old content stays. It names the file. A device or a named pipe is not replaced.
@@ -95,21 +91,8 @@ def write_if_changed(path: epath.Path, lines: Iterable[str]) -> bool:
     return True
 
 
-@dataclasses.dataclass(frozen=True)
-class FileInfo:
-    """A file in a listing.
-
-    Attributes:
-      size: bytes.
-      modified: time of the last write.
-    """
-
-    size: int
-    modified: datetime.datetime
-
-
-def files_below(directory: epath.Path) -> dict[str, FileInfo]:
-    """Returns {path below the directory, with slashes: size and time} of all files at any depth, sorted.
+def files_below(directory: epath.Path) -> dict[str, Entry]:
+    """Returns {path below the directory, with slashes: its entry} of all files at any depth, sorted.
 
     An object store takes one request per 1,000 files. A missing directory has no files.
 
@@ -122,7 +105,7 @@ def files_below(directory: epath.Path) -> dict[str, FileInfo]:
     start = len(os.fspath(directory).rstrip("/")) + 1
     # An empty object whose name ends with a slash stands for a directory.
     return {
-        f"{scheme}://{entry.name}"[start:]: FileInfo(entry.size, entry.modified)
+        f"{scheme}://{entry.name}"[start:]: entry
         for entry in backends.object_store(scheme).objects(directory)
         if not entry.name.endswith("/")
     }
@@ -133,7 +116,7 @@ def sizes_below(directory: epath.Path) -> dict[str, int]:
     return {name: info.size for name, info in files_below(directory).items()}
 
 
-def _local_files(folder: str, prefix: str) -> Iterator[tuple[str, FileInfo]]:
+def _local_files(folder: str, prefix: str) -> Iterator[tuple[str, Entry]]:
     try:
         entries = os.scandir(folder)
     except FileNotFoundError:
@@ -145,4 +128,4 @@ def _local_files(folder: str, prefix: str) -> Iterator[tuple[str, FileInfo]]:
             else:
                 found = entry.stat()
                 modified = datetime.datetime.fromtimestamp(found.st_mtime, datetime.UTC)
-                yield f"{prefix}{entry.name}", FileInfo(found.st_size, modified)
+                yield f"{prefix}{entry.name}", Entry(entry.path, found.st_size, modified)

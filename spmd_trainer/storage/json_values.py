@@ -106,12 +106,6 @@ def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = Fa
 def integer(value: object, name: str, *, least: int = 0, most: int = LARGEST_INTEGER) -> int:
     """Returns a value that must be a whole number.
 
-    Args:
-      value: it.
-      name: of its field, for the error.
-      least: the smallest number.
-      most: the largest.
-
     Raises:
       ValueError: it is another value, e.g. true or 2.0, or out of range.
     """

@@ -17,10 +17,7 @@ _PREFIX = "s3://"
 
 
 def install(s3_kvstore: Callable[[str], dict[str, Any]]) -> None:
-    """Patches Orbax, once.
-
-    Args:
-      s3_kvstore: makes TensorStore's spec of an s3:// path.
+    """Patches Orbax, once. `s3_kvstore` makes TensorStore's spec of an s3:// path.
 
     Raises:
       UserError: the installed Orbax has other internals.

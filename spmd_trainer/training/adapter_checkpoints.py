@@ -158,7 +158,6 @@ class FrozenBase:
     """The frozen base of a run with adapters, whose checkpoints do not hold it. Loaded once, for all steps that are restored."""
 
     def __init__(self, job: Job) -> None:
-        """Reads nothing yet."""
         self._job = job
         self._loaded: tuple[dict[str, jax.Array], BaseRecord] | None = None
 
@@ -166,11 +165,6 @@ class FrozenBase:
         """Returns a restored checkpoint with its base, and with where that is from now; without adapters, as it is.
 
         Called by every process.
-
-        Args:
-          restored: the checkpoint.
-          variables: the VariableSpecs of the whole state.
-          directory: where the checkpoint is, for messages.
 
         Raises:
           CheckpointMismatchError: the base or the settings of the adapters are not those that they were trained with.
@@ -225,13 +219,7 @@ def _resolve(job: Job, variables: TrainState, rules: Mapping[Any, Any]) -> Resol
 
 
 def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[dict[str, jax.Array], BaseRecord]:
-    """Returns the base by path, and its record.
-
-    Args:
-      job: the job.
-      variables: the VariableSpecs of a state with adapters.
-      recorded: what the checkpoint noted of its base.
-    """
+    """Returns the base by path, and its record."""
     rules: Mapping[Any, Any] = job.task.train.init_from_checkpoint_rules or {}
     restored_from = recorded.restored_from
     is_folder = checkpoint_sources.is_hf_folder
@@ -268,15 +256,7 @@ def _record(
     resolved: ResolvedRules | None,
     restored_from: str | None,
 ) -> BaseRecord:
-    """Returns the record of a base on the devices. Warns of variables that no rule loads.
-
-    Args:
-      variables: the VariableSpecs of the state.
-      base: the base by path.
-      rules: the rules.
-      resolved: what they load; None without rules.
-      restored_from: see `BaseRecord`.
-    """
+    """Returns the record of a base on the devices. Warns of variables that no rule loads."""
     parts = () if resolved is None else zip(rules, resolved.parts, strict=True)
     used = [(str(directory), source.name, paths) for directory, (source, paths) in parts if any(map(is_base, paths))]
     loaded = {path for _, _, saved_paths in used for path in saved_paths}

@@ -42,11 +42,6 @@ class CallbackList:
     def call(self, hook: str, run: Run, *args: object) -> list[object]:
         """Calls one method of every callback that overrides it.
 
-        Args:
-          hook: the method's name, e.g. 'after_step'.
-          run: the run.
-          *args: what the method takes besides.
-
         Returns:
           What they returned.
 

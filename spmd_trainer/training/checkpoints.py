@@ -146,7 +146,6 @@ def present_in_source(config: RunConfig) -> list[int] | None:
 
     Raises:
       PaxError: the save of the step that was asked for was cut off, or Pax saved no other step.
-      CheckpointReadError: storage does not answer, or refuses.
     """
     begins_anew = config.mode == "train" and config.restore_checkpoint_dir is None
     if begins_anew or (config.mode == "train" and _has_own(config)):
@@ -165,9 +164,6 @@ def prefers_own(config: RunConfig) -> bool:
     """Returns True if the run's own checkpoints are exported although `--restore_checkpoint_dir` is given.
 
     That flag is then a Hugging Face folder, as in the command that trained the run. Says what this process sees.
-
-    Raises:
-      CheckpointReadError: storage does not answer, or refuses.
     """
     folder = config.restore_checkpoint_dir
     if folder is None or not checkpoint_sources.is_hf_folder(folder):
@@ -253,9 +249,6 @@ def _failure(directory: epath.Path) -> str:
 
 def require_run(directory: epath.Path) -> None:
     """Makes sure that there is something to follow. A mistyped directory would be waited for without end.
-
-    Args:
-      directory: the checkpoints of a run.
 
     Raises:
       UserError: there is neither a checkpoint nor a run that has begun.

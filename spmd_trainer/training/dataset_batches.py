@@ -134,10 +134,6 @@ def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, 
     """Returns `fn` with a log line for its first call, which compiles it.
 
     With several processes each waits there for the others' compilers: collectives wait for 30 s only.
-
-    Args:
-      fn: a jitted step.
-      activity: e.g. 'compiling the evaluation step for heldout'.
     """
     step: CompiledStep | jax.stages.Compiled | None = None
 
@@ -187,13 +183,7 @@ def _with_rows(declared: PyTree, added: int) -> PyTree:
 
 
 def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], None]:
-    """Returns a function that checks each batch of an input; the first also by `task.train.enforce_input_specs`.
-
-    Args:
-      job: the job.
-      name: the input's name.
-      declared: ShapeDtypeStructs of a batch of this process.
-    """
+    """Returns a function that checks each batch of an input; the first also by `task.train.enforce_input_specs`."""
     unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
 
     def check(batch: PyTree) -> None:
@@ -208,11 +198,6 @@ def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], N
 
 def check_specs(name: str, batch: Any, declared: Any) -> None:
     """Checks that a batch has the declared structure, shapes and dtypes.
-
-    Args:
-      name: the input's name.
-      batch: one process's batch, a tree of arrays.
-      declared: the same tree of ShapeDtypeStructs.
 
     Raises:
       UserError: they differ. The message has the input's name and, for each leaf, its path and both shapes and dtypes.

@@ -106,9 +106,6 @@ class DecodeDataset(FiniteDataset):
     def decode(self, state: TrainState, step: int, between_batches: Callable[[], None] = no_op) -> dict[str, float]:
         """Decodes every example once, and reuses what an earlier run decoded with the same variables, data and settings.
 
-        Args:
-          state, step, between_batches: see `Decodes.run`.
-
         Returns:
           The metrics, averaged over all examples, on process 0; {} on the others.
 
@@ -186,11 +183,6 @@ def with_sampling_keys(task: SingleTask, inputs: NestedMap, key: jax.Array) -> N
     With one key for the whole batch, a row's noise would depend on the padded vocabulary size, and so on the mesh. The batch
     stays as it is for greedy and beam search, which need no noise, for praxis' vanilla sampling, which refuses per-row keys,
     and for classifier-free guidance, which doubles the rows.
-
-    Args:
-      task: the task as the step sees it.
-      inputs: the batch.
-      key: the key of this batch and step.
 
     Returns:
       The batch with `gumbel_prng_key`, uint32 [B, key size], or the unchanged batch.

@@ -93,12 +93,6 @@ def may_be_too_long(task: Any, dataset: str, shapes: Any) -> bool:
 def check_prompts(task: Any, dataset: str, batch: Any, first: int) -> None:
     """Checks that the model has room to continue every prompt of a batch.
 
-    Args:
-      task: the built task.
-      dataset: the dataset's name.
-      batch: numpy arrays, with `prefix_lengths` or `paddings`.
-      first: index of row 0 in the dataset.
-
     Raises:
       UserError: a prompt is too long; names the prompt, its length, the limit and the fix.
     """
@@ -302,14 +296,7 @@ def _read_json(path: epath.Path) -> dict[str, Any] | None:
 
 
 def say(dataset: str, step: int, record: Mapping[str, object], file: epath.Path) -> None:
-    """Logs one decoded example, in colours where there is a display.
-
-    Args:
-      dataset: its dataset's name.
-      step: the training step that it was decoded with.
-      record: as `decode_records.records` yields it.
-      file: where the whole record is going to be.
-    """
+    """Logs one decoded example, in colours where there is a display."""
     head = f"decoded {dataset} at step {step}, example {record['index']}:"
     parts = {name: shown(str(record[name]), file) for name in _STYLES if name in record}
     if "output" not in parts:
@@ -326,12 +313,7 @@ def say(dataset: str, step: int, record: Mapping[str, object], file: epath.Path)
 
 
 def shown(text: str, file: epath.Path) -> list[str]:
-    """Returns a text's lines for a terminal. What has no shape is escaped, and a long text ends with a note of its file.
-
-    Args:
-      text: any text; may have control characters.
-      file: where all of it is going to be.
-    """
+    """Returns a text's lines for a terminal. What has no shape is escaped, and a long text ends with a note of its file."""
     lines = text[:_MOST_CHARACTERS].split("\n")[:_MOST_LINES]
     begin = "\n".join(lines)
     left = len(text) - len(begin)

@@ -22,10 +22,6 @@ def changed_devices(job: Job, step: int) -> Sequence[jax.Device] | None:
     """Returns the devices to continue on if they are not those of the job's mesh, else None.
 
     Asks the experiment (`available_devices`) if the job's partitioner is elastic.
-
-    Args:
-      job: the job.
-      step: the step just taken.
     """
     if not job.partitioner.elastic:
         return None
@@ -52,11 +48,6 @@ def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple
     """Puts a job on other devices and moves its state there, bit for bit; the old state is used up.
 
     The experiment's `mesh_for_devices` gives the mesh, the partitioner's `elastic_batch` decides about the batch.
-
-    Args:
-      job: the job on its present devices.
-      devices: the devices to continue on.
-      state: the job's state.
 
     Returns:
       The job on the new mesh, and the state on it.

@@ -97,11 +97,7 @@ def _ending(outcome: str, next_step: str, results: Results, evaluated: Mapping[s
 
 
 def say_results(directory: epath.Path) -> None:
-    """Logs which directories of a run have something in them, and how to look at the curves. Process 0 does.
-
-    Args:
-      directory: the run's `job_log_dir`.
-    """
+    """Logs which directories of a run have something in them, and how to look at the curves. Process 0 does."""
     if jax.process_index():
         return
     for line in _results(directory):

@@ -32,14 +32,7 @@ _MAX_HOST_DEVICES = 2**14
 
 @dataclasses.dataclass
 class ExperimentConfig:
-    """The root of override paths such as `task.train.num_train_steps` or `train_datasets[0].batch_size`.
-
-    Attributes:
-      task: the task's config.
-      train_datasets: configs of the training inputs.
-      eval_datasets: configs of the evaluation inputs.
-      decode_datasets: configs of the inputs to decode.
-    """
+    """The root of override paths such as `task.train.num_train_steps` or `train_datasets[0].batch_size`."""
 
     task: Any
     train_datasets: list[Any]

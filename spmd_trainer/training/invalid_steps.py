@@ -69,11 +69,7 @@ class InvalidSteps(Callback):
     """
 
     def __init__(self, *, stop: bool = False):
-        """Starts at 0.
-
-        Args:
-          stop: whether the first invalid step ends the run.
-        """
+        """Starts at 0. `stop`: whether the first invalid step ends the run."""
         self.count = 0
         self._stop = stop
         self._idle_steps = 0

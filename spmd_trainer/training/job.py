@@ -72,9 +72,6 @@ class Job:
     def build(cls, config: RunConfig) -> Job:
         """Builds task, mesh and partitioner.
 
-        Args:
-          config: what was asked.
-
         Raises:
           UserError: the experiment, the mesh and the devices don't fit each other.
         """

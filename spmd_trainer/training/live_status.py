@@ -6,7 +6,7 @@ The run stores only values it has anyway; a display such as `cli/live_line.py` r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:  # takes a tenth of a second, and only terminals need it
@@ -79,13 +79,6 @@ class PhaseStatus:
     total: int | None = None
 
 
-class ShownPhase(Protocol):
-    """A phase that can be shown."""
-
-    def status(self) -> PhaseStatus | None:
-        """Returns the phase's status, or None while a nested phase is shown. Called by any thread."""
-
-
 class Display(Protocol):
     """Shows the status on a terminal."""
 
@@ -99,25 +92,17 @@ class LiveStatus:
     Attributes:
       training: returns the status of the training run; None without one. Called by any thread.
       display: the active display, or None.
+      running: for each active phase, the oldest first: returns its status, or None while a nested phase is shown.
     """
 
     def __init__(self) -> None:
         self.training: Callable[[], TrainingStatus | None] | None = None
         self.display: Display | None = None
-        self._phases: dict[int, ShownPhase] = {}
+        self.running: list[Callable[[], PhaseStatus | None]] = []
 
-    def begin(self, phase: ShownPhase) -> None:
-        self._phases[id(phase)] = phase
-
-    def end(self, phase: ShownPhase) -> None:
-        self._phases.pop(id(phase), None)
-
-    def phases(self) -> Iterator[PhaseStatus]:
-        """Yields the active phases, the oldest first."""
-        for phase in tuple(self._phases.values()):
-            status = phase.status()
-            if status is not None:
-                yield status
+    def phases(self) -> list[PhaseStatus]:
+        """Returns the statuses of the active phases, the oldest first. Called by any thread."""
+        return [status for phase in tuple(self.running) if (status := phase())]
 
 
 live = LiveStatus()

@@ -145,7 +145,6 @@ class PeriodicWork:
     """
 
     def __init__(self, job: Job, run: Run, callbacks: CallbackList):
-        """Compiles nothing before the first evaluation or decode."""
         self.results: dict[str, float] = {}
         self.evaluated: int | None = None
         self.interrupted = ""
@@ -201,11 +200,6 @@ class PeriodicWork:
         """Evaluates and decodes the last step if that isn't done yet, while its checkpoint is written.
 
         A signal interrupts it between two batches; started again, the run makes up for what is missing.
-
-        Args:
-          schedule: says what is due.
-          request: what signals ask for.
-          batches, batch: see `do`.
         """
         step = self._run.step
         due = schedule.due_at_end(step, evaluated=self.evaluated, decoded=self._decoded)

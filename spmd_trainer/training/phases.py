@@ -110,14 +110,14 @@ class Phase:
         if self._announces_at_once:
             self._announce()
         self._thread.start()
-        live.begin(self)
+        live.running.append(self.status)
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         seconds = self._clock() - self._began
         self._ended.set()
         self._thread.join()
-        live.end(self)
+        live.running.remove(self.status)
         _current.reset(self._token)
         if self._outer is not None:
             self._outer._inner -= 1

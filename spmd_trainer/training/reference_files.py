@@ -35,10 +35,6 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
 
     Called by every process. An input that lacks them refuses to give batches.
 
-    Args:
-      data: the built input, of any class.
-      job_log_dir: the run's directory.
-
     Raises:
       UserError: the processes read different values.
     """
@@ -53,9 +49,6 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
 
 def attach_zeros(data: Any) -> Any:
     """Gives an input that lacks its reference one of zeros, where the values don't matter: to show or to verify batches.
-
-    Args:
-      data: the built input, of any class.
 
     Returns:
       `data`.

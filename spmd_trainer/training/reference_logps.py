@@ -48,10 +48,6 @@ def inputs_of(job: Job) -> list[Any]:
 def compute(job: Job, state: TrainState) -> None:
     """Computes the reference log-probabilities that are missing. Called by every process, when a run begins.
 
-    Args:
-      job: the job.
-      state: the state that the run begins with.
-
     Raises:
       UserError: a dataset has `reference='file'`, and the model doesn't learn from pairs.
     """
@@ -72,13 +68,6 @@ class _Dataset(FiniteDataset):
     """A dataset of pairs, each of them once, and the step that runs the reference on a batch."""
 
     def __init__(self, job: Job, input_p: Any, model: str):
-        """Builds the input.
-
-        Args:
-          job: the job.
-          input_p: the input's config.
-          model: identifies the model.
-        """
         super().__init__(job, input_p.clone().set(is_training=False), "eval", 0)
         self._num_pairs = self._input.num_pairs
         # Evaluating the model also compares it with a reference, whatever it is.

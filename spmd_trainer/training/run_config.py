@@ -40,12 +40,7 @@ def _reader(module: str, function: str) -> Callable[[str, Any], Any]:
 
 
 _directory, _mesh = _reader("storage", "directory"), _reader("step.mesh_choice", "read_mesh")
-
-
-def _xla_options(flag: str, value: Any) -> Options:
-    from spmd_trainer.training import xla_flags
-
-    return xla_flags.parse(flag, value) if isinstance(value, str) else value
+_xla_options = _reader("training.xla_flags", "read")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,13 +260,13 @@ class ReplayConfig(StepConfig):
 
     mode: str = "replay"
     replay_step: int = _planning(
-        None, "With --mode=replay: the step to take again.", flag="step", value="N", at_least=1
+        None,
+        "With --mode=replay: the step to take again.",
+        flag="step",
+        value="N",
+        at_least=1,
+        required="--mode=replay needs --step=N, the step to look into",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.replay_step is None:
-            raise UserError("--mode=replay needs --step=N, the step to look into")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +275,12 @@ class ExportConfig(RunConfig):
 
     mode: str = "export"
     directory: epath.Path = _export(
-        None, "The folder to write. It must be new or empty.", flag="export_dir", value="DIR", read=_directory
+        None,
+        "The folder to write. It must be new or empty.",
+        flag="export_dir",
+        value="DIR",
+        read=_directory,
+        required="--mode=export needs --export_dir=DIR, the folder to write",
     )
     dtype: str | None = _export(
         None,
@@ -296,8 +296,6 @@ class ExportConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.directory:
-            raise UserError("--mode=export needs --export_dir=DIR, the folder to write")
         if self.adapter and self.dtype:
             raise UserError("--export_adapter writes float32; leave --export_dtype out")
 
@@ -330,11 +328,8 @@ class PortConfig(Settings):
         "File, folder or module written for paxml, for --mode=port.",
         value="FILE",
         instead="--exp_module=MODULE adds experiments of your own",
+        required="--mode=port needs --module=FILE: a file, folder or module written for paxml",
     )
-
-    def __post_init__(self) -> None:
-        if not self.module:
-            raise UserError("--mode=port needs --module=FILE: a file, folder or module written for paxml")
 
 
 # The classes of modes that have settings of their own; the others' is `RunConfig`.
@@ -356,18 +351,13 @@ def config_class(mode: str) -> type[Settings]:
 
 
 @functools.cache
-def _lm_eval_config() -> type[RunConfig]:
+def _lm_eval_config() -> type[Settings]:
     if rooms.missing("lm_eval"):
         return RunConfig
     from spmd_trainer.lm_eval.settings import LmEvalSettings
 
-    @dataclasses.dataclass(frozen=True)
-    class LmEvalConfig(LmEvalSettings, RunConfig):
-        """Settings of `--mode=lm_eval`."""
-
-        mode: str = "lm_eval"
-
-    return LmEvalConfig
+    bases = (LmEvalSettings, RunConfig)
+    return dataclasses.make_dataclass("LmEvalConfig", [("mode", str, "lm_eval")], bases=bases, frozen=True)
 
 
 def make_run_config(

@@ -43,11 +43,6 @@ _MAX_TOLD = 10
 def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> None:
     """Makes sure that a `job_log_dir` can be this experiment's own.
 
-    Args:
-      directory: the `job_log_dir`.
-      experiment: the experiment's full name.
-      trains: whether this is a training run.
-
     Raises:
       UserError: the directory holds something else, or another experiment's run.
     """
@@ -193,9 +188,6 @@ def end_of_training(directory: epath.Path) -> int | None:
     """Returns the step with which a run's training has ended, or None while it goes on.
 
     The step may be less than num_train_steps.
-
-    Args:
-      directory: the run's `job_log_dir`.
     """
     step = _record(directory).get("last_step")
     return step if isinstance(step, int) else None
@@ -230,11 +222,7 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
 
 
 def failure(directory: epath.Path) -> Failure | None:
-    """Returns why the run's training failed, or None if it did not, or was started again since.
-
-    Args:
-      directory: the run's `job_log_dir`.
-    """
+    """Returns why the run's training failed, or None if it did not, or was started again since."""
     failure = _record(directory).get("failure")
     try:
         return None if failure is None else Failure(**failure)
@@ -243,14 +231,10 @@ def failure(directory: epath.Path) -> Failure | None:
 
 
 def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
-    """Writes the settings of a starting run to `config.txt`, and logs what has changed since the last run.
+    """Writes a starting run's settings, each as 'path: value', to `config.txt`, and logs what has changed since the last run.
 
     If settings have changed, the earlier file is kept as `config.0001.txt`, `config.0002.txt`, ... Called by one process and only
     for training: evaluation and decode jobs on the same directory may have other settings.
-
-    Args:
-      directory: the run's `job_log_dir`.
-      lines: the settings, each as 'path: value'.
 
     Returns:
       The changed settings; empty for a new directory.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import base64
 import functools
-import hashlib
 import os
 import pathlib
 import platform
@@ -13,7 +11,7 @@ import re
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import jax
 
@@ -53,14 +51,11 @@ def check_same_settings(config: RunConfig) -> None:
     """
     if joined()[0] == 1:
         return
-    lines = list(_settings(config))
-    text = "\n".join(lines)
-    hashes = gather("settings hash", hashlib.sha256(text.encode()).hexdigest())
-    if len(set(hashes)) > 1:
-        texts = gather("settings", base64.b64encode(zlib.compress(text.encode())).decode())
-        other = next(index for index, digest in enumerate(hashes) if digest != hashes[0])
-        first, second = (_parse(zlib.decompress(base64.b64decode(texts[index])).decode()) for index in (0, other))
-        raise _other_settings(other, _difference(first, second))
+    own = dict(line.partition(": ")[::2] for line in _settings(config))
+    first = broadcast(own, name="the settings")
+    name = next((name for name in {**first, **own} if first.get(name) != own.get(name)), None)
+    here, there = own.get(name or "", "absent"), first.get(name or "", "absent")
+    _refuse_if_any(None if name is None else f"{name} is {here} there and {there} on process 0")
     check_same_code()
 
 
@@ -77,18 +72,19 @@ def check_same_code() -> None:
         return
     own = _code()
     first = broadcast(own, name="the code")
-    difference = next((name for name in sorted(own.keys() & first.keys()) if own[name] != first[name]), None)
-    differences = gather("differences of the code", difference)
-    other = next((index for index, name in enumerate(differences) if name is not None), None)
-    if other is not None:
-        raise _other_settings(other, f"{differences[other]} differs")
-
-
-def _other_settings(process: int, difference: str) -> UserError:
-    return UserError(
-        f"process {process} was started with other settings than process 0: {difference}. Start all processes with the same "
-        "command, code, packages and environment"
+    _refuse_if_any(
+        next((f"{name} differs" for name in sorted(own.keys() & first.keys()) if own[name] != first[name]), None)
     )
+
+
+def _refuse_if_any(difference: str | None) -> None:
+    """Raises UserError, on all processes, if one of them differs from process 0."""
+    for process, found in enumerate(gather("differences from process 0", difference)):
+        if found is not None:
+            raise UserError(
+                f"process {process} was started with other settings than process 0: {found}. Start all processes with the "
+                "same command, code, packages and environment"
+            )
 
 
 def _code() -> dict[str, str]:
@@ -155,13 +151,3 @@ def _settings(config: RunConfig) -> Iterator[str]:
         yield f"version of {package}: {installed_version(package)}"
     for name in _XLA_VARIABLES:
         yield f"{name}: {' '.join(flag for flag in os.environ.get(name, '').split() if not _OF_ONE_HOST.match(flag))}"
-
-
-def _parse(text: str) -> dict[str, str]:
-    return dict(line.partition(": ")[::2] for line in text.splitlines())
-
-
-def _difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Returns the first difference as a clause."""
-    name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
-    return f"{name} is {other.get(name, 'absent')} there and {first.get(name, 'absent')} on process 0"

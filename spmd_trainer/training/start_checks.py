@@ -321,10 +321,6 @@ def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
     """Returns the names of the metrics that an evaluation step gives, by tracing it; nothing is lowered, compiled or run.
 
     Names that a clu metric may give begin with the metric's name and '/', which is in the list too.
-
-    Args:
-      job: the job.
-      process_shapes: ShapeDtypeStructs of one process's batch.
     """
     layout = job.partitioner.layout.without_opt_states()
 

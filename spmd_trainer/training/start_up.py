@@ -67,10 +67,6 @@ class FirstState(NamedTuple):
 def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
     """Restores the run's newest checkpoint, else the one of `--restore_checkpoint_dir`, else initialises.
 
-    Args:
-      job: the job.
-      checkpoints: the run's own checkpoints.
-
     Raises:
       UserError: `--restore_checkpoint_dir` holds no checkpoint.
       CheckpointError: the checkpoint is another model's; the run has checkpoints and none is whole; or there is no room for
@@ -167,13 +163,6 @@ def start(
     job: Job, run: Run, callbacks: CallbackList, checkpointer: Checkpointer, stack: contextlib.ExitStack
 ) -> tuple[CompiledTrainStep, Prefetcher]:
     """Compiles the step while the state is restored or initialised: most of the compiler's work leaves Python free.
-
-    Args:
-      job: the job.
-      run: gets its state; told of its start.
-      callbacks: the run's.
-      checkpointer: the run's own checkpoints.
-      stack: closes the input.
 
     Returns:
       The compiled step and the training input on the devices.

@@ -44,12 +44,7 @@ class StepsInFlight:
         self._steps: collections.deque[tuple[int, Packed]] = collections.deque()
 
     def add(self, step: int, packed: Packed) -> None:
-        """Adds a step just dispatched; reports the oldest ones until only `keep` are in flight.
-
-        Args:
-          step: its number.
-          packed: its scalars, packed.
-        """
+        """Adds a step just dispatched; reports the oldest ones until only `keep` are in flight."""
         self._steps.append((step, packed))
         # The first step is waited for: a person wants to know at once that training works.
         self._report_until(self._keep if self.last is not None else 0)
@@ -84,13 +79,6 @@ class StepTaker:
     """
 
     def __init__(self, job: Job, run: Run, callbacks: CallbackList):
-        """Takes no step yet.
-
-        Args:
-          job: the job, on the devices that the run begins on.
-          run: its state and its step follow the steps.
-          callbacks: told of each step.
-        """
         self._run = run
         self._callbacks = callbacks
         self._key = job.prng_key
@@ -106,9 +94,6 @@ class StepTaker:
 
     def take(self, batches: Prefetcher) -> PyTree | None:
         """Hands one training step to the devices. If there is no batch for it, training stops.
-
-        Args:
-          batches: the training input.
 
         Returns:
           The batch; None if the input has ended.

@@ -68,19 +68,21 @@ def _check(name: object, value: object) -> None:
         raise UserError(f"XLA_FLAGS[{name!r}] is {value!r}; set it to a bool, a number or a string")
 
 
-def parse(where: str, text: str) -> Options:
-    """Parses options as XLA's own variable has them: '--xla_a=true --xla_b=2', with or without dashes, or with commas.
+def read(where: str, given: str | Options) -> Options:
+    """Reads options as XLA's own variable has them: '--xla_a=true --xla_b=2', with or without dashes, or with commas.
 
     Args:
       where: what has them, for messages.
-      text: the options. A name alone means true.
+      given: the options. A name alone means true. What is no text is returned as it is.
 
     Raises:
       UserError: an item is no option, or an option stands there twice with two values.
     """
+    if not isinstance(given, str):
+        return given
     options: dict[str, bool | int | float | str] = {}
     # A comma may also belong to a value.
-    for item in re.sub(r",(?=\s*-*xla_)", " ", text).split():
+    for item in re.sub(r",(?=\s*-*xla_)", " ", given).split():
         name, _, value = item.lstrip("-").partition("=")
         if not re.fullmatch(r"xla_\w+", name):
             raise UserError(f"{where}: {item!r} is no XLA option; write NAME=VALUE, e.g. xla_cpu_enable_fast_math=true")
@@ -109,13 +111,7 @@ def value_text(value: bool | int | float | str) -> str:
 def compile_with(
     lowered: jax.stages.Lowered, flags: Mapping[str, Any], experiment: str, where: str = "XLA_FLAGS"
 ) -> jax.stages.Compiled:
-    """Compiles a program with flags.
-
-    Args:
-      lowered: the program.
-      flags: flags by name, without '--'.
-      experiment: the experiment's name, for messages.
-      where: what has the flags, for messages.
+    """Compiles a program with flags, which have their names without '--'. Messages say that `where` has them.
 
     Raises:
       UserError: the installed XLA doesn't know a flag, or refuses its value.

@@ -35,12 +35,6 @@ class DeviceProbe:
     """A chain of matrix products, 0.14 TFLOP in bfloat16, on each of some accelerators: half a millisecond on a current one."""
 
     def __init__(self, devices: Sequence[jax.Device], size: int = _MATRIX):
-        """Compiles it for each device.
-
-        Args:
-          devices: those of this process.
-          size: rows and columns of the matrices.
-        """
         matrix = jnp.eye(size, dtype=jnp.bfloat16)
         self._matrices = [jax.device_put(matrix, device) for device in devices]
         self._programs = [jax.jit(_products).lower(one).compile() for one in self._matrices]
@@ -89,12 +83,6 @@ class DeviceWatch:
     """
 
     def __init__(self, probe: DeviceProbe | HostProbe, clock: Clock = time.monotonic):
-        """Starts the thread.
-
-        Args:
-          probe: the small program.
-          clock: returns the time in seconds, as `time.monotonic`.
-        """
         self.steps: collections.deque[float] = collections.deque(maxlen=KEPT)
         self.probes: collections.deque[float] = collections.deque(maxlen=KEPT)
         self.dry: collections.deque[float] = collections.deque(maxlen=KEPT)

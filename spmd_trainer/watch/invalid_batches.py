@@ -109,11 +109,6 @@ def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
 def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
     """Returns what `write` wrote: numpy arrays, in the structure of `like`; None if there is no such file.
 
-    Args:
-      job_log_dir: the run's directory.
-      step: the step.
-      like: a tree with the dtypes of the batch.
-
     Raises:
       ValueError: the file is of another input, or damaged.
     """

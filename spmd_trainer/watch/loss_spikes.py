@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
-from collections.abc import Sequence
+import statistics
 
 from absl import logging
 
@@ -43,29 +42,28 @@ class LossSpikes(Callback):
 
     def __init__(self) -> None:
         self.count = 0
-        self._losses: collections.deque[float] = collections.deque()
-        self._sorted: list[float] = []
+        self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._is_up = False
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
         """Judges the step's loss. Steps without a valid loss are those of `InvalidSteps`."""
         if scalars.loss is not None and is_valid(scalars):
             self._judge(step, scalars.loss)
-            self._add(scalars.loss)
+            self._losses.append(scalars.loss)
         run.log({"loss_spikes": float(self.count)})
 
     def _judge(self, step: int, loss: float) -> None:
-        if len(self._sorted) < _WARM_UP:
+        if len(self._losses) < _WARM_UP:
             return
-        middle = _middle(self._sorted)
+        middle = statistics.median(self._losses)
         least = _LEAST * abs(middle)
         limit = _ENDS if self._is_up else _BEGINS
         if loss <= middle + limit * least:  # spares most steps the deviation
             self._is_up = False
             return
-        deviation = max(least, _OF_MAD * _middle(sorted(abs(x - middle) for x in self._sorted)))
+        deviation = max(least, _OF_MAD * statistics.median(abs(x - middle) for x in self._losses))
         was_up, self._is_up = self._is_up, loss > middle + limit * deviation
-        usual = self._sorted[int(_USUAL * (len(self._sorted) - 1))] - middle
+        usual = sorted(self._losses)[int(_USUAL * (len(self._losses) - 1))] - middle
         if self._is_up and not was_up and loss <= middle + _ABOVE_USUAL * usual:
             self._is_up = False
         if self._is_up and not was_up:
@@ -78,19 +76,8 @@ class LossSpikes(Callback):
                 "loss spike: step %d has loss %g; the median of the %d steps before it is %g, their deviation %g. %s so far",
                 step,
                 loss,
-                len(self._sorted),
+                len(self._losses),
                 middle,
                 deviation,
                 f"{self.count} spikes" if self.count > 1 else "1 spike",
             )
-
-    def _add(self, loss: float) -> None:
-        self._losses.append(loss)
-        bisect.insort(self._sorted, loss)
-        if len(self._losses) > _WINDOW:
-            del self._sorted[bisect.bisect_left(self._sorted, self._losses.popleft())]
-
-
-def _middle(ordered: Sequence[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -36,11 +36,6 @@ class RepeatCheck:
     """
 
     def __init__(self, every: int):
-        """Keeps the interval.
-
-        Args:
-          every: steps between two checks; 0 checks none.
-        """
         self._every = every
 
     def around(self, fn: StepFn, run: Run) -> StepFn:

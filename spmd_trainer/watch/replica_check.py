@@ -40,11 +40,6 @@ class ReplicaCheck(Callback):
     """Ends the run if devices that hold the same part of a variable have other bits of it. Such a state is not saved."""
 
     def __init__(self, every: int):
-        """Compares nothing yet.
-
-        Args:
-          every: steps between two comparisons; 0 for none.
-        """
         self._every = every
         self._checked = -1
 
@@ -118,10 +113,9 @@ class Difference:
 
 
 def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
-    """Returns where copies differ. Called by every process; all of them get the same result.
+    """Returns where copies of arrays differ. All are on one mesh.
 
-    Args:
-      arrays: by path, with NamedShardings on one mesh.
+    Called by every process; all of them get the same result.
     """
     sums = device_checksums(arrays)
     found = []
@@ -139,9 +133,6 @@ def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Devi
     """Returns the checksum of the bits that each device holds of each array. Waits for the devices.
 
     Called by every process; all of them get the same result.
-
-    Args:
-      arrays: by path, with NamedShardings on one mesh.
 
     Returns:
       {path: {device: checksum}}, for all devices of the mesh.

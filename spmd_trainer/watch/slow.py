@@ -161,10 +161,7 @@ class SlowProcesses:
         self._named: dict[int, tuple[str, int]] = {}
 
     def update(self, told: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
-        """Judges the newest window that all processes have told, once.
-
-        Args:
-          told: what `StepParts.window` returned, by process.
+        """Judges the newest window that all processes have told, once; see `judge`.
 
         Returns:
           Lines for the log; most often none.

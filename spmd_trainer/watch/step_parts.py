@@ -163,11 +163,7 @@ class StepParts(Callback, StepWatch):
         return timed
 
     def end(self, now: float | None = None) -> None:
-        """Notes that the step has ended, before a pause for instance. What follows until `begin` belongs to no step.
-
-        Args:
-          now: when, by the clock; None for now.
-        """
+        """Notes that the step has ended, before a pause for instance. What follows until `begin` belongs to no step."""
         if self._began is None or not self._step:  # there was no batch
             return
         whole = (self._clock() if now is None else now) - self._began

@@ -151,12 +151,7 @@ class Watchdog(Callback):
             self._held.close()
 
     def check(self, digest: Digest, run: Run) -> None:
-        """Reports if it is time to. The thread calls this.
-
-        Args:
-          digest: what is concluded of all beats.
-          run: the run.
-        """
+        """Reports if it is time to. The thread calls this."""
         if digest.still <= self._seconds:
             if self._next > self._seconds:
                 logging.warning("the run makes progress again")
@@ -199,7 +194,7 @@ class Watchdog(Callback):
             part = DEVICES
         if multihost.waits_at():
             part = OTHERS
-        phases = list(live.phases())
+        phases = live.phases()
         return Beat(
             process=self._index,
             number=next(self._numbers),

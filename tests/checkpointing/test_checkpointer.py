@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -240,14 +239,6 @@ def test_nan_is_refused_by_name(tmp_path):
         with raises_naming(NonFiniteStateError, "step 1", "not saved", "mdl_vars/params/ffn/1/w") as e:
             save(checkpoints, 1, state, variables, check_finite=True)
         assert isinstance(e.value, ValueError)
-        with pytest.raises(NonFiniteStateError, match="refused its state"):
-            save(
-                checkpoints,
-                1,
-                state,
-                variables,
-                check_finite=lambda s: jnp.isfinite(s.mdl_vars["params"].ffn[1].w).all(),
-            )
         assert checkpoints.all_steps() == []
         assert save(checkpoints, 1, place(train_state(), variables, mesh), variables, check_finite=True)
 

@@ -33,8 +33,7 @@ def shown(width, training=None, phases=(), encoding="utf-8"):
     """The text of the line."""
     status = LiveStatus()
     status.training = None if training is None else lambda: training
-    for phase in phases:
-        status.begin(phase)
+    status.running += [phase.status for phase in phases]
     line = live_line.line(status, width)
     if line is None:
         return None

@@ -14,6 +14,7 @@ from facts import assert_names
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import log_lines
 from spmd_trainer.errors import UserError
+from spmd_trainer.storage import append
 from spmd_trainer.training.live_status import SHOWN_LIVE, live
 
 PROGRAM = """
@@ -91,9 +92,12 @@ def test_the_traceback_of_what_users_can_mend_is_in_the_file_alone(tmp_path, err
 
 def test_a_log_on_a_full_disk_is_said_once(caplog, capsys, monkeypatch, tmp_path):
     run_log = log_lines.RunLog()
-    # A device is refused as a log, so the file becomes one that is full after it has been looked at.
-    monkeypatch.setattr(log_lines._LocalFile, "_open", lambda file: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"))
     run_log.open(tmp_path / "run.log")
+
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(append._LocalFile, "write", full)
     for _ in range(3):
         run_log.handle(logging.LogRecord("absl", logging.INFO, __file__, 1, "a line", (), None))
     run_log.close()

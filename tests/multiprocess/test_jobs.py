@@ -141,9 +141,9 @@ def test_one_process_needs_no_cluster():
 def test_the_accelerators_that_the_environment_gives_a_process_are_its_own(monkeypatch):
     cluster = distributed.Cluster("a:1", 2, 1)
     monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
-    assert distributed._located(cluster).local_device_ids is None
+    assert distributed._located(cluster)[-1] is None
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "2,3")
-    assert distributed._located(cluster).local_device_ids == [2, 3]
+    assert distributed._located(cluster)[-1] == [2, 3]
 
 
 def test_every_process_refuses_a_mesh_that_the_processes_do_not_divide(cache, tmp_path):

@@ -13,7 +13,7 @@ from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import stdlib
-from spmd_trainer.planner import hlo_liveness, inspect_sharding, plan
+from spmd_trainer.planner import inspect_sharding, plan
 from spmd_trainer.planner.topologies import topology_devices
 from spmd_trainer.step import compiled_step
 from spmd_trainer.training import start_up
@@ -100,19 +100,6 @@ def test_the_plan_names_the_chips_and_the_attention_kernels(result):
     assert lines[2].strip() == line
 
 
-def test_merged_operations_are_named_by_the_first():
-    long = "jit(step)/transpose(jvp(lm.apply))/(attention/dot_general:ffn/mul:norm/add)"
-    text = f"""HloModule jit_step, is_scheduled=true
-
-ENTRY main (a: f32[8]) -> f32[8] {{
-  %a = f32[8]{{0}} parameter(0)
-  ROOT %b = f32[8]{{0}} negate(%a), metadata={{op_name="{long}"}}
-}}
-"""
-    (row,) = plan._largest(hlo_liveness.schedule(text))
-    assert row["made_by"] == "jit(step)/transpose(jvp(lm.apply))/attention/dot_general and others"
-
-
 @pytest.mark.full
 def test_the_plan_is_printed_and_written(job, capsys):
     inspect_sharding.write_plan(job)
@@ -120,6 +107,7 @@ def test_the_plan_is_printed_and_written(job, capsys):
     record = json.loads((job.config.job_log_dir / "plan.json").read_text())
     assert record["chips"] == 8
     assert record["total"] == record["arguments"] + record["temporaries"] + record["outputs"]
+    assert record["largest"][0].keys() >= {"num_bytes", "count", "array", "operation"}
     page = (job.config.job_log_dir / "plan.html").read_text()
     assert "lm.stdlib.StdlibBytesTiny" in page
     assert '"name":"optimizer state"' in page

@@ -82,9 +82,6 @@ class CorpusSummary:
 def measure(source: CorpusInput) -> CorpusSummary:
     """Reads an input from its beginning, and leaves it there.
 
-    Args:
-      source: the input.
-
     Raises:
       UserError: a source can't be read, or has a bad record and these are errors.
     """
@@ -160,12 +157,7 @@ def _cells(found: CorpusSummary) -> list[tuple[str, ...]]:
 
 
 def data_page(experiment: str, found: Mapping[str, CorpusSummary]) -> str:
-    """Returns the page.
-
-    Args:
-      experiment: its name.
-      found: {name of the dataset: what was measured}.
-    """
+    """Returns the page."""
     datasets = "".join(_dataset(name, summary) for name, summary in found.items())
     head = f'<header><p class="kicker">Data</p><h1>{html.escape(experiment)}</h1></header>'
     return page.document(

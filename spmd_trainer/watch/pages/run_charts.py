@@ -121,11 +121,7 @@ def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, i
 
 
 def loss_spikes(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (step, number): how many loss spikes there were up to this step, since the summary before it.
-
-    Args:
-      run, restarts: as in `invalid_steps`.
-    """
+    """Returns (step, number): how many loss spikes there were up to this step, since the summary before it."""
     return _marks(_counted(run, "loss_spikes", restarts))
 
 

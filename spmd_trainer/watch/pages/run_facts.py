@@ -19,14 +19,7 @@ _SILENT_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What was read of a run.
-
-    Attributes:
-      settings: its resolved config, {path: value}.
-      about: `run.json`.
-      times: its starts.
-      scalars: its scalars.
-    """
+    """What was read of a run; `settings` is {path: value} of its resolved config, `about` its `run.json`."""
 
     settings: Mapping[str, str]
     about: Mapping[str, Any]

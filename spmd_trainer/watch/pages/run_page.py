@@ -26,10 +26,6 @@ _MOST_DIFFERENCES = 400
 def write_page(directories: Sequence[epath.Path], file: epath.Path) -> None:
     """Writes the page of some runs.
 
-    Args:
-      directories: the runs' directories.
-      file: the page.
-
     Raises:
       OSError: it can't be written.
     """
@@ -58,11 +54,6 @@ class PageData:
     """The data of a page of one or more runs. It can be read again and again while the runs write."""
 
     def __init__(self, directories: Sequence[epath.Path]):
-        """Reads nothing yet.
-
-        Args:
-          directories: the runs' directories.
-        """
         self._runs = [RunReader(path) for path in directories]
         self._names = names_of(directories)
 

@@ -35,11 +35,6 @@ class RunReader:
     """
 
     def __init__(self, path: epath.Path):
-        """Reads nothing yet.
-
-        Args:
-          path: the run's directory.
-        """
         self.path = path
         self.scalars = RunScalars(path)
         self.settings: Mapping[str, str] = {}
@@ -53,11 +48,7 @@ class RunReader:
         )
 
     def read(self, name: str) -> Record:
-        """Returns the run for the page's script, without its curves.
-
-        Args:
-          name: what the page calls it.
-        """
+        """Returns the run for the page's script, without its curves."""
         self.notes = list(self.scalars.update())
         self.settings = self._read(run_files.CONFIG_FILE, _settings) or {}
         about: Mapping[str, Any] = self._noted(run_files.RUN, lambda: run_files.read_record(self.path)) or {}

@@ -34,11 +34,6 @@ class ScalarsFile:
     """
 
     def __init__(self, path: epath.Path):
-        """Reads nothing yet.
-
-        Args:
-          path: the file; in an object store, it may be in parts.
-        """
         self._path = path
         self._is_remote = is_remote(path)
         self._forget()
@@ -126,7 +121,6 @@ class RunScalars:
     """The scalars of a run, by the directory below `summaries` that they are in."""
 
     def __init__(self, job_log_dir: epath.Path):
-        """Reads nothing yet."""
         self._root = job_log_dir / "summaries"
         self.files: dict[str, ScalarsFile] = {}
 

@@ -30,12 +30,7 @@ class LayerNorm(layers.LayerNorm):
     """
 
     def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
-        """Normalises the last dimension. Returns [..., dim], in the wider of the dtypes of inputs and variables.
-
-        Args:
-          inputs: [..., dim].
-          paddings: not used, as in praxis.
-        """
+        """Normalises the last dimension. Returns [..., dim], in the wider of the dtypes of inputs and variables."""
         del paddings
         x = inputs.astype(jnp.float32) if self.reductions_in_fp32 else inputs
         centred = x - jnp.mean(x, axis=-1, keepdims=True)
