@@ -4,6 +4,7 @@ from .batches import dataset_input_specs as dataset_input_specs
 from .batches import lm_input_specs as lm_input_specs
 from .batches import pad_batch as pad_batch
 from .chat_prompts import ChatPromptInput as ChatPromptInput
+from .chat_text import Chat as Chat
 from .chat_text import ChatInput as ChatInput
 from .corpus.corpus_input import CorpusInput as CorpusInput
 from .corpus.documents import Documents as Documents

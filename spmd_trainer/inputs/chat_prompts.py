@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
 from typing import Any
 
 import numpy as np
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import messages, text
-from spmd_trainer.inputs.messages import readable_messages
+from spmd_trainer.inputs.chat_template import MAX_RENDER_SECONDS, MAX_RENDERED_CHARS
+from spmd_trainer.inputs.chat_text import Chat
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
+from spmd_trainer.inputs.corpus.open_source import open_documents
 
 
-class ChatPromptInput(messages.ConversationFiles, text.PromptRows):
+class ChatPromptInput(text.PromptRows):
     """Conversations as prompts for `LanguageModel.decode`, rendered by a chat template.
 
-    `messages.ConversationFiles` describes the files. The template writes all special tokens; the input adds none.
-    Batches are those of `text.PromptRows`; `prompt_index` counts the conversations of all files.
+    `chat_text.Chat` describes the records. The template writes all special tokens; the input adds none. Batches are those
+    of `text.PromptRows`; `prompt_index` counts the conversations of all files.
 
     Attributes:
-      files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`.
+      files: as of `chat_text.ChatInput`.
+      tokenizer, eos_id: see `text_base.TokenizedInput`.
       start: must keep its default: the template writes the start token.
-      chat_template, template_variables: see `messages.ConversationFiles`.
+      chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
       add_generation_prompt: end the prompt with the beginning of the assistant's answer.
       prefix_len: most tokens in a prompt, P. A longer conversation is an error.
       num_prompts: use only the first this many conversations; None uses all.
     """
 
+    chat_template: str | None = None
+    template_variables: Any = None
+    max_render_seconds: float = MAX_RENDER_SECONDS
+    max_rendered_chars: int = MAX_RENDERED_CHARS
     add_generation_prompt: bool = True
+    _templated: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start != "eos":
+            raise self.error(f"start={self.start!r}; leave it out: the chat template writes the beginning of a text")
+        with self.naming():
+            self._templated = messages.Templated.of(self)
+            self._templated.check_tokenizer()
+            self._templated.template(has_tools=False)
 
     @property
     def num_available(self) -> int:
@@ -50,16 +70,20 @@ class ChatPromptInput(messages.ConversationFiles, text.PromptRows):
         """
         found = self._conversations[index]
         with self.naming(f"{found.where}: "):
-            variables = self.variables(found, add_generation_prompt=self.add_generation_prompt)
-            template = self.template(has_tools=bool(found.tools))
-            messages = readable_messages(found.messages, template, **variables)
-            text = template.render(messages, **variables)
-            text.encode()  # refuses half of a surrogate pair
+            variables = self._templated.variables(found, add_generation_prompt=self.add_generation_prompt)
+            text: str = self._templated.render(found.messages, variables)
             return text
 
     @functools.cached_property
     def _conversations(self) -> list[messages.Conversation]:
-        return list(self.conversations())
+        found = []
+        with self.naming():
+            source = open_documents(Documents(self.found.paths, processor=Chat()))
+            for record in (one for chunk in range(source.num_chunks) for one in source.read_chunk(chunk, 0)):
+                if isinstance(record, BadRecord):
+                    raise UserError(record.text)
+                found.append(messages.conversation_of(record))
+        return found
 
     @functools.cached_property
     def _tokens(self) -> list[np.ndarray]:
@@ -76,6 +100,9 @@ class ChatPromptInput(messages.ConversationFiles, text.PromptRows):
                 "prefix_len or shorten it"
             )
         return tokens
+
+    def _refuse_unless_text(self, index: int) -> None:
+        """Leaves it to the reading of conversations, which are in files of several kinds."""
 
     def _fingerprint(self) -> dict[str, Any]:
         checksum = 0

@@ -69,7 +69,7 @@ class PackedRows(text_base.TokenizedFiles):
         return batches.lm_input_specs(self.batch_size, self.seq_len)
 
     def batch_at(self, position: int) -> NestedMap:
-        return batch_of_rows(self._table, self.examples_at(position))
+        return self._table.batch(self.examples_at(position))
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "seq_len": self.seq_len}
@@ -137,20 +137,19 @@ class RowTable(NamedTuple):
     segment_pos: np.ndarray
     counted: np.ndarray | None = None
 
-
-def batch_of_rows(table: RowTable, rows: np.ndarray) -> NestedMap:
-    """Makes a language-model batch (see `batches.lm_input_specs`) of the given rows, integers [B]."""
-    segment_ids = table.segment_ids[rows].astype(np.int32)
-    inside = segment_ids > 0
-    return NestedMap(
-        ids=table.ids[rows].astype(np.int32),
-        labels=table.labels[rows].astype(np.int32),
-        paddings=1.0 - inside.astype(np.float32),
-        weights=(inside if table.counted is None else table.counted[rows]).astype(np.float32),
-        segment_ids=segment_ids,
-        segment_pos=table.segment_pos[rows].astype(np.int32),
-        eval_sample_weights=inside[:, 0].astype(np.float32),
-    )
+    def batch(self, rows: np.ndarray) -> NestedMap:
+        """Makes a language-model batch (see `batches.lm_input_specs`) of the given rows, integers [B]."""
+        segment_ids = self.segment_ids[rows].astype(np.int32)
+        inside = segment_ids > 0
+        return NestedMap(
+            ids=self.ids[rows].astype(np.int32),
+            labels=self.labels[rows].astype(np.int32),
+            paddings=1.0 - inside.astype(np.float32),
+            weights=(inside if self.counted is None else self.counted[rows]).astype(np.float32),
+            segment_ids=segment_ids,
+            segment_pos=self.segment_pos[rows].astype(np.int32),
+            eval_sample_weights=inside[:, 0].astype(np.float32),
+        )
 
 
 class Fit(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -76,9 +76,6 @@ class TokenizedFiles(TokenizedInput):
         gzip, TFRecord, ...), files of JSON by their names or first bytes and, with a tokenizer that reads UTF-8, files
         with NUL bytes.
     """
-
-    # A subclass whose rows are JSON objects sets it.
-    _reads_json: ClassVar[bool] = False
 
     files: Any = None
     allow_binary: bool = False
@@ -160,7 +157,7 @@ class TokenizedFiles(TokenizedInput):
     def _other_format(self, path: str, head: bytes) -> file_formats.FileFormat | None:
         """Returns the format of a file that isn't text, by its name and first bytes; None for a text."""
         found = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
-        if found is not None or self._reads_json:
+        if found is not None:
             return found
         is_json = file_kinds.kind_of_name(path) == "jsonl" or file_formats.begins_as_json(head)
         return file_formats.JSON if is_json else None

@@ -104,7 +104,7 @@ def test_a_run_computes_its_reference_and_later_starts_read_it(tmp_path, pairs):
 
     # Other pairs have another reference, which the run no longer can compute.
     pairs.write_text(pairs.read_text().replace("9 is", "nine is"))
-    with raises_naming(UserError, "saved position", "pairs was", "task.train.enable_input_checkpointing=False"):
+    with raises_naming(UserError, "saved position", "pairs.jsonl had", "task.train.enable_input_checkpointing=False"):
         train.train(make_job(tmp_path / "whole", pairs, "task.train.num_train_steps=6"))
 
 

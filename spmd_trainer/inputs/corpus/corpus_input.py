@@ -17,7 +17,7 @@ import json
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -25,12 +25,15 @@ from praxis import base_input
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
-from spmd_trainer.inputs import batches, packed_text, text_base
+from spmd_trainer.inputs import batches, text_base
 from spmd_trainer.inputs.corpus import cursors, encoding, mixture, prepared_source, row_plan, windows
+from spmd_trainer.inputs.corpus.documents import Documents, Processor
 from spmd_trainer.inputs.corpus.file_kinds import TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.prepare import Preparation
 from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource, store_name
+from spmd_trainer.inputs.corpus.row_plan import PairTable
+from spmd_trainer.inputs.packed_text import RowTable
 
 # Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
 _MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
@@ -61,6 +64,8 @@ class CorpusInput(text_base.TokenizedInput):
         leaves the record out, counts it in `skipped` and logs it.
     """
 
+    _packings: ClassVar[tuple[str, ...]] = row_plan.PACKINGS
+
     source: Any = None
     seq_len: int = 0
     packing: str = row_plan.BEST_FIT
@@ -90,7 +95,7 @@ class CorpusInput(text_base.TokenizedInput):
             raise self.error(
                 f"shuffle={self.shuffle!r}; set it to True, False or None. Windows are set in Documents(shuffle=...)"
             )
-        for field, allowed in (("packing", row_plan.PACKINGS), ("bad_records", (encoding.RAISE, encoding.SKIP))):
+        for field, allowed in (("packing", self._packings), ("bad_records", (encoding.RAISE, encoding.SKIP))):
             value = getattr(self, field)
             if value not in allowed:
                 near = did_you_mean(str(value), allowed)
@@ -99,11 +104,11 @@ class CorpusInput(text_base.TokenizedInput):
             self.make_tokenizer()
             self._mixture = mixture.as_mixture(self.source, is_training=self.is_training)
             self.sources: list[mixture.OpenSource] = mixture.open_mixture(
-                self._mixture, is_training=self.is_training, shuffle=self._shuffles
+                self._mixture, is_training=self.is_training, shuffle=self._shuffles, bound=self._bound
             )
             for one in self.sources:
-                if hasattr(one.source, "check_tokenizer"):  # a prepared corpus
-                    one.source.check_tokenizer(self.tokenizer.fingerprint())
+                if hasattr(one.source, "check_made_by"):  # a prepared corpus
+                    one.source.check_made_by(self.tokenizer.fingerprint(), one.documents.processor)
         except ValueError as error:
             raise self.error(first_paragraph(error)) from error
         self._at: cursors.InputPosition = cursors.beginning(len(self.sources))
@@ -186,8 +191,8 @@ class CorpusInput(text_base.TokenizedInput):
             count = min(self.global_batch_size - given, window.num_rows - at.row)
             # This process' rows among the next `count` rows of the window.
             own = np.arange(max(first, given), min(first + self.batch_size, given + count)) - given + at.row
-            parts.append(packed_text.batch_of_rows(window.table, window.places[own]))
-            filler = packed_text.batch_of_rows(window.table, np.array([-1]))
+            parts.append(self._batch(window.table, window.places[own]))
+            filler = self._batch(window.table, np.array([-1]))
             given += count
             at = at._replace(row=at.row + count)
             if at.row == window.num_rows:
@@ -195,13 +200,33 @@ class CorpusInput(text_base.TokenizedInput):
         if not given:
             raise StopIteration
         self._at, self._window = at, window
-        missing = self.batch_size - sum(len(part.ids) for part in parts)
+        missing = self.batch_size - sum(len(part.eval_sample_weights) for part in parts)
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts, *[filler] * missing)
 
     def reset(self) -> None:
         """Goes back to the first batch."""
         base_input.BaseInput.reset(self)
         self._go_to(cursors.beginning(len(self.sources)))
+
+    def _batch(self, table: RowTable | PairTable, rows: np.ndarray) -> NestedMap:
+        """Returns a batch of rows of a window's table, integers [B]; -1: an empty row."""
+        return table.batch(rows)
+
+    @property
+    def _processor(self) -> Processor | None:
+        """Processor of sources that have none."""
+        return None
+
+    def _bound(self, documents: Documents) -> Documents:
+        """Returns a source with its processor, made ready for this input."""
+        processor = documents.processor or self._processor
+        if processor is None:
+            return documents
+        if self.packing == row_plan.SPLIT:
+            raise UserError(
+                "packing='split' cuts through texts, and conversations are not cut; use 'best_fit' or 'pad'"
+            )
+        return dataclasses.replace(documents, processor=processor.bound(self.tokenizer, self.seq_len))
 
     @property
     def _shuffles(self) -> bool:
@@ -211,7 +236,8 @@ class CorpusInput(text_base.TokenizedInput):
     def _settings(self) -> windows.WindowSettings:
         limits = (self.vocab_size, self._model_vocab_size or self.vocab_size)
         return windows.WindowSettings(
-            encoder=encoding.Encoder(self.tokenizer, min(limits)),
+            tokenizer=self.tokenizer,
+            limit=min(limits),
             eos_id=self.tokenizer.eos_id,
             start_id=self.start_id,
             seq_len=self.seq_len,

@@ -130,7 +130,8 @@ class OpenSource:
         share: Any = self.share
         if isinstance(share, ChangingShare):
             share = [list(phase) for phase in zip(share.begins, share.shares, strict=True)]
-        return {**named, "share": share, "shuffle": self.shuffle, "epochs": self.epochs}
+        made = {} if self.documents.processor is None else self.documents.processor.fingerprint()
+        return {**named, **made, "share": share, "shuffle": self.shuffle, "epochs": self.epochs}
 
 
 def as_mixture(given: Any, *, is_training: bool) -> Mixture:
@@ -155,6 +156,7 @@ def open_mixture(
     is_training: bool,
     shuffle: bool,
     open_one: Callable[[Documents], Source] = open_documents,
+    bound: Callable[[Documents], Documents] = lambda documents: documents,
 ) -> list[OpenSource]:
     """Opens all sources of a mixture.
 
@@ -163,12 +165,14 @@ def open_mixture(
       is_training: False gives every source an end.
       shuffle: False keeps the documents of every source in order.
       open_one: opens a source.
+      bound: returns a source with what the input knows about its processor.
 
     Raises:
       UserError: a source (named) can't be opened, lacks a weight while others have one, can't be shuffled as
         requested, or sets `epochs` without effect; or no source has a weight for a time.
     """
-    entries = {name: _entry(name, given) for name, given in mixture.sources.items()}
+    given = {name: _entry(name, one) for name, one in mixture.sources.items()}
+    entries = {name: (_named(name, mixture, bound, one), weight) for name, (one, weight) in given.items()}
     opened = {name: _named(name, mixture, open_one, documents) for name, (documents, _) in entries.items()}
     weights = _weights(mixture, {name: weight for name, (_, weight) in entries.items()}, opened)
     shares = _shares_of_phases(dict(zip(entries, weights, strict=True)), mixture.temperature)

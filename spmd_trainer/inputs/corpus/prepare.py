@@ -88,9 +88,12 @@ class Preparing:
         given = preparation.documents.files
         given = given() if callable(given) else given
         paths = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
-        documents = dataclasses.replace(preparation.documents, files=paths)
-        self.source = open_documents(documents)
         tokenizer = tokenizer_field.make_tokenizer(preparation.tokenizer, None)
+        documents = dataclasses.replace(preparation.documents, files=paths)
+        if documents.processor is not None:
+            bound = documents.processor.bound(tokenizer, documents.processor.seq_len)
+            documents = dataclasses.replace(documents, processor=bound)
+        self.source = open_documents(documents)
         parts = tuple(parts_of(self.source, preparation.documents_per_part))
         if not parts:
             raise UserError(f"{self.source.size_text} hold no document; give at least one")
@@ -175,7 +178,9 @@ class Preparing:
         lengths = np.sum([record["lengths"] for record in records], axis=0)
         statistics["lengths"] = {str(2**n): int(count) for n, count in enumerate(lengths) if count}
         parts = {task.part_name(n): [Batch(*batch) for batch in record["batches"]] for n, record in enumerate(records)}
-        found = Description(task.tokenizer.fingerprint(), task.dtype.name, chunks, parts, statistics)
+        processor = task.documents.processor
+        made_by = None if processor is None else processor.fingerprint()
+        found = Description(task.tokenizer.fingerprint(), task.dtype.name, chunks, parts, statistics, made_by)
         files.write_atomically(self.folder / DESCRIPTION_FILE, found.lines())
         return found
 
@@ -232,7 +237,15 @@ def _output_folder(preparation: Preparation) -> epath.Path:
 
 def deciding(documents: Documents, source: Source, tokenizer: Any, bad_records: str) -> list[Any]:
     """Returns what decides the tokens of a store, as JSON values."""
-    settings = [documents.column, documents.kind, documents.separator, documents.max_record_bytes, bad_records]
+    settings: list[Any] = [
+        documents.column,
+        documents.kind,
+        documents.separator,
+        documents.max_record_bytes,
+        bad_records,
+    ]
+    if documents.processor is not None:
+        settings.append(documents.processor.fingerprint())
     return [FORMAT, source.fingerprint(), tokenizer.fingerprint(), settings]
 
 

@@ -12,13 +12,13 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files, record_files
-from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Document, Record, too_long
+from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Column, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, changed, document_of
 from spmd_trainer.storage import is_remote, json_values, reading
@@ -108,7 +108,7 @@ class JsonLines(IndexedFiles):
 
     kind: ClassVar[str] = "jsonl"
 
-    def __init__(self, paths: Sequence[str], column: str = "text", max_record_bytes: int = MAX_RECORD_BYTES):
+    def __init__(self, paths: Sequence[str], column: Column = "text", max_record_bytes: int = MAX_RECORD_BYTES):
         """Indexes the lines. `column` and `max_record_bytes` are as in `Documents`.
 
         Raises:
@@ -140,7 +140,7 @@ class StreamedJsonLines(FileSource):
 
     kind: ClassVar[str] = "jsonl"
 
-    def __init__(self, paths: Sequence[str], column: str = "text"):
+    def __init__(self, paths: Sequence[str], column: Column = "text"):
         """`column` is as in `Documents`. Files are opened when they are read."""
         super().__init__(paths)
         self._column = column
@@ -199,11 +199,18 @@ def _refuse_endless(path: str, number: int, size: int, longest: int) -> None:
         )
 
 
-def record_of(line: bytes, column: str, where: str) -> Record:
+def record_of(line: bytes, column: Column, where: str) -> Record:
+    line = line.removeprefix(_BYTE_ORDER_MARK).rstrip()
+    if isinstance(column, tuple):
+        return Document(line, where)
+    value = value_of(line, where)
+    return value if isinstance(value, BadRecord) else document_of(value, column, where)
+
+
+def value_of(line: bytes, where: str) -> Any:
+    """Returns the value of a line of JSON, or a BadRecord."""
     try:
-        return document_of(
-            json_values.parse(line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode(), finite=False), column, where
-        )
+        return json_values.parse(line.decode(), finite=False)
     except UnicodeDecodeError as error:
         return BadRecord(where, f"is not UTF-8 (byte {error.start} of the line)")
     except json.JSONDecodeError as error:
