@@ -101,7 +101,7 @@ class ChatPromptInput(text.PromptRows):
             )
         return tokens
 
-    def _refuse_unless_text(self, index: int) -> None:
+    def _refuse_unless_text(self) -> None:
         """Leaves it to the reading of conversations, which are in files of several kinds."""
 
     def _fingerprint(self) -> dict[str, Any]:

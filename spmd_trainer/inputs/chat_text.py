@@ -28,7 +28,7 @@ from spmd_trainer.inputs.assistant_masks import ASSISTANT, TURNS
 from spmd_trainer.inputs.chat_template import Rendering, clock_of
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, LeftOut
 from spmd_trainer.inputs.corpus.encoding import encode_each
-from spmd_trainer.inputs.corpus.token_store import CountedTokens, Tokens
+from spmd_trainer.inputs.corpus.tokens import CountedTokens, Tokens
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.messages import (
     CUT,

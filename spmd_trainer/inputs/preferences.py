@@ -20,8 +20,9 @@ from spmd_trainer.inputs.chat_template import clock_of
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, LeftOut
 from spmd_trainer.inputs.corpus.encoding import encode_texts
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.row_plan import PAIR, PairTable
-from spmd_trainer.inputs.corpus.token_store import CountedTokens, Tokens
+from spmd_trainer.inputs.corpus.row_plan import PAIR
+from spmd_trainer.inputs.corpus.row_table import PairTable, RowTable
+from spmd_trainer.inputs.corpus.tokens import CountedTokens, Tokens
 from spmd_trainer.inputs.files import readable
 from spmd_trainer.inputs.messages import (
     DROP,
@@ -31,7 +32,6 @@ from spmd_trainer.inputs.messages import (
     refuse_surrogates,
     row_of,
 )
-from spmd_trainer.inputs.packed_text import RowTable
 from spmd_trainer.inputs.preference_pairs import Messages, Pair, common_length
 
 _SIDES = ("chosen", "rejected")
@@ -178,12 +178,9 @@ class PreferenceInput(MessagesInput):
     packing: str = PAIR
     reference: str | None = None
     _logps: Any = dataclasses.field(default=None, init=False, repr=False)
-    # The sources as they were opened.
-    _opened: Any = dataclasses.field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._opened = [one.source for one in self.sources]
         if self.reference not in (None, _FILE):
             raise self.error(f"reference={self.reference!r}; set it to {_FILE!r} or None")
         if self.reference and len(self._opened) > 1:
@@ -211,7 +208,7 @@ class PreferenceInput(MessagesInput):
         """Checksum of the files and of what makes their tokens: they decide log-probabilities. Reads the files."""
         made = [self.tokenizer.fingerprint(), [one.documents.processor.fingerprint() for one in self.sources]]
         found = hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode())
-        for path in (path for source in self._opened for path in source.paths):
+        for path in self.paths:
             with readable(path), open_bytes(path) as file:
                 while content := file.read(2**20):
                     found.update(content)

@@ -27,13 +27,12 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs import batches, text_base
 from spmd_trainer.inputs.corpus import cursors, encoding, mixture, prepared_source, row_plan, windows
-from spmd_trainer.inputs.corpus.documents import Documents, Processor
+from spmd_trainer.inputs.corpus.documents import Documents, Processor, Source
 from spmd_trainer.inputs.corpus.file_kinds import TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.prepare import Preparation
 from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource, store_name
-from spmd_trainer.inputs.corpus.row_plan import PairTable
-from spmd_trainer.inputs.packed_text import RowTable
+from spmd_trainer.inputs.corpus.row_table import PairTable, RowTable
 
 # Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
 _MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
@@ -73,6 +72,8 @@ class CorpusInput(text_base.TokenizedInput):
     window_rows: int | None = None
     bad_records: str = encoding.RAISE
     sources: Any = dataclasses.field(default=None, init=False, repr=False)
+    # The sources as they were opened.
+    _opened: Any = dataclasses.field(default=(), init=False, repr=False)
     _at: Any = dataclasses.field(default=None, init=False, repr=False)
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
     _maker: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -111,6 +112,7 @@ class CorpusInput(text_base.TokenizedInput):
                     one.source.check_made_by(self.tokenizer.fingerprint(), one.documents.processor)
         except ValueError as error:
             raise self.error(first_paragraph(error)) from error
+        self._opened: list[Source] = [one.source for one in self.sources]
         self._at: cursors.InputPosition = cursors.beginning(len(self.sources))
         if self.endless or not self.is_training:
             self.settle_reset_for_eval()
@@ -118,6 +120,11 @@ class CorpusInput(text_base.TokenizedInput):
     @property
     def endless(self) -> bool:
         return any(one.epochs is None for one in self.sources)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files of all sources."""
+        return tuple(path for source in self._opened if isinstance(source, FileSource) for path in source.paths)
 
     @property
     def num_batches(self) -> int | None:

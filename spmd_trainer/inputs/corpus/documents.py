@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from spmd_trainer.inputs.corpus.token_store import StoredTokens, Tokens
+    from spmd_trainer.inputs.corpus.tokens import StoredTokens, Tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,6 +175,7 @@ class Documents:
       processor: makes tokens of records that aren't texts, e.g. `inputs.Chat()` of conversations. `column` then says nothing.
       max_record_bytes: most bytes of a record before it is parsed: a line with its end, a tar member, a document of a text file,
         an Example. A longer one counts as a bad record and is not read whole.
+      allow_binary: True reads files of any bytes as text, for the kind 'text'.
     """
 
     files: Any
@@ -185,3 +186,4 @@ class Documents:
     separator: str | None = None
     processor: Processor | None = None
     max_record_bytes: int = MAX_RECORD_BYTES
+    allow_binary: bool = False

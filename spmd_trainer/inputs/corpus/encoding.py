@@ -14,7 +14,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, LeftOut, Processor, Record
 from spmd_trainer.inputs.corpus.order import DocumentStream, Position, Taken, size_of
-from spmd_trainer.inputs.corpus.token_store import CountedTokens, StoredTokens, Tokens, fetch, is_text
+from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch, is_text
 
 RAISE, SKIP = "raise", "skip"
 # Most documents read and encoded at a time.
@@ -109,7 +109,7 @@ class Encoder:
         assert not isinstance(found, StoredTokens)
         tokens = found if isinstance(found, np.ndarray) else found.tokens
         if len(tokens) and (highest := tokens.max()) >= self.limit:
-            return BadRecord(where, f"gives token {highest}, and the vocabulary is 0 to {self.limit - 1}")
+            return BadRecord(where, tokenizers.unknown_token(highest, self.limit))
         tokens = tokens.astype(dtype, copy=False)
         return tokens if isinstance(found, np.ndarray) else CountedTokens(tokens, found.counted)
 

@@ -87,7 +87,8 @@ def _source(kind: str, paths: Sequence[str], documents: Documents) -> FileSource
         return ArrayRecordDocuments(paths)
     if kind == "text":
         # A name such as a.txt says less than a kind that the user has set.
-        return TextDocuments(paths, documents.separator, json_too=documents.kind is not None)
+        any_bytes = documents.allow_binary
+        return TextDocuments(paths, documents.separator, json_too=documents.kind is not None, any_bytes=any_bytes)
     if kind in ("parquet", "arrow"):
         return (ParquetDocuments if kind == "parquet" else ArrowDocuments)(paths, column)
     return (TarDocuments if kind == "tar" else TfRecordDocuments)(paths, documents.column)

@@ -32,7 +32,8 @@ from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, LeftOut, 
 from spmd_trainer.inputs.corpus.encoding import RAISE, Encoder
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.order import size_of
-from spmd_trainer.inputs.corpus.token_store import Batch, CountedTokens, StoredTokens, Tokens, fetch
+from spmd_trainer.inputs.corpus.token_store import Batch
+from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch
 from spmd_trainer.storage import files, is_remote
 from spmd_trainer.storage.paths import directory
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from praxis.py_utils import NestedMap
 
-from spmd_trainer.inputs import packed_text
-from spmd_trainer.inputs.corpus.token_store import Tokens, fetch, is_text
-from spmd_trainer.inputs.packed_text import Fit, RowTable
+from spmd_trainer.inputs.corpus import row_table
+from spmd_trainer.inputs.corpus.row_table import Fit, PairTable, RowTable
+from spmd_trainer.inputs.corpus.tokens import Tokens, fetch, is_text
 
 BEST_FIT, PAD, SPLIT = "best_fit", "pad", "split"
 PACKINGS = (BEST_FIT, PAD, SPLIT)
@@ -87,7 +86,7 @@ def pack(lengths: Sequence[int], seq_len: int, packing: str) -> RowPlan:
     documents = np.repeat(np.arange(len(sizes)), counts)
     starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
     pieces = np.minimum(seq_len, sizes[documents] - starts)
-    fit = best_fit_decreasing(pieces, seq_len) if packing == BEST_FIT else one_each(pieces)
+    fit = row_table.best_fit_decreasing(pieces, seq_len) if packing == BEST_FIT else row_table.one_each(pieces)
     return RowPlan(documents, starts, pieces, fit.rows, fit.columns, fit.segments, np.zeros_like(pieces), fit.num_rows)
 
 
@@ -148,7 +147,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
     is_label, is_id = np.ones(len(tokens), bool), np.ones(len(tokens), bool)
     is_label[ends - sizes - 1], is_id[ends - 1] = False, False
     all_count = all(is_text(one.document.tokens) for one in pieces)
-    return packed_text.lay_out(
+    return row_table.lay_out(
         tokens[is_id],
         tokens[is_label],
         sizes,
@@ -183,25 +182,6 @@ def _values(pieces: Sequence[_Piece], dtype: np.dtype) -> np.ndarray:
     return np.concatenate(found)
 
 
-class PairTable(NamedTuple):
-    """Pairs of answers, each a row of two sequences; the last one is empty.
-
-    Attributes:
-      sequences: the chosen and the rejected answer of each pair, after its prompt.
-      places: source of each pair, and its place in the source (see `order.Taken`), int64 [pairs + 1, 3]; -1 for the last.
-    """
-
-    sequences: RowTable
-    places: np.ndarray
-
-    def batch(self, rows: np.ndarray) -> NestedMap:
-        """Makes a batch of the given pairs, integers [B]: `chosen`, `rejected` and `eval_sample_weights`."""
-        first = 2 * (rows % len(self.places))
-        sides = [self.sequences.batch(np.minimum(first + side, len(self.sequences.ids) - 1)) for side in (0, 1)]
-        weights = [side.pop("eval_sample_weights") for side in sides]
-        return NestedMap(chosen=sides[0], rejected=sides[1], eval_sample_weights=weights[0])
-
-
 def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int]], seq_len: int) -> PairTable:
     """Makes rows of pairs, fetching the tokens of no others.
 
@@ -219,38 +199,7 @@ def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int
     is_id[ends - 1] = False
     is_label[np.append(0, ends[:-1])[: len(ends)]] = False
     sizes = np.diff(ends, prepend=0) - 1
-    sequences = packed_text.lay_out(
-        tokens[is_id], tokens[is_label], sizes, one_each(sizes), seq_len, counted=counted[is_label]
+    sequences = row_table.lay_out(
+        tokens[is_id], tokens[is_label], sizes, row_table.one_each(sizes), seq_len, counted=counted[is_label]
     )
     return PairTable(sequences, np.array([*places, (-1, -1, -1)], np.int64))
-
-
-def best_fit_decreasing(sizes: np.ndarray, room: int) -> Fit:
-    """Packs pieces by best fit, largest first, which wastes less room than packing them in order.
-
-    Rows are ordered by their first pieces; pieces keep their order within a row.
-
-    Args:
-      sizes: size of each piece, 1 to `room`.
-      room: size of a row.
-    """
-    lengths = np.asarray(sizes, np.int64)
-    decreasing = np.argsort(-lengths, kind="stable")
-    rows = np.empty(len(sizes), np.int64)
-    rows[decreasing] = packed_text.best_fit(lengths[decreasing].tolist(), room).rows
-    _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
-    rows = np.argsort(np.argsort(first))[rows]
-    by_row = np.argsort(rows, kind="stable")
-    counts = np.bincount(rows)
-    starts = np.cumsum(lengths[by_row]) - lengths[by_row]
-    firsts = np.cumsum(counts) - counts
-    columns, segments = np.empty_like(rows), np.empty_like(rows)
-    columns[by_row] = starts - np.repeat(starts[firsts], counts)
-    segments[by_row] = np.arange(len(rows)) - np.repeat(firsts, counts) + 1
-    return Fit(rows, columns, segments, len(counts))
-
-
-def one_each(sizes: np.ndarray) -> Fit:
-    """Gives every piece a row."""
-    count = len(sizes)
-    return Fit(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64), count)

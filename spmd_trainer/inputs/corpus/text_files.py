@@ -224,13 +224,16 @@ class TextDocuments(IndexedFiles):
 
     kind: ClassVar[str] = "text"
 
-    def __init__(self, paths: Sequence[str], separator: str | None = None, *, json_too: bool = False):
+    def __init__(
+        self, paths: Sequence[str], separator: str | None = None, *, json_too: bool = False, any_bytes: bool = False
+    ):
         """Finds the documents.
 
         Args:
           paths: the files.
           separator: text between the documents of a file, not part of them; None: each file is one document.
           json_too: take a file of JSON for text, with its braces and quotes.
+          any_bytes: take files of any bytes for text.
 
         Raises:
           UserError: a file can't be read or is not text by its first bytes, or `separator` is empty or in none of the
@@ -241,7 +244,7 @@ class TextDocuments(IndexedFiles):
                 f"separator={separator!r}; set it to the text between two documents, or to None: a file is one document"
             )
         self._separator = None if separator is None else separator.encode()
-        self._json_too = json_too
+        self._json_too, self._any_bytes = json_too, any_bytes
         super().__init__(paths)
         # An empty file counts as one document too.
         if separator is not None and self.num_bytes and np.all(self.shards.counts == 1):
@@ -255,7 +258,8 @@ class TextDocuments(IndexedFiles):
     def find_records(self, index: int) -> np.ndarray:
         size = self.sizes[index]
         head = self._files.read(index, 0, min(size, file_formats.HEAD_BYTES))
-        _refuse_unless_text(head, self.paths[index])
+        if not self._any_bytes:
+            _refuse_unless_text(head, self.paths[index])
         if not self._json_too and file_formats.begins_as_json(head):
             raise UserError(
                 f"{self.paths[index]} begins as JSON: kind='jsonl' reads the text under a key of each line, kind='text' reads "

@@ -12,13 +12,12 @@ record that was left out, whose `bytes` are -1 less its size.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.documents import Document, LeftOut, Processor, Record
 from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles
+from spmd_trainer.inputs.corpus.tokens import StoredTokens
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import cached_index
@@ -116,60 +116,8 @@ class Description:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the corpus again") from error
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoredTokens:
-    """Where the tokens of a document are.
-
-    Attributes:
-      store: their store.
-      batch: number of the record batch in the store.
-      start: number of the first one in the batch.
-      size: how many they are.
-      nbytes: bytes of the document's text if they are known, else of the tokens.
-    """
-
-    store: TokenStore
-    batch: int
-    start: int
-    size: int
-    nbytes: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Their dtype."""
-        return self.store.dtype
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CountedTokens:
-    """Tokens of a document in memory, of which some count in the loss.
-
-    Attributes:
-      tokens: unsigned [n].
-      counted: True for those that count, bool [n].
-    """
-
-    tokens: np.ndarray
-    counted: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Their dtype."""
-        return self.tokens.dtype
-
-
-# A document's tokens, unsigned [n], all of which count; or some; or where they are stored.
-Tokens: TypeAlias = np.ndarray | CountedTokens | StoredTokens
-
-
 class TokenStore(NumberedFiles):
-    """The documents of a store. Reading them reads their lengths; `fetch` reads tokens.
+    """The documents of a store. Reading them reads their lengths; `tokens.fetch` reads tokens.
 
     Attributes:
       description: the store's `corpus.json`.
@@ -313,7 +261,7 @@ class TokenStore(NumberedFiles):
         with input_files.readable(self.paths[part]):
             return cached_index(self.paths[part], "token-ends", read)
 
-    def _fetch(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
         """Returns tokens `start` to `stop` of batch `number` for each (number, start, stop)."""
         width, dtype = self.dtype.itemsize, self.dtype.newbyteorder("<")
         spans = []
@@ -322,8 +270,8 @@ class TokenStore(NumberedFiles):
             spans.append((part, batch.tokens_at + width * start, batch.tokens_at + width * stop))
         return [np.frombuffer(content, dtype) for content in self._contents(spans)]
 
-    def _fetch_counted(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Returns which of the tokens that `_fetch` gives count, bool [n] each."""
+    def fetch_counted(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Returns which of the tokens that `fetch` gives count, bool [n] each."""
         spans = []
         for number, start, stop in ranges:
             part, batch = self._batches[number]
@@ -372,36 +320,3 @@ def _together(spans: Sequence[tuple[int, int, int]], near: int) -> list[list[int
             found.append([place])
             file, end, wanted = part, stop, stop - start
     return found
-
-
-def is_text(tokens: Tokens) -> bool:
-    """True if all tokens of a document count in the loss, because it is a text."""
-    if isinstance(tokens, StoredTokens):
-        return tokens.store.description.processor is None
-    return isinstance(tokens, np.ndarray)
-
-
-def fetch(ranges: Sequence[tuple[Tokens, int, int]], *, counted: bool = False) -> list[np.ndarray]:
-    """Returns the tokens `start` to `stop` of each document.
-
-    Args:
-      ranges: (document, start, stop) of each.
-      counted: return which of them count, bool [n], instead.
-
-    Raises:
-      UserError: a file of a store can't be read or has changed; names it.
-    """
-    found: dict[int, np.ndarray] = {}
-    stored: dict[TokenStore, list[tuple[int, tuple[int, int, int]]]] = collections.defaultdict(list)
-    for place, (document, start, stop) in enumerate(ranges):
-        if isinstance(document, StoredTokens):
-            asked = (document.batch, document.start + start, document.start + stop)
-            stored[document.store].append((place, asked))
-        elif isinstance(document, CountedTokens):
-            found[place] = (document.counted if counted else document.tokens)[start:stop]
-        else:
-            found[place] = np.ones(stop - start, bool) if counted else document[start:stop]
-    for store, wanted in stored.items():
-        tokens = (store._fetch_counted if counted else store._fetch)([asked for _, asked in wanted])
-        found |= {place: one for (place, _), one in zip(wanted, tokens, strict=True)}
-    return [found[place] for place in range(len(ranges))]

@@ -20,8 +20,8 @@ from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus import encoding, order, row_plan
 from spmd_trainer.inputs.corpus.cursors import Cursor, SourceCursor
 from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, OpenSource, Schedule
-from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedDocument, PairTable, RowPlan
-from spmd_trainer.inputs.packed_text import RowTable
+from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedDocument, RowPlan
+from spmd_trainer.inputs.corpus.row_table import PairTable, RowTable
 from spmd_trainer.sharding.messages import count_text
 
 # Bytes of text that all sources together keep in memory, each an equal part: to shuffle documents ('auto'), and to encode
