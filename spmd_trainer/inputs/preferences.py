@@ -20,8 +20,7 @@ from spmd_trainer.inputs.chat_template import clock_of
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, LeftOut
 from spmd_trainer.inputs.corpus.encoding import encode_texts
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.row_plan import PAIR
-from spmd_trainer.inputs.corpus.row_table import PairTable, RowTable
+from spmd_trainer.inputs.corpus.row_plan import PAIR, PairTable, RowTable
 from spmd_trainer.inputs.corpus.tokens import CountedTokens, Tokens
 from spmd_trainer.inputs.files import readable
 from spmd_trainer.inputs.messages import (
@@ -228,19 +227,11 @@ class PreferenceInput(MessagesInput):
         self._logps = np.asarray(logps, np.float32)
 
     def input_specs(self) -> NestedMap:
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self.batch_size, *shape), dtype)
-
-        def row() -> NestedMap:
-            tokens, floats = spec(np.int32, self.seq_len), spec(np.float32, self.seq_len)
-            found = NestedMap(
-                ids=tokens, labels=tokens, paddings=floats, weights=floats, segment_ids=tokens, segment_pos=tokens
-            )
-            if self.reference:
-                found[_REFERENCE] = spec(np.int32)
-            return found
-
-        return NestedMap(chosen=row(), rejected=row(), pair_index=spec(np.int32), eval_sample_weights=spec(np.float32))
+        row = super().input_specs()
+        weights, numbers = row.pop("eval_sample_weights"), jax.ShapeDtypeStruct((self.batch_size,), np.int32)
+        if self.reference:
+            row[_REFERENCE] = numbers
+        return NestedMap(chosen=row, rejected=NestedMap(row), pair_index=numbers, eval_sample_weights=weights)
 
     def get_next(self) -> NestedMap:
         if self.lacks_reference:

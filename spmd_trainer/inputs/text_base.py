@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import file_formats, indexed, record_files, tokenizer_field, tokenizers
+from spmd_trainer.inputs import file_formats, indexed, tokenizer_field, tokenizers
 from spmd_trainer.inputs import files as text_files
 from spmd_trainer.inputs.corpus import file_kinds
+from spmd_trainer.inputs.corpus import text_files as corpus_texts
 
 HEAD_BYTES = file_formats.HEAD_BYTES
 
@@ -144,37 +145,16 @@ class TokenizedFiles(TokenizedInput):
 
 
 def refuse_unless_text(path: str, head: bytes, tokenizer: tokenizers.Tokenizer) -> None:
-    """Refuses a file that isn't text.
-
-    Args:
-      path: the file.
-      head: its first `HEAD_BYTES`.
-      tokenizer: reads it.
+    """Refuses a file that isn't text, by its name, its first `HEAD_BYTES`, and what the tokenizer reads.
 
     Raises:
-      UserError: its name or first bytes show another format, or aren't what the tokenizer reads.
+      UserError: it is of another format.
     """
-    kind = _other_format(path, head)
-    if kind is not None:
+    is_utf8 = isinstance(tokenizer, tokenizer_field.UTF8_TOKENIZERS)
+    corpus_texts.refuse_unless_text(head, path, is_utf8=is_utf8)
+    if file_kinds.kind_of_name(path) == "jsonl" or file_formats.begins_as_json(head):
         raise UserError(
-            f"{path} is {kind.name}, not text. {kind.instead}. allow_binary=True reads its bytes as they are"
+            f"{path} is JSON, not text. {file_formats.JSON.instead}. allow_binary=True reads its bytes as they are"
         )
-    if not isinstance(tokenizer, tokenizer_field.UTF8_TOKENIZERS):
-        return
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(f"{path} is UTF-16, and the tokenizer reads UTF-8; convert it with `iconv -f utf-16 -t utf-8`")
-    if b"\0" in head:
-        raise UserError(
-            f"{path} is not text: byte {head.index(0)} is NUL. Leave it out of `files`, or read it by byte; "
-            "allow_binary=True takes NUL for a character"
-        )
-    tokenizers.decode_utf8(head, path, cut=len(head) == HEAD_BYTES)
-
-
-def _other_format(path: str, head: bytes) -> file_formats.FileFormat | None:
-    """Returns the format of a file that isn't text, by its name and first bytes; None for a text."""
-    found = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
-    if found is not None:
-        return found
-    is_json = file_kinds.kind_of_name(path) == "jsonl" or file_formats.begins_as_json(head)
-    return file_formats.JSON if is_json else None
+    if is_utf8:
+        tokenizers.decode_utf8(head, path, cut=len(head) == HEAD_BYTES)

@@ -12,7 +12,7 @@ from input_helpers import assert_same, drain, stack_processes, take, write_files
 from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.inputs import packed_text
-from spmd_trainer.inputs.corpus import row_table
+from spmd_trainer.inputs.corpus import row_plan
 
 EOS = 256
 
@@ -63,7 +63,7 @@ def test_a_long_document_is_cut_and_each_piece_knows_the_token_before_it(tmp_pat
 @settings(deadline=None, max_examples=60)
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=60))
 def test_best_fit_overlaps_nothing_and_wastes_little(sizes):
-    rows, columns, numbers, count = row_table.best_fit(sizes, 12)
+    rows, columns, numbers, count = row_plan.best_fit(sizes, 12)
     taken = np.zeros((count, 12), int)
     for size, row, column in zip(sizes, rows, columns, strict=True):
         assert column + size <= 12

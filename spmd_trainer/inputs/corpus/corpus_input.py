@@ -32,7 +32,7 @@ from spmd_trainer.inputs.corpus.file_kinds import TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.prepare import Preparation
 from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource, store_name
-from spmd_trainer.inputs.corpus.row_table import PairTable, RowTable
+from spmd_trainer.inputs.corpus.row_plan import PairTable, RowTable
 
 # Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
 _MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32

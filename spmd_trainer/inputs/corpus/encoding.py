@@ -125,14 +125,12 @@ class Encoded(NamedTuple):
 
     Attributes:
       tokens: without end-of-text, at least one; None at the end of the stream.
-      where: the file and the record.
       place: see `order.Taken`.
       after: the stream's position after it.
       skipped: bad records that the stream has left out since the document before it.
     """
 
     tokens: Tokens | None
-    where: str
     place: tuple[int, int]
     after: Position
     skipped: int
@@ -188,12 +186,12 @@ class EncodedStream:
                 skipped += 1
             elif len(tokens):
                 self._last_good_epoch = self._after.epoch
-                return Encoded(tokens, record.where, place, self._after, skipped)
+                return Encoded(tokens, place, self._after, skipped)
             if self._after.epoch > self._last_good_epoch + 1:  # the whole epoch in between
                 raise self._error(
                     f"{self._prefix}no record has a document with text, the last is {record.where}; give at least one"
                 )
-        return Encoded(None, "", (0, 0), self._after, skipped)
+        return Encoded(None, (0, 0), self._after, skipped)
 
     def _read(self) -> bool:
         taken = self._stream.take(self._count)

@@ -259,7 +259,7 @@ class TextDocuments(IndexedFiles):
         size = self.sizes[index]
         head = self._files.read(index, 0, min(size, file_formats.HEAD_BYTES))
         if not self._any_bytes:
-            _refuse_unless_text(head, self.paths[index])
+            refuse_unless_text(head, self.paths[index])
         if not self._json_too and file_formats.begins_as_json(head):
             raise UserError(
                 f"{self.paths[index]} begins as JSON: kind='jsonl' reads the text under a key of each line, kind='text' reads "
@@ -297,11 +297,26 @@ class TextDocuments(IndexedFiles):
         return np.frombuffer(starts, np.int64)
 
 
-def _refuse_unless_text(head: bytes, path: str) -> None:
+def refuse_unless_text(head: bytes, path: str, *, is_utf8: bool = True) -> None:
+    """Refuses a file that isn't text.
+
+    Args:
+      head: its first `file_formats.HEAD_BYTES`.
+      path: the file.
+      is_utf8: also refuse UTF-16 and NUL.
+
+    Raises:
+      UserError: its first bytes show another format.
+    """
     kind = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
     if kind is not None:
-        raise UserError(f"{path} is {kind.name}, not text. {kind.instead}")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(
+            f"{path} is {kind.name}, not text. {kind.instead}. allow_binary=True reads its bytes as they are"
+        )
+    if is_utf8 and head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{path} is UTF-16; convert it with `iconv -f utf-16 -t utf-8`")
-    if b"\0" in head:
-        raise UserError(f"{path} is not text: byte {head.index(0)} is NUL. Leave it out of `files`")
+    if is_utf8 and b"\0" in head:
+        raise UserError(
+            f"{path} is not text: byte {head.index(0)} is NUL. Leave it out of `files`, or read it by byte; "
+            "allow_binary=True takes NUL for a character"
+        )

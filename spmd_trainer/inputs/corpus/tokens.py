@@ -34,11 +34,6 @@ class StoredTokens:
     def __len__(self) -> int:
         return self.size
 
-    @property
-    def dtype(self) -> np.dtype:
-        """Their dtype."""
-        return self.store.dtype
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CountedTokens:
@@ -54,11 +49,6 @@ class CountedTokens:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Their dtype."""
-        return self.tokens.dtype
 
 
 # A document's tokens, unsigned [n], all of which count; or some; or where they are stored.

@@ -20,8 +20,7 @@ from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus import encoding, order, row_plan
 from spmd_trainer.inputs.corpus.cursors import Cursor, SourceCursor
 from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, OpenSource, Schedule
-from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedDocument, RowPlan
-from spmd_trainer.inputs.corpus.row_table import PairTable, RowTable
+from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedDocument, PairTable, RowPlan, RowTable
 from spmd_trainer.sharding.messages import count_text
 
 # Bytes of text that all sources together keep in memory, each an equal part: to shuffle documents ('auto'), and to encode
@@ -31,20 +30,7 @@ _AUTO_WINDOW_BYTES, _BYTES_AHEAD = order.AUTO_WINDOW_BYTES, 2**25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """How windows are made.
-
-    Attributes:
-      tokenizer, limit: see `encoding.Encoder`.
-      eos_id: end-of-text, after each text.
-      start_id: token before each text; None: no start token, and the id before a text's first label is `eos_id`.
-      seq_len: tokens per row, T.
-      packing: 'best_fit', 'pad', 'split' or 'pair'.
-      window_rows: a window ends with the document that fills this many rows.
-      shuffle: True shuffles the rows of a window.
-      seed: seed of all shuffles.
-      bad_records: 'raise' or 'skip'.
-      weigh_by, stopping_strategy: see `mixture.Mixture`.
-    """
+    """How windows are made: settings of `corpus_input.CorpusInput` and its mixture, and those of `encoding.Encoder`."""
 
     tokenizer: tokenizers.Tokenizer
     limit: int

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from input_helpers import drain, stack_processes, take
 from memory_documents import EOS, documents, in_chunks, make, segments, texts
 
-from spmd_trainer.inputs.corpus import row_plan, row_table
+from spmd_trainer.inputs.corpus import row_plan
 
 SHUFFLES = ["global", 7, None]
 
@@ -131,7 +131,7 @@ def test_rows_are_shuffled_within_a_window_and_in_order_without_shuffle():
 @settings(deadline=None, max_examples=60)
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=60))
 def test_best_fit_decreasing_overlaps_nothing_and_keeps_the_order(sizes):
-    fit = row_table.best_fit_decreasing(sizes, 12)
+    fit = row_plan.best_fit_decreasing(sizes, 12)
     taken = np.zeros((fit.num_rows, 12), int)
     for size, row, column in zip(sizes, fit.rows, fit.columns, strict=True):
         assert column + size <= 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import jax
@@ -14,7 +15,7 @@ from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import Chat, ChatInput, CorpusInput, Documents, Mixture, PreferenceInput, chat_text
-from spmd_trainer.inputs.corpus import prepare
+from spmd_trainer.inputs.corpus import prepare, prepared_source
 
 TOKENIZER, TEMPLATE = tokenizer_of("chatml"), str(DATA / "templates" / "chatml_marked.jinja")
 # Conversations have 38 to 65 tokens, and pairs 38 to 44.
@@ -81,6 +82,26 @@ def test_any_processes_a_store_and_a_restart_give_the_same_batches(kind, row, cu
     take(first, 4)
     again.set_state(first.get_state())
     assert_equal(take(again, 5), expected[4:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "row"), [(ChatInput, talk), (PreferenceInput, pair)], ids=["chat", "pairs"])
+def test_a_worker_tokenises_them_and_batches_stay_the_same(kind, row, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_source, "tokenise", lambda sources: None)
+    path = tmp_path / "a.jsonl.gz"  # read in windows
+    path.write_bytes(gzip.compress("".join(json.dumps(row(number)) + "\n" for number in range(60)).encode()))
+    fields = {"files": str(path), "window_rows": 6, "seq_len": 48, "too_long": "drop"}
+    expected_from = make(kind, **fields)
+    expected = take(expected_from, 20)
+    source = make(kind, **fields)
+    stores = {name: str(tmp_path / store) for name, store in source.store_names().items()}
+    source.tokenise_ahead(stores, prepared_source.Helpers(index=0, count=1, workers=1, job="mine"))
+    begun = take(source, 3)
+    (prepared,) = (one.source for one in source.sources)
+    prepared.tokenise()
+    assert prepared.is_ready
+    assert_equal(begun + take(source, 17), expected)
+    assert source.skipped == expected_from.skipped
 
 
 def test_evaluation_gives_each_record_once_also_from_a_store(tmp_path):
