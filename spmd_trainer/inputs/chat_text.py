@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from absl import logging
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, did_you_mean, require_one_of
 from spmd_trainer.inputs import assistant_masks, messages
 from spmd_trainer.inputs.assistant_masks import ASSISTANT, TURNS
 from spmd_trainer.inputs.chat_template import Rendering, clock_of
@@ -38,7 +38,6 @@ from spmd_trainer.inputs.messages import (
     ROLES,
     Conversation,
     readable_messages,
-    refuse_unless_one_of,
     text_of_content,
 )
 
@@ -72,7 +71,7 @@ class Chat(messages.MessageProcessor):
     turns: str = assistant_masks.ALL
 
     def bound(self, tokenizer: Any, seq_len: int) -> Self:
-        refuse_unless_one_of("turns", self.turns, TURNS)
+        require_one_of("turns", self.turns, TURNS)
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise UserError(
                 f"a {type(tokenizer).__name__} does not map tokens to characters, which the loss on the "
@@ -131,7 +130,7 @@ class Chat(messages.MessageProcessor):
 
     def _check(self, found: Conversation) -> None:
         if found.turns is not None:
-            refuse_unless_one_of("turns", found.turns, TURNS)
+            require_one_of("turns", found.turns, TURNS)
         known = (*ROLES, *self.other_roles)
         for number, message in enumerate(found.messages, 1):
             role = message.get("role")

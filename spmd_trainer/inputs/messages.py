@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs import files
 from spmd_trainer.inputs.chat_template import (
     MAX_RENDER_SECONDS,
@@ -234,20 +234,13 @@ class MessageProcessor(Templated):
 
     def bound(self, tokenizer: Any, seq_len: int) -> Self:
         """Returns it for a tokenizer and rows of `seq_len` tokens. Raises UserError if a setting can't be used."""
-        refuse_unless_one_of("too_long", self.too_long, self._too_long)
+        require_one_of("too_long", self.too_long, self._too_long)
         clock_of(self.date)
         return dataclasses.replace(self, tokenizer=tokenizer, seq_len=seq_len)
 
     def fingerprint(self) -> dict[str, Any]:
         own = {"too_long": self.too_long, "most_tokens": self.seq_len + 1, "date": self.date}
         return {**super().fingerprint(), **own, "other_roles": list(self.other_roles)}
-
-
-def refuse_unless_one_of(field: str, value: object, values: Sequence[str]) -> None:
-    """Raises UserError if a setting has none of its values."""
-    if value not in values:
-        near = did_you_mean(value, values, otherwise="")
-        raise UserError(f"{field}={value!r}; set it to {', '.join(map(repr, values[:-1]))} or {values[-1]!r}{near}")
 
 
 class MessagesInput(CorpusInput):
@@ -258,7 +251,11 @@ class MessagesInput(CorpusInput):
       source: instead of `files`: `Documents`, or a `Mixture` of them. Those without a processor get this input's.
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `Templated`.
       too_long, other_roles, date: see `MessageProcessor`.
+      window_rows: see `CorpusInput`; None: 64, or fewer.
     """
+
+    # Sets of them are small, and a first batch that waits for many renderings is late.
+    _most_rows: ClassVar[int] = 64
 
     files: Any = None
     chat_template: str | None = None

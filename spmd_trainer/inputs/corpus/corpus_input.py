@@ -24,7 +24,7 @@ import numpy as np
 from praxis import base_input
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+from spmd_trainer.errors import UserError, first_paragraph, require_one_of
 from spmd_trainer.inputs import batches, text_base
 from spmd_trainer.inputs.corpus import cursors, encoding, mixture, prepared_source, row_plan, windows
 from spmd_trainer.inputs.corpus.documents import Documents, Processor, Source
@@ -34,8 +34,8 @@ from spmd_trainer.inputs.corpus.prepare import Preparation
 from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource, store_name
 from spmd_trainer.inputs.corpus.row_plan import PairTable, RowTable
 
-# Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
-_MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
+# Default of `window_rows`: `_most_rows`, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
+_MOST_TOKENS, _LEAST_ROWS = 2**22, 32
 # A saved position is valid only for the same values of these settings.
 _SAVED_SETTINGS = (
     "start_id", "seq_len", "packing", "window_rows", "shuffle", "seed", "bad_records", "weigh_by", "stopping_strategy"
@@ -64,6 +64,7 @@ class CorpusInput(text_base.TokenizedInput):
     """
 
     _packings: ClassVar[tuple[str, ...]] = row_plan.PACKINGS
+    _most_rows: ClassVar[int] = 256
 
     source: Any = None
     seq_len: int = 0
@@ -96,11 +97,9 @@ class CorpusInput(text_base.TokenizedInput):
             raise self.error(
                 f"shuffle={self.shuffle!r}; set it to True, False or None. Windows are set in Documents(shuffle=...)"
             )
-        for field, allowed in (("packing", self._packings), ("bad_records", (encoding.RAISE, encoding.SKIP))):
-            value = getattr(self, field)
-            if value not in allowed:
-                near = did_you_mean(str(value), allowed)
-                raise self.error(f"{field}={value!r}; set it to one of {', '.join(map(repr, allowed))}{near}")
+        with self.naming():
+            require_one_of("packing", self.packing, self._packings)
+            require_one_of("bad_records", self.bad_records, encoding.BAD_RECORDS)
         try:
             self.make_tokenizer()
             self._mixture = mixture.as_mixture(self.source, is_training=self.is_training)
@@ -249,7 +248,7 @@ class CorpusInput(text_base.TokenizedInput):
             start_id=self.start_id,
             seq_len=self.seq_len,
             packing=self.packing,
-            window_rows=self.window_rows or max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_TOKENS // self.seq_len)),
+            window_rows=self.window_rows or max(_LEAST_ROWS, min(self._most_rows, _MOST_TOKENS // self.seq_len)),
             shuffle=self._shuffles,
             seed=self.seed,
             bad_records=self.bad_records,

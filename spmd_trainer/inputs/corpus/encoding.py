@@ -16,7 +16,7 @@ from spmd_trainer.inputs.corpus.documents import BadRecord, Document, LeftOut, P
 from spmd_trainer.inputs.corpus.order import DocumentStream, Position, Taken, size_of
 from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch, is_text
 
-RAISE, SKIP = "raise", "skip"
+BAD_RECORDS = RAISE, SKIP = "raise", "skip"
 # Most documents read and encoded at a time.
 MOST_AHEAD = 64
 _KEPT_BYTES = 2**24

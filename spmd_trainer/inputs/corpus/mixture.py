@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs.corpus import order
 from spmd_trainer.inputs.corpus.documents import Documents, Source
 from spmd_trainer.inputs.corpus.open_source import open_documents
@@ -56,11 +56,8 @@ class Mixture:
     stopping_strategy: str = REPEAT
 
     def __post_init__(self) -> None:
-        for field, allowed in (("weigh_by", (TOKENS, DOCUMENTS)), ("stopping_strategy", (REPEAT, DROP, STOP))):
-            value = getattr(self, field)
-            if value not in allowed:
-                near = did_you_mean(str(value), allowed)
-                raise UserError(f"Mixture has {field}={value!r}; set it to {' or '.join(map(repr, allowed))}{near}")
+        require_one_of("Mixture has weigh_by", self.weigh_by, (TOKENS, DOCUMENTS))
+        require_one_of("Mixture has stopping_strategy", self.stopping_strategy, (REPEAT, DROP, STOP))
         if not _is_positive(self.temperature):
             raise UserError(f"Mixture has temperature={self.temperature!r}; set it to a number above 0, e.g. 1.0")
         if not isinstance(self.sources, Mapping) or not self.sources:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.inputs.corpus.arrow_documents import STATE_FILE, ArrowDocuments, files_of_folder
@@ -42,9 +42,8 @@ def open_documents(documents: Documents) -> Source:
         return documents.files
     if not (isinstance(documents.max_record_bytes, int) and documents.max_record_bytes > 0):
         raise UserError(f"max_record_bytes={documents.max_record_bytes!r}; give a number of bytes above 0")
-    if documents.kind is not None and documents.kind not in KINDS:
-        near = did_you_mean(str(documents.kind), KINDS)
-        raise UserError(f"kind={documents.kind!r}; set it to one of {', '.join(map(repr, KINDS))}{near}")
+    if documents.kind is not None:
+        require_one_of("kind", documents.kind, KINDS)
     if not (isinstance(documents.column, str) and documents.column):
         raise UserError(f"column={documents.column!r}; set it to the name of the column with the text, e.g. 'text'")
     entries = input_files.entries_of(documents.files)

@@ -204,6 +204,8 @@ def permutation(size: int, *seeds: int) -> Callable[[np.ndarray], np.ndarray]:
       size: 1 or more. Above 65,536, entries are computed on demand and nothing is stored.
       *seeds: 0 or more; other seeds give other permutations.
     """
+    if size == 1:  # each document of such a source is an epoch
+        return np.zeros_like
     # numpy guarantees that SeedSequence, MT19937 and RandomState never change.
     seed = np.random.SeedSequence(seeds)
     if size > _STORED_SIZE:

@@ -20,10 +20,10 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs import tokenizer_field
 from spmd_trainer.inputs.corpus.documents import Documents, Source
-from spmd_trainer.inputs.corpus.encoding import RAISE, SKIP
+from spmd_trainer.inputs.corpus.encoding import BAD_RECORDS, RAISE
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.part_worker import Part, Task, Worker, arrow_library, make_part
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description
@@ -57,9 +57,7 @@ class Preparation:
     documents_per_part: int = DOCUMENTS_PER_PART
 
     def __post_init__(self) -> None:
-        if self.bad_records not in (RAISE, SKIP):
-            near = did_you_mean(str(self.bad_records), (RAISE, SKIP))
-            raise UserError(f"bad_records={self.bad_records!r}; set it to {RAISE!r} or {SKIP!r}{near}")
+        require_one_of("bad_records", self.bad_records, BAD_RECORDS)
         if self.documents_per_part < 1:
             raise UserError(f"documents_per_part={self.documents_per_part}; set it to 1 or more")
 
