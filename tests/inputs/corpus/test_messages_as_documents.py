@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 
 import jax
@@ -125,6 +126,22 @@ def test_a_store_says_which_tokens_count_and_how_they_were_made(tmp_path):
         make(ChatInput, files=store, turns="last")
     with raises_naming(UserError, "another processor", "most_tokens was 65 and is None"):
         make(CorpusInput, source=Documents(store))
+
+
+def test_the_tool_prepares_conversations(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("prepare_text", DATA.parents[3] / "tools" / "prepare_text.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    fields = {"files": write(tmp_path / "a.jsonl", map(talk, range(12))), "is_training": False, "turns": "last"}
+    command = [f"--output={tmp_path / 'tokens'}", f"--tokenizer={TOKENIZER}", "--conversations", "--seq_len=64"]
+    assert tool.main([*command, f"--chat_template={TEMPLATE}", "--turns=last", "--workers=1", fields["files"]]) == 0
+    assert "12 documents" in capsys.readouterr().out
+    assert_equal(
+        drain(make(ChatInput, **{**fields, "files": str(tmp_path / "tokens")})), drain(make(ChatInput, **fields))
+    )
+    with pytest.raises(SystemExit):
+        tool.main([*command[:3], fields["files"]])
+    assert "--seq_len" in capsys.readouterr().err
 
 
 def test_conversations_mix_with_conversations_and_with_text_by_weight(tmp_path):
