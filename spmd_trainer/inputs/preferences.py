@@ -196,7 +196,7 @@ class PreferenceInput(MessagesInput):
         found, end = [], 0
         for source in self._opened:
             sizes = source.chunk_sizes()
-            if sizes is None:
+            if sizes is None:  # compressed files, and JSON lines of object stores: read once to count them
                 sizes = [sum(1 for _ in source.read_chunk(chunk, 0)) for chunk in range(source.num_chunks)]
             found.append(np.concatenate([[end], end + np.cumsum(sizes)]).astype(np.int64))
             end = int(found[-1][-1])
