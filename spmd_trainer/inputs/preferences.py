@@ -75,19 +75,17 @@ class Pairs(MessageProcessor):
 
     def _pair(self, pair: Pair, encoded: Sequence[np.ndarray | BadRecord]) -> CountedTokens | BadRecord:
         """Joins both conversations, with the token before the first label."""
-        lists: list[list[int]] = []
-        for one in encoded:
-            if isinstance(one, BadRecord):
-                return one
-            lists.append(one.tolist())
-        alone, *sides = lists
+        bad = [one for one in encoded if isinstance(one, BadRecord)]
+        if bad:
+            return bad[0]
+        alone, *sides = [one.tolist() for one in encoded if isinstance(one, np.ndarray)]
         before = [self.start_id] if pair.is_text and self.start_id is not None else []
         after = [self.tokenizer.eos_id] if pair.is_text else []
         common = min(common_length(alone, side) for side in sides)
         start = common + len(before)
         if start == 0:
             return BadRecord(
-                pair.where, ": the prompt has no token, so that nothing comes before the answer's first token"
+                pair.where, ": the prompt has no token, so that nothing comes before the answer's first one"
             )
         for side, tokens in zip(_SIDES, sides, strict=True):
             if len(tokens) <= common:
@@ -102,9 +100,7 @@ class Pairs(MessageProcessor):
             )
             if self.too_long == DROP:
                 return LeftOut(pair.where, what, 0)
-            return BadRecord(
-                pair.where, f"{what}; raise seq_len, shorten the pair, or leave such pairs out with too_long={DROP!r}"
-            )
+            return BadRecord(pair.where, f"{what}; raise seq_len, shorten it, or leave it out with too_long={DROP!r}")
         if common < len(alone):
             logging.log_first_n(
                 logging.WARNING,
@@ -119,10 +115,8 @@ class Pairs(MessageProcessor):
     def _texts(self, pair: Pair) -> list[str]:
         """Returns the prompt, and the prompt followed by each answer."""
         if isinstance(pair.prompt, str):
-            texts = [pair.prompt, f"{pair.prompt}{pair.chosen}", f"{pair.prompt}{pair.rejected}"]
-            for text in texts:
-                refuse_surrogates(text)
-            return texts
+            refuse_surrogates(f"{pair.prompt}{pair.chosen}{pair.rejected}")
+            return [pair.prompt, f"{pair.prompt}{pair.chosen}", f"{pair.prompt}{pair.rejected}"]
         self.check_tokenizer()
         prompt = self._render(pair, pair.prompt, add_generation_prompt=True)
         answered = [
