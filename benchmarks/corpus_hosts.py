@@ -67,7 +67,7 @@ def main() -> int:
     report = reporting.Report("corpus_hosts", args.json)
     with tempfile.TemporaryDirectory() as folder, s3_server() as counter:
         size, documents = write_corpus(int(args.megabytes * 2**20), as_conversation if args.conversations else as_text)
-        chat = Chat(chat_template=TEMPLATE).bound(HuggingFaceTokenizer(CHATS / "byte_level"), LENGTH)
+        chat = Chat(chat_template=TEMPLATE, too_long="cut").bound(HuggingFaceTokenizer(CHATS / "byte_level"), LENGTH)
         for hosts in HOSTS:
             measure(report, counter, pathlib.Path(folder), hosts, size, documents, chat if args.conversations else None)
         if not args.conversations:

@@ -100,7 +100,7 @@ def measure(source: CorpusInput) -> CorpusSummary:
         ids, weights = (
             np.concatenate([np.asarray(part[name]) for part in parts]) for name in ("segment_ids", "weights")
         )
-        ids, counted = ids[ids.any(axis=1)], counted + np.count_nonzero(weights)
+        ids, counted = ids[ids.any(axis=1)], counted + int(np.count_nonzero(weights))
         filled = np.count_nonzero(ids, axis=1)
         tokens, positions = tokens + int(filled.sum()), positions + ids.size
         np.add.at(fills, 100 * filled // max(1, ids.shape[1]), 1)
