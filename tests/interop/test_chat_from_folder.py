@@ -165,7 +165,8 @@ def test_mode_data_shows_what_counts(chats, tmp_path, monkeypatch):
 def test_mode_data_colours_on_a_terminal(chats, tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     text = show(overrides(chats), tmp_path, monkeypatch, stdout=Terminal())
-    assert "\x1b[30;42md<|end|>\x1b[0m" in text
+    written = [content for row in ROWS for role, content in row if role == "assistant"]
+    assert any(f"\x1b[30;42m{content}<|end|>\x1b[0m" in text for content in written)
     assert "\u27e6" not in text
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in show(overrides(chats), tmp_path, monkeypatch, stdout=Terminal())
