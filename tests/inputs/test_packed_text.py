@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from input_helpers import assert_same, drain, stack_processes, take, write_files
 from praxis import base_hyperparams, pax_fiddle
 
-from spmd_trainer.inputs import packed_text
+from spmd_trainer.inputs import text
 from spmd_trainer.inputs.corpus import row_plan
 
 EOS = 256
@@ -19,9 +19,7 @@ EOS = 256
 
 def make(files, **kwargs):
     defaults = {"seq_len": 8, "batch_size": 2, "separator": "\n"}
-    return base_hyperparams.instantiate(
-        pax_fiddle.Config(packed_text.PackedTextInput, files=files, **{**defaults, **kwargs})
-    )
+    return base_hyperparams.instantiate(pax_fiddle.Config(text.PackedTextInput, files=files, **{**defaults, **kwargs}))
 
 
 @pytest.fixture
